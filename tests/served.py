@@ -100,7 +100,7 @@ def hello(name: str = "a", **changes: Any) -> Hello:
 
 
 @functools.cache
-def _shared_loop() -> asyncio.AbstractEventLoop:
+def shared_loop() -> asyncio.AbstractEventLoop:
     """One loop for all servers of this process, never closed: grpc.aio has one poller for all loops."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="served", daemon=True).start()
@@ -127,7 +127,7 @@ class Served:
         self.events: Facts[fx.SchedulerEvent] = Facts()
         self.outcome: tuple[str, bool] | None = None
         self.failure: BaseException | None = None
-        self.loop = _shared_loop()
+        self.loop = shared_loop()
         self._ready = threading.Event()
         self._ended = threading.Event()
         self._stop = asyncio.Event()

@@ -91,6 +91,11 @@ LIGHT = (
         "chaos_lightning.control.scheduler_main chaos_lightning.control.sqlite_store chaos_lightning.control.commands",
         "torch lightning numpy hydra",
     ),
+    (
+        "chaos_lightning.outer.server chaos_lightning.outer.leader_main chaos_lightning.outer.server_main "
+        "chaos_lightning.outer.standing chaos_lightning.outer.hosting chaos_lightning.outer.ps",
+        "torch lightning hydra",
+    ),
     ("chaos_lightning.rendezvous.options", "torch"),
 )
 """Modules, and what must not have been imported when they and those above them are; from light to heavy."""

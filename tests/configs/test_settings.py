@@ -13,11 +13,20 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.configs.schema import ChaosStrategyConfig, OptionsConfig
+from chaos_lightning.configs.schema import (
+    ChaosStrategyConfig,
+    DiLoCoOptionsConfig,
+    DiLoCoStrategyConfig,
+    OptionsConfig,
+)
 from chaos_lightning.control import scheduler_main
 from chaos_lightning.control.options import HOSTED, MEMORY, SchedulerOptions, change_settings, settings_from_json
 from chaos_lightning.declared import Setting, at_least, declared, positive
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.outer import strategy_options
+from chaos_lightning.outer.cluster_options import ClusterOptions
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.strategy_options import DiLoCoOptions
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.rendezvous.options import MEMBER_OPTIONS, OPTIONS, SETTING_OPTIONS, conf_help, read_options
 from chaos_lightning.settings import ARGUMENTS, ChaosOptions, EngineConfig, from_environment, to_environment
@@ -28,6 +37,7 @@ CLASSES = (EngineConfig, ChaosOptions, Settings, SchedulerOptions)
 UNITS = {"_s", "_nbytes", "_bps", "_every", "_nodes"}
 
 MEMBERS, RULES, SCHEDULERS = declared(EngineConfig), declared(Settings), declared(SchedulerOptions)
+OUTER, CLUSTERS = declared(OuterSettings), declared(ClusterOptions)
 
 
 def other(made: Setting) -> Any:
@@ -82,6 +92,13 @@ def test_a_members_setting_is_a_strategys(name: str) -> None:
         value = other(MEMBERS[name])
         assert ChaosOptions.of({name: value}).for_engine()[name] == value
         assert MEMBERS[name].help in (ChaosOptions.__doc__ or "")
+
+
+@pytest.mark.parametrize("name", [*OUTER, *CLUSTERS])
+def test_a_setting_of_outer_sync_is_a_strategys(name: str) -> None:
+    argument = name in strategy_options.ARGUMENTS
+    for place in (DiLoCoStrategyConfig,) if argument else (DiLoCoOptions, DiLoCoOptionsConfig):
+        assert next(f.default for f in fields(place) if f.name == name) is None
 
 
 @pytest.mark.parametrize("name", MEMBERS)
@@ -231,7 +248,19 @@ theirs.
 Declared in `chaos_lightning/control/options.py`. Options of `chaos-lightning scheduler`; {hosted} and node
 (`CHAOS_NODE`: this node's name) also in `--rdzv-conf` and from the environment.
 
-{scheduler}"""
+{scheduler}
+## Rules of an outer job
+
+Declared in `chaos_lightning/outer/settings.py`; what the first cluster brings is the job's. To be given as an argument
+of `DiLoCoStrategy` ({diloco}), or in its
+`options`; to `chaos_lightning.diloco.DiLoCo`; by Hydra and LightningCLI likewise.
+
+{outer}
+## Of a cluster of an outer job
+
+Declared in `chaos_lightning/outer/cluster_options.py` and `strategy_options.py`, given likewise.
+
+{cluster}"""
 
 
 def table(rows: dict[str, Setting], *, option: bool = False) -> str:
@@ -241,12 +270,14 @@ def table(rows: dict[str, Setting], *, option: bool = False) -> str:
 
 def test_the_page_tells_each_setting() -> None:
     own = {name: made for name, made in declared(ChaosOptions).items() if name not in MEMBERS}
+    only_of_options = {n: m for n, m in declared(DiLoCoOptions).items() if n not in (*OUTER, *CLUSTERS)}
     text = (
         INTRODUCTION.format(arguments=", ".join(ARGUMENTS))
         + table(dict(MEMBERS))
         + BETWEEN.format(
             own=table(own), rules=table(dict(RULES)), scheduler=table(dict(SCHEDULERS), option=True),
-            hosted=", ".join(HOSTED),
+            hosted=", ".join(HOSTED), diloco=", ".join(strategy_options.ARGUMENTS), outer=table(dict(OUTER)),
+            cluster=table({**CLUSTERS, **only_of_options}),
         )
     )  # fmt: skip
     if os.environ.get("CHAOS_REWRITE"):

@@ -25,6 +25,7 @@ BRIEF = [
 ]
 SCRIPTS = {
     "gpt_text": TINY_GPT,
+    "diloco_text": TINY_GPT,
     "fashion_cnn": ["--digits"],
 }
 
@@ -138,6 +139,48 @@ def test_train_sweeps(tmp_path: Path) -> None:
 def test_plain_loop_trains(tmp_path: Path) -> None:
     said = script(tmp_path, "plain_loop.py", "--epochs", "1", CHAOS_ENDPOINT=f"127.0.0.1:{free_port()}")
     assert "step 20: loss" in said
+
+
+def test_diloco_loop_trains(tmp_path: Path) -> None:
+    said = script(tmp_path, "diloco_loop.py", "--epochs", "1", CHAOS_PS=f"127.0.0.1:{free_port()}")
+    assert "of the job: loss" in said
+
+
+def test_two_typed_lines_train_two_clusters(tmp_path: Path) -> None:
+    """The first one starts the server, both find it, and end together."""
+    server, log = f"127.0.0.1:{free_port()}", tmp_path / "log"
+    command = [sys.executable, str(ROOT / "examples" / "diloco_text.py"), *TINY_GPT]
+    command += ["--max-steps", "40", "--inner-steps", "4", "--quick"]
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path), "CHAOS_PS": server,
+        "CHAOS_LOG_DIR": str(log),
+    }  # fmt: skip
+    clusters = [
+        subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        said = [cluster.communicate(timeout=170)[0] for cluster in clusters]
+    finally:
+        for cluster in clusters:
+            cluster.kill()
+    assert [cluster.returncode for cluster in clusters] == [0, 0], said
+    ends = {e["reason"] for e in told(log, "cluster_over")}
+    assert len(ends) == 1
+    assert "max_steps=40 reached" in ends.pop()
+    assert len({e["incarnation"] for e in told(log, "cluster_welcomed")}) == 2
+
+
+def told(log: Path, name: str) -> list[dict[str, Any]]:
+    """All events of this name."""
+    return [
+        event
+        for path in log.rglob("*.jsonl")
+        for event in map(json.loads, path.read_text().splitlines())
+        if event["name"] == name
+    ]
 
 
 def test_readme_line_trains_on_two_nodes(tmp_path: Path) -> None:

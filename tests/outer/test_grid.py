@@ -19,6 +19,15 @@ grids = st.builds(
 )
 
 
+@given(grids, st.data())
+def test_a_shard_knows_which_of_its_blocks_belong_to_the_last_tensors(grid: Grid, data: st.DataObject) -> None:
+    shard = data.draw(st.sampled_from(grid.cut(data.draw(st.integers(1, grid.blocks)))))
+    tensor = data.draw(st.integers(0, len(grid.sizes)))
+    since = shard.since(tensor)
+    start = sum(grid.sizes[:tensor])
+    assert all((grid.start(shard.first + block) >= start) == (block >= since) for block in range(shard.blocks))
+
+
 @given(grids)
 def test_blocks_are_counted_from_the_start_of_each_tensor(grid: Grid) -> None:
     expected = []

@@ -18,8 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from chaos_lightning.outer.chain import CHUNKS
 from chaos_lightning.outer.leases import Aside, Leases, chunk_size, wanted
-from chaos_lightning.outer.types import NO_VERSION, IncarnationId, Leased, Offer, PushId, RolledBack, VersionId
+from chaos_lightning.outer.types import NO_VERSION, Covered, IncarnationId, Leased, Offer, PushId, RolledBack, VersionId
 from chaos_lightning.protocol.spans import count, normalise, subtract
 
 A, B, C, D = (IncarnationId(name, 1) for name in "abcd")
@@ -35,7 +36,7 @@ def positions_of(spans):
 
 def offer(who, number, *spans, epoch=0, samples=None):
     samples = count(spans) if samples is None else samples
-    return Offer(PushId(who, number), NO_VERSION, "m", samples, 1, epoch, spans)
+    return Offer(PushId(who, number), NO_VERSION, "m", samples, 1, (Covered(epoch, spans),))
 
 
 def back(to, *lost, number=99):
@@ -69,7 +70,7 @@ def test_an_epoch_has_many_chunks():
     assert chunk_size(1_000_000, 1000) == 1000
     assert chunk_size(1_000_001, 1000) == 1001
     assert chunk_size(3, 1000) == 1
-    assert chunk_size(10**9) * 4000 < 10**9
+    assert chunk_size(10**9, CHUNKS) * 4000 < 10**9
 
 
 def test_a_cluster_gets_what_it_trains_in_a_while():
@@ -510,7 +511,7 @@ class Walk(RuleBasedStateMachine):
         return {self.pick(index) for index in indices}
 
     def covered(self, push):
-        return {(push.epoch, p) for p in positions_of(push.spans)}
+        return {(each.epoch, p) for each in push.covers for p in positions_of(each.spans)}
 
     def recent(self):
         """Rounds that stand and can be taken back."""
@@ -580,9 +581,10 @@ class Walk(RuleBasedStateMachine):
                 self.grant(index, samples, set())
             self.train(index, samples)
         if trainee.trained:
-            epoch = min(trainee.trained)[0]
-            spans = spans_of(p for e, p in trainee.trained if e == epoch)
-            trainee.open = offer(who, trainee.number, *spans, epoch=epoch)
+            epochs = sorted({epoch for epoch, _ in trainee.trained})
+            covers = tuple(Covered(e, spans_of(p for f, p in trainee.trained if f == e)) for e in epochs)
+            push = PushId(who, trainee.number)
+            trainee.open = Offer(push, NO_VERSION, "m", len(trainee.trained), 1, covers)
             trainee.stands = True
             trainee.number += 1
 
@@ -793,7 +795,7 @@ class Walk(RuleBasedStateMachine):
                 self.push(index, POSITIONS)
         assert self.epoch > begun, "an epoch does not end"
         for epoch in range(begun + 1):
-            spent = [p for _, push in self.standing.values() if push.epoch == epoch for p in positions_of(push.spans)]
+            spent = [p for _, push in self.standing.values() for e, p in self.covered(push) if e == epoch]
             aside = [p for e, p in self.set_aside if e == epoch]
             assert sorted(spent + aside) == list(range(self.length)), "a position is lost, or spent twice"
         self.it_is_as_the_oracle_has_it()
@@ -812,7 +814,7 @@ class LeasesStagedOnes(Leases):
     staged: tuple = ()
 
     def _free(self, state):
-        staged = spans_of({p for push in self.staged for p in positions_of(push.spans)})
+        staged = spans_of({p for push in self.staged for each in push.covers for p in positions_of(each.spans)})
         return normalise((*super()._free(state), *subtract(staged, super()._free(state))))
 
 

@@ -50,11 +50,12 @@ def noise(count: int, seed: int, scale: float = 1.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Act:
-    """A round's pushes, for all of the grid, and its factors."""
+    """A round's pushes, for all of the grid, and its factors; the blocks of tensors from `averaged` on are buffers."""
 
     weights: tuple[float, ...]
     deltas: tuple[Tensor, ...]
     factors: Factors
+    averaged: int = len(GRID.sizes)
 
 
 def acts(grid: Grid, rounds: Sequence[Factors], pushes: int, seed: int = 0) -> list[Act]:
@@ -78,16 +79,20 @@ class Reference:
 
     def round(self, act: Act, format: Format) -> None:
         deltas = [Part.encoded(self.grid.whole, format, d).decoded().numpy() for d in act.deltas]
-        for place in self.grid.whole.places:
-            self._block(place, act, [d[place] for d in deltas])
+        moved = self.grid.whole.since(act.averaged) if self.grid is GRID else self.grid.blocks
+        for block, place in enumerate(self.grid.whole.places):
+            self._block(place, act, [d[place] for d in deltas], averaged=block >= moved)
 
-    def _block(self, place: slice, act: Act, deltas: list[Array]) -> None:
+    def _block(self, place: slice, act: Act, deltas: list[Array], *, averaged: bool) -> None:
         f = act.factors
         rate, into, mu, outer, step = (np.float32(v) for v in (f.rate, f.buffer, f.momentum, f.outer, f.step))
         delta = np.zeros(place.stop - place.start, np.float32)
         for number, (weight, d) in enumerate(zip(act.weights, deltas, strict=True)):
             delta = delta + np.float32(weight) * d if number else np.float32(weight) * d
         theta, m, b = self.theta[place], self.momentum[place], self.buffer[place]
+        if averaged:
+            theta[:] = theta - delta
+            return
         x = into * delta
         b[:] = b + x if b.any() else x
         used = rate * delta
@@ -125,7 +130,8 @@ class Held:
             elsewhere = torch.empty(offset + part.data.numel(), dtype=torch.uint8)[offset:]
             pushes.append((weight, Part(shard, format, elsewhere.copy_(part.data))))
         version = Part.empty(shard, BF16)
-        update = RoundUpdate(self.state, pushes, act.factors, version)
+        averaged = shard.since(act.averaged) if shard.grid is GRID else None
+        update = RoundUpdate(self.state, pushes, act.factors, version, averaged)
         blocks = list(range(shard.blocks))
         order.shuffle(blocks)
         for block in blocks:
@@ -170,6 +176,17 @@ def test_bits_are_those_of_the_rule_for_any_cut_address_and_order_of_blocks(
     rounds = acts(GRID, MIXED, pushes)
     for offset in (0, 1, 5):
         assert bits(computed(GRID, GRID.cut(shards), rounds, format, offset)) == expected(GRID, rounds, format)
+
+
+@pytest.mark.parametrize("averaged", range(len(GRID.sizes)))
+def test_reduced_buffers_are_averaged_and_nothing_else(averaged: int) -> None:
+    rounds = [replace(act, averaged=averaged) for act in acts(GRID, MIXED, 2)]
+    for shards in (1, 3, GRID.blocks):
+        held = computed(GRID, GRID.cut(shards), rounds, BF16, 1)
+        assert bits(held) == expected(GRID, rounds, BF16)
+        start = GRID.start(GRID.whole.since(averaged))
+        for tensor in (1, 2):
+            assert not torch.cat([h.state.tensors[tensor] for h in held])[start:].any()
 
 
 factors = st.builds(
@@ -367,6 +384,7 @@ def test_products_are_sums_in_fp64(format: Format) -> None:
     assert products(one, other) == pytest.approx(exact, rel=1e-12, abs=1e-15)
     assert products(one, one) == pytest.approx([math.fsum((x[p] ** 2).tolist()) for p in GRID.whole.places])
     assert products(one, other) == products(other, one)
+    assert products(one, other, 3) == products(one, other)[:3]
 
 
 @settings(max_examples=20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import closing
 
 import pytest
@@ -38,8 +39,23 @@ def test_several_versions_of_several_states_are_served_side_by_side() -> None:
             pulled(donor.endpoint, "outer", 0)
         pulled(donor.endpoint, "outer", 1)
         donor.server.drop("teacher")
-        with pytest.raises(StateError, match=r"was not published within 0\.3 s"):
+        with pytest.raises(StateError, match=r"is not served here any more"):
             pulled(donor.endpoint, "teacher", 1)
+        with pytest.raises(StateError, match=r"was not published within 0\.3 s"):
+            pulled(donor.endpoint, "student", 1)
+        name, version = "teacher", 1
+        donor.server.hold(name, version, states[name, version].tensors(), {})
+        pulled(donor.endpoint, name, version)
+
+
+def test_it_is_known_when_a_version_was_asked_for_last() -> None:
+    donor = start_donor("server")
+    with closing(donor):
+        donor.server.hold("outer", 1, numbered(3, 20_000, seed=1).tensors(), {})
+        assert donor.server.asked_at("outer", 1) == donor.server.asked_at("outer", 2) == 0.0
+        before = time.monotonic()
+        pulled(donor.endpoint, "outer", 1)
+        assert donor.server.asked_at("outer", 1) >= before
 
 
 def test_a_version_that_is_still_ahead_is_waited_for_and_may_be_overwritten_once_it_was_copied() -> None:

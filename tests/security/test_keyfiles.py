@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 from chaos_lightning.cli import app
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.security import certificates, keyfiles
+from chaos_lightning.security.credentials import Credentials, KeyFolder
 from chaos_lightning.security.keyfiles import CLUSTER, KeyHolder
-from chaos_lightning.security.roles import MEMBER, OBSERVER, OPERATOR
+from chaos_lightning.security.roles import CLUSTER as CLUSTER_ROLE
+from chaos_lightning.security.roles import FOLLOWER, MEMBER, OBSERVER, OPERATOR
 
 
 def run(*words: str) -> str:
@@ -68,6 +70,31 @@ def test_only_members_certificates_are_good_for_a_server(tmp_path: Path) -> None
         purposes = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         assert (x509.oid.ExtendedKeyUsageOID.SERVER_AUTH in purposes) == serves
         assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+@pytest.mark.parametrize(("role", "called"), [(CLUSTER_ROLE, False), (FOLLOWER, True)])
+def test_roles_of_outer_sync_prove_the_token_and_only_followers_are_called(
+    tmp_path: Path, role: str, called: bool
+) -> None:
+    folder = made(tmp_path)
+    host = "f=10.0.0.9" if called else "f"
+    assert f"{folder / NODES / 'f'}: {role}" in run("node", host, "--role", role, "--dir", str(folder))
+    there = folder / NODES / "f"
+    assert {p.name for p in there.iterdir()} == {TRUSTED, CHAIN, KEY, TOKEN}
+    credentials = Credentials(keys=KeyFolder(there))
+    assert credentials.tokens() == tuple(token.encode() for token in keyfiles.load(folder).tokens)
+    assert (meet(there, folder / NODES / "a") == "") is called
+    assert meet(folder / NODES / "a", there) == ""
+    if not called:
+        with pytest.raises(ConfigurationError, match="g is cluster and serves nothing"):
+            run("node", "g=10.0.0.9", "--role", role, "--dir", str(folder))
+    run("rotate", "--dir", str(folder))
+    assert len(credentials.tokens()) == 2
+    run("rotate", "--finish", "--dir", str(folder))
+    assert credentials.tokens() == tuple(token.encode() for token in keyfiles.load(folder).tokens)
+    (there / TOKEN).unlink()
+    with pytest.raises(ConfigurationError, match="token cannot be read"):
+        KeyFolder(there)
 
 
 @pytest.mark.parametrize(

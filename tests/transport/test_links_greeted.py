@@ -64,6 +64,18 @@ def test_who_begins_anew_while_it_dials_dials_again_under_its_new_id() -> None:
         peer.close()
 
 
+def test_a_member_parks_no_connections() -> None:
+    """Followers of outer sync do, on ports of their own."""
+    node = Node("b~2")
+    try:
+        node.expect("c~3")
+        with pytest.raises(RefusedError, match="a member parks no connections"):
+            dial("127.0.0.1", node.links.port, Greeting("job", "c~3", "b~2", "park"), token=b"token")
+        assert node.changes == []
+    finally:
+        node.close()
+
+
 def greet(node: Node, me: str) -> socket.socket:
     """As somebody who knows the token; what it says on its link is a ping."""
     greeting = Greeting("job", me, node.id, "link")

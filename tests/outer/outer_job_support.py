@@ -1,0 +1,108 @@
+"""Real outer jobs for tests: a leader, followers and clusters as processes of the fork server."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from forked_support import run
+from torch import nn
+
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.lab.harness import Harness
+from chaos_lightning.machine.listener import free_port
+from chaos_lightning.outer.cluster_options import ClusterOptions
+from chaos_lightning.outer.replica import Replica
+from chaos_lightning.outer.session import OuterSession, agreement_of
+from chaos_lightning.outer.settings import OuterSettings
+
+LEADER = "chaos_lightning.outer.leader_main"
+FOLLOWER = "chaos_lightning.outer.follower_main"
+
+
+class OuterJob:
+    """The server's processes of one job, under a harness.
+
+    Args:
+        harness: Its directory holds the chain and the followers' files.
+        followers: How many.
+    """
+
+    def __init__(self, harness: Harness, followers: int = 1) -> None:
+        self.harness = harness
+        self.followers = [f"f{number}" for number in range(followers)]
+        self.server = f"127.0.0.1:{free_port()}"
+
+    def start(self) -> OuterJob:
+        self.start_leader()
+        for name in self.followers:
+            self.start_follower(name)
+        return self
+
+    def start_leader(self) -> None:
+        store = self.harness.directory / "chain.sqlite"
+        arguments = ["--listen", self.server, "--store", str(store), "--followers", str(len(self.followers))]
+        self.harness.start_function("leader", run, LEADER, [*arguments, *self._logs()])
+
+    def start_follower(self, name: str) -> None:
+        self.harness.start_function(name, run, FOLLOWER, self.arguments_of(name))
+
+    def arguments_of(self, name: str) -> list[str]:
+        """Of a follower's command line."""
+        folder = str(self.harness.directory / name)
+        return ["--server", self.server, "--name", name, "--dir", folder, *self._logs()]
+
+    def kill_server(self) -> None:
+        """All processes of it, with SIGKILL."""
+        for name in ("leader", *self.followers):
+            self.harness.declare(name)
+            self.harness.kill(name)
+        for name in ("leader", *self.followers):
+            self.harness.wait_exit(name)
+
+    def _logs(self) -> list[str]:
+        return ["--log-dir", str(self.harness.logs)]
+
+
+def small_model() -> nn.Module:
+    """The same in all processes."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(8, 96), nn.Tanh(), nn.Linear(96, 3))
+
+
+def batch_of(name: str, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cluster's own data: a function of its name and of the step."""
+    noise = torch.Generator().manual_seed(1000 * sum(map(ord, name)) + step)
+    x = torch.randn(16, 8, generator=noise)
+    return x, x[:, :3] * 2 - x[:, 3:6]
+
+
+def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, step: int) -> float:
+    """One step on that batch; returns its loss."""
+    x, y = batch_of(name, step)
+    loss = ((model(x) - y) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def open_session(
+    server: str, name: str, model: nn.Module, logs: str, settings: OuterSettings, *, length: int = 0, **options: object
+) -> OuterSession:
+    """A cluster's session, not started."""
+    torch.set_num_threads(1)
+    given = {"server": server, "name": name, "data": "local" if not length else "shared", "log_dir": logs, "block": 64}
+    own = ClusterOptions.build({**given, "host_server": False, **options}, {})
+    replica = Replica.of_module(model)
+    agreement = agreement_of(replica, own, settings, length=length)
+    return OuterSession(replica, agreement, own, EventLog.in_directory(logs, name, role="cluster"))
+
+
+def wait_for_file(path: Path, deadline_s: float = 60.0) -> None:
+    """Until the test has made it."""
+    until = time.monotonic() + deadline_s
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} was not made"
+        time.sleep(0.01)

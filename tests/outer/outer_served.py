@@ -1,0 +1,221 @@
+"""A leader of outer sync in this process, and scripted clusters and followers that speak to it over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from served import PATIENCE_S, Facts, shared_loop
+
+from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.store import Store
+from chaos_lightning.errors import ChaosError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.process_table import host_identity, start_time
+from chaos_lightning.outer import messages as say
+from chaos_lightning.outer.control_client import ControlClient
+from chaos_lightning.outer.exact import ExactSum
+from chaos_lightning.outer.server import LeaderConfig, OuterServer
+from chaos_lightning.outer.types import NO_VERSION, Agreement, IncarnationId, Offer, PushId, TensorSpec, VersionId
+from chaos_lightning.security.credentials import Secret
+
+AGREEMENT = Agreement((TensorSpec("weight", "float32", (4,)),))
+ZERO = ExactSum.of(()).encode()
+ONE = ExactSum.of((1.0,)).encode()
+HERE = say.ProcessPlace(host_identity(), os.getpid(), start_time(os.getpid()))
+
+
+class OuterServed:
+    """An OuterServer in this process; `stop` it."""
+
+    def __init__(
+        self,
+        open_store: Callable[[], Store] = MemoryStore,
+        *,
+        log: EventLog | None = None,
+        standing: Any = None,
+        **config: Any,
+    ) -> None:
+        self.loop = shared_loop()
+        self.server = OuterServer(
+            LeaderConfig(**{"host": "127.0.0.1", "port": 0, **config}), open_store, log or EventLog(None), standing
+        )
+        self._ended = threading.Event()
+        self.outcome: tuple[str, bool] | None = None
+        self._run(self.server.start())
+        asyncio.run_coroutine_threadsafe(self._watch(), self.loop)
+
+    def _run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(PATIENCE_S)
+
+    async def _watch(self) -> None:
+        self.outcome = (await self.server.ended(), self.server.failed)
+        self._ended.set()
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+    def wait_ended(self) -> tuple[str, bool]:
+        """Why it ended, and whether that is a failure."""
+        assert self._ended.wait(PATIENCE_S)
+        assert self.outcome is not None
+        return self.outcome
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.server.end, "stopped by the test")
+        self.wait_ended()
+        self._run(self.server.stop())
+
+
+@contextmanager
+def outer_serving(*args: Any, **kwargs: Any) -> Iterator[OuterServed]:
+    served = OuterServed(*args, **kwargs)
+    try:
+        yield served
+    finally:
+        served.stop()
+
+
+class Scripted:
+    """What a cluster or follower hears, and what it says of its own; `close` it."""
+
+    def __init__(self, endpoints: str, call: Any, secret: Secret = b"", revive: Any = None) -> None:
+        self.heard: Facts[Any] = Facts()
+        self.states: Facts[str] = Facts()
+        """ "connected", and why not any more."""
+        self.troubles: Facts[ChaosError] = Facts()
+        self.client = ControlClient(
+            endpoints.split(","),
+            secret,
+            call=call,
+            on_connected=self._connected,
+            on_message=self._hear,
+            on_disconnected=self.states.add,
+            on_trouble=self.troubles.add,
+            revive=revive,
+        )
+
+    def _connected(self) -> None:
+        self.states.add("connected")
+        self.hello()
+
+    def _hear(self, message: Any) -> None:
+        self.answer(message)
+        self.heard.add(message)
+
+    def hello(self) -> None:
+        """Says who it is."""
+
+    def answer(self, message: Any) -> None:
+        """Answers the leader."""
+
+    def start(self) -> None:
+        self.client.start()
+
+    def close(self) -> None:
+        self.client.close(PATIENCE_S)
+        assert not self.client.is_alive()
+
+
+class ScriptedFollower(Scripted):
+    """Stages, computes and saves at once whatever it is asked to."""
+
+    def __init__(self, endpoints: str, name: str = "one", **more: Any) -> None:
+        super().__init__(endpoints, "Follow", **more)
+        self.name = name
+        self.disk: tuple[say.ShardFile, ...] = ()
+        self.version = NO_VERSION
+        self.term = 0
+
+    def hello(self) -> None:
+        nonce = os.urandom(4).hex()
+        self.client.say(
+            say.FollowerHello(self.name, nonce, self.term, self.disk, self.version, "127.0.0.1:1", process=HERE)
+        )
+
+    def answer(self, message: Any) -> None:
+        self.term = max(self.term, getattr(message, "term", 0))
+        match message:
+            case say.Stage(offer=offer):
+                products = (say.PushProduct(offer.push, ONE),)
+                self.client.say(say.Staged(self.name, offer.push, offer.manifest, products, True, ZERO))
+            case say.Apply(entry=entry):
+                self.version = entry.version
+                self.client.say(say.Applied(self.name, entry.version))
+            case say.Keep(version=version):
+                self.disk = (*self.disk, say.ShardFile(version, "digest"))[-2:]
+                self.client.say(say.Written(self.name, version, "digest"))
+
+
+class ScriptedCluster(Scripted):
+    """Founds the job if it may; pushes when it is told to."""
+
+    def __init__(self, endpoints: str, name: str = "home", process: say.ProcessPlace = HERE, **more: Any) -> None:
+        super().__init__(endpoints, "Attend", **more)
+        self.name = name
+        self.process = process
+        self.nonce = os.urandom(4).hex()
+        self.me: IncarnationId | None = None
+        self.base = self.newest = NO_VERSION
+        self.term = 0
+        self.number = 1
+
+    def hello(self) -> None:
+        place = "a test"
+        self.client.say(
+            say.ClusterHello(
+                self.name, place, self.nonce, self.term, self.me, self.base, self.newest, AGREEMENT,
+                process=self.process,
+            )
+        )  # fmt: skip
+
+    def answer(self, message: Any) -> None:
+        self.term = max(self.term, getattr(message, "term", 0))
+        match message:
+            case say.Welcomed(incarnation=me, first=first, version=version, founded=founded):
+                self.me, self.number = me, first
+                if not founded:
+                    self.push()
+                elif version != NO_VERSION:
+                    self._adopt(version)
+            case say.PushAnswered(push=push):
+                self.number = max(self.number, push.number + 1)
+            case say.Served(version=version):
+                self._adopt(version)
+
+    def _adopt(self, version: VersionId) -> None:
+        self.base = self.newest = version
+        self.beat()
+
+    def push(self) -> None:
+        assert self.me is not None
+        push = PushId(self.me, self.number)
+        self.client.say(say.Offered(Offer(push, self.base, f"content of {push}", 64, 2)))
+
+    def beat(self) -> None:
+        assert self.me is not None
+        self.client.say(say.Beat(self.me, 100.0, 10.0, self.base, 0, 1, leaving=False))
+
+    def served(self, number: int) -> VersionId:
+        """The version of this number or a later one, once it was told that it is served."""
+
+        def tells(message: Any) -> bool:
+            return isinstance(message, say.Served | say.Welcomed) and message.version.number >= number
+
+        version: VersionId = self.heard.wait(tells).version
+        return version
+
+
+@contextmanager
+def at_once(*clients: Scripted) -> Iterator[None]:
+    """They speak meanwhile."""
+    with ExitStack() as stack:
+        for client in clients:
+            client.start()
+            stack.callback(client.close)
+        yield

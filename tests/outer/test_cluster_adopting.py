@@ -1,0 +1,85 @@
+"""When a cluster takes a version over, with and without overlap."""
+
+from __future__ import annotations
+
+import pytest
+
+from chaos_lightning.outer import cluster as cl
+from chaos_lightning.outer.cluster import ClusterMachine
+from chaos_lightning.outer.effects import Connected, Told
+from chaos_lightning.outer.messages import PushAnswered, Served, Welcomed
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    Agreement,
+    IncarnationId,
+    JobProgress,
+    PushAnswer,
+    PushId,
+    TensorSpec,
+    VersionId,
+)
+
+WHO = IncarnationId("home", 1)
+V1, V2, V3 = (VersionId(number, f"hash {number}") for number in (1, 2, 3))
+RULES = OuterSettings(inner_steps=2, batch=1)
+
+
+def training(*, overlap: bool) -> ClusterMachine:
+    """A cluster that has adopted the first version and trained one step on it."""
+    agreement = Agreement((TensorSpec("w", "float32", (4,)),), settings=RULES.words)
+    machine = ClusterMachine("home", "here", "nonce", agreement, overlap=overlap)
+    machine.on(Connected())
+    assert machine.on(Told(Welcomed(1, WHO, 1, V1, True, JobProgress()))) == [cl.FetchVersion(V1)]
+    assert cl.Adopt(V1, True) in machine.on(cl.Got(V1))
+    machine.on(cl.Trained(1))
+    return machine
+
+
+def fetched(effects: list[cl.ClusterEffect]) -> list[VersionId]:
+    return [effect.version for effect in effects if isinstance(effect, cl.FetchVersion)]
+
+
+def adopted(effects: list[cl.ClusterEffect]) -> list[VersionId]:
+    return [effect.version for effect in effects if isinstance(effect, cl.Adopt)]
+
+
+def answered(machine: ClusterMachine, answer: PushAnswer, version: VersionId) -> list[cl.ClusterEffect]:
+    """Its first push is frozen and answered."""
+    push = PushId(WHO, 1)
+    assert any(effect == cl.Freeze(push, V1) for effect in machine.on(cl.Trained(1)))
+    machine.on(cl.Frozen(push, "manifest"))
+    return machine.on(Told(PushAnswered(1, push, answer, version, "why")))
+
+
+def test_with_overlap_a_newer_version_is_taken_in_the_middle_of_a_round() -> None:
+    machine = training(overlap=True)
+    assert fetched(machine.on(Told(Served(1, V2, JobProgress())))) == [V2]
+    assert adopted(machine.on(cl.Got(V2))) == [V2]
+    assert machine.unpushed.steps == 1
+
+
+def test_without_overlap_a_version_is_taken_between_two_rounds_alone() -> None:
+    """Assigned in the middle of a round, it would wipe out steps that the next push claims to cover."""
+    machine = training(overlap=False)
+    assert fetched(machine.on(Told(Served(1, V2, JobProgress())))) == []
+    assert fetched(answered(machine, PushAnswer.ACCEPTED, V3)) == []
+    assert machine.waits
+    assert fetched(machine.on(Told(Served(1, V3, JobProgress())))) == [V3]
+    assert adopted(machine.on(cl.Got(V3))) == [V3]
+    assert machine.base == V3
+    assert machine.may_train
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_after_a_void_the_next_push_has_a_newer_base(*, overlap: bool) -> None:
+    """Its progress stays, and from the same base it would be as stale again."""
+    machine = training(overlap=overlap)
+    machine.on(Told(Served(1, V2, JobProgress())))
+    effects = answered(machine, PushAnswer.VOID, NO_VERSION)
+    assert not any(isinstance(effect, cl.Freeze) for effect in effects)
+    machine.on(Told(Served(1, V2, JobProgress())))
+    assert V2 in adopted(machine.on(cl.Got(V2)))
+    assert machine.base == V2
+    assert machine.unpushed.steps == 0, "what the void push covered is frozen again, with the new base"
+    assert machine.covering.steps == 2

@@ -1,0 +1,66 @@
+"""Jobs of real processes, judged from their logs: nothing is lost or counted twice, and gaps close after a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from outer_job_support import OuterJob, inner_step, open_session, small_model, wait_for_file
+
+from chaos_lightning.events.reader import read_events
+from chaos_lightning.events.registry import problems
+from chaos_lightning.lab.harness import Harness
+from chaos_lightning.observe.audit import OK
+from chaos_lightning.observe.outer_audit import audit_folder
+from chaos_lightning.observe.outer_fold import OuterRun, split
+from chaos_lightning.observe.outer_tables import OuterFacts, cluster_of
+from chaos_lightning.outer.settings import OuterSettings
+
+ROBUST = OuterSettings(
+    policy="robust", inner_steps=4, batch=16, heartbeat_s=1.0, reconnect_s=30.0, lease_ahead_s=0.1, epochs=1
+)
+LENGTH = 16 * 400
+
+
+def train_shared(server: str, name: str, logs: str, go: str) -> None:
+    """A cluster of a job that shares one epoch; waits for `go` long before that is over."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = open_session(server, name, model, logs, ROBUST, length=LENGTH)
+    try:
+        session.start()
+        step = 0
+        while not session.over:
+            covers = session.claim(16, 0.05)
+            samples = sum(b - a for each in covers for a, b in each.spans)
+            loss = inner_step(model, optimizer, name, step) if samples else None
+            session.boundary(samples, covers, steps=bool(samples), loss=loss)
+            step += bool(samples)
+            if step == 60:
+                wait_for_file(Path(go))
+        session.finish("the epoch is over", 60)
+    finally:
+        session.close()
+
+
+def test_a_job_whose_whole_server_was_killed_holds_every_point(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with Harness(tmp_path, deadline_s=150) as harness:
+        job = OuterJob(harness, 2).start()
+        for name in ("a", "b"):
+            harness.start_function(name, train_shared, job.server, name, str(harness.logs), str(go))
+        harness.wait_for("entry", lambda r: r["version"].startswith("v3-"))
+        job.kill_server()
+        job.start()
+        go.touch()
+        harness.wait_all()
+    records = list(read_events(harness.logs))
+    assert [text for r in records for text in problems(r.name, r.fields)] == []
+    (judged,) = audit_folder(harness.logs)
+    assert [str(finding) for finding in judged.findings if finding.verdict != OK] == []
+    (outer,) = split(records).outer
+    facts = OuterFacts.of(OuterRun.of(outer))
+    assert facts.samples == LENGTH
+    assert len(facts.run.leaders) == 2
+    assert sorted(cluster_of(row.name) for row in facts.clusters) == ["a", "b"]
+    assert all(row.loss is not None and row.pushed and row.fetched for row in facts.clusters)

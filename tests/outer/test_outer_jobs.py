@@ -1,0 +1,267 @@
+"""Whole outer jobs of real processes: what clusters get is what the arithmetic says, whoever dies."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from forked_support import run
+from outer_job_support import FOLLOWER, OuterJob, inner_step, open_session, small_model, wait_for_file
+
+from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.lab.harness import Harness
+from chaos_lightning.outer.chain import OuterChain
+from chaos_lightning.outer.codec import FP32, Part, codec_named
+from chaos_lightning.outer.grid import Grid
+from chaos_lightning.outer.kernel import OuterState, RoundUpdate, freeze
+from chaos_lightning.outer.replica import Replica
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.shard_files import ShardFiles
+from chaos_lightning.outer.types import Factors, Founded, Offer, RolledBack, Round
+from chaos_lightning.outer.vocabulary import entry_of
+
+ROUNDS, STEPS = 10, 3
+SYNC = OuterSettings(policy="sync", inner_steps=STEPS, batch=16, heartbeat_s=2.0)
+
+
+def train_locally(server: str, name: str, logs: str, go: str, out: str, rounds: int = ROUNDS) -> None:
+    """A cluster with its own data; waits for `go` once it is in."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = open_session(server, name, model, logs, SYNC, codec="fp32", overlap=False)
+    try:
+        session.start()
+        wait_for_file(Path(go))
+        for step in range(rounds * STEPS):
+            inner_step(model, optimizer, name, step)
+            assert not session.boundary(16).over
+        torch.save([p.detach().clone() for p in model.parameters()], out)
+        session.finish("its rounds are over", 60)
+    finally:
+        session.close()
+
+
+def one_process(names: list[str], rounds: int = ROUNDS) -> torch.Tensor:
+    """The same DiLoCo in one process, on the same kernel; its parameters, flat."""
+    models = [small_model() for _ in names]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    replicas = [Replica.of_module(model) for model in models]
+    grid = replicas[0].grid(64)
+    state = OuterState(grid.whole, replicas[0].read(grid))
+    eta, mu = SYNC.outer_lr, SYNC.outer_momentum
+    factors = Factors(eta, 1.0, mu, 1.0, eta * mu)
+    version = Part.encoded(grid.whole, FP32, state.theta)
+    for number in range(rounds):
+        pushes = []
+        for model, optimizer, replica, name in zip(models, optimizers, replicas, names, strict=True):
+            replica.adopt(version, None)
+            for step in range(number * STEPS, (number + 1) * STEPS):
+                inner_step(model, optimizer, name, step)
+            push = Part.empty(grid.whole, FP32)
+            freeze(version, replica.read(grid), push)
+            pushes.append((1 / len(names), push))
+        after = Part.empty(grid.whole, FP32)
+        RoundUpdate(state, pushes, factors, after).run()
+        version = after
+    return version.decoded()
+
+
+def with_torch(names: list[str]) -> torch.Tensor:
+    """And with torch's own SGD as the outer optimizer."""
+    outer = small_model()
+    optimizer = torch.optim.SGD(outer.parameters(), lr=SYNC.outer_lr, momentum=SYNC.outer_momentum, nesterov=True)
+    for number in range(ROUNDS):
+        gained = [torch.zeros_like(p) for p in outer.parameters()]
+        for name in names:
+            model = small_model()
+            model.load_state_dict(outer.state_dict())
+            inner = torch.optim.SGD(model.parameters(), lr=0.05)
+            for step in range(number * STEPS, (number + 1) * STEPS):
+                inner_step(model, inner, name, step)
+            for one, ours, theirs in zip(gained, outer.parameters(), model.parameters(), strict=True):
+                one.add_(ours.detach() - theirs.detach(), alpha=1 / len(names))
+        for parameter, gradient in zip(outer.parameters(), gained, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in outer.parameters()])
+
+
+def trained(path: Path) -> torch.Tensor:
+    return torch.cat([p.reshape(-1) for p in torch.load(path)])
+
+
+@pytest.mark.parametrize("followers", [1, 3])
+def test_sync_in_fp32_is_diloco_bit_for_bit(tmp_path: Path, followers: int) -> None:
+    names = ["a", "b"]
+    with Harness(tmp_path, deadline_s=120) as harness:
+        job = OuterJob(harness, followers).start()
+        go = tmp_path / "go"
+        for name in names:
+            out = str(tmp_path / f"{name}.pt")
+            harness.start_function(name, train_locally, job.server, name, str(harness.logs), str(go), out)
+        for name in names:
+            harness.wait_for("version_adopted", node=name)
+        go.touch()
+        harness.wait_all()
+    expected = one_process(names)
+    for name in names:
+        assert torch.equal(trained(tmp_path / f"{name}.pt"), expected)
+    assert torch.allclose(expected, with_torch(names), atol=1e-6)
+
+
+SHARED = OuterSettings(inner_steps=4, batch=8, epochs=2, heartbeat_s=1.0, reconnect_s=30.0, lease_ahead_s=2.0)
+LENGTH = 1600
+
+
+def train_shared(server: str, name: str, logs: str, pushes: str, pause_s: float, leave: str = "never") -> None:
+    """A cluster that shares the data, and keeps a copy of each push; it leaves once the file `leave` is there."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = open_session(server, name, model, logs, SHARED, length=LENGTH)
+    session.on_push = lambda push, part: torch.save(part.data.clone(), Path(pushes) / str(push).replace("/", ":"))
+    step = 0
+    try:
+        session.start(120)
+        while not session.ending:
+            claimed = session.claim(8, 0.2)
+            samples = sum(stop - start for each in claimed for start, stop in each.spans)
+            if claimed:
+                inner_step(model, optimizer, name, step := step + 1)
+                time.sleep(pause_s)  # as heavier steps would
+            session.boundary(samples, claimed, steps=1 if claimed else 0)
+            if Path(leave).exists():
+                session.leave()
+        session.finish("it is over", 60)
+    finally:
+        session.close()
+
+
+def replayed(store: Path, pushes: Path, shards: int) -> tuple[OuterChain, list[str]]:
+    """The chain, and the digests of its last version, computed from the clusters' own copies of their pushes."""
+    chain = OuterChain()
+    with SqliteStore(store, read_only=True) as log:
+        for record in log.read()[1]:
+            chain.follow(entry_of(record, chain.hash))
+    assert chain.agreement is not None
+    grid = Grid(tuple(t.elements for t in chain.agreement.tensors), chain.agreement.block)
+    codec = codec_named(chain.agreement.codec)
+
+    def part(offer: Offer) -> Part:
+        data = torch.load(pushes / str(offer.push).replace("/", ":"))
+        return Part(grid.whole, codec.format_of(offer.base), data)
+
+    state: OuterState | None = None
+    for version in [*chain.line()][::-1]:
+        match version.entry.body:
+            case Founded(_, offer):
+                state = OuterState(grid.whole, part(offer).decoded())
+            case Round() as decided:
+                assert state is not None
+                weighed = [(one.factor, part(one.offer)) for one in decided.accepted]
+                RoundUpdate(state, weighed, decided.factors).run()
+    assert state is not None
+    digests = []
+    for shard in grid.cut(shards):
+        start, stop = shard.span
+        digests.append(OuterState(shard, *(tensor[start:stop].clone() for tensor in state.tensors)).digest)
+    return chain, digests
+
+
+def test_a_server_that_is_killed_again_and_again_loses_nothing(tmp_path: Path) -> None:
+    pushes = tmp_path / "pushes"
+    pushes.mkdir()
+    chance = Random(14)
+    with Harness(tmp_path, deadline_s=120) as harness:
+        job = OuterJob(harness, 2).start()
+        for name, pause_s in (("a", 0.01), ("b", 0.02)):
+            harness.start_function(name, train_shared, job.server, name, str(harness.logs), str(pushes), pause_s)
+        seen = None
+        for _ in range(5):
+            for _ in range(chance.randint(1, 4)):
+                seen = harness.wait_for("entry", lambda r: r.get("kind") == "Round", after=seen)
+            until = time.monotonic() + chance.uniform(0.0, 0.1)
+            harness.wait_until(lambda u=until: time.monotonic() > u, "the drawn instant")
+            job.kill_server()
+            job.start()
+        harness.wait_all()
+    chain, digests = replayed(tmp_path / "chain.sqlite", pushes, 2)
+    assert chain.ended is not None
+    assert chain.durable[-1] == (chain.ended.version, tuple(digests))
+    assert chain.leases is not None
+    assert chain.leases.over(1)
+    assert chain.counters.samples == 2 * LENGTH
+    assert not any(isinstance(version.entry.body, RolledBack) for version in chain.versions.values())
+
+
+def follow_on_a_full_disk(full: str, arguments: list[str]) -> None:
+    """A follower whose disk takes nothing as long as this file is there."""
+    write = ShardFiles._write
+
+    def full_disk(*given: object) -> None:
+        if Path(full).exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*given)
+
+    ShardFiles._write = staticmethod(full_disk)
+    run(FOLLOWER, arguments)
+
+
+def test_a_follower_and_the_only_holder_of_a_push_die(tmp_path: Path) -> None:
+    pushes, full = tmp_path / "pushes", tmp_path / "full"
+    pushes.mkdir()
+    full.touch()
+    with Harness(tmp_path, deadline_s=120) as harness:
+        job = OuterJob(harness, 2)
+        job.start_leader()
+        job.start_follower("f0")
+        harness.start_function("f1", follow_on_a_full_disk, str(full), job.arguments_of("f1"))
+        for name in "ab":
+            harness.start_function(name, train_shared, job.server, name, str(harness.logs), str(pushes), 0.02)
+        # Nothing is durable while one disk is full, and no more than three versions are decided beyond that.
+        of_b = harness.wait_for(
+            "entry", lambda r: r["kind"] == "Round" and "'cluster': 'b'" in str(r["body"]["accepted"])
+        )
+        for name in ("b", "f0"):
+            harness.declare(name)
+            harness.kill(name)
+            harness.wait_exit(name)
+        job.start_follower("f0")
+        back = harness.wait_for("entry", lambda r: r["kind"] == "RolledBack", after=of_b)
+        full.unlink()
+        harness.wait_all()
+    assert "samples are taken back" in back["body"]["reason"]
+    assert back["body"]["lost"] == [p for p in back["body"]["lost"] if p["incarnation"]["cluster"] == "b"] != []
+    chain, digests = replayed(tmp_path / "chain.sqlite", pushes, 2)
+    assert chain.ended is not None
+    assert chain.durable[-1] == (chain.ended.version, tuple(digests))
+    assert chain.counters.samples == 2 * LENGTH, "what was lost was trained again, and nothing else"
+
+
+def test_a_job_that_was_stopped_goes_on_from_its_files(tmp_path: Path) -> None:
+    pushes, leave = tmp_path / "pushes", tmp_path / "leave"
+    pushes.mkdir()
+    with Harness(tmp_path, deadline_s=120) as harness:
+        job = OuterJob(harness, 2).start()
+        for name in "ab":
+            given = (str(harness.logs), str(pushes), 0.02, str(leave))
+            harness.start_function(name, train_shared, job.server, name, *given)
+        rounds = harness.wait_for("entry", lambda r: r["kind"] == "Round")
+        rounds = harness.wait_for("entry", lambda r: r["kind"] == "Round", after=rounds)
+        leave.touch()
+        for name in "ab":
+            assert harness.wait_exit(name) == 0
+        at_stop = harness.wait_for("entry", lambda r: r["kind"] == "Removed", after=rounds)
+        job.kill_server()
+        job.start()
+        harness.start_function("c", train_shared, job.server, "c", str(harness.logs), str(pushes), 0.0)
+        harness.wait_all()
+    assert "asked to leave" in at_stop["body"]["reason"]
+    chain, digests = replayed(tmp_path / "chain.sqlite", pushes, 2)
+    assert chain.ended is not None
+    assert chain.durable[-1] == (chain.ended.version, tuple(digests))
+    assert chain.counters.samples == 2 * LENGTH
+    assert {who.cluster for who in chain.incarnations} == {"a", "b", "c"}

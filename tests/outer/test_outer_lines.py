@@ -1,0 +1,481 @@
+"""Data connections over real sockets: parked, taken, cut, redialled; pushes and versions that travel on them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from until_support import until
+
+from chaos_lightning.errors import ConfigurationError, NoDonorError, RefusedError, StateError
+from chaos_lightning.lab.edge.relay import LinkRelay
+from chaos_lightning.lab.emulation import emulating
+from chaos_lightning.machine.listener import free_port
+from chaos_lightning.outer import fetching, lines
+from chaos_lightning.outer.codec import BF16, Part
+from chaos_lightning.outer.fetching import (
+    drop_push,
+    drop_version,
+    fetch,
+    fetch_push,
+    fetch_version,
+    hold_push,
+    hold_version,
+    push_name,
+    slice_of,
+    version_name,
+)
+from chaos_lightning.outer.grid import Grid
+from chaos_lightning.outer.lines import SERVING, DataListener, ParkedLines
+from chaos_lightning.outer.messages import Holder
+from chaos_lightning.outer.types import IncarnationId, Offer, PushId, VersionId
+from chaos_lightning.replication.server import StateServer
+from chaos_lightning.replication.source import Endpoint
+from chaos_lightning.transport.handshake import Greeting, dial
+
+JOB, TOKEN = "job", b"a token of a test"
+HOME = IncarnationId("home", 3)
+PUSH = PushId(HOME, 7)
+VERSION = VersionId(4, "0123456789abcdef0123456789abcdef")
+GRID = Grid((1_000_000, 70_000, 5), block=1 << 12)
+LIMIT_S = 20.0
+PATIENCE_S = 10.0
+TCP_REPAIR = 19
+
+
+class Notes:
+    """What was noted, for threads that wait for it."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, dict[str, Any]]] = []
+
+    def __call__(self, name: str, **fields: Any) -> None:
+        self.all.append((name, fields))
+
+    def reasons(self, name: str = "refused") -> list[str]:
+        return [str(fields["reason"]) for found, fields in self.all if found == name]
+
+
+class Follower:
+    """A listener and its state server."""
+
+    def __init__(self, name: str, port: int = 0, secret: bytes = TOKEN) -> None:
+        self.name, self.notes, self.server = name, Notes(), StateServer(SERVING)
+        self.listener = DataListener(
+            "127.0.0.1", port, job=JOB, me=name, secret=secret, server=self.server, note=self.notes
+        )
+        self.holder = Holder(name, self.listener.endpoint)
+
+    @property
+    def port(self) -> int:
+        return int(self.listener.endpoint.rpartition(":")[2])
+
+    def close(self) -> None:
+        self.listener.close()
+        self.server.close()
+
+
+class Home:
+    """A cluster's process."""
+
+    def __init__(self, me: str = str(HOME), **options: Any) -> None:
+        self.me, self.notes, self.server = me, Notes(), StateServer(SERVING)
+        given = {"job": JOB, "secret": TOKEN} | options
+        self.lines = ParkedLines(self.server, me=lambda: self.me, note=self.notes, **given)
+
+    def close(self) -> None:
+        self.lines.close()
+        self.server.close()
+
+
+def threads() -> list[str]:
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith(("chaos-line", "chaos-fetch")))
+
+
+@pytest.fixture
+def stage() -> Iterator[Callable[[Any], Any]]:
+    """Closes what a test made, and then no thread is left."""
+    with ExitStack() as stack:
+
+        def entered(made: Any) -> Any:
+            stack.callback(made.close)
+            return made
+
+        yield entered
+    assert threads() == []
+
+
+def random_part(seed: int = 0) -> Part:
+    values = torch.randn(GRID.elements, generator=torch.Generator().manual_seed(seed))
+    return Part.encoded(GRID.whole, BF16, values)
+
+
+def offered(home: Home, part: Part, shards: int) -> Offer:
+    return Offer(PUSH, VERSION, hold_push(home.server, PUSH, part, GRID.cut(shards)), 64, 2)
+
+
+def took(follower: Follower, offer: Offer, part: Part) -> None:
+    fetch_push(offer, part, follower.listener.dial, deadline_s=LIMIT_S)
+
+
+def standing(follower: Follower, peer: str = str(HOME)) -> int:
+    return len(follower.listener._parked.get(peer, ()))
+
+
+# ---------------------------------------------------------------------- pushes and versions
+
+
+def test_a_push_is_fetched_by_each_follower_over_connections_that_its_cluster_parked(stage: Any) -> None:
+    followers = [stage(Follower(name)) for name in ("f0", "f1", "f2")]
+    home = stage(Home())
+    home.lines.follow([f.holder for f in followers])
+    whole = random_part()
+    offer = offered(home, whole, 3)
+    assert offer.manifest == whole.hash
+    for follower, shard in zip(followers, GRID.cut(3), strict=True):
+        part = Part.empty(shard, BF16)
+        took(follower, offer, part)
+        assert torch.equal(part.data, slice_of(whole, shard))
+        until(lambda f=follower: standing(f) == 2, "another connection in the place of the one that was used")
+    drop_push(home.server, PUSH, GRID.cut(3))
+    with pytest.raises(NoDonorError, match="is not served here any more"):
+        took(followers[0], offer, Part.empty(GRID.cut(3)[0], BF16))
+    assert sorted(fields["peer"] for _, fields in home.notes.all) == ["f0", "f1", "f2"]
+
+
+def test_a_version_is_fetched_from_all_followers_at_once(stage: Any) -> None:
+    whole, shards = random_part(1), GRID.cut(3)
+    followers = [stage(Follower(name)) for name in ("f0", "f1", "f2")]
+    for follower, shard in zip(followers, shards, strict=True):
+        hold_version(follower.server, VERSION, Part(shard, BF16, slice_of(whole, shard)))
+    home = stage(Home())
+    holders = [f.holder for f in followers]
+    mine = Part.empty(GRID.whole, BF16)
+    mine.data.zero_()
+    got = fetch_version(VERSION, shards, BF16, holders, mine, home.lines.dial, deadline_s=LIMIT_S)
+    assert got == whole.data.numel()
+    assert torch.equal(mine.data, whole.data)
+    drop_version(followers[1].server, VERSION, Part(shards[1], BF16, slice_of(whole, shards[1])))
+    with pytest.raises(NoDonorError, match=r"f1.*is not served here any more"):
+        fetch_version(VERSION, shards, BF16, holders, mine, home.lines.dial, deadline_s=LIMIT_S)
+    holders[2] = Holder("f2", "")
+    with pytest.raises(NoDonorError, match="follower f2 is away"):
+        fetch_version(VERSION, shards, BF16, holders, mine, home.lines.dial, deadline_s=LIMIT_S)
+
+
+def test_names_tell_pushes_versions_formats_and_shards_apart() -> None:
+    shards = GRID.cut(2)
+    names = [push_name(p, s) for p in (PUSH, PushId(HOME, 8)) for s in shards]
+    names += [
+        version_name(v, s, f) for v in (VERSION, VersionId(4, "f" * 32)) for s in shards for f in ("bf16", "fp32")
+    ]
+    assert len(set(names)) == len(names) == 12
+
+
+# ---------------------------------------------------------------------- what breaks
+
+
+class Breaks:
+    """Given to a fetch as `progress`: does something once the first bytes have come."""
+
+    def __init__(self, what: Callable[[], None]) -> None:
+        self.what, self.seen = what, list[int]()
+
+    def __call__(self, progress: Any) -> None:
+        self.seen.append(progress.done_nbytes)
+        if len(self.seen) == 2:  # the first one says what was here before
+            self.what()
+
+
+def test_a_push_whose_connections_break_goes_on_with_what_is_missing(stage: Any) -> None:
+    follower, home = stage(Follower("f0")), stage(Home())
+    home.lines.follow([follower.holder])
+    whole = random_part()
+    offer, part = offered(home, whole, 1), Part.empty(GRID.whole, BF16)
+    part.data.zero_()
+    until(lambda: standing(follower) == 2, "parked connections")
+    breaks = Breaks(lambda: lines._cut(list(home.server._sockets)))
+    fetch_push(offer, part, follower.listener.dial, deadline_s=LIMIT_S, progress=breaks)
+    assert torch.equal(part.data, whole.data)
+    assert breaks.seen == sorted(breaks.seen)
+
+
+def test_a_cluster_that_dies_in_the_middle_ends_the_fetch_and_the_next_one_goes_on(
+    stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "TAKE_S", 0.1)
+    follower, home = stage(Follower("f0")), stage(Home())
+    home.lines.follow([follower.holder])
+    whole = random_part()
+    offer, part = offered(home, whole, 1), Part.empty(GRID.whole, BF16)
+    part.data.zero_()
+    until(lambda: standing(follower) == 2, "parked connections")
+    with pytest.raises(NoDonorError, match=r"home~3 has parked no connection at f0 for 0\.1 s"):
+        fetch_push(offer, part, follower.listener.dial, deadline_s=LIMIT_S, progress=Breaks(home.close))
+    again = stage(Home())
+    again.lines.follow([follower.holder])
+    offered(again, whole, 1)
+    seen = list[int]()
+    until(lambda: standing(follower), "a parked connection")
+    fetch_push(offer, part, follower.listener.dial, deadline_s=LIMIT_S, progress=lambda p: seen.append(p.done_nbytes))
+    assert torch.equal(part.data, whole.data)
+    assert seen[0] > 0, "what had come is not fetched again"
+
+
+def test_a_follower_that_dies_in_the_middle_of_a_version_ends_the_fetch_and_the_next_one_goes_on(stage: Any) -> None:
+    whole, shards = random_part(1), GRID.cut(2)
+    followers = [stage(Follower(name)) for name in ("f0", "f1")]
+    hold_version(followers[0].server, VERSION, Part(shards[0], BF16, slice_of(whole, shards[0])))
+    home = stage(Home())
+    mine = Part.empty(GRID.whole, BF16)
+    mine.data.zero_()
+    holders = [f.holder for f in followers]
+    breaks = Breaks(followers[1].close)  # while it waits for the version
+    with pytest.raises(NoDonorError, match="f1"):
+        fetch_version(VERSION, shards, BF16, holders, mine, home.lines.dial, deadline_s=LIMIT_S, progress=breaks)
+    again = stage(Follower("f1", port=followers[1].port))
+    hold_version(again.server, VERSION, Part(shards[1], BF16, slice_of(whole, shards[1])))
+    before = followers[0].server.served_nbytes[str(HOME)]
+    fetch_version(VERSION, shards, BF16, holders, mine, home.lines.dial, deadline_s=LIMIT_S)
+    assert torch.equal(mine.data, whole.data)
+    assert followers[0].server.served_nbytes[str(HOME)] <= slice_of(whole, shards[0]).numel()
+    assert before > 0
+
+
+def test_a_connection_that_swallows_everything_is_given_up_for_another_one(
+    stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a NAT has forgotten it, and no end has noticed yet."""
+    monkeypatch.setattr(fetching, "STALL_S", 0.3)
+    follower, home = stage(Follower("f0")), stage(Home(count=1))
+    whole = random_part()
+    offer, part = offered(home, whole, 1), Part.empty(GRID.whole, BF16)
+    with LinkRelay() as relay:
+        with emulating(relay=relay.address):
+            home.lines.follow([follower.holder])
+            until(lambda: standing(follower) == 1, "a connection through the relay")
+            relay.stall("home", "f0")
+        other = stage(Home(count=1))
+        offered(other, whole, 1)
+        other.lines.follow([follower.holder])
+        until(lambda: standing(follower) == 2, "another one")
+        swallowed = follower.listener._parked[str(HOME)]
+        swallowed.reverse()  # the newest is taken first
+        took(follower, offer, part)
+    assert torch.equal(part.data, whole.data)
+    assert home.server.served_nbytes == {}
+
+
+def forget(sock: socket.socket) -> None:
+    """The connection ends at this end without a word to the other one."""
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+    except OSError:
+        pytest.skip("only root can end a connection without a word")
+    sock.close()
+
+
+def test_the_kernel_ends_a_parked_connection_that_is_forgotten_and_another_one_is_parked(
+    stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "IDLE_S", 1)
+    follower, home = stage(Follower("f0")), stage(Home(count=1))
+    home.lines.follow([follower.holder])
+    taken = follower.listener.take(str(HOME), LIMIT_S)
+    until(lambda: home.server._sockets, "the other end")
+    for sock in home.server._sockets:  # an acknowledgement that is still to be sent would be answered with a reset
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+    forget(taken)
+    assert standing(follower) == 0
+    until(lambda: standing(follower) == 1, "another connection")
+
+
+def test_both_ends_have_the_kernel_ask_after_ten_seconds_and_give_up_three_later(stage: Any) -> None:
+    follower, home = stage(Follower("f0")), stage(Home(count=1))
+    home.lines.follow([follower.holder])
+    until(lambda: standing(follower) == 1 and home.server._sockets, "a parked connection")
+    for sock in (*follower.listener._parked[str(HOME)], *home.server._sockets):
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        asked = [sock.getsockopt(socket.IPPROTO_TCP, o) for o in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)]
+        assert asked == [10, 1]
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 13_000, "it counts, not TCP_KEEPCNT"
+
+
+# ---------------------------------------------------------------------- parking
+
+
+class Recorded(threading.Event):
+    """Does not wait, but notes for how long it would have; set after some times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.waits = times, list[float | None]()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        return len(self.waits) >= self.times
+
+
+def test_pauses_grow_up_to_a_second_while_nobody_answers(stage: Any) -> None:
+    home = stage(Home())
+    line = lines._Line(home.lines, "f0", f"127.0.0.1:{free_port()}", str(HOME), 0)
+    line._over = recorded = Recorded(12)
+    line.run()
+    assert recorded.waits[:4] == [0.0, 0.01, 0.02, 0.04]
+    assert recorded.waits[-2:] == [1.0, 1.0]
+    assert [(name, fields["peer"], fields["up"]) for name, fields in home.notes.all] == [("data_line", "f0", False)]
+    assert "refused" in home.notes.reasons("data_line")[0]
+
+
+def test_a_follower_that_comes_back_is_found_again(stage: Any) -> None:
+    follower, home = stage(Follower("f0")), stage(Home())
+    home.lines.follow([follower.holder])
+    until(lambda: standing(follower) == 2, "parked connections")
+    follower.close()
+    until(lambda: len(home.notes.all) == 2, "a note that nobody answers")
+    again = stage(Follower("f0", port=follower.port))
+    until(lambda: standing(again) == 2, "parked connections")
+    assert [fields["up"] for _, fields in home.notes.all] == [True, False, True]
+
+
+def test_who_holds_nothing_any_more_is_hung_up_and_who_is_away_is_not(stage: Any) -> None:
+    followers = [stage(Follower(name)) for name in ("f0", "f1", "f2")]
+    home = stage(Home(count=1))
+    home.lines.follow([f.holder for f in followers])
+    until(lambda: all(standing(f) == 1 for f in followers), "parked connections")
+    home.lines.follow([followers[0].holder, Holder("f1", "")])
+    until(lambda: not served(home, followers[2]), "an end")
+    with pytest.raises(TimeoutError, match="home~3 has parked no connection at f2 for 0 s"):
+        followers[2].listener.take(str(HOME), 0.0)
+    assert [standing(f) for f in followers[:2]] == [1, 1]
+    moved = stage(Follower("f1"))
+    home.lines.follow([followers[0].holder, moved.holder])
+    until(lambda: standing(moved) == 1, "a connection to the new place")
+
+
+def served(home: Home, follower: Follower) -> bool:
+    return any(sock.getpeername()[1] == follower.port for sock in list(home.server._sockets) if sock.fileno() >= 0)
+
+
+def test_a_cluster_that_begins_anew_parks_under_its_new_name(stage: Any) -> None:
+    follower, home = stage(Follower("f0")), stage(Home())
+    home.lines.follow([follower.holder])
+    until(lambda: standing(follower) == 2, "parked connections")
+    home.me = "home~4"
+    home.lines.follow([follower.holder])
+    until(lambda: standing(follower, "home~4") == 2, "connections under the new name")
+    until(lambda: len(home.server._sockets) == 2, "ends of the old ones")
+    assert standing(follower) == 0
+    follower.listener.take(str(HOME), 0.0).close()  # it may hold what its earlier start pushed
+    with pytest.raises(TimeoutError):
+        follower.listener.take("far~1", 0.0)
+
+
+def test_a_peer_has_a_limited_number_of_connections_parked(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "_MAX_PARKED", 2)
+    follower = stage(Follower("f0"))
+    with ExitStack() as stack:
+        made = []
+        for number in range(3):
+            made.append(stack.enter_context(greeted(follower, "home~3", "park")))
+            until(lambda n=number: standing(follower) == min(n + 1, 2), "it parked")
+        made[0].settimeout(PATIENCE_S)
+        until(lambda: made[0].recv(1) == b"", "the oldest one's end")
+
+
+# ---------------------------------------------------------------------- strangers
+
+
+def greeted(follower: Follower, me: str, purpose: str, job: str = JOB, token: bytes = TOKEN) -> socket.socket:
+    return dial("127.0.0.1", follower.port, Greeting(job, me, follower.name, purpose), token=token)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"token": b"another token"}, "wrong or missing cluster token"),
+        ({"job": "other"}, "job 'other', this member belongs to 'job'"),
+        ({"purpose": "link"}, "a follower has no link connections"),
+        ({"purpose": "watch"}, "a follower has no watch connections"),
+        ({"purpose": "coffee"}, "purpose 'coffee'"),
+    ],
+)
+def test_strangers_are_refused_and_noted(stage: Any, options: dict[str, Any], words: str) -> None:
+    follower = stage(Follower("f0"))
+    with pytest.raises(RefusedError, match=words):
+        greeted(follower, "home~3", **({"purpose": "park"} | options))
+    until(lambda: follower.notes.all, "a note")
+    assert words in follower.notes.reasons()[0]
+    assert "'home~3' from 127.0.0.1:" in follower.notes.reasons()[0]
+
+
+def test_who_looks_for_another_follower_is_refused(stage: Any) -> None:
+    follower, home = stage(Follower("f0")), stage(Home(count=1))
+    home.lines.follow([Holder("f1", follower.listener.endpoint)])
+    until(lambda: home.notes.all and follower.notes.all, "notes at both ends")
+    assert "looks for 'f1', this is 'f0'" in follower.notes.reasons()[0]
+    assert home.notes.all[0][1]["up"] is False
+    assert "looks for 'f1', this is 'f0'" in home.notes.reasons("data_line")[0]
+
+
+def test_what_is_no_handshake_is_noted_and_a_silent_one_holds_up_no_end(stage: Any) -> None:
+    follower = stage(Follower("f0"))
+    with socket.create_connection(("127.0.0.1", follower.port)) as odd:
+        odd.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        until(lambda: follower.notes.all, "a note")
+    assert "handshake message announces" in follower.notes.reasons()[0]
+    with socket.create_connection(("127.0.0.1", follower.port)):
+        until(lambda: follower.listener._open, "a handshake under way")
+        follower.close()
+
+
+def test_nobody_listens_beyond_this_machine_without_a_secret() -> None:
+    with pytest.raises(ConfigurationError, match=r"listening on 0\.0\.0\.0 would let everybody in"):
+        DataListener("0.0.0.0", 0, job=JOB, me="f0", secret=b"", server=StateServer(), note=Notes())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match="free port"):
+            DataListener("127.0.0.1", port, job=JOB, me="f0", secret=TOKEN, server=StateServer(), note=Notes())
+
+
+# ---------------------------------------------------------------------- other bytes than were offered
+
+
+def test_a_push_with_other_bytes_than_were_offered_is_refused_by_name(stage: Any) -> None:
+    follower, home = stage(Follower("f0")), stage(Home())
+    home.lines.follow([follower.holder])
+    one, other = random_part(), random_part(2)
+    part = Part.empty(GRID.whole, BF16)
+    offer = Offer(PUSH, VERSION, one.hash, 64, 2)
+    offered(home, other, 1)
+    with pytest.raises(StateError, match=rf"push home~3/7 was offered as {one.hash}, and what is served is"):
+        took(follower, offer, part)
+    assert home.server.served_nbytes == {}, "nothing is fetched of it"
+    name = push_name(PUSH, GRID.whole)
+    home.server.hold(name, 0, [("part", other.data)], {"digests": b"".join(one.digests())})
+    with pytest.raises(StateError, match=r"block 0 of push home~3/7 is not the one that was offered"):
+        took(follower, offer, part)
+    for odd in ({}, {"digests": "text"}, {"digests": b"short"}):
+        home.server.hold(name, 0, [("part", one.data)], odd)
+        with pytest.raises(StateError, match="without one digest for each of"):
+            took(follower, offer, part)
+    home.server.hold(name, 0, [("part", one.data[:-1])], {"digests": b"".join(one.digests())})
+    with pytest.raises(StateError, match="part"):
+        took(follower, offer, part)
+    offered(home, one, 1)
+    took(follower, offer, part)
+    assert torch.equal(part.data, one.data)
+
+
+def test_a_part_is_fetched_by_its_name_with_its_manifest(stage: Any) -> None:
+    follower, home = stage(Follower("f0")), stage(Home())
+    follower.server.hold("anything", 0, [("part", torch.arange(9, dtype=torch.uint8))], {"a": [1, 2]})
+    into = torch.zeros(9, dtype=torch.uint8)
+    where = Endpoint("f0", "127.0.0.1", follower.port)
+    assert fetch("anything", where, home.lines.dial, into, deadline_s=LIMIT_S) == {"a": [1, 2]}
+    assert into.tolist() == list(range(9))

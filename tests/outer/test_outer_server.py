@@ -1,0 +1,323 @@
+"""The leader's service: real gRPC, real stores, the real machine; clusters and followers are scripted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from outer_served import AGREEMENT, OuterServed, Scripted, ScriptedCluster, ScriptedFollower, at_once, outer_serving
+from served import PATIENCE_S
+from until_support import until
+
+from chaos_lightning.control.memory_store import MemoryStore, Shelf
+from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.control.store import Store
+from chaos_lightning.errors import ConfigurationError, RefusedError, StoreError
+from chaos_lightning.events.events import EventLog, read_events
+from chaos_lightning.machine.process_table import host_identity, start_time
+from chaos_lightning.outer import messages as say
+from chaos_lightning.outer import outer_pb2, streams
+from chaos_lightning.outer.chain_store import load_chain
+from chaos_lightning.outer.control_client import ask_end, fetch_facts
+from chaos_lightning.outer.outer_pb2_grpc import ParameterServerStub
+from chaos_lightning.outer.types import NO_VERSION, Ended, JobOpened, Joined, Round
+from chaos_lightning.outer.vocabulary import FROM_CLUSTER
+from chaos_lightning.security import keyfiles
+from chaos_lightning.security.credentials import Credentials, KeyFolder
+from chaos_lightning.security.keyfiles import NODES, KeyHolder
+from chaos_lightning.security.roles import CLUSTER, FOLLOWER, MEMBER, OBSERVER, OPERATOR
+
+TOKEN = b"a long enough token"
+
+
+def finished(message: Any) -> bool:
+    return isinstance(message, say.JobFinished)
+
+
+def a_job(place: str, **more: Any) -> tuple[ScriptedFollower, ScriptedCluster]:
+    return ScriptedFollower(place, **more), ScriptedCluster(place, **more)
+
+
+def stores(kind: str, folder: Path) -> Callable[[], Store]:
+    """Opens the same chain again and again."""
+    shelf = Shelf()
+    if kind == "memory":
+        return lambda: MemoryStore(shelf=shelf)
+    return lambda: SqliteStore(folder / "chain.sqlite", "default", exclusive=True)
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+def test_a_job_is_founded_goes_on_under_a_second_leader_and_ends(kind: str, tmp_path: Path) -> None:
+    opened = stores(kind, tmp_path)
+    log = EventLog(tmp_path / "events.jsonl", role="leader")
+    with outer_serving(opened, log=log) as first:
+        follower, cluster = a_job(first.endpoint)
+        with at_once(follower, cluster):
+            founded = cluster.served(1)
+            until(lambda: fetch_facts(first.endpoint, b"")["versions"]["durable"] == [str(founded)], "a durable mark")
+            cluster.push()
+            second = cluster.served(2)
+            facts = fetch_facts(first.endpoint, b"")
+    assert (facts["role"], facts["pid"], facts["phase"], facts["rounds"]) == ("leader", os.getpid(), "training", 1)
+    assert (facts["accepted"], facts["rejected"], facts["void"]) == (2, 0, 0)
+    (told,) = facts["clusters"]
+    assert (told["name"], told["incarnation"], told["connected"], told["accepted"]) == ("home", 1, True, 2)
+    (shard,) = facts["followers"]
+    assert (shard["name"], shard["shard"], shard["version"]) == ("one", 0, str(second))
+
+    with outer_serving(opened, log=log, port=first.server.port) as third:
+        assert fetch_facts(third.endpoint, b"")["term"] == facts["term"] + 1
+        follower, again = a_job(third.endpoint)
+        follower.disk, follower.version, follower.term = (say.ShardFile(founded, "digest"),), second, facts["term"]
+        again.me, again.base, again.newest, again.nonce = cluster.me, second, second, cluster.nonce
+        with at_once(follower, again):
+            assert again.heard.wait_for(say.Welcomed).first == 3
+            words = ask_end(third.endpoint, "enough", b"", PATIENCE_S)
+            assert "has ended" in words
+            assert "enough" in words
+            assert again.heard.wait(finished).version == second
+        assert third.wait_ended() == ("the job has ended: enough", False)
+    log.close()
+    with opened() as store:
+        chain = load_chain(store)
+    assert chain.ended is not None
+    seen = list(read_events(tmp_path / "events.jsonl"))
+    names = [event.name for event in seen]
+    assert names.count("outer_leader_started") == names.count("outer_leader_ended") == 2
+    entries = [event for event in seen if event.name == "entry"]
+    told = dict.fromkeys(entry["position"] for entry in entries)  # the last one is told again by the next leader
+    assert list(told) == [*range(1, chain.position + 1)]
+    assert entries[-1]["hash"] == chain.hash
+    assert {JobOpened.__name__, Joined.__name__, Round.__name__, Ended.__name__} <= {e["kind"] for e in entries}
+    assert {(e["of"], e["up"]) for e in seen if e.name == "cluster_stream"} == {("home", True), ("home", False)}
+    assert {(e["of"], e["up"]) for e in seen if e.name == "follower_stream"} == {("one", True), ("one", False)}
+
+
+def test_who_comes_after_the_end_is_told(tmp_path: Path) -> None:
+    with outer_serving() as served:
+        follower, cluster = a_job(served.endpoint)
+        with at_once(follower, cluster):
+            cluster.served(1)
+            ask_end(served.endpoint, "", b"", PATIENCE_S)
+            late = ScriptedCluster(served.endpoint, "late")
+            with at_once(late):
+                assert "asked by" in late.heard.wait(finished).reason
+            assert follower.heard.wait(finished).version == cluster.heard.wait(finished).version
+
+
+# ------------------------------------------------------------------------------------------------ who is let in
+
+
+def test_a_wrong_token_is_refused_and_the_right_one_is_not() -> None:
+    with outer_serving(secret=TOKEN) as served:
+        wrong, right = ScriptedCluster(served.endpoint, secret=b"another token"), a_job(served.endpoint, secret=TOKEN)
+        with at_once(wrong, *right):
+            assert "wrong cluster token" in str(wrong.troubles.wait(lambda e: isinstance(e, RefusedError)))
+            right[1].served(1)
+            assert wrong.states.seen == []
+        with pytest.raises(RefusedError, match="missing cluster token"):
+            fetch_facts(served.endpoint, b"")
+        assert fetch_facts(served.endpoint, TOKEN)["phase"] == "training"
+
+
+def test_with_keys_each_role_may_do_its_part_and_data_connections_get_keys(tmp_path: Path) -> None:
+    holders = [KeyHolder(role, role) for role in (FOLLOWER, CLUSTER, MEMBER, OBSERVER, OPERATOR)]
+    keyfiles.init(tmp_path, holders)
+    of = {holder.name: Credentials(keys=KeyFolder(tmp_path / NODES / holder.name)) for holder in holders}
+    with outer_serving(secret=of[FOLLOWER]) as served:
+        follower = ScriptedFollower(served.endpoint, secret=of[FOLLOWER])
+        first, second = (ScriptedCluster(served.endpoint, role, secret=of[role]) for role in (CLUSTER, MEMBER))
+        stranger = ScriptedFollower(served.endpoint, "two", secret=of[CLUSTER])
+        with at_once(follower, first, second, stranger):
+            assert "is for follower" in str(stranger.troubles.wait_for(RefusedError))
+            first.served(1)
+            second.served(1)
+            for cluster in (first, second):
+                (holder,) = cluster.heard.wait(lambda m: isinstance(m, say.Holders) and m.holders[0].key != b"").holders
+                key = follower.heard.wait(lambda m, me=str(cluster.me): isinstance(m, say.LineKey) and m.peer == me)
+                assert (key.name, key.key) == (holder.key_name, holder.key)
+            for role in (CLUSTER, MEMBER, OBSERVER, OPERATOR):
+                assert fetch_facts(served.endpoint, of[role])["phase"] == "training"
+            for role in (CLUSTER, MEMBER, OBSERVER, FOLLOWER):
+                with pytest.raises(RefusedError, match="End is for operator"):
+                    ask_end(served.endpoint, "enough", of[role], PATIENCE_S)
+            assert "enough" in ask_end(served.endpoint, "enough", of[OPERATOR], PATIENCE_S)
+
+
+def test_nobody_listens_to_the_world_without_a_token() -> None:
+    with pytest.raises(ConfigurationError, match="listening on"):
+        OuterServed(host="0.0.0.0")
+
+
+def speak(endpoint: str, *envelopes: Any) -> grpc.RpcError:
+    """Says this on a cluster's stream; how the leader ends it."""
+    with grpc.insecure_channel(endpoint) as channel:
+        said = iter(envelopes)
+        keep_open = threading.Event()
+
+        def talk() -> Any:
+            yield from said
+            keep_open.wait(PATIENCE_S)
+
+        call = ParameterServerStub(channel).Attend(talk())
+        try:
+            for _ in call:
+                pass
+        except grpc.RpcError as error:
+            return error
+        finally:
+            keep_open.set()
+    raise AssertionError("the leader closed the stream in good order")
+
+
+def hello_of(name: str) -> Any:
+    hello = say.ClusterHello(name, "here", "n", 0, None, NO_VERSION, NO_VERSION, AGREEMENT)
+    return FROM_CLUSTER.wrap(hello)
+
+
+def test_what_nobody_understands_ends_the_stream_and_only_that() -> None:
+    with outer_serving() as served:
+        follower, cluster = a_job(served.endpoint)
+        with at_once(follower, cluster):
+            cluster.served(1)
+            unknown = outer_pb2.FromClusterEnvelope()
+            unknown.MergeFromString(b"\xaa\x06\x02hi")  # a field of a later version
+            assert cluster.me is not None
+            beat = FROM_CLUSTER.wrap(say.Beat(cluster.me, 1.0, 1.0, NO_VERSION, 0, 0, leaving=True))
+            for envelopes in ((hello_of("b"), unknown), (beat,), (hello_of("b"), beat), (hello_of("b"), hello_of("c"))):
+                error = speak(served.endpoint, *envelopes)
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            cluster.push()
+            cluster.served(2)
+            assert not next(c for c in fetch_facts(served.endpoint, b"")["clusters"] if c["name"] == "home")["leaving"]
+
+
+def test_who_does_not_say_who_it_is_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    with outer_serving() as served:
+        served.server._streams._hello_timeout_s = 0.05
+        silent = Scripted(served.endpoint, "Follow")
+        with at_once(silent):
+            silent.states.wait(lambda state: state == "connected", 2)
+
+
+def test_of_two_clusters_of_one_name_the_second_is_dismissed() -> None:
+    with outer_serving() as served:
+        follower, first = a_job(served.endpoint)
+        second = ScriptedCluster(served.endpoint)
+        with at_once(follower, first):
+            first.served(1)
+            with at_once(second):
+                dismissed = second.heard.wait_for(say.Dismissed)
+            assert not dismissed.again
+            assert "a cluster called home is in already, at a test" in dismissed.reason
+            first.push()
+            first.served(2)
+
+
+# ------------------------------------------------------------------------------------------------ who has gone
+
+
+def test_a_dead_process_of_this_machine_is_proof(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE) as child:
+        place = say.ProcessPlace(host_identity(), child.pid, start_time(child.pid))
+        with outer_serving() as served:
+            follower, lives, dies = *a_job(served.endpoint), ScriptedCluster(served.endpoint, "dies", place)
+            with at_once(follower, lives):
+                lives.served(1)
+                with at_once(dies):
+                    dies.served(1)
+                    child.kill()
+                    child.wait()
+
+                def names() -> list[str]:
+                    return [c["name"] for c in fetch_facts(served.endpoint, b"")["clusters"]]
+
+                until(lambda: names() == ["home"], "the dead cluster's removal", 2.5)
+
+
+def test_a_stream_that_ends_is_no_proof_while_its_process_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_PROOF_S", 0.01)
+    with outer_serving() as served:
+        follower, cluster = a_job(served.endpoint)
+        with at_once(follower):
+            with at_once(cluster):
+                cluster.served(1)
+
+            def connected() -> list[bool]:
+                return [c["connected"] for c in fetch_facts(served.endpoint, b"")["clusters"]]
+
+            until(lambda: connected() == [False], "the end of its stream")
+
+
+# ------------------------------------------------------------------------------------------------ who leads
+
+
+class PlainStanding:
+    """A candidacy whose election is the test."""
+
+    def __init__(self) -> None:
+        self.place = ""
+        self.elect: Callable[[], None] = lambda: None
+        self.lose: Callable[[str], None] = lambda reason: None
+
+    def stand(self, endpoint: str, on_elected: Any, on_lost: Any, note: Any) -> None:
+        self.elect, self.lose = on_elected, on_lost
+
+    def waits(self) -> tuple[str, str]:
+        return "this leader waits to lead", self.place
+
+    def facts(self) -> dict[str, Any]:
+        return {"leader": self.place}
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_standby_sends_all_to_the_leader_and_a_deposed_leader_ends() -> None:
+    standing = PlainStanding()
+    with outer_serving() as leads, outer_serving(standing=standing) as waits:
+        standing.place = leads.endpoint
+        follower, cluster = a_job(waits.endpoint)
+        with at_once(follower, cluster):
+            cluster.served(1)
+            assert fetch_facts(waits.endpoint, b"", follow=False)["role"] == "standby"
+            assert fetch_facts(waits.endpoint, b"")["endpoint"] == leads.endpoint
+            assert "has ended" in ask_end(waits.endpoint, "enough", b"", PATIENCE_S)
+        standing.elect()
+        standing.place = waits.endpoint
+        until(lambda: fetch_facts(waits.endpoint, b"")["role"] == "leader", "its election")
+        standing.lose("its lease has ended")
+        assert waits.wait_ended() == ("it leads no more: its lease has ended", True)
+
+
+def test_a_leader_whose_store_another_one_took_ends() -> None:
+    shelf = Shelf()
+    with outer_serving(lambda: MemoryStore(shelf=shelf)) as late:
+        MemoryStore(shelf=shelf).take_term()
+        with at_once(ScriptedFollower(late.endpoint)):
+            reason, failed = late.wait_ended()
+        assert failed
+        assert "another leader rules" in reason
+
+
+def test_a_store_that_fails_for_good_ends_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chaos_lightning.outer.chain_store.PATIENCE_S", 0.3)
+
+    class Broken(MemoryStore):
+        def append(self, *_: Any, **__: Any) -> Any:
+            raise StoreError("no space left")
+
+    with outer_serving(Broken) as served, at_once(ScriptedFollower(served.endpoint)):
+        assert served.wait_ended() == ("the store failed: no space left", True)
+
+
+def test_one_that_no_cluster_needs_ends() -> None:
+    with outer_serving(idle_timeout_s=0.2) as served:
+        assert served.wait_ended()[0].startswith("no cluster for 0.2 s; the chain stays in memory")

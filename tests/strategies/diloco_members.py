@@ -1,0 +1,70 @@
+"""What clusters of the tests run: a Trainer.fit with gates and a pace, and a report of how it ended."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import strategy_models as models
+import torch
+from strategy_members import Gates
+
+from chaos_lightning.strategies import DiLoCoStrategy
+
+
+class Paced(models.Regression):
+    """Each step takes some time, as a larger model's does."""
+
+    step_s = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(self.step_s)
+        return super().training_step(batch, batch_idx)
+
+
+class Follows(pl.Callback):
+    """Where the loops stood."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, int, int]] = []
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.lines.append(("epoch", trainer.current_epoch, trainer.global_step))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.lines.append(("step", trainer.current_epoch, trainer.global_step))
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.lines.append(("validated", trainer.current_epoch, trainer.global_step))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.lines.append(("end", trainer.current_epoch, trainer.global_step))
+
+
+def cluster(spec: dict[str, Any]) -> None:
+    """One cluster.
+
+    Args:
+        spec: "name", "server", "out", "trainer" (arguments), "told" (of the strategy), "samples", "step_s", "gates".
+    """
+    out = Path(spec["out"])
+    model, follows = Paced(lr=0.01), Follows()
+    model.step_s = spec.get("step_s", 0.0)
+    strategy = DiLoCoStrategy(name=spec["name"], server=spec["server"], **spec.get("told", {}))
+    gates = Gates(spec.get("gates", {}), {}, "", spec.get("batches", {}))
+    trainer = models.trainer(
+        out / spec["name"], strategy=strategy, callbacks=[gates, follows], **spec.get("trainer", {})
+    )
+    trainer.fit(model, models.loader(spec.get("samples", 240)), models.loader(8, batch_size=8))
+    report = {
+        "weights": models.weights(model),
+        "lines": follows.lines,
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "status": str(trainer.state.status),
+        "over": strategy.fit.session.over if strategy.fit is not None else "",
+    }
+    torch.save(report, out / f"{spec['name']}.pt")

@@ -1,0 +1,199 @@
+"""Clusters as real processes, with a real server: they train one model, come late, die and leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_support import run
+
+from chaos_lightning.errors import SchedulerUnreachableError
+from chaos_lightning.lab.harness import Harness
+from chaos_lightning.machine.listener import free_port
+from chaos_lightning.outer.control_client import fetch_facts
+from chaos_lightning.protocol.spans import count, normalise
+
+
+class OuterJob:
+    """A leader, followers and clusters, each a process."""
+
+    def __init__(self, harness: Harness, out: Path) -> None:
+        self.harness, self.out = harness, out
+        self.server = f"127.0.0.1:{free_port()}"
+
+    def serve(self, followers: int = 1) -> None:
+        chain = str(self.out / "chain.sqlite")
+        logs = ["--log-dir", str(self.harness.logs)]
+        self._module(
+            "leader", "leader_main", ["--listen", self.server, "--store", chain, *logs, "--followers", str(followers)]
+        )
+        for number in range(followers):
+            self.follower(f"follower-{number}")
+        self.harness.wait_until(self.facts, "the leader's answer")
+
+    def follower(self, name: str) -> None:
+        logs = ["--log-dir", str(self.harness.logs)]
+        where = ["--server", self.server, "--name", name, "--dir", str(self.out / name), "--bind", "127.0.0.1"]
+        self._module(name, "follower_main", [*where, *logs])
+
+    def _module(self, name: str, module: str, arguments: list[str]) -> None:
+        self.harness.start_function(
+            name, run, f"chaos_lightning.outer.{module}", arguments, dict(self.harness.environment())
+        )
+
+    def cluster(self, name: str, **spec: Any) -> None:
+        from diloco_members import cluster
+
+        self.harness.start_function(name, cluster, {"name": name, "server": self.server, "out": str(self.out), **spec})
+
+    def gate(self, name: str) -> str:
+        path = self.out / f"gate-{name}"
+        os.mkfifo(path)
+        return str(path)
+
+    def open(self, name: str) -> None:
+        with open(self.out / f"gate-{name}", "w"):
+            pass
+
+    def facts(self) -> dict[str, Any]:
+        with contextlib.suppress(SchedulerUnreachableError):
+            return fetch_facts(self.server, b"", 10.0)
+        return {}
+
+    def epoch(self) -> int:
+        """Whose positions are leased."""
+        return int(self.facts().get("leases", {}).get("epoch", 0))
+
+    def accepted(self, cluster: str) -> int:
+        """Pushes of this cluster that count."""
+        return next((each["accepted"] for each in self.facts().get("clusters", ()) if each["name"] == cluster), 0)
+
+    def report(self, name: str) -> dict[str, Any]:
+        return torch.load(self.out / f"{name}.pt", weights_only=False)
+
+    def finish(self, *names: str) -> list[dict[str, Any]]:
+        for name in names:
+            assert self.harness.wait_exit(name) == 0
+        return [self.report(name) for name in names]
+
+    def entries(self, kind: str) -> list[dict[str, Any]]:
+        return [r["body"] for r in self.harness.records if r.name == "entry" and r["kind"] == kind]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[OuterJob]:
+    with Harness(tmp_path, deadline_s=90.0) as harness:
+        yield OuterJob(harness, tmp_path)
+
+
+def told(job: OuterJob, **options: Any) -> dict[str, Any]:
+    """Rules for jobs of seconds."""
+    quick = {"heartbeat_s": 0.2, "lease_ahead_s": 0.3, "log_dir": str(job.harness.logs)}
+    return {"inner_steps": 8, "options": {**quick, **options}}
+
+
+def spent(job: OuterJob) -> dict[int, int]:
+    """How many positions of each epoch count; none twice."""
+    covers: dict[int, list[tuple[int, int]]] = {}
+    for body in job.entries("Round"):
+        for accepted in body["accepted"]:
+            for each in accepted["offer"]["covers"]:
+                covers.setdefault(each["epoch"], []).extend(tuple(span) for span in each["spans"])
+    return {epoch: count(normalise(spans)) for epoch, spans in covers.items()}
+
+
+def marks(report: dict[str, Any]) -> list[tuple[str, int]]:
+    return [line[:2] for line in report["lines"] if line[0] != "step"]
+
+
+def ends(report: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [line for line in report["lines"] if line[0] == "end"]
+
+
+def epochs(*numbers: int) -> list[tuple[str, int]]:
+    return [(what, epoch) for epoch in numbers for what in ("epoch", "validated", "end")]
+
+
+def test_two_clusters_train_each_sample_once_an_epoch_and_end_alike(job: OuterJob) -> None:
+    job.serve(followers=2)
+    for name in ("one", "two"):
+        job.cluster(name, told=told(job), step_s=0.01, trainer={"max_epochs": 3})
+    one, two = job.finish("one", "two")
+    assert torch.equal(one["weights"], two["weights"])
+    assert spent(job) == dict.fromkeys(range(3), 240)
+    assert marks(one) == marks(two) == epochs(0, 1, 2)
+    assert ends(one) == ends(two)
+    assert one["step"] == two["step"] == ends(one)[-1][2]
+
+
+def test_a_late_cluster_takes_over_and_trains_on_where_another_dies(job: OuterJob) -> None:
+    """It comes in a later epoch; the one that dies takes samples with it that others are dealt again."""
+    job.serve()
+    job.cluster("one", told=told(job), step_s=0.03, trainer={"max_epochs": 4})
+    job.cluster("dies", told=told(job), step_s=0.03, trainer={"max_epochs": 4})
+    job.harness.wait_until(lambda: job.epoch() == 1, "the second epoch")
+    job.cluster("late", told=told(job), step_s=0.03, trainer={"max_epochs": 4})
+    job.harness.wait_until(lambda: job.accepted("late") > 1, "pushes of the late cluster")
+    job.harness.kill("dies")
+    one, late = job.finish("one", "late")
+    assert torch.equal(one["weights"], late["weights"])
+    assert spent(job) == dict.fromkeys(range(4), 240)
+    assert marks(one) == epochs(0, 1, 2, 3)
+    first = late["lines"][0]
+    assert first[0] == "epoch"
+    assert first[1] >= 1
+    assert first[2] > 0
+    assert marks(late)[3:] == epochs(*range(first[1] + 1, 4))
+    assert ends(one)[-len(ends(late)) :] == ends(late)
+
+
+def test_a_signal_leaves_once_all_is_durable_and_loses_nothing(job: OuterJob) -> None:
+    job.serve()
+    for name in ("one", "leaves"):
+        job.cluster(name, told=told(job), step_s=0.03, trainer={"max_epochs": 2})
+    job.harness.wait_until(lambda: job.accepted("leaves") > 1, "pushes of the one that is to leave")
+    job.harness.terminate("leaves")
+    job.harness.declare("leaves")
+    (gone,) = job.finish("leaves")
+    assert gone["over"] == "it was asked to leave"
+    assert "INTERRUPTED" in gone["status"]
+    assert job.facts()["versions"]["durable"]
+    (one,) = job.finish("one")
+    assert spent(job) == dict.fromkeys(range(2), 240)
+    steps = sum(w["offer"]["steps"] for body in job.entries("Round") for w in body["accepted"])
+    trained = sum(len([line for line in each["lines"] if line[0] == "step"]) for each in (one, gone))
+    assert steps == trained
+
+
+def test_training_goes_on_while_the_whole_server_is_killed_and_comes_back(job: OuterJob) -> None:
+    job.serve()
+    for name in ("one", "two"):
+        job.cluster(name, told=told(job, lease_ahead_s=5.0, reconnect_s=30.0), step_s=0.03, trainer={"max_epochs": 2})
+    job.harness.wait_until(lambda: job.accepted("two") > 1, "some pushes")
+    for name in ("leader", "follower-0"):
+        job.harness.kill(name)
+        job.harness.wait_exit(name)
+    job.serve()
+    one, two = job.finish("one", "two")
+    assert torch.equal(one["weights"], two["weights"])
+    assert spent(job) == dict.fromkeys(range(2), 240)
+    steps = sum(w["offer"]["steps"] for body in job.entries("Round") for w in body["accepted"])
+    assert steps == sum(len([line for line in each["lines"] if line[0] == "step"]) for each in (one, two))
+
+
+def test_own_data_in_step_and_exact_until_max_steps_of_the_job(job: OuterJob) -> None:
+    """The faster cluster goes over its data more often; both stop by the job's clock."""
+    job.serve()
+    exact = {**told(job), "data": "local", "policy": "sync", "codec": "fp32", "overlap": False}
+    for name, samples, step_s in (("one", 40, 0.01), ("two", 80, 0.02)):
+        job.cluster(name, told=exact, samples=samples, step_s=step_s, trainer={"max_steps": 48, "max_epochs": -1})
+    one, two = job.finish("one", "two")
+    assert torch.equal(one["weights"], two["weights"])
+    assert one["step"] == two["step"] >= 48
+    assert one["over"] == two["over"]
+    assert "max_steps=48 reached" in one["over"]

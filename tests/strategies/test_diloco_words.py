@@ -1,0 +1,197 @@
+"""How DiLoCoStrategy is asked for, by whom, and what it refuses by name before training starts."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import strategy_models as models
+import torch
+from hydra import compose, initialize_config_module
+from hydra.errors import ConfigCompositionException
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.cli import LightningCLI
+from strategy_models import Regression
+from torch import nn
+from torch.utils.data import DataLoader
+
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.outer.strategy_options import build
+from chaos_lightning.strategies import DiLoCoOptions, DiLoCoStrategy
+from chaos_lightning.strategies.outer_refusals import OUTER_TABLE
+
+# Lightning 2.6 calls an old name of jsonargparse.
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
+
+# ------------------------------------------------------------------ how it is asked for
+
+
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    quiet = ["--trainer.accelerator=cpu", "--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *quiet, *arguments])
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    return LightningCLI(Regression, run=False, seed_everything_default=0).trainer.strategy
+
+
+def test_from_a_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(cli(tmp_path, monkeypatch, "--trainer.strategy=chaos_diloco"), DiLoCoStrategy)
+    one = "--trainer.strategy.init_args."
+    made = cli(
+        tmp_path, monkeypatch, "--trainer.strategy=chaos_lightning.strategies.DiLoCoStrategy",
+        f"{one}server=10.0.0.5:29470", f"{one}inner_steps=8", f"{one}data=local", f"{one}overlap=false",
+        f"{one}options.staleness_cap=3", f"{one}options.seed=4",
+    )  # fmt: skip
+    settings, options = build(made.options, made._given, {})
+    assert (settings.inner_steps, settings.staleness_cap, made.options.seed) == (8, 3, 4)
+    assert (options.server, options.data, options.overlap) == ("10.0.0.5:29470", "local", False)
+
+
+def test_from_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
+    with initialize_config_module("chaos_lightning.configs", version_base="1.3"):
+        chosen = ["trainer.default_root_dir=.", "strategy=chaos_diloco", "data=digits", "model=cnn"]
+        config = compose("config", [*chosen, "strategy.codec=fp32", "strategy.options.gate_limit=5"])
+        made = instantiate(config.strategy)
+        with pytest.raises(ConfigCompositionException):
+            compose("config", [*chosen, "strategy.options.gate_limmit=5"])
+    assert isinstance(made, DiLoCoStrategy)
+    settings, options = build(made.options, made._given, {})
+    assert (settings.gate_limit, options.codec) == (5.0, "fp32")
+
+
+def test_the_environment_stands_behind_arguments_and_before_defaults() -> None:
+    environment = {"CHAOS_INNER_STEPS": "16", "CHAOS_OUTER_LR": "0.5", "CHAOS_PS": "10.0.0.9:29470"}
+    settings, options = build(DiLoCoOptions(), {"inner_steps": 32}, environment)
+    assert (settings.inner_steps, settings.outer_lr, settings.outer_momentum) == (32, 0.5, 0.8)
+    assert options.server == "10.0.0.9:29470"
+
+
+def test_construction_has_no_side_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    threads = threading.active_count()
+    models.trainer(tmp_path, strategy=DiLoCoStrategy(server="this.is.nowhere:1", options={"log_dir": str(tmp_path)}))
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_are_an_instance_a_mapping_or_nothing() -> None:
+    options = DiLoCoOptions(seed=3, gate_limit=4.0)
+    assert pickle.loads(pickle.dumps(options)) == options == DiLoCoOptions.of({"seed": 3, "gate_limit": 4.0})
+    assert DiLoCoOptions.of(None) == DiLoCoOptions()
+    assert "gate_limit" in (DiLoCoOptions.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"policy": "fast"}, "policy='fast': expected one of robust, sync, async, di_ps"),
+        ({"data": "mine"}, "data='mine': expected one of shared, local"),
+        ({"inner_steps": 0}, "inner_steps=0: expected a number of steps"),
+        ({"options": {"gate_limmit": 3}}, "unknown options ['gate_limmit']"),
+        ({"options": 5}, "options is a int"),
+        ({"options": {"patience_s": 0.0}}, "patience_s=0.0: expected a positive number of seconds"),
+    ],
+)
+def test_what_cannot_be_is_said_where_it_is_written(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        DiLoCoStrategy(**arguments)
+
+
+def test_fabric_is_told_what_to_use_instead() -> None:
+    from lightning.fabric import Fabric
+
+    with pytest.raises(UnsupportedError, match="versions of the model are adopted between two steps"):
+        Fabric(accelerator="cpu", devices=1, strategy="chaos_diloco")
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("inner", "words"),
+    [
+        ("fsdp", "whole parameters, which a sharded strategy has in no process"),
+        ("deepspeed_stage_2", "whole parameters"),
+        ("ddp", "start one process per device and cluster"),
+        ("chaos", "train with strategy='chaos'"),
+        ("dpp", "expected one of auto, single"),
+    ],
+)
+def test_other_inner_strategies_are_refused_by_name(inner: str, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"inner='{inner}' is not supported.*{words}"):
+        DiLoCoStrategy(inner=inner)
+
+
+def with_net(net: nn.Module) -> Regression:
+    model = Regression()
+    model.extra = net
+    return model
+
+
+class Iterates(Regression):
+    def training_step(self, dataloader_iter: Any) -> None:
+        pass
+
+
+class NoOptimizer(Regression):
+    def configure_optimizers(self) -> None:
+        pass
+
+
+CASES: dict[str, tuple[dict[str, Any], Callable[[], pl.LightningModule]]] = {
+    "several nodes": ({"num_nodes": 2}, Regression),
+    "lazy modules": ({}, lambda: with_net(nn.LazyLinear(3))),
+    "search callbacks": ({"callbacks": LearningRateFinder()}, Regression),
+    "callbacks that change what is trained": (
+        {"callbacks": [BackboneFinetuning(), ModelPruning("l1_unstructured", amount=0.5)]}, Regression
+    ),
+    "averages of weights": (
+        {"callbacks": [StochasticWeightAveraging(0.1), EMAWeightAveraging(update_every_n_steps=1)]}, Regression
+    ),
+    "parts of epochs with data='shared'": ({"limit_train_batches": 3, "val_check_interval": 0.5}, Regression),
+    "dataloader_iter with data='shared'": ({}, Iterates),
+    "no optimizer": ({}, NoOptimizer),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("row", OUTER_TABLE, ids=lambda row: row.what)
+def test_what_no_cluster_can_serve_is_named(tmp_path: Path, row: Any) -> None:
+    kwargs, make = CASES[row.what]
+    run = models.trainer(tmp_path, strategy="chaos_diloco", **kwargs)
+    with pytest.raises(UnsupportedError, match="strategy chaos_diloco does not support") as caught:
+        run.fit(make(), models.loader())
+    assert row.why in str(caught.value)
+
+
+def test_several_devices_and_torchrun_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="found 2 devices"):
+        models.trainer(tmp_path, strategy="chaos_diloco", devices=2).fit(Regression(), models.loader())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UnsupportedError, match="torchrun has started several processes"):
+        DiLoCoStrategy()
+
+
+def test_loaders_that_clusters_cannot_share_are_refused(tmp_path: Path) -> None:
+    for loaders, words in (
+        ({"a": models.loader(), "b": models.loader()}, "fit got 2 training loaders"),
+        (DataLoader(models.Stream(8, 0)), "IterableDataset"),
+        ([torch.zeros(2)], "whose samples have no positions"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            models.fitted(tmp_path, Regression(), loaders, strategy="chaos_diloco")
