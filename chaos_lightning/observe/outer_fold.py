@@ -56,7 +56,7 @@ class LeaderTerm:
 
 
 class SavedShard(NamedTuple):
-    """A `version_saved`."""
+    """A `version_saved`, or a file that a follower found whole when it started."""
 
     t: float
     version: str
@@ -350,6 +350,11 @@ class OuterRun:
             case "follower_started":
                 one.endpoint, one.trouble = str(r.get("endpoint", "")), ""
                 one.states.append(StateStep(r.t, "started", "", 0.0, r.source))
+                told = {shard.version for shard in one.saved}
+                # Its predecessor may have been killed after a file was there and before it said so.
+                for file, digest in zip(r.get("files") or (), r.get("digests") or (), strict=False):
+                    if str(file) not in told:
+                        one.saved.append(SavedShard(r.t, str(file), str(digest), 0, 0.0))
             case "version_computed" | "version_loaded":
                 one.states.append(StateStep(r.t, r.name.removeprefix("version_"), version, seconds, r.source))
             case "version_saved":

@@ -73,6 +73,7 @@ EVENTS = (
         "follower_started",
         "a follower has started",
         {"follower": "its name", "endpoint": "HOST:PORT of its data connections", "files": "versions on its disk"},
+        {"digests": "of their contents, as read, in the same order"},
         note="follower {follower} starts with files of {files}",
     ),
     Event(

@@ -357,7 +357,8 @@ class FollowerProcess:
         self._end: FollowerEnd | None = None
         self._ends: queue.SimpleQueue[FollowerEnd] = queue.SimpleQueue()  # a signal's handler may put something in
         files_here = tuple(str(file.version) for file in found.whole)
-        note("follower_started", follower=name, endpoint=self.endpoint, files=files_here)
+        digests = tuple(file.digest for file in found.whole)
+        note("follower_started", follower=name, endpoint=self.endpoint, files=files_here, digests=digests)
 
     def start(self) -> None:
         """Looks for the leader from now on."""

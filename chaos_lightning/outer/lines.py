@@ -31,6 +31,7 @@ from chaos_lightning.replication.server import StateServer, StateServerConfig
 from chaos_lightning.replication.source import Endpoint, reason_of
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
 from chaos_lightning.transport.handshake import Greeting, LinkKeyring, accept, dial, keep_alive, stands
+from chaos_lightning.transport.pacing import pace
 from chaos_lightning.transport.sealing import ProtectedSocket
 
 IDLE_S = 10
@@ -293,6 +294,7 @@ class ParkedLines:
         note: Told when connections to a follower stand, and when they cannot be made.
         count: So many at each follower: while one is used, another one is there.
         links: What protects connections (line_keys.LineKeyring).
+        rate_bps: Bits a second that what is served may use, over all followers; 0.0: as much as there is.
     """
 
     def __init__(
@@ -305,8 +307,10 @@ class ParkedLines:
         note: Note,
         count: int = 2,
         links: str = "auto",
+        rate_bps: float = 0.0,
     ) -> None:
         self._keys = LineKeyring(secret, links)
+        self._rate_bps, self._share_bps = rate_bps, rate_bps
         self.server, self._job, self._me, self._secret = server, job, me, Credentials.of(secret)
         self._note, self._count = note, count
         self._lock = threading.Lock()
@@ -320,6 +324,8 @@ class ParkedLines:
         me = self._me()
         self._keys.meet(holders)
         with self._lock:
+            # Each follower fetches its shard on one connection at a time, and shards are about equal.
+            self._share_bps = self._rate_bps / max(1, len(holders))
             kept = {(h.name, h.endpoint, me) for h in holders}
             away = {h.name for h in holders if not h.endpoint}
             over = [key for key in self._lines if key not in kept and not (key[0] in away and key[2] == me)]
@@ -366,7 +372,10 @@ class ParkedLines:
         Raises:
             ChaosError, OSError: There is none.
         """
-        return self._connect(name, *split_endpoint(endpoint), me, "park")
+        sock = self._connect(name, *split_endpoint(endpoint), me, "park")
+        if self._share_bps:
+            pace(sock, self._share_bps)
+        return sock
 
     def tell(self, name: str, change: int, reason: str = "") -> None:
         """In a line's thread: one more connection stands, or one less, or (0) one could not be made."""

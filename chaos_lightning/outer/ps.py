@@ -26,6 +26,10 @@ SUBCOMMANDS = {
     "leader": ("chaos_lightning.outer.leader_main:main", "Run a leader in the foreground."),
     "follower": ("chaos_lightning.outer.follower_main:main", "Run a follower in the foreground."),
     "status": ("chaos_lightning.outer.ps:status", "Show clusters, followers, versions and rounds of a job."),
+    "export": (
+        "chaos_lightning.outer.export:main",
+        "Write a durable version as a checkpoint that plain Lightning loads.",
+    ),
     "end": ("chaos_lightning.outer.ps:end", "End a job with a version that is durable."),
 }
 _SECRETS = {name: declared(EngineConfig)[name] for name in ("token_file", "keys_dir")}

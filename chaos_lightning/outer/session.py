@@ -571,6 +571,7 @@ class OuterSession:
             secret=self._secret,
             note=self._events.emit,
             links=self.options.links,
+            rate_bps=self.options.rate_bps,
         )
         life.client = ControlClient(
             self.options.endpoints,

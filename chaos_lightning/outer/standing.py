@@ -23,6 +23,16 @@ SERVICES = "outer"
 """The folder of outer sync's services in etcd."""
 
 
+def open_outer_store(address: str, job: str) -> Store:
+    """A job's chain in etcd, to be read.
+
+    Raises:
+        ConfigurationError: The address is none, or a file of it cannot be read.
+    """
+    client = open_client(read_address(address))
+    return EtcdStore(client, service_root(client.address.prefix, SERVICES, job))
+
+
 class OuterCandidacy:
     """See the module. Methods may be called from any thread.
 

@@ -13,7 +13,9 @@ from forked_support import run
 from outer_job_support import FOLLOWER, OuterJob, inner_step, open_session, small_model, wait_for_file
 
 from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.harness import Harness
+from chaos_lightning.outer import export
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.codec import FP32, Part, codec_named
 from chaos_lightning.outer.grid import Grid
@@ -265,3 +267,10 @@ def test_a_job_that_was_stopped_goes_on_from_its_files(tmp_path: Path) -> None:
     assert chain.durable[-1] == (chain.ended.version, tuple(digests))
     assert chain.counters.samples == 2 * LENGTH
     assert {who.cluster for who in chain.incarnations} == {"a", "b", "c"}
+    checkpoint = tmp_path / "last.ckpt"
+    assert export.main(["newest", str(checkpoint), "--dir", str(tmp_path)]) == 0
+    written = torch.load(checkpoint)
+    small_model().load_state_dict(written["state_dict"])
+    assert written["global_step"] == chain.progress(chain.ended.version).steps > 0
+    with pytest.raises(ConfigurationError, match="durable are v"):
+        export.main(["99999", str(checkpoint), "--dir", str(tmp_path)])

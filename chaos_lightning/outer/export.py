@@ -1,0 +1,158 @@
+"""`chaos-lightning ps export`: a durable version as a checkpoint that plain Lightning loads.
+
+Theory of operation. A version lies in the followers' files, a shard each, and the leader's chain says what it must be:
+its digests, and in its first entry the names and shapes of all tensors. Both are only read, so a job may run meanwhile,
+and none has to. What clusters do not exchange (frozen parameters, integer buffers, hyperparameters, the state of inner
+optimizers) comes from a checkpoint of a cluster, if one is given (`--like`): its parameters are replaced by the
+version's, of tied ones all.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chaos_lightning.control.scheduler_main import EXIT_OK, HelpFormat
+from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.control.store import Store
+from chaos_lightning.declared import declared
+from chaos_lightning.errors import ConfigurationError, StateError
+from chaos_lightning.outer.chain import OuterChain
+from chaos_lightning.outer.chain_store import load_chain
+from chaos_lightning.outer.grid import Grid
+from chaos_lightning.outer.options import ServerOptions
+from chaos_lightning.outer.shard_files import ShardFiles
+from chaos_lightning.outer.types import JobProgress, VersionId
+from chaos_lightning.replication.table import DTYPES
+
+NEWEST = "newest"
+_LIGHTNING = "2.6.0"
+"""Where Lightning is not installed: the version whose checkpoints these are like."""
+
+
+def durable_version(chain: OuterChain, wanted: str) -> tuple[VersionId, tuple[str, ...]]:
+    """The durable version of this name, and the digests of its shards.
+
+    Args:
+        chain: Of the job.
+        wanted: "newest", a number, or as `ps status` writes it.
+
+    Raises:
+        ConfigurationError: There is none; says which there are.
+    """
+    if wanted == NEWEST and chain.durable:
+        return chain.durable[-1]
+    for found, digests in chain.durable:
+        if wanted in (str(found.number), str(found)):
+            return found, digests
+    there = ", ".join(str(found) for found, _ in chain.durable) or "none yet"
+    raise ConfigurationError(f"version {wanted}: expected {NEWEST} or a durable one; durable are {there}")
+
+
+def read_version(chain: OuterChain, folder: Path, job: str, wanted: str) -> tuple[dict[str, Tensor], JobProgress]:
+    """All tensors of a durable version by name, and how far the job was with it.
+
+    Args:
+        chain: Of the job.
+        folder: Has a folder for each follower, by its name.
+        job: Its name.
+        wanted: See `durable_version`.
+
+    Raises:
+        ConfigurationError: There is no such version.
+        StateError: A shard's file is missing, damaged, or not what the chain says.
+    """
+    found, digests = durable_version(chain, wanted)
+    assert chain.agreement is not None, "a job with a version has begun"
+    specs = chain.agreement.tensors
+    grid = Grid(tuple(spec.elements for spec in specs), chain.agreement.block)
+    flat = torch.empty(grid.elements)
+    for name, shard, digest in zip(chain.cut, grid.cut(len(chain.cut)), digests, strict=True):
+        if not (folder / name).is_dir():
+            raise StateError(
+                f"version {found} is not whole: there is no folder {folder / name} of follower {name}; copy it here"
+            )
+        state, _ = ShardFiles(folder / name, job).load(found, digest)
+        start, stop = shard.span
+        flat[start:stop] = state.theta
+    tensors = {}
+    for spec, values in zip(specs, torch.split(flat, list(grid.sizes)), strict=True):  # type: ignore[no-untyped-call]
+        tensors[spec.name] = values.view(spec.shape).to(DTYPES[spec.dtype])
+    return tensors, chain.progress(found)
+
+
+def checkpoint_of(tensors: dict[str, Tensor], progress: JobProgress, like: dict[str, Any] | None) -> dict[str, Any]:
+    """What Lightning takes.
+
+    Args:
+        tensors: By name.
+        progress: Of the job.
+        like: A cluster's checkpoint, which gives all else; None: there is nothing else.
+
+    Raises:
+        StateError: That checkpoint is of another model.
+    """
+    if like is None:
+        return {
+            "epoch": progress.epoch,
+            "global_step": progress.steps,
+            "pytorch-lightning_version": _lightning(),
+            "state_dict": tensors,
+        }
+    state = dict(like["state_dict"])
+    for name, tensor in tensors.items():
+        if name not in state or state[name].shape != tensor.shape:
+            raise StateError(f"the checkpoint to be like has no tensor {name} of shape {list(tensor.shape)}")
+        place = state[name].data_ptr()
+        tied = [n for n, t in state.items() if t.data_ptr() == place and t.shape == tensor.shape and t.numel()]
+        state |= dict.fromkeys(tied, tensor)
+    return {**like, "epoch": progress.epoch, "global_step": progress.steps, "state_dict": state}
+
+
+def _lightning() -> str:
+    try:
+        return installed("lightning")
+    except PackageNotFoundError:
+        return _LIGHTNING
+
+
+def _store(options: ServerOptions) -> Store:
+    if options.in_etcd:
+        from chaos_lightning.outer.standing import open_outer_store
+
+        return open_outer_store(options.store, options.job)
+    assert options.store_path is not None
+    return SqliteStore(options.store_path, read_only=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`ps export`; returns the exit code."""
+    known = declared(ServerOptions)
+    parser = argparse.ArgumentParser(
+        prog="chaos-lightning ps export",
+        description="Write a durable version as a checkpoint that plain Lightning loads.",
+        formatter_class=HelpFormat,
+        allow_abbrev=False,
+    )
+    parser.add_argument("version", metavar="VERSION", help=f"{NEWEST}, or the number of a durable one (ps status)")
+    parser.add_argument("file", type=Path, metavar="FILE", help="where to write it")
+    parser.add_argument("--like", type=Path, metavar="CKPT", help="a cluster's checkpoint, for what is not exchanged")
+    for name in ("dir", "store", "job", "listen"):
+        parser.add_argument(f"--{name}", default=known[name].default, metavar="VALUE", help=known[name].short)
+    given = parser.parse_args(arguments)
+    options = ServerOptions(dir=given.dir, store=given.store, job=given.job, listen=given.listen)
+    with _store(options) as store:
+        chain = load_chain(store)
+    tensors, progress = read_version(chain, options.folder, options.job, given.version)
+    like = torch.load(given.like, map_location="cpu", weights_only=False) if given.like is not None else None
+    torch.save(checkpoint_of(tensors, progress, like), given.file)
+    found = durable_version(chain, given.version)[0]
+    print(f"{found} of job {options.job}: {len(tensors)} tensors, step {progress.steps}, written to {given.file}")
+    return EXIT_OK
