@@ -24,7 +24,7 @@ STAMP := $(VENV)/.installed
 CONTENT := AddSerializedFile|_start=|_end=|'/chaos|SerializeToString|FromString
 BENCHES ?= $(patsubst benchmarks/%.py,%,$(patsubst %/__main__.py,%.py,$(shell grep -l '^if __name__ == "__main__"' benchmarks/*.py benchmarks/*/__main__.py)))
 
-.PHONY: help env debian demo demo-edge demo-failover test test-slow compat fuzz check bench size proto clean
+.PHONY: help env debian demo demo-diloco demo-edge demo-failover test test-slow compat fuzz check bench size proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -33,7 +33,7 @@ env: debian $(STAMP) ## create .venv with everything pinned in constraints.txt (
 
 debian:
 	@.ci/debian \
-	  etcd-server "etcd is not at hand; its tests and make demo-failover are skipped" \
+	  etcd-server "etcd is not at hand; its tests and make demo-failover are skipped, and make demo-diloco has one leader" \
 	  dataset-fashion-mnist "FashionMNIST is not at hand; its tests are skipped and the example trains on digits"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -51,6 +51,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## train on this machine while members die, join, all leave and return: see it survive
 	@$(BIN)/chaos-lightning demo $(ARGS)
+
+demo-diloco: debian $(STAMP) ## train one model in four clusters far apart; kill one, and the server between them
+	@$(BIN)/chaos-lightning demo-diloco $(ARGS)
 
 demo-edge: $(STAMP) ## train on six emulated machines whose links change, fail and return
 	@$(BIN)/chaos-lightning demo-edge $(ARGS)

@@ -57,6 +57,9 @@ COMMANDS: dict[str, Command] = {
         "chaos_lightning.lab.demo.members:demo", "Train here while nodes join, die, freeze, leave and return."
     ),
     "demo-edge": Command("chaos_lightning.lab.demo.edge:demo_edge", "Train over links that change, fail and return."),
+    "demo-diloco": Command(
+        "chaos_lightning.lab.demo.apart:demo_diloco", "Train in clusters far apart while they and their server die."
+    ),
     "demo-failover": Command(
         "chaos_lightning.lab.demo.failover:demo_failover", "Train while schedulers and etcd servers are killed."
     ),

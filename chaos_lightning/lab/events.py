@@ -11,4 +11,9 @@ EVENTS = (
         note="fault injected: {kind} {phase}",
     ),
     Event("loss", "a validation of the demo is over", {"epoch": "which", "loss": "mean"}),
+    Event(
+        "final_weights",
+        "a cluster of the demo has ended",
+        {"version": "that it adopted last", "hash": "of its parameters and buffers", "reason": "why it ended"},
+    ),
 )

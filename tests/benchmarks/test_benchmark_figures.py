@@ -22,7 +22,18 @@ from benchmarks.steady.blocks import exposed
 from benchmarks.survival import Case, report
 from benchmarks.world import World
 
-EVERY = ("join", "kill", "links_secure", "outer_convergence", "outer_server", "overlay", "soak", "steady", "transfer")
+EVERY = (
+    "join",
+    "kill",
+    "links_secure",
+    "outer_convergence",
+    "outer_recovery",
+    "outer_server",
+    "overlay",
+    "soak",
+    "steady",
+    "transfer",
+)
 
 
 def test_each_benchmark_tells_its_flags():

@@ -2,3 +2,5 @@
 
 LOSS = "loss"
 """Name of the event by which the demo's training script tells a validation's loss."""
+FINAL = "final_weights"
+"""Name of the event by which a cluster of `demo-diloco` tells with what it ended."""

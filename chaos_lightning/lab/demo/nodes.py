@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import signal
 import sys
@@ -23,7 +22,8 @@ from pathlib import Path
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.emulation import RATES
-from chaos_lightning.lab.processes import Child, Mark, importable, start_command
+from chaos_lightning.lab.far_server import surroundings
+from chaos_lightning.lab.processes import Child, Mark, start_command
 from chaos_lightning.machine.listener import free_port
 
 MARK = "CHAOS_DEMO"
@@ -144,13 +144,8 @@ class Cast:
             self.earlier[name] = self.nodes[name]
             self.left.discard(name)
         environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith(("CHAOS_", "TORCHELASTIC_"))},
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": importable(),
-            # Nodes share this machine: one thread each.
-            **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+            **surroundings(self.events),
             "CHAOS_NODE": name,
-            "CHAOS_LOG_DIR": str(self.events),
             "CHAOS_STATE_HASH_EVERY": "5",
             RATES: json.dumps(rates_of(name)),
             **self._mark.environment(),

@@ -35,6 +35,7 @@ from chaos_lightning.events.events import Record, Tail
 from chaos_lightning.lab.demo.proof import Check, Evidence, table
 from chaos_lightning.lab.faults import Fault, FaultPlan, Schedule
 from chaos_lightning.observe.fields import integer
+from chaos_lightning.observe.outer_board import OuterBoard
 from chaos_lightning.observe.render import draw, from_timeline
 from chaos_lightning.observe.timeline import SlotFact, Timeline
 from chaos_lightning.observe.units import duration
@@ -182,14 +183,16 @@ def on_stage(console: Console, folder: Path, *endings: Callable[[], object]) -> 
 
 def judge(console: Console, folder: Path, checks: Sequence[Check], problem: str, seconds: float, title: str) -> bool:
     """Prints the lines of a proof, writes the report; whether everything is fine."""
-    from chaos_lightning.observe.report import write_report
+    from chaos_lightning.observe.outer_report import write_reports
 
     console.print(table(checks, f"\nWhat this proves ({seconds:.0f} s)"))
     failed = [check for check in checks if not check.ok]
     try:
-        written = write_report(folder / "events", folder, title=title)
+        written, *inner = write_reports(folder / "events", folder, title=title)
         console.print(f"\n{written.summary}", soft_wrap=True)
         console.print(f"report   {written.page}\npicture  {written.picture}", soft_wrap=True)
+        for other in inner:
+            console.print(f"cluster  {other.page}", soft_wrap=True)
         if (network := folder / NETWORK).exists():
             console.print(f"network  {network}", soft_wrap=True)
         console.print(f"logs     {folder / 'events'}  (chaos-lightning audit judges them anew)", soft_wrap=True)
@@ -226,7 +229,8 @@ class Stage(Generic[N]):
         nodes: Who trains.
         pace: How long things take.
         records: All events so far.
-        timeline: The same, folded.
+        timeline: Those of members, folded.
+        outer: Those of an outer job.
     """
 
     def __init__(self, scenario: Scenario[N], screen: Screen) -> None:
@@ -234,6 +238,7 @@ class Stage(Generic[N]):
         self.pace = scenario.pace
         self.records: list[Record] = []
         self.timeline = Timeline()
+        self.outer = OuterBoard()
         self._screen = screen
         self._tells = scenario.tells
         self._tail = Tail(scenario.nodes.events)
@@ -254,12 +259,13 @@ class Stage(Generic[N]):
             self.say("do", text)
         for record in self._tail.poll():
             self.records.append(record)
-            self.timeline.add(record)
+            if self.outer.take(record):
+                self.timeline.add(record)
             self._schedule.saw(record.name, record.node.removesuffix("-0"))
             if words := self._tells(record):
                 self.say("seen", words)
         self._due += self._schedule.due(step=self.step)
-        self._screen.refresh(self.timeline)
+        self._screen.refresh(self.timeline, self.outer)
 
     # ------------------------------------------------------------------ waiting
 
@@ -400,17 +406,20 @@ class Screen:
         line.append(f"{_SIGNS[kind]} {text}", style=_STYLES[kind])
         self.console.print(line, soft_wrap=not self.console.is_terminal)
 
-    def refresh(self, timeline: Timeline) -> None:
+    def refresh(self, timeline: Timeline, outer: OuterBoard) -> None:
         """The present state of the job, if it is time to show it."""
         now = time.monotonic()
         if now - self._drawn < (_PLAIN_S if self._live is None else _REDRAW_S):
             return
         self._drawn = now
+        board = from_timeline(timeline, time.time(), title="chaos-lightning demo", lines=4)
+        if outer.there:
+            board = outer.draw(time.time(), title=board.title, members=board, lines=4)
         if self._live is not None:
-            board = from_timeline(timeline, time.time(), title="chaos-lightning demo", lines=4)
             self._live.update(draw(board), refresh=True)
-        elif timeline.slots:
-            self.console.print(f"{now - self.began:6.1f} s    {escape(progress(timeline))}", soft_wrap=True)
+        elif outer.there or timeline.slots:
+            words = ", ".join(f"{k} {v}" for k, v in board.figures) if outer.there else progress(timeline)
+            self.console.print(f"{now - self.began:6.1f} s    {escape(words)}", soft_wrap=True)
 
 
 def progress(timeline: Timeline) -> str:

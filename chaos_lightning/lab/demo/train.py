@@ -110,9 +110,9 @@ class Demo(Callback):  # type: ignore[misc]
             trainer.should_stop = True
 
 
-def main() -> None:
-    """Train until it is enough."""
-    options = argparse.ArgumentParser(description=__doc__)
+def options(description: str | None) -> argparse.ArgumentParser:
+    """What training scripts of demos are told."""
+    options = argparse.ArgumentParser(description=description)
     options.add_argument("--folder", type=Path, required=True)
     options.add_argument("--layers", type=int, default=4)
     options.add_argument("--width", type=int, default=128)
@@ -122,22 +122,26 @@ def main() -> None:
     options.add_argument("--pause", type=float, default=0.03, help="added to each step, s")
     options.add_argument("--max-epochs", type=int, default=100)
     options.add_argument("--accelerator", default="cpu", help="as Lightning names it")
-    args = options.parse_args()
+    return options
 
+
+def fit(args: argparse.Namespace, strategy: Any, callback: Callback) -> tuple[Trainer, GPT]:
+    """Trains the model; returns it with the Trainer."""
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)
     train, valid = prose(args.block, args.text)
     trainer = Trainer(
-        strategy="chaos",
+        strategy=strategy,
         accelerator=args.accelerator,
         devices=1,
         max_epochs=args.max_epochs,
-        callbacks=[Demo(args.folder, args.pause)],
+        callbacks=[callback],
         default_root_dir=args.folder / "checkpoints",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
+        log_every_n_steps=10,
     )
     model = GPT(args.layers, args.width, args.block)
     trainer.fit(
@@ -145,12 +149,24 @@ def main() -> None:
         DataLoader(train, args.batch_size, shuffle=True),
         DataLoader(valid, 4 * args.batch_size),
     )
+    return trainer, model
+
+
+def weights_of(model: LightningModule) -> str:
+    """Hash of all parameters and buffers, bit by bit."""
+    digest = hashlib.sha256()
+    for _, tensor in sorted(model.state_dict().items()):
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    """Train until it is enough."""
+    args = options(__doc__).parse_args()
+    trainer, model = fit(args, "chaos", Demo(args.folder, args.pause))
     session = trainer.strategy.session  # type: ignore[attr-defined]
     if session is not None and not session.departed:
-        digest = hashlib.sha256()
-        for _, tensor in sorted(model.state_dict().items()):
-            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-        words = {"member": session.engine.name, "step": trainer.global_step, "weights": digest.hexdigest()}
+        words = {"member": session.engine.name, "step": trainer.global_step, "weights": weights_of(model)}
         (args.folder / f"final-{session.engine.name}.json").write_text(json.dumps(words))
 
 

@@ -1,0 +1,358 @@
+"""A process of outer sync's server dies or is stopped: what clusters notice of it, and when its part is done again.
+
+Three clusters train by themselves (benchmarks/outer_clusters.py), the server is what `chaos-lightning ps up` and `ps
+leader` start. The parent notes CLOCK_MONOTONIC, strikes at a drawn instant, and reads the event logs of all. All times
+are seconds from the strike.
+
+In *sqlite* there is one machine with a leader, two followers and a warm spare, the chain in a file. A follower gets
+SIGKILL, or SIGSTOP: *noticed* is the first word of the supervisor or of the leader that it is gone, *served again* is
+when a process in its place stands at the version that was the newest one at the strike. *Cold*, the spare is killed
+with it, so torch is imported first. The leader is killed, and all processes of the server at once, which are then
+started again by hand, at once; these are given without a bound. A cluster is killed while its push is under way: the
+others lose nothing.
+
+In *shared* three leaders stand by for each other on etcd, all on one machine, where a standby sees that the leading
+process is gone. In *apart* each counts as on a machine of its own (CHAOS_HOST): SIGKILL is a process that dies on a
+machine that lives, and refuses connections from then on; SIGSTOP stands for a machine that falls silent, and nothing
+but the end of its lease tells, unless the supervisor beside it kills it first. *Another leads* when it says that it
+decides from now on; its first entry and its first round are given.
+
+Training must notice nothing of the server's death: the longest inner step of any cluster from the strike until two
+rounds after the recovery is compared with one in as long a time in which nobody is struck, while a process of its own
+uses the processor for as long as the server did beyond its usual part. Inner steps contain what a cluster does anyhow:
+it copies its parameters and adopts versions.
+
+The peer, in the same run: torchft's DiLoCo (benchmarks/peers/torchft_diloco.py), three replicas, one of them killed at
+a drawn instant, or while they exchange.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Options, Result, median, run
+from benchmarks.outer_clusters import FOLLOWERS, OuterScene, burn, outer_scene
+from benchmarks.peers import torchft_diloco
+from benchmarks.workers import Worker, context, scratch
+from chaos_lightning.control.election import WATCHED_S
+from chaos_lightning.control.etcd_servers import EtcdServers, find_etcd
+from chaos_lightning.control.options import ETCD
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.events.events import Record
+from chaos_lightning.outer.control_client import fetch_facts
+
+INNER_STEPS = 32
+PACE_S = 0.04
+BOUND_NOTICED_S = 1.0
+BOUND_SERVED_S = 2.0
+BOUND_LED_S = {"shared": 1.0, "apart": 3.0}
+BOUND_BEYOND_S = 0.030
+TAIL_ROUNDS = 2
+QUIET_S = 5.0
+WATCHES_S = WATCHED_S + 1.0
+"""A standby that is started anew, or follows a new leader, has watched it by then."""
+Times = dict[str, float]
+
+
+@dataclass
+class OuterCase:
+    """All runs of one kind; durations in s from the strike."""
+
+    times: dict[str, list[float]] = field(default_factory=dict)
+    longest: list[float] = field(default_factory=list)
+    """Longest inner step of any living cluster."""
+    control: list[float] = field(default_factory=list)
+    extra_cpu: list[float] = field(default_factory=list)
+    """Processor time of the server beyond its usual part, which the control uses too."""
+    versions: list[int] = field(default_factory=list)
+    """Decided from the strike to the end of the run."""
+
+
+Strike = Callable[[OuterScene, random.Random], Times]
+
+
+def number(record: Record) -> int:
+    """Of the version that a follower's event names."""
+    return int(str(record["version"]).partition("-")[0].removeprefix("v") or 0)
+
+
+def stands(scene: OuterScene, since: int, names: list[str], newest: int) -> float:
+    """When these followers, as new processes, stand at this version or a later one."""
+
+    def at(name: str) -> float:
+        events = ("version_loaded", "version_computed")
+        return scene.first(since, lambda r: r.name in events and r.node == name and number(r) >= newest)
+
+    return float(scene.until(lambda: all(at(n) for n in names) and max(at(n) for n in names), "followers at work"))
+
+
+def follower_dies(how: int, *, cold: bool = False) -> Strike:
+    """SIGKILL or SIGSTOP of one follower."""
+
+    def strike(scene: OuterScene, rng: random.Random) -> Times:
+        server = scene.server
+        victim = f"follower-{rng.randrange(FOLLOWERS)}"
+        pid, spare = scene.child(victim), scene.child("spare")
+        newest = scene.decided()
+        since = time.monotonic_ns()
+        if cold:
+            server.strike("spare_sigkill", server.first, spare)
+        server.strike(f"follower_{signal.Signals(how).name.lower()}", server.first, pid, how)
+
+        def gone(r: Record) -> bool:
+            child = r.name == "server_child" and r["child"] == victim
+            return not r.get("up", True) and (child or (r.name == "follower_stream" and r["of"] == victim))
+
+        noticed = scene.wait_first(since, gone, f"the death of {victim}")
+        return {"noticed": noticed, "served again": stands(scene, since, [victim], newest)}
+
+    return strike
+
+
+def led(scene: OuterScene, since: int, term: int) -> Times:
+    """From the death of a leader to the next one's lead, first entry and first round."""
+
+    def of(name: str, kind: str = "") -> Callable[[Record], bool]:
+        return lambda r: r.name == name and r["term"] > term and kind in ("", r.get("kind"))
+
+    return {
+        "another leads": scene.wait_first(since, of("outer_leader_started"), "another leader"),
+        "its first entry": scene.wait_first(since, of("entry"), "an entry of the next leader"),
+        "its first round": scene.wait_first(since, of("entry", "Round"), "a round of the next leader"),
+    }
+
+
+def leader_dies(how: int) -> Strike:
+    """SIGKILL or SIGSTOP of the one that leads; then it is there again, as a new process."""
+
+    def strike(scene: OuterScene, rng: random.Random) -> Times:
+        server = scene.server
+        if len(server.places) > 1:
+            time.sleep(WATCHES_S)
+        facts = fetch_facts(server.endpoints, b"", 20.0)
+        name, pid = next(n for n, place in server.places.items() if place == facts["endpoint"]), int(facts["pid"])
+        term = scene.term()
+        since = time.monotonic_ns()
+        server.strike(f"leader_{signal.Signals(how).name.lower()}", name, pid, how)
+        found = led(scene, since, term)
+        if name in server.down:
+            server.strike("leader_sigkill", name, pid)
+            server.start(name)
+        return found
+
+    return strike
+
+
+def all_die(scene: OuterScene, rng: random.Random) -> Times:
+    """SIGKILL of the whole server, which is started again at once."""
+    newest, term = scene.decided(), scene.term()
+    since = time.monotonic_ns()
+    scene.server.kill_all()
+    scene.server.start_all()
+    found = led(scene, since, term)
+    names = [f"follower-{number}" for number in range(FOLLOWERS)]
+    return {**found, "shards served again": stands(scene, since, names, newest)}
+
+
+def cluster_dies(scene: OuterScene, rng: random.Random) -> Times:
+    """SIGKILL of a cluster as soon as its next push is frozen; another one comes for it."""
+    victim = sorted(scene.clusters)[rng.randrange(len(scene.clusters))]
+    begun = time.monotonic_ns()
+
+    def freezes(r: Record) -> bool:
+        return r.name == "push_frozen" and r.node == victim
+
+    scene.wait_first(begun, freezes, f"a push of {victim}")
+    since = time.monotonic_ns()
+    scene.kill_cluster(victim)
+
+    def out(r: Record) -> bool:
+        return r.name == "entry" and r["kind"] == "Removed" and r["body"]["incarnation"]["cluster"] == victim
+
+    return {
+        "removed": scene.wait_first(since, out, f"the removal of {victim}"),
+        "next round of the others": scene.wait_first(
+            since, lambda r: r.name == "entry" and r["kind"] == "Round", "a round of the others"
+        ),
+    }
+
+
+CASES: dict[str, dict[str, Strike]] = {
+    "sqlite": {
+        "follower SIGKILL": follower_dies(signal.SIGKILL),
+        "follower SIGSTOP": follower_dies(signal.SIGSTOP),
+        "follower SIGKILL, cold": follower_dies(signal.SIGKILL, cold=True),
+        "leader SIGKILL": leader_dies(signal.SIGKILL),
+        "all at once SIGKILL": all_die,
+        "cluster SIGKILL in mid-push": cluster_dies,
+    },
+    **{
+        name: {"leader SIGKILL": leader_dies(signal.SIGKILL), "leader SIGSTOP": leader_dies(signal.SIGSTOP)}
+        for name in ("shared", "apart")
+    },
+}
+ALONE = ("cluster SIGKILL in mid-push", "all at once SIGKILL")
+"""No control: with the cluster a part of the load is gone, and a start by hand belongs to nobody's usual work."""
+
+
+def one_run(scene: OuterScene, case: OuterCase, title: str, strike: Strike, rng: random.Random, usual: float) -> None:
+    """A strike, the way back, and the control; `usual` is the server's processor time a second."""
+    scene.all_train()
+    scene.rounds(1)
+    time.sleep(rng.uniform(0.0, 1.0))
+    scene.collect()
+    before, began, version = scene.cpu(), time.monotonic_ns(), scene.decided()
+    times = strike(scene, rng)
+    scene.rounds(TAIL_ROUNDS)
+    end = time.monotonic_ns()
+    used = sum(cpu_s - before.get(pid, 0.0) for pid, cpu_s in scene.cpu().items())
+    scene.collect()
+    for what, seconds in times.items():
+        case.times.setdefault(what, []).append(seconds)
+    case.longest.append(scene.longest(began, end))
+    case.versions.append(scene.decided() - version)
+    if title not in ALONE:
+        took_s = (end - began) / 1e9
+        extra = max(0.0, used - usual * took_s)
+        case.extra_cpu.append(extra)
+        case.control.append(control(scene, took_s, extra))
+
+
+def control(scene: OuterScene, seconds: float, cpu_s: float) -> float:
+    """The longest inner step while nobody is struck and a process uses this processor time."""
+    scene.rounds(1)
+    scene.collect()
+    since = time.monotonic_ns()
+    burner = Worker(scene.context, burn, cpu_s)
+    try:
+        scene.until(lambda: time.monotonic_ns() - since > seconds * 1e9, "the end of a quiet time")
+    finally:
+        burner.kill(0.0)
+    end = time.monotonic_ns()
+    scene.collect()
+    return scene.longest(since, end)
+
+
+def usual_cpu(scene: OuterScene) -> float:
+    """What the server's processes use of a processor while nobody is struck."""
+    before, since = scene.cpu(), time.monotonic()
+    scene.until(lambda: time.monotonic() - since > QUIET_S, "some seconds in peace")
+    return sum(cpu_s - before.get(pid, 0.0) for pid, cpu_s in scene.cpu().items()) / (time.monotonic() - since)
+
+
+def measure(result: Result, name: str, folder: Path, ctx: Any, args: Any) -> None:
+    """All cases of one scene, and what its logs say of versions and clusters."""
+    rng = random.Random(args.seed)
+    print(f" {name}: {', '.join(CASES[name])}", flush=True)
+    with ExitStack() as stack:
+        store = ""
+        if name != "sqlite":
+            store = stack.enter_context(EtcdServers(folder / "etcd", 3)).address
+            assert store.startswith(ETCD)
+        told = {"params_mib": args.params_mib, "pace_s": PACE_S, "inner_steps": INNER_STEPS, "heartbeat_s": 1.0}
+        scene = stack.enter_context(outer_scene(name, folder, ctx, store=store, apart=name == "apart", **told))
+        usual = usual_cpu(scene)
+        for title, strike in CASES[name].items():
+            case = OuterCase()
+            for _ in range(args.runs):
+                one_run(scene, case, title, strike, rng, usual)
+            report(result, name, title, case)
+        kept(result, scene)
+    result.audit(folder / "events", f"{name}: audit of the event logs, violations", name)
+
+
+def report(result: Result, scene_name: str, title: str, case: OuterCase) -> None:
+    """Adds the figures of one case."""
+    key, n = f"{scene_name}, {title}", len(case.longest)
+    warm = "cold" not in title
+    bounds = {"noticed": BOUND_NOTICED_S, "served again": BOUND_SERVED_S} if warm else {}
+    if scene_name in BOUND_LED_S:
+        bounds["another leads"] = BOUND_LED_S[scene_name]
+    for what, seconds in case.times.items():
+        result.add(f"{key}: {what}, median of {n}", median(seconds), "s")
+        result.add(f"{key}: {what}, slowest of {n}", max(seconds), "s", bounds.get(what))
+    result.add(f"{key}: longest inner step, worst of {n}", max(case.longest), "s")
+    if case.control:
+        result.add(f"{key}, control: longest inner step, worst of {n}", max(case.control), "s")
+        for what, take in (("median", median), ("worst", max)):
+            beyond = take(case.longest) - take(case.control)
+            bound = BOUND_BEYOND_S if warm else None
+            result.add(f"{key}: longest inner step beyond the control's, {what}s of {n}", beyond, "s", bound)
+    result.details[key] = vars(case)
+
+
+def kept(result: Result, scene: OuterScene) -> None:
+    """Nothing was lost, and nobody was removed who lives."""
+    facts = scene.facts()
+    gone = [str(row.version) for row in facts.versions if not row.stands]
+    result.add(f"{scene.name}: versions lost, of {len(facts.versions)}", len(gone), "count", 0)
+    result.add(f"{scene.name}: rollbacks", len(facts.chain.rollbacks), "count", 0)
+    removed = scene.removed()
+    for words in removed:
+        result.remark(f"{scene.name}: removed {words}")
+    result.add(f"{scene.name}: living clusters removed", len(removed), "count", 0)
+    lost = 0
+    for row in facts.clusters:
+        if row.name.partition("~")[0] not in scene.struck:
+            lost += steps_lost(facts, row.name)
+    result.add(f"{scene.name}: inner steps of living clusters thrown away", lost, "count", 0)
+
+
+def steps_lost(facts: Any, incarnation: str) -> int:
+    """Inner steps in pushes that were rejected."""
+    answers = [s for push, s in facts.chain.standing.items() if str(push.incarnation) == incarnation]
+    return sum(s.offer.steps for s in answers if s.answer == "rejected")
+
+
+def main() -> int:
+    p = Options(__doc__, raw=True)
+    p.add_count("--runs", 20, 1, "of each case")
+    p.add_count("--params-mib", 50, 12, "MiB of fp32 parameters")
+    p.add_seed("of the moments at which the blows fall")
+    p.add_argument("--scenes", nargs="*", default=[], choices=list(CASES), help="default: all; sqlite with --quick")
+    p.add_argument("--no-peers", action="store_true", help="without torchft's DiLoCo")
+    p.add_argument("--keep", default="", help="folder that keeps event logs and files")
+    args = p.parse_args()
+    result = Result("outer_recovery")
+    ctx = context("benchmarks.outer_clusters", "chaos_lightning.diloco", "benchmarks.peers.torchft_diloco")
+    scenes = args.scenes or (["sqlite"] if args.quick else list(CASES))
+    with scratch() as scratched:
+        for name in scenes:
+            try:
+                if name != "sqlite":
+                    find_etcd()
+            except ConfigurationError as error:
+                result.remark(f"{name} is left out: {error}")
+                continue
+            measure(result, name, Path(args.keep or scratched) / name, ctx, args)
+    if not args.no_peers:
+        torchft_diloco.measure(result, ctx, args)
+    summary(result)
+    return result.finish(args)
+
+
+def summary(result: Result) -> None:
+    """What the last line says."""
+    figures = {figure.name: figure.value for figure in result.figures}
+    for name, value in figures.items():
+        if (
+            name.startswith("sqlite, follower SIG")
+            and "cold" not in name
+            and ("noticed, slowest" in name or "again, slowest" in name)
+        ):
+            result.headline.append(f"{name.removeprefix('sqlite, ').partition(' of ')[0]} {value:.2f} s")
+        elif "another leads, slowest" in name and not name.startswith("sqlite"):
+            result.headline.append(f"{name.partition(' of ')[0]} {value:.2f} s")
+        elif "survivors throw away, mean" in name:
+            result.headline.append(f"{name.partition(', mean')[0]}: {value:g}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,142 @@
+"""The demo of clusters far apart with real processes; its proof believes only what the logs show."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.lab.demo.apart import CLUSTERS, DIES, plot_of
+from chaos_lightning.lab.demo.far_proof import prove
+from chaos_lightning.lab.demo.proof import Check, Evidence
+
+ROOT = Path(__file__).resolve().parents[2]
+CODES: dict[str, int | None] = {cluster.name: -9 if cluster is DIES else 0 for cluster in CLUSTERS}
+Lines = list[dict[str, Any]]
+
+
+def proved(folder: Path) -> list[Check]:
+    return prove(Evidence(folder, CODES), plot_of(1))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """One demo on SQLite: its folder, and how it ended."""
+    folder = tmp_path_factory.mktemp("apart")
+    command = [sys.executable, "-m", "chaos_lightning.cli", "demo-diloco", "--quick", "--sqlite", "--keep"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--dir", str(folder)], env=environment, capture_output=True, text=True, timeout=600
+    )
+    return folder, done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_it_proves_its_story_and_leaves_a_report_and_no_process(
+    told: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, done = told
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ONE leader, with its chain in SQLite" in done.stdout
+    assert "LINES HOLD" in done.stdout
+    assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert [check for check in proved(folder) if not check.ok] == []
+    words = str(folder).encode()
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            assert words not in Path("/proc", entry, "cmdline").read_bytes()
+        except OSError:
+            continue
+
+
+def nobody_led(lines: Lines) -> None:
+    """Nobody did after the whole server was killed."""
+    kill = next(x["t"] for x in lines if x.get("kind") == "server_sigkill")
+    for line in [x for x in lines if x["name"] == "outer_leader_started" and x["t"] > kill]:
+        lines.remove(line)
+
+
+def none_in_its_place(lines: Lines) -> None:
+    kill = next(x["t"] for x in lines if x.get("kind") == "follower_sigkill")
+    for line in [x for x in lines if x["name"] in ("version_loaded", "version_computed") and x["t"] > kill]:
+        lines.remove(line)
+
+
+def another_digest(lines: Lines) -> None:
+    next(x for x in reversed(lines) if x["name"] == "version_saved")["digest"] = "0" * 32
+
+
+def other_weights(lines: Lines) -> None:
+    next(x for x in lines if x["name"] == "final_weights")["hash"] = "0" * 64
+
+
+def steps_in_no_push(lines: Lines) -> None:
+    next(x for x in lines if x["name"] == "inner_steps" and x.get("node") == CLUSTERS[0].name)["steps"] += 3
+
+
+def worse(lines: Lines) -> None:
+    next(x for x in reversed(lines) if x["name"] == "loss")["epoch"] += 1000
+    next(x for x in reversed(lines) if x["name"] == "loss")["loss"] = 99.0
+
+
+def last_mark(lines: Lines) -> None:
+    lines.remove(next(x for x in reversed(lines) if x.get("kind") == "Durable"))
+
+
+def half_an_epoch(lines: Lines) -> None:
+    lines.remove(next(x for x in lines if x.get("kind") == "Leased"))
+    lines.remove(next(x for x in reversed(lines) if x.get("kind") == "Round"))
+
+
+def never_came(lines: Lines) -> None:
+    for line in [x for x in lines if x["name"] == "push_answered" and x.get("node") == "lab"]:
+        lines.remove(line)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(
+    ("tamper", "noticed"),
+    [
+        (nobody_led, "all processes of the server get kill -9 at once: started again, it goes on where it was"),
+        (none_in_its_place, "a follower gets kill -9: the warm spare makes another, which computes on"),
+        (another_digest, "states are equal"),
+        (other_weights, "states are equal"),
+        (steps_in_no_push, "inner steps lost: 0"),
+        (worse, "loss falls"),
+        (last_mark, "versions lost: 0"),
+        (half_an_epoch, "each sample counts exactly once per epoch"),
+        (never_came, "lab comes late, fetches the newest version while the others train, and its pushes count"),
+    ],
+)
+def test_its_proof_notices_what_the_logs_do_not_show(
+    told: tuple[Path, subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    tamper: Callable[[Lines], None],
+    noticed: str,
+) -> None:
+    events = tmp_path / "demo" / "events"
+    shutil.copytree(told[0] / "events", events)
+    files = {path: [json.loads(line) for line in path.read_text().splitlines()] for path in events.glob("*.jsonl")}
+    merged = sorted((line for lines in files.values() for line in lines), key=lambda line: line["t"])
+    kept = list(merged)
+    tamper(kept)
+    remaining = {id(line) for line in kept}
+    for path, lines in files.items():
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines if id(line) in remaining))
+    assert noticed in {check.what for check in proved(tmp_path / "demo") if not check.ok}
+
+
+def test_a_log_that_tells_of_nothing_proves_nothing(tmp_path: Path) -> None:
+    with EventLog.in_directory(tmp_path / "events", "nobody"):
+        pass
+    assert [check.what for check in prove(Evidence(tmp_path, {}), plot_of(3)) if check.ok] == []
