@@ -272,7 +272,7 @@ def test_make_lists_every_target() -> None:
     done = run("make", "--no-print-directory")
     listed = {line.split()[0] for line in done.stdout.splitlines()}
     assert listed == {
-        *("help", "env", "demo", "demo-edge", "demo-failover"),
+        *("help", "env", "demo", "demo-diloco", "demo-edge", "demo-failover"),
         *("test", "test-slow", "compat", "fuzz", "check", "bench", "size", "proto", "clean"),
     }
 
