@@ -75,6 +75,7 @@ class Companion(pl.Callback):
         if session.departed:
             # fit's loop ends at a StopIteration, without the epoch-end hooks that would judge half an epoch.
             session.end_epoch()
+        if session.departed or (session.outer is not None and session.outer.ended):
             unfinish_epoch(session.trainer)
             raise StopIteration
         results.agree(

@@ -24,8 +24,9 @@ from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.training import reduced_buffers
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import OuterSession, agreement_of
-from chaos_lightning.outer.strategy_options import DiLoCoOptions, build
+from chaos_lightning.outer.strategy_options import ARGUMENTS, DiLoCoOptions, build
 from chaos_lightning.strategies.companion import Launcher
+from chaos_lightning.strategies.elastic import OuterTerms
 from chaos_lightning.strategies.environment import ChaosEnvironment
 from chaos_lightning.strategies.fingerprint import seed_of
 from chaos_lightning.strategies.lightning_types import Trainer
@@ -33,6 +34,7 @@ from chaos_lightning.strategies.outer_fit import OuterCompanion, OuterFit, Share
 from chaos_lightning.strategies.outer_refusals import OUTER_TABLE, refuse_inner
 from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders
 from chaos_lightning.strategies.session import DataMode
+from chaos_lightning.strategies.strategy import ChaosStrategy
 
 NAME = "chaos_diloco"
 
@@ -41,10 +43,11 @@ class DiLoCoStrategy(SingleDeviceStrategy):
     """One of several clusters that train one model, each by itself, through a parameter server.
 
     Args:
-        inner: How this cluster trains: "single" is one process with one device; "auto" takes it.
+        inner: How this cluster trains: "single" is one process with one device; "auto" takes it. "chaos", or a
+            `ChaosStrategy` with settings of its own: this process is one of its ranks, which come and go.
         server: The parameter server as HOST:PORT, several with commas. Without it (and without the environment's
             CHAOS_PS) the first process of a machine starts one there.
-        name: This cluster's name, unique in the job.
+        name: This cluster's name, unique in the job; the same at all its ranks.
         inner_steps: Steps of a usual cluster from one push to the next.
         outer_lr: Learning rate of the server.
         outer_momentum: Momentum of the server.
@@ -63,9 +66,32 @@ class DiLoCoStrategy(SingleDeviceStrategy):
 
     strategy_name = NAME
 
+    def __new__(
+        cls,
+        inner: str | ChaosStrategy = "auto",
+        server: str | None = None,
+        name: str | None = None,
+        inner_steps: int | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        policy: str | None = None,
+        codec: str | None = None,
+        data: DataMode | None = None,
+        overlap: bool | None = None,
+        options: DiLoCoOptions | dict[str, Any] | None = None,
+    ) -> Any:
+        """With `chaos` it is the inner strategy itself, with this cluster's part in the outer job around it."""
+        if inner != "chaos" and not isinstance(inner, ChaosStrategy):
+            return super().__new__(cls)
+        given = (server, name, inner_steps, outer_lr, outer_momentum, policy, codec, data, overlap)
+        terms = OuterTerms(DiLoCoOptions.of(options), dict(zip(ARGUMENTS, given, strict=True)))
+        strategy = inner if isinstance(inner, ChaosStrategy) else ChaosStrategy()
+        strategy.outer = terms
+        return strategy
+
     def __init__(
         self,
-        inner: str = "auto",
+        inner: str | ChaosStrategy = "auto",
         server: str | None = None,
         name: str | None = None,
         inner_steps: int | None = None,
@@ -78,6 +104,7 @@ class DiLoCoStrategy(SingleDeviceStrategy):
         options: DiLoCoOptions | dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        assert isinstance(inner, str)
         refuse_inner(inner, devices=1)
         self.inner = inner
         self.options = DiLoCoOptions.of(options)

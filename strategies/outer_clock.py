@@ -12,6 +12,7 @@ What a checkpoint had trained before the job began is counted in front: all clus
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,24 @@ class JobClock:
         for scheduler, _ in self._by_samples:
             scheduler.counted = False
         self._schedules, self._by_samples = [], []
+
+    def manifest(self) -> dict[str, Any]:
+        """For another process of the same cluster, beside the loops' counters; plain values."""
+        return {
+            "first": (self.first_step, self.first_epoch, self._batches_before),
+            "steps": self._steps,
+            "taken": [schedule.taken for schedule in self._schedules],
+            "samples": [before for _, before in self._by_samples],
+        }
+
+    def adopt(self, manifest: Mapping[str, Any]) -> None:
+        """Takes over what `manifest` gave there; this one has begun, too."""
+        self.first_step, self.first_epoch, self._batches_before = manifest["first"]
+        self._steps = manifest["steps"]
+        for schedule, taken in zip(self._schedules, manifest["taken"], strict=True):
+            schedule.taken = taken
+        samples = manifest["samples"]
+        self._by_samples = [(s, before) for (s, _), before in zip(self._by_samples, samples, strict=True)]
 
     @property
     def _automatic(self) -> bool:

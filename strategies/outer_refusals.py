@@ -20,12 +20,11 @@ from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.refusals import Refusal, of_callbacks, of_modules, of_optimizers
 
-INNER = ("auto", "single")
+INNER = ("auto", "single", "chaos")
 """What `inner` may be."""
 
 _LATER = {
     "ddp": "start one process per device and cluster instead, each with devices=1 and a name of its own",
-    "chaos": "train with strategy='chaos' where members come and go, or one process per cluster here",
 }
 _SHARDED = ("fsdp", "deepspeed", "model_parallel", "xla_fsdp")
 
@@ -59,7 +58,9 @@ def refuse_inner(inner: str, devices: int) -> None:
 
 
 def _parts_of_epochs(trainer: Trainer) -> str:
-    if getattr(trainer.strategy, "data", "shared") != "shared" or trainer.fast_dev_run:
+    terms = getattr(trainer.strategy, "outer", None)
+    shared = terms.shared if terms is not None else getattr(trainer.strategy, "data", "shared") == "shared"
+    if not shared or trainer.fast_dev_run:
         return ""
     found = []
     if trainer.limit_train_batches != 1.0:
@@ -79,6 +80,28 @@ def _fetches_by_itself(trainer: Trainer) -> str:
     return "training_step(dataloader_iter)" if found else ""
 
 
+_AVERAGES = Refusal(
+    "averages of weights",
+    "they would average one cluster's weights, while versions are judged; average checkpoints after the job",
+    of_callbacks(StochasticWeightAveraging, WeightAveraging),
+)
+_PARTS_OF_EPOCHS = Refusal(
+    "parts of epochs with data='shared'",
+    "an epoch ends for all clusters when each sample of it counts; use max_steps, a number of batches for "
+    "val_check_interval, a smaller data set, or data='local'",
+    _parts_of_epochs,
+)
+RANKS_TABLE: tuple[Refusal, ...] = (
+    Refusal(
+        "manual optimization",
+        "ranks adopt versions between two steps, and which of several optimizers steps last only the user's code "
+        "knows; use automatic optimization, or one process per cluster",
+        lambda t: "" if t.lightning_module.automatic_optimization else "automatic_optimization = False",
+    ),
+    _AVERAGES,
+    _PARTS_OF_EPOCHS,
+)
+"""For ranks of an elastic cluster, beside what strategy `chaos` refuses."""
 OUTER_TABLE: tuple[Refusal, ...] = (
     Refusal(
         "several nodes",
@@ -100,17 +123,8 @@ OUTER_TABLE: tuple[Refusal, ...] = (
         "what travels is fixed when a job is founded; freeze or prune before fit",
         of_callbacks(BaseFinetuning, ModelPruning),
     ),
-    Refusal(
-        "averages of weights",
-        "they would average one cluster's weights, while versions are judged; average checkpoints after the job",
-        of_callbacks(StochasticWeightAveraging, WeightAveraging),
-    ),
-    Refusal(
-        "parts of epochs with data='shared'",
-        "an epoch ends for all clusters when each sample of it counts; use max_steps, a number of batches for "
-        "val_check_interval, a smaller data set, or data='local'",
-        _parts_of_epochs,
-    ),
+    _AVERAGES,
+    _PARTS_OF_EPOCHS,
     Refusal(
         "dataloader_iter with data='shared'",
         "which samples a step used must be known after it; take `batch` as an argument",

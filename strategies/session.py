@@ -37,6 +37,7 @@ from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.data import EngineSource, TrainLoader
+from chaos_lightning.strategies.elastic import ElasticPart
 from chaos_lightning.strategies.environment import ChaosEnvironment
 from chaos_lightning.strategies.evaluation import Evaluation
 from chaos_lightning.strategies.fingerprint import advice, fingerprint_of, seed_of
@@ -131,6 +132,10 @@ class FitSession:
         self._void: Suspension | None = None
         self._boundary_asked = False
         self._keep_due = False
+        self.outer: ElasticPart | None = None
+        """This fit's part in an outer job, if the members are ranks of one of its clusters."""
+        self._outer_due: Header | None = None
+        """A step of which that has yet to be told."""
         self._uncommitted: dict[str, Any] | None = None
         """Counters without the batch in which this last member left: it runs on, and its step does not count."""
 
@@ -173,7 +178,10 @@ class FitSession:
 
     def wrap(self, dataloader: Any) -> TrainLoader:
         """The training loader that Lightning gets instead of the user's; a new one when loaders are reloaded."""
-        elastic = ElasticLoader(dataloader, mode=self._data, seed=seed_of(self._options.seed), source=self._source)
+        outer = self.outer if self.outer and self.outer.shared else None
+        seed = seed_of(self._options.seed if outer is None or outer.seed is None else outer.seed)
+        tape = outer.tape if outer else None
+        elastic = ElasticLoader(dataloader, mode=self._data, seed=seed, source=self._source, tape=tape)
         if self._loader is not None:
             self.elastic.close()
         self._loader = TrainLoader(elastic, self.trainer, self)
@@ -189,7 +197,9 @@ class FitSession:
 
     def begin_pass(self, epoch: int) -> None:
         """The loader begins an epoch."""
-        if self.entered and self.trainer.limit_train_batches == 1.0:
+        if self.outer and self.outer.shared:
+            self.elastic.set_epoch(self.outer.begins())
+        elif self.entered and self.trainer.limit_train_batches == 1.0:
             training.tell_epoch(self.engine, self.elastic, epoch)
 
     def note_checkpoint(self, path: str) -> None:
@@ -207,8 +217,12 @@ class FitSession:
             "syncs": lambda: sorted(self.collectives.syncs),
             "gradients": lambda: self.stepper.gradients(),
             "log_dir": lambda: self.writer.log_dir,
+            "clock": lambda: self.outer.clock.manifest() if self.outer else {},
         }
-        self._state = LightningState(trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra)
+        outer = self.outer
+        batch = self.elastic.quota * trainer.accumulate_grad_batches
+        beside = outer.enter(engine, batch, self.elastic) if outer else None
+        self._state = LightningState(trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra, beside)
         self._stepper = Stepper(
             engine,
             trainer,
@@ -216,8 +230,9 @@ class FitSession:
             lambda: self.elastic.current,
             lambda: self.elastic.spent(),
             self._pass_is_over,
+            outer.says if outer else bytes,
         )
-        self._samples = SampleCount(trainer.lr_scheduler_configs)
+        self._samples = SampleCount(() if outer else trainer.lr_scheduler_configs)
         self._switch_as_before = training.switch_quickly()
         engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers)
         epoch = epoch_of(trainer)
@@ -228,11 +243,12 @@ class FitSession:
                 fingerprint={
                     **fingerprint_of(trainer, self.elastic, assigns_validation=self._assigns_validation),
                     **self.lengths.words(),
+                    **(outer.words if outer else {}),
                 },
                 quota=self.elastic.quota,
                 accumulate=trainer.accumulate_grad_batches,
                 state=self._state,
-                replay=LightningReplay(trainer),
+                replay=None if outer else LightningReplay(trainer),  # a version is no function of gradients
                 loaded=trainer.ckpt_path is not None or trainer.global_step > 0,
             )
         except RefusedError as error:
@@ -269,6 +285,8 @@ class FitSession:
         self._boundary_asked = False
         self._place.leave()
         self._loader.restart()
+        if self.outer:
+            self.outer.entered()
         self.in_job = True
         fresh = engine.role == "founder" and not engine.resumed
         start_clocks(trainer, fresh=engine.role == "founder")
@@ -295,6 +313,8 @@ class FitSession:
         self.collectives.syncs = set(extra["syncs"])
         self.stepper.adopt_gradients(extra["gradients"])
         self.writer.log_dir = extra["log_dir"]
+        if self.outer:
+            self.outer.clock.adopt(extra["clock"])
 
     # ------------------------------------------------------------------ the safe point
 
@@ -317,6 +337,25 @@ class FitSession:
         if not self.elastic.at_safe_point and not self._give_up_accumulation():
             self._check_stepped()
             return
+        while True:
+            self._let_others_in()
+            if self.departed:
+                raise StopIteration
+            if self.outer and self.outer.cluster.ends:
+                self.outer.ended = True
+                raise StopIteration
+            if not self._waits_for_versions():
+                break
+        self.writer.promote_if_due(fresh=False)
+        self.writer.tell_log_dir(lambda: self.members)
+        self.stepper.prove(self.state)
+        assert self._loader is not None
+        if self.outer and self.outer.turned:
+            self._loader.restart()
+        self._loader.begin()
+        self._refit()
+
+    def _let_others_in(self) -> None:
         try:
             self.engine.serve(self.state)
             while self._boundary_asked and not self.engine.out:
@@ -329,13 +368,27 @@ class FitSession:
         except DepartedError:
             self._depart()
         self._check_departure()
-        if self.departed:
-            raise StopIteration
-        self.writer.promote_if_due(fresh=False)
-        self.writer.tell_log_dir(lambda: self.members)
-        self.stepper.prove(self.state)
-        assert self._loader is not None
-        self._loader.begin()
+
+    def _waits_for_versions(self) -> bool:
+        """Whether the cluster may not train now; then its ranks have met once."""
+        outer = self.outer
+        waits = outer is not None and outer.cluster.waits
+        if outer is not None:
+            outer.patient(waits)
+            if waits and not outer.meet(self.gather) and self.void:
+                self._come_in()
+        return waits
+
+    def _tell_outer(self, outer: ElasticPart, header: Header) -> None:
+        """A step of the cluster. Where all that is leased is used, it waits here until there is more, or until the
+        epoch is over: then the batch was its last one, and what is validated holds all of it."""
+        outer.stepped(header)
+        while self.in_job and outer.waits_for_samples:
+            outer.patient(waits=True)
+            if not outer.meet(self.gather, in_batch=True):
+                return
+        if outer.cluster.ends and outer.shared:
+            skip_validation(self.trainer)
         self._refit()
 
     def _give_up_accumulation(self) -> bool:
@@ -391,6 +444,9 @@ class FitSession:
             output = step(averaged)
         except NoStep:
             return stepper.nothing()
+        due, self._outer_due = self._outer_due, None
+        if self.outer and due is not None:
+            self._tell_outer(self.outer, due)
         if not calls and held:
             stepper.stepped(number)
         elif not calls:
@@ -429,6 +485,7 @@ class FitSession:
             self._depart()
             raise NoStep from error
         self.stepped = (header.step, header.hash)
+        self._outer_due = header
         self._observe()
         if self.engine.member_id in header.drifted:
             self.fenced(
@@ -505,10 +562,13 @@ class FitSession:
         self.writer.logs.stable()
         self._samples.committed(engine.header.ledger)
         self._boundary_asked |= engine.header.boundary
+        if self.outer and engine.header.kind is not Kind.STEP:
+            self.outer.known()
         if engine.rank < 0 or engine.out:
             return
         self.lengths.check(engine.world_size)
-        self.writer.place(engine.name, engine.rank, engine.world_size, fresh=fresh)
+        behind = int(self.outer is not None and not self.outer.oldest)
+        self.writer.place(engine.name, engine.rank + behind, engine.world_size + behind, fresh=fresh)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -527,6 +587,8 @@ class FitSession:
         return ENDLESS if math.isinf(total) else int(total)
 
     def _total(self) -> float:
+        if self.outer and self.outer.shared and self.entered:
+            return (self.outer.epoch_over and batches_begun(self.trainer)) or math.inf  # 0: the next one begins
         return self.lengths.total(self.elastic, entered=self.entered)
 
     def _refit(self) -> None:
@@ -551,6 +613,9 @@ class FitSession:
             return
         _log.warning("%s; this process joins again by itself", error)
         self._step_aside()
+        self._outer_due = None
+        if self.outer:
+            self.outer.cluster.forget()
         self.writer.logs.drop()
         self._void = Suspension.begin(self.trainer)
 
@@ -569,10 +634,11 @@ class FitSession:
                 self._keep_due = True
             else:
                 self._keep()
-            engine = self.engine
-            self.gone = not (engine.role and engine.view is not None and engine.view.ids() == (engine.member_id,))
+            self.gone = not self._is_last
             if self.gone:
                 self._step_aside()
+                if self.outer:
+                    self.outer.close()  # the next rank speaks for the cluster
             else:
                 if self.elastic.uncommitted:
                     self._uncommitted = rolled_back(loops_manifest(self.trainer), self.elastic.uncommitted)
@@ -580,9 +646,16 @@ class FitSession:
                 self.writer.save_logs()
             skip_validation(self.trainer)
 
+    @property
+    def _is_last(self) -> bool:
+        engine = self.engine
+        return bool(engine.role) and engine.view is not None and engine.view.ids() == (engine.member_id,)
+
     def _keep(self, *, ended: bool = False) -> None:
         """If this was the last member, the state outlives it."""
         self._keep_due = False
+        if self.outer and not self.gone and self._is_last:
+            self.outer.leave()
         with self.alone():
             self.engine.keep(KeptState(self.state, self.elastic.uncommitted, ended=ended))
 
@@ -607,13 +680,13 @@ class FitSession:
 
     def finish(self) -> None:
         """fit is over: the job's last slot, or the farewell of a member that left."""
-        if self.void:
-            raise FencedError(
-                "this member was excluded from the job as it ended, so its state is void; the others have the result"
-            )
+        self._refuse_void()
         if not self.entered:
             return
         if self.in_job:
+            if self.outer:
+                self.outer.finish(self._reason(), self.gather)
+                self._refuse_void()
             with contextlib.suppress(DepartedError):
                 self.engine.finish()
             # The writer may have died since the last slot: one of those who finish saves what is saved after fit.
@@ -622,12 +695,29 @@ class FitSession:
         elif self.engine.out:
             self.engine.wait_released()
 
+    def _refuse_void(self) -> None:
+        if self.void:
+            raise FencedError(
+                "this member was excluded from the job as it ended, so its state is void; the others have the result"
+            )
+
+    def _reason(self) -> str:
+        """Why the loop of all members is over."""
+        fit_loop = self.trainer.fit_loop
+        if self.trainer.should_stop:
+            return "training was stopped early"
+        if fit_loop.max_steps != -1 and self.trainer.global_step >= fit_loop.max_steps:
+            return f"max_steps={fit_loop.max_steps} reached"
+        return f"max_epochs={fit_loop.max_epochs} reached"
+
     def abandon(self) -> None:
         """An exception ends fit: what callbacks do now must not call for the others, who go on without this member."""
         self.in_job = False
         self._place.leave()
         if self._engine is not None:
             try:
+                if self.outer:
+                    self.outer.close()
                 self._engine.close()
             except Exception as error:  # the exception that brought us here must be the one that is seen
                 _log.warning("closing the engine of %s failed: %r", self.config.name, error)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import StateError
 from chaos_lightning.replication.access import (
+    StateAccess,
     module_extra,
     optimizer_manifest,
     restore_module_extra,
@@ -58,6 +59,7 @@ class LightningState:
         reduce: What `self.log(sync_dist=True)` syncs with.
         extra: What else travels, by name, at the donor.
         adopt_extra: Takes it over at the newcomer.
+        beside: What else all members hold alike, with tensors of its own.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class LightningState:
         reduce: Callable[..., Any],
         extra: Mapping[str, Callable[[], Any]],
         adopt_extra: Callable[[Mapping[str, Any]], None],
+        beside: StateAccess | None = None,
     ) -> None:
         self._trainer = trainer
         self.loader = loader
         self._reduce = reduce
         self._extra = extra
         self._adopt_extra = adopt_extra
+        self._beside = beside
         self.ended = False
         """What was taken over ends with an epoch's last batch, and what follows that is to be made up for."""
 
@@ -88,7 +92,8 @@ class LightningState:
         return found
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        return state_tensors(self._trainer.lightning_module, self._averages(), self._trainer.optimizers)
+        found = state_tensors(self._trainer.lightning_module, self._averages(), self._trainer.optimizers)
+        return found if self._beside is None else [*found, *self._beside.tensors()]
 
     # ------------------------------------------------------------------ the rest, at the donor
 
@@ -109,6 +114,7 @@ class LightningState:
             "results": results.collections_manifest(trainer),
             "loader": self.loader.state_dict(),
             "extra": {name: get() for name, get in self._extra.items()},
+            "beside": self._beside.manifest() if self._beside is not None else {},
         }
 
     def _checkpoint_stub(self) -> dict[str, Any]:
@@ -141,6 +147,8 @@ class LightningState:
 
     def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
         restore_optimizers(self._trainer.optimizers, manifest["optimizers"])
+        if self._beside is not None:
+            self._beside.prepare(manifest["beside"], table)
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
         trainer = self._trainer
@@ -174,6 +182,8 @@ class LightningState:
             trainer.datamodule.load_state_dict(manifest["datamodule"])
         results.adopt_collections(trainer, manifest["results"], self._reduce)
         self.loader.load_state_dict(manifest["loader"])
+        if self._beside is not None:
+            self._beside.adopt(manifest["beside"])
         self._adopt_extra(manifest["extra"])
 
 

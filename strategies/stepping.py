@@ -80,6 +80,7 @@ class Stepper:
         current: What the loader says about the present micro-batch.
         spent: What a contribution made now spends.
         pass_is_over: Manual optimization: takes the slots of the optimizers that a backward pass reached.
+        says: What this member says beside a step's gradient.
 
     Attributes:
         manual: The gradients of manual optimization; None under automatic optimization.
@@ -93,6 +94,7 @@ class Stepper:
         current: Callable[[], MicroBatch | None],
         spent: Callable[[], tuple[Spent, ...]],
         pass_is_over: Callable[[], None],
+        says: Callable[[], bytes] = bytes,
     ) -> None:
         self._engine = engine
         self._trainer = trainer
@@ -100,6 +102,7 @@ class Stepper:
         self._collectives = collectives
         self._current = current
         self._spent = spent
+        self._says = says
         self.sections = sections_of(self._module, trainer.optimizers)
         self._trained = {id(p) for s in self.sections for _, p in s.params}
         names = getattr(self._module, "chaos_buffers", ())
@@ -276,6 +279,7 @@ class Stepper:
             hyper=hyper_words(self._trainer.optimizers),
             state_hash=self._proof,
             yields=yields,
+            payload=self._says(),
         )
         if header.kind is not Kind.STEP:
             return header

@@ -27,10 +27,12 @@ from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
 from chaos_lightning.strategies.companion import Companion, Launcher
+from chaos_lightning.strategies.elastic import ElasticPart, OuterTerms, refuse_ranks
 from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
 from chaos_lightning.strategies.evaluation import EvalLoader, can_be_assigned, unsharded, whole
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import agree_on_validation
+from chaos_lightning.strategies.outer_refusals import RANKS_TABLE
 from chaos_lightning.strategies.place import Place, end_evaluating, place_to_evaluate
 from chaos_lightning.strategies.preparing import DataTurn
 from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders, warn_ignored
@@ -89,6 +91,8 @@ class ChaosStrategy(ParallelStrategy):
             "log_dir": log_dir,
         }
         self.session: FitSession | None = None
+        self.outer: OuterTerms | None = None
+        """Set before fit, the members are ranks of one cluster of outer sync (diloco.py)."""
         self.collectives = Collectives(self._gather, self._device)
         self._turn = DataTurn(self.environment)
         self._place: Place | None = None
@@ -175,6 +179,8 @@ class ChaosStrategy(ParallelStrategy):
             self.environment,
             self.collectives,
         )
+        if self.outer is not None:
+            self.session.outer = ElasticPart(trainer, self.outer)
         # Last: teardown takes it out where there is a session.
         trainer.callbacks[:] = [
             Companion(self.session),
@@ -203,6 +209,9 @@ class ChaosStrategy(ParallelStrategy):
         super().setup_environment()
         if self.session is not None:
             refuse(self.session.trainer, early=True)
+            if self.outer is not None:
+                refuse(self.session.trainer, early=True, table=RANKS_TABLE, strategy="chaos_diloco")
+                refuse_ranks(self.session.config, self.data, self.outer)
             warn_ignored(self.session.trainer, len(self.parallel_devices or ()))
             self._turn.begin(self.session.config.job)
 
@@ -240,6 +249,8 @@ class ChaosStrategy(ParallelStrategy):
             return
         trainer = self.session.trainer
         refuse_loaders(trainer)
+        if self.session.outer is not None:
+            self.session.outer.begin()
         # Lightning does this where it makes the loader: for estimated_stepping_batches, before it reads the checkpoint.
         trainer.fit_loop._load_combined_loader_states()
         self.session.warn_of_lost_place()
@@ -259,7 +270,25 @@ class ChaosStrategy(ParallelStrategy):
         session, parent = self.session, super().training_step
         if session is None or not session.in_job:
             return parent(*args, **kwargs)
+        if session.outer is not None and session.elastic.current is not None:
+            session.outer.cluster.used(session.elastic.current.samples)
         return session.stepper.training_step(lambda: parent(*args, **kwargs), args[0])
+
+    def on_validation_start(self) -> None:
+        if self.session is not None and self.session.outer is not None:
+            self.session.outer.show_base()
+
+    def on_validation_end(self) -> None:
+        """After ModelCheckpoint and EarlyStopping have judged."""
+        if self.session is not None and self.session.outer is not None:
+            self.session.outer.show_own()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """In a cluster of outer sync, of the version that was adopted last: what a checkpoint holds, others have."""
+        outer = self.session.outer if self.session is not None else None
+        with outer.showing_base() if outer is not None else nullcontext():
+            state = super().lightning_module_state_dict()
+            return {n: v.clone() if isinstance(v, Tensor) and outer else v for n, v in state.items()}
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         session, parent = self.session, super().validation_step

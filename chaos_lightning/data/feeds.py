@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from chaos_lightning.data.accumulations import Part
 from chaos_lightning.data.order import Orders, keyed_randomness
 from chaos_lightning.data.source import Stats
+from chaos_lightning.data.taped import TapeOrders
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.machine.orphan import die_with_parent
 from chaos_lightning.planning import orders
@@ -121,7 +122,7 @@ def alike(loader: DataLoader[Any]) -> dict[str, Any]:
 class MapFeed:
     """Batches of a map-style data set by position."""
 
-    def __init__(self, loader: DataLoader[Any], units: Orders, *, seed: int, stats: Stats) -> None:
+    def __init__(self, loader: DataLoader[Any], units: Orders | TapeOrders, *, seed: int, stats: Stats) -> None:
         if type(loader).__iter__ is not DataLoader.__iter__:
             raise UnsupportedError(
                 f"{type(loader).__name__} has an __iter__ of its own, which assigning samples would pass over. Use a "

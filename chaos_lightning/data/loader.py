@@ -20,7 +20,7 @@ What drop_last means here: see `planning/assignment.py`. At most (smallest quota
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -30,8 +30,10 @@ from chaos_lightning.data.accumulations import UNKNOWN_LENGTH, Accumulations, Re
 from chaos_lightning.data.feeds import IterableFeed, MapFeed, batch_length
 from chaos_lightning.data.order import Orders
 from chaos_lightning.data.source import AssignmentSource, MicroBatch, Stats
+from chaos_lightning.data.taped import TapeOrders
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.planning import ledger, orders
+from chaos_lightning.planning.tape import Tape
 from chaos_lightning.protocol.spans import normalise
 from chaos_lightning.protocol.types import NO_VIEW, Ledger, Member, Spent, View
 
@@ -49,6 +51,7 @@ class ElasticLoader:
         mode: whose data: "shared" or "local".
         seed: keys the order of every epoch; equal on all members.
         source: the job.
+        tape: of what is leased to the members together, where others share the data with them; epochs are tapes then.
 
     Attributes:
         loader: the user's loader.
@@ -57,7 +60,13 @@ class ElasticLoader:
     """
 
     def __init__(
-        self, loader: Iterable[Any], *, mode: Literal["shared", "local"], seed: int, source: AssignmentSource
+        self,
+        loader: Iterable[Any],
+        *,
+        mode: Literal["shared", "local"],
+        seed: int,
+        source: AssignmentSource,
+        tape: Callable[[], Tape | None] | None = None,
     ) -> None:
         if mode not in ("shared", "local"):
             raise ConfigurationError(f"data={mode!r}; expected 'shared' or 'local'")
@@ -69,10 +78,11 @@ class ElasticLoader:
         self._source = source
         self._stream = ledger.SHARED if mode == "shared" else source.name
         self._resumed = Resumed()
-        self._units: Orders | None = None
+        self._units: Orders | TapeOrders | None = None
         self._feed: MapFeed | IterableFeed
         if isinstance(loader, DataLoader) and (mode == "shared" or _has_positions(loader)):
-            self._units = Orders(loader, seed=seed, stream=self._stream)
+            orders_of_epochs = Orders(loader, seed=seed, stream=self._stream)
+            self._units = orders_of_epochs if tape is None else TapeOrders(orders_of_epochs, tape)
             self._feed = MapFeed(loader, self._units, seed=seed, stats=self.stats)
         elif mode == "shared":
             raise UnsupportedError(
@@ -311,6 +321,8 @@ class ElasticLoader:
             if caller is not self._newest:
                 raise RuntimeError("a later pass over this loader has begun; an earlier one cannot go on")
             accumulations = self._begin(caller)
+        if isinstance(self._units, TapeOrders):
+            accumulations.length = self._units.length(accumulations.epoch)
         part = None if self._finished else accumulations.advance()
         if part is None:
             self._finished = True

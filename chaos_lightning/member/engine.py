@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -57,6 +58,8 @@ from chaos_lightning.protocol.types import (
 )
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.replay import Replay
+from chaos_lightning.replication.server import StateServer
+from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.security.credentials import Credentials, check_bind
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.transport.links import Links
@@ -383,6 +386,20 @@ class Engine:
         header = self._slot(Kind.GATHER, name=name, payload=fitting(payload), yields=yields)
         self._prepared().accumulation.move(self.header.seq + 1)
         return [(s.member, a) for s, a in zip(header.contributors, header.answers, strict=True)]
+
+    @property
+    def server(self) -> StateServer:
+        """Serves this member's states to others; further ones can be held there under names of their own."""
+        return self._transfer.server
+
+    def ways(self, members: Collection[str]) -> list[Endpoint]:
+        """To those of these members that are in the view, for bulk connections. Any thread."""
+        view = self.view
+        return self._transfer.ways([m for m in view.members if m.id in members], view) if view is not None else []
+
+    def dial(self, donor: Endpoint) -> socket.socket:
+        """An authenticated bulk connection to another member. Any thread."""
+        return self._transfer.dial(donor)
 
     def boundary(self, state: StateAccess) -> Header:
         """The safe point between two accumulations: newcomers enter here, and the state is published for them."""

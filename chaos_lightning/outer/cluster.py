@@ -17,9 +17,9 @@ it twice changes nothing.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from chaos_lightning.outer.effects import Connected, Disconnected, OuterNote, Say, TimePassed, Told
 from chaos_lightning.outer.messages import (
@@ -198,6 +198,10 @@ class Unpushed:
         return tuple(Covered(epoch, spans) for epoch, spans in sorted(self.spans.items()))
 
 
+_GIVEN = frozenset({"name", "place", "nonce", "agreement", "process", "overlap", "shared", "_out", "_resting"})
+"""What a machine is made with, or holds during an event alone."""
+
+
 class ClusterMachine:
     """See the module. The shell feeds a TimePassed per heartbeat.
 
@@ -288,6 +292,32 @@ class ClusterMachine:
             used += [span for each in offer.covers if each.epoch == epoch for span in each.spans]
         return normalise(used)
 
+    def hello(self) -> ClusterHello:
+        """The first word on a stream to a leader."""
+        return ClusterHello(
+            self.name, self.place, self.nonce, self.term, self.incarnation, self.base, self.newest,
+            self.agreement, self.process, tuple(sorted(self.kept)),
+        )  # fmt: skip
+
+    @property
+    def freezing(self) -> PushId | None:
+        """The push whose content is being fixed."""
+        return self._freezing
+
+    @property
+    def fetching(self) -> VersionId:
+        """The version that is to be got; `NO_VERSION`: none is."""
+        return self._fetching
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that a machine with the same arguments needs to go on from here (`restore`): live objects."""
+        return {name: value for name, value in vars(self).items() if name not in _GIVEN}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Takes over what `facts` gave at another machine; the objects are this one's from here on."""
+        assert facts.keys() == self.facts().keys()
+        vars(self).update(facts)
+
     @property
     def may_train(self) -> bool:
         """Whether an inner step may begin."""
@@ -339,11 +369,7 @@ class ClusterMachine:
         match event:
             case Connected():
                 self._connected, self._welcome = True, False
-                hello = ClusterHello(
-                    self.name, self.place, self.nonce, self.term, self.incarnation, self.base, self.newest,
-                    self.agreement, self.process, tuple(sorted(self.kept)),
-                )  # fmt: skip
-                self._say(hello)
+                self._say(self.hello())
             case Disconnected():
                 self._connected = self._welcome = False
             case Told(message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import strategy_models as models
 import torch
 from strategy_members import Gates
 
-from chaos_lightning.strategies import DiLoCoStrategy
+from chaos_lightning.strategies import ChaosStrategy, DiLoCoStrategy
 
 
 class Paced(models.Regression):
@@ -44,6 +45,19 @@ class Follows(pl.Callback):
         self.lines.append(("end", trainer.current_epoch, trainer.global_step))
 
 
+class Poison(pl.Callback):
+    """Once the job has made so many steps nothing is a number, for once; never: -1."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if 0 <= self.step <= trainer.global_step:
+            self.step = -1
+            with torch.no_grad():
+                next(module.parameters()).fill_(torch.nan)
+
+
 def cluster(spec: dict[str, Any]) -> None:
     """One cluster.
 
@@ -66,5 +80,40 @@ def cluster(spec: dict[str, Any]) -> None:
         "epoch": trainer.current_epoch,
         "status": str(trainer.state.status),
         "over": strategy.fit.session.over if strategy.fit is not None else "",
+    }
+    torch.save(report, out / f"{spec['name']}.pt")
+
+
+def rank(spec: dict[str, Any]) -> None:
+    """One rank of an elastic cluster.
+
+    Args:
+        spec: As of `cluster`; "cluster" (its name), "port" (of the inner job's scheduler), "min_nodes", "options" (of
+            the inner strategy), "poison" (after that step).
+    """
+    out = Path(spec["out"])
+    torch.set_num_threads(1)
+    model, follows = Paced(lr=0.01), Follows()
+    model.step_s = spec.get("step_s", 0.0)
+    inner = ChaosStrategy(
+        endpoint=f"127.0.0.1:{spec['port']}",
+        name=spec["name"],
+        min_nodes=spec.get("min_nodes", 1),
+        log_dir=os.environ["CHAOS_LOG_DIR"],
+        options={"join_timeout_s": 40.0, "step_timeout_s": 40.0, "state_hash_every": 4, **spec.get("options", {})},
+    )
+    told = {"data": "local", **spec.get("told", {})}
+    strategy = DiLoCoStrategy(inner=inner, name=spec["cluster"], server=spec["server"], **told)
+    callbacks = [follows, Poison(spec.get("poison", -1))]
+    trainer = models.trainer(out / spec["name"], strategy=strategy, callbacks=callbacks, **spec.get("trainer", {}))
+    trainer.fit(model, models.loader(spec.get("samples", 240)), models.loader(8, batch_size=8))
+    session = strategy.session
+    report = {
+        "weights": models.weights(model),
+        "lines": follows.lines,
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "status": str(trainer.state.status),
+        "over": session.outer.cluster.over if session is not None and session.outer is not None else "",
     }
     torch.save(report, out / f"{spec['name']}.pt")

@@ -98,14 +98,15 @@ class EngineDouble:
         self.armed = (coefficient, section, empty)
 
     def step(self, *, weight: float, coefficient: float, spent: Sequence[Spent] = (), section: int = 0, hyper: str = "",
-             state_hash: str = "", yields: bool = False) -> Header:  # fmt: skip
+             state_hash: str = "", yields: bool = False, payload: bytes = b"") -> Header:  # fmt: skip
         if weight:
             for _, param in self.layout_params(section):
                 if param.grad is not None:
                     param.grad.mul_(coefficient / weight)
         self.steps.append({"weight": weight, "coefficient": coefficient, "section": section, "spent": tuple(spent),
                            "hyper": hyper, "state_hash": state_hash})  # fmt: skip
-        return self._commit(Kind.STEP, f"section {section}", weight, spent=spent)
+        answers = (payload,) if payload else ()
+        return self._commit(Kind.STEP, f"section {section}", weight, spent=spent, answers=answers)
 
     def layout_params(self, section: int) -> list[tuple[str, Tensor]]:
         return [(self.layout.slots[i].name, self.layout.slots[i].tensor) for i in self.layout.section_slots[section]]

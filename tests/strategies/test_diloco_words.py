@@ -128,8 +128,7 @@ def test_fabric_is_told_what_to_use_instead() -> None:
         ("fsdp", "whole parameters, which a sharded strategy has in no process"),
         ("deepspeed_stage_2", "whole parameters"),
         ("ddp", "start one process per device and cluster"),
-        ("chaos", "train with strategy='chaos'"),
-        ("dpp", "expected one of auto, single"),
+        ("dpp", "expected one of auto, single, chaos"),
     ],
 )
 def test_other_inner_strategies_are_refused_by_name(inner: str, words: str) -> None:

@@ -1,0 +1,108 @@
+"""The control stream of a cluster that has several ranks: its first rank holds it, and the next one when that is gone.
+
+Theory of operation. All ranks hold the same `ClusterMachine`, which hears what the leader says only when a commit of
+the inner job carries it. A commit may take its time: a step is long, or ranks are being replaced. So what keeps an
+incarnation alive is said here without it: the hello on each new stream, and the last heartbeat again and again. Both
+are of a commit that all ranks know.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from chaos_lightning.errors import ChaosError, RefusedError
+from chaos_lightning.outer.cluster import ClusterEvent
+from chaos_lightning.outer.cluster_options import ClusterOptions
+from chaos_lightning.outer.control_client import ControlClient
+from chaos_lightning.outer.effects import Connected, Disconnected, TimePassed, Told
+from chaos_lightning.outer.hosting import host_for_cluster
+from chaos_lightning.outer.messages import Beat, ClusterHello, FromCluster
+from chaos_lightning.security.credentials import Secret
+
+
+class Attendant:
+    """See the module. Methods may be called by any thread.
+
+    Args:
+        options: Of the cluster.
+        secret: Token or credentials.
+        heartbeat_s: Between two heartbeats.
+        hello: The first word on a stream, as of now.
+        happened: Takes what the machines are to be told.
+        refused: Takes why the server will not let this cluster in, or cannot be had.
+    """
+
+    def __init__(
+        self,
+        options: ClusterOptions,
+        secret: Secret,
+        heartbeat_s: float,
+        *,
+        hello: Callable[[], ClusterHello],
+        happened: Callable[[ClusterEvent], None],
+        refused: Callable[[str], None],
+    ) -> None:
+        self.trouble = ""
+        """Why there is no stream; "" while there is one."""
+        self._options, self._heartbeat_s = options, heartbeat_s
+        self._hello, self._happened, self._refused = hello, happened, refused
+        self._beat: Beat | None = None
+        self._closing = threading.Event()
+        self._client = ControlClient(
+            options.endpoints,
+            secret,
+            call="Attend",
+            on_connected=self._connected,
+            on_message=lambda message: happened(Told(message)),
+            on_disconnected=self._disconnected,
+            on_trouble=self._note_trouble,
+            revive=lambda: host_for_cluster(options, again=True, given_up=self._closing.is_set),
+        )
+        self._thread = threading.Thread(target=self._run, name="chaos-outer-beat", daemon=True)
+        self._thread.start()
+
+    def say(self, message: FromCluster) -> None:
+        """To the leader; a hello was said when the stream came."""
+        if isinstance(message, Beat):
+            self._beat = message
+        if not isinstance(message, ClusterHello):
+            self._client.say(message)
+
+    def close(self) -> None:
+        """Ends the stream behind what was said."""
+        self._closing.set()
+        self._client.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+    # ------------------------------------------------------------------ threads of its own
+
+    def _run(self) -> None:
+        try:
+            again = self._hello().resume is not None
+            host_for_cluster(self._options, again=again, given_up=self._closing.is_set)
+        except ChaosError as error:
+            self._refused(str(error))
+            return
+        if self._closing.is_set():
+            return
+        self._client.start()
+        while not self._closing.wait(self._heartbeat_s):
+            if self._beat is not None:
+                self._client.say(self._beat)
+            self._happened(TimePassed())
+
+    def _connected(self) -> None:
+        self.trouble = ""
+        self._client.say(self._hello())
+        self._happened(Connected())
+
+    def _disconnected(self, reason: str) -> None:
+        self.trouble = reason
+        self._happened(Disconnected())
+
+    def _note_trouble(self, error: ChaosError) -> None:
+        self.trouble = str(error)
+        if isinstance(error, RefusedError) and self._hello().resume is None:
+            self._refused(str(error))

@@ -1,0 +1,85 @@
+"""What the effects of `ClusterMachine` mean for memory: base, residual, and what was pushed.
+
+Theory of operation. *Freezing* copies the parameters (f, fp32); the push is encoded from base, f and residual beside
+the training. *Adopting* is theta <- theta_v + (theta - f) (docs/outer.md, O9), with the base in place of f where no
+push was accepted since the last adoption; taken outright it is theta <- theta_v. All of it is a function of the
+parameters and of the order of the effects. So processes with equal parameters that carry out the same effects between
+the same steps hold the same bits.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from chaos_lightning.outer.codec import Codec, Format, Part
+from chaos_lightning.outer.grid import Grid
+from chaos_lightning.outer.kernel import freeze, settle
+from chaos_lightning.outer.replica import Replica
+from chaos_lightning.outer.types import PushAnswer, PushId
+
+
+class OuterContent:
+    """See the module. Methods but for `encode` are the training thread's.
+
+    Args:
+        replica: The model's part that travels.
+        grid: Of it.
+        codec: How it travels.
+
+    Attributes:
+        base: The version that was adopted last, as received.
+        residual: What the codec left out so far.
+        frozen: f of the push that was frozen last, until the adoption after its answer.
+        pending: That push, until it is answered.
+        pushes: What pushes hold that are open or kept.
+    """
+
+    def __init__(self, replica: Replica, grid: Grid, codec: Codec) -> None:
+        self._replica, self._grid, self._codec = replica, grid, codec
+        self.base: Part | None = None
+        self.residual: Tensor | None = None
+        self.frozen: Tensor | None = None
+        self.pending: PushId | None = None
+        self.pushes: dict[PushId, Part] = {}
+
+    def format_of(self, *, founding: bool) -> Format:
+        """Of a push."""
+        return self._codec.version if founding else self._codec.push
+
+    def freeze(self, push: PushId) -> None:
+        """Fixes a push; `encode` makes it."""
+        self.pending, self.frozen = push, self._replica.read(self._grid)
+        if self._codec.residual and self.residual is None:
+            self.residual = self.frozen.new_zeros(self.frozen.shape)
+
+    def encode(self) -> Part:
+        """The content of the push that was frozen last. Any thread, until that push is answered."""
+        assert self.frozen is not None
+        if self.base is None:
+            return Part.encoded(self._grid.whole, self._codec.version, self.frozen)
+        part = Part.empty(self._grid.whole, self._codec.push)
+        freeze(self.base, self.frozen, part, self.residual)
+        return part
+
+    def settle(self, push: PushId, answer: PushAnswer) -> None:
+        """What becomes of the residual (O10)."""
+        if answer is PushAnswer.REJECTED:
+            self.residual = None
+        if push != self.pending:
+            return  # opened again by a rollback: what the codec left out of it was kept when it was first accepted
+        if answer is not PushAnswer.ACCEPTED:
+            self.frozen = None
+        elif self.residual is not None and self.base is not None:
+            assert self.frozen is not None
+            settle(self.base, self.frozen, self.pushes[push], self.residual)
+        self.pending = None
+
+    def adopt(self, version: Part, *, outright: bool) -> None:
+        """Takes a version over; `outright`: what was trained since the freezing is gone."""
+        since = Part.of(self._grid.whole, self.frozen) if self.frozen is not None else self.base
+        self._replica.adopt(version, None if outright else since)
+        self.base, self.frozen = version, None
+
+    def forget(self) -> None:
+        """A new incarnation has no base; what is kept stays."""
+        self.base = self.residual = self.frozen = self.pending = None

@@ -1,0 +1,808 @@
+"""One cluster of outer sync that is itself an elastic job: its ranks come, leave and die, and the cluster goes on.
+
+Theory of operation. The ranks hold equal parameters, and so each of them holds the whole cluster: the same
+`ClusterMachine`, base, residual, and the pushes that are open or kept (`OuterContent`). All of it changes at commits of
+the inner job only, by what the commit itself says: each rank adds an *answer* to its part of a step, and the header
+hands all of them to all ranks. What the machines are to hear stands in the answer of the *first* rank, the oldest one
+that contributed: it alone talks to the leader (attendant.py), and if it dies the next one goes on as the same
+incarnation. What was lost on the way the leader says again.
+
+- A push is frozen at one commit. Each rank encodes it beside the training, and it is offered once all have.
+- A version is fetched over the far link once, by the first rank; the others get it from whoever has it, on connections
+  of the inner job. It is adopted at the commit in which everybody says that it is here (O8).
+- Nothing leaves the job that depends on a commit that might be taken back: a rank says only what the commit *before*
+  the present one has brought (O8a). By then all ranks serve what it offers, as they contributed to the present one.
+
+Where clusters share the data, what is leased to this one lies on a *tape* (planning/tape.py), which grows with the
+grants and of which the inner job's ledger counts the places. What a step has spent there is what it covers.
+
+While the cluster may not train (it has no base, or waits for an answer), its ranks meet in small collectives in place
+of steps. All of this stands in the state that newcomers get, and in its hash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from chaos_lightning.errors import ChaosError, NoDonorError, StateError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.outer import cluster as cl
+from chaos_lightning.outer import effects as fx
+from chaos_lightning.outer.attendant import Attendant
+from chaos_lightning.outer.cluster import ClusterMachine, Phase
+from chaos_lightning.outer.cluster_options import ClusterOptions
+from chaos_lightning.outer.codec import Part, codec_named
+from chaos_lightning.outer.content import OuterContent
+from chaos_lightning.outer.fetching import (
+    drop_version,
+    fetch,
+    fetch_version,
+    hold_version,
+    version_name,
+)
+from chaos_lightning.outer.messages import ClusterHello, Holder, PushAnswered, Welcomed
+from chaos_lightning.outer.push_serving import PushServing
+from chaos_lightning.outer.ranks_say import RankSays, event_of, read_text, text_of, tree_of, value_of, words_of_event
+from chaos_lightning.outer.replica import Replica
+from chaos_lightning.outer.session import AGAIN_S, FETCH_S, RESETS, STEPS_TOLD_S, Boundary
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    TICKS,
+    Agreement,
+    Covered,
+    JobProgress,
+    PushAnswer,
+    PushId,
+    VersionId,
+)
+from chaos_lightning.planning.tape import Tape
+from chaos_lightning.protocol.spans import count, normalise, subtract
+from chaos_lightning.protocol.types import Span
+from chaos_lightning.replication.server import StateServer
+from chaos_lightning.replication.source import Dial, Endpoint
+from chaos_lightning.replication.table import StateTable
+from chaos_lightning.security.credentials import Credentials
+
+_log = logging.getLogger("chaos_lightning")
+
+POLL_S = 0.05
+"""While the ranks wait, the first one has them meet so often at least; sooner if there is news."""
+SOON_S = 0.005
+"""And so often while others are about to have what it has already."""
+_FADE = 0.9
+
+
+class InnerJob(Protocol):
+    """The elastic job as its cluster uses it: states of this rank that others may get, and those of others."""
+
+    @property
+    def server(self) -> StateServer:
+        """What this rank serves to the others."""
+        ...
+
+    def ways(self, members: Sequence[str]) -> list[Endpoint]:
+        """To these ranks, as far as they are in the view."""
+        ...
+
+    def dial(self, donor: Endpoint) -> Any:
+        """A `replication.source.Dial`."""
+        ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """What this rank's part of the coming step is made of, and how fast it was."""
+
+    samples: int = 0
+    since: float = field(default_factory=time.monotonic)
+    rates: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(slots=True)
+class _Leased:
+    """What is leased to the cluster, and which places on that tape steps have used."""
+
+    tape: Tape = Tape()
+    spent: tuple[Span, ...] = ()
+
+    @property
+    def used_up(self) -> bool:
+        return count(self.spent) >= self.tape.length
+
+    def cover(self, spent: Sequence[Span]) -> tuple[Covered, ...]:
+        """Positions that a step has used; `spent` are places, with those before."""
+        new, self.spent = subtract(spent, self.spent), tuple(spent)
+        return (Covered(self.tape.epoch, normalise(self.tape.positions(new))),) if new else ()
+
+    def grow(self, free: Mapping[int, Sequence[Span]], *, anew: bool) -> None:
+        """What is leased by now lies on the tape.
+
+        Args:
+            free: Leased positions that no push covers, by epoch.
+            anew: What was leased before is not any more.
+        """
+        epoch = min(free, default=self.tape.epoch)
+        if (anew and self.tape.pieces) or (epoch != self.tape.epoch and self.used_up):
+            self.tape, self.spent = self.tape.next(epoch), ()
+        unused = subtract([(0, self.tape.length)] if self.tape.pieces else (), self.spent)
+        more = subtract(free.get(self.tape.epoch, ()), normalise(self.tape.positions(unused)))
+        self.tape = self.tape.longer(more) if more else self.tape
+
+
+class ElasticCluster:
+    """See the module. One rank's part; methods are the training thread's, but for `close`.
+
+    It is a `replication.access.StateAccess`: what newcomers get beside the training state.
+
+    Args:
+        replica: The model's part that travels.
+        agreement: What all clusters have in common.
+        options: Of this cluster, equal at all ranks but for folders.
+        inner: The job of the ranks.
+        events: Of this rank, as part of the cluster.
+    """
+
+    def __init__(
+        self, replica: Replica, agreement: Agreement, options: ClusterOptions, inner: InnerJob, events: EventLog
+    ) -> None:
+        self.options, self.agreement = options, agreement
+        self.over = ""
+        """Why this cluster's part is over; "" while it goes on."""
+        self._replica, self._inner, self._events = replica, inner, events
+        self._grid = replica.grid(agreement.block)
+        self._codec = codec_named(agreement.codec)
+        self._content = OuterContent(replica, self._grid, self._codec)
+        self._settings = OuterSettings.of_words(agreement.settings)
+        self._secret = Credentials.load(options.keys_dir, options.token_file)
+        self._changed = threading.Condition(threading.RLock())
+        self._machine: ClusterMachine | None = None
+        self._landing: Tensor | None = None
+        """While the state of others arrives: their machine, as text."""
+        self._rejections = 0
+        self._leased = _Leased() if agreement.length else None
+        """None where the cluster has its own data."""
+        self._first = False
+        self._attendant: Attendant | None = None
+        self._hello: ClusterHello | None = None
+        self._news: deque[cl.ClusterEvent] = deque()
+        """What the first rank's next answer tells the machines."""
+        self._sent = 0
+        """So many of these stand in an answer that was given."""
+        self._later: list[Callable[[], None]] = []
+        """What the next commit makes known to all."""
+        self._encoding: tuple[PushId, Future[Part]] | None = None
+        self._encoded: tuple[PushId, Part, str] | None = None
+        self._fetched: tuple[VersionId, Part] | None = None
+        self._told: tuple[Any, Any] = (None, None)
+        """What of these the last answer said."""
+        self._having: tuple[str, ...] = ()
+        """Ranks that have the version which is wanted."""
+        self._me = ""
+        self._serving = PushServing(options, self._secret, self._grid, self._who, events.emit)
+        self._step = _Step()
+        self._reason = self._failed = ""
+        self._leaves = False
+        self._untold, self._steps_told = (0, 0), 0.0
+        """Inner steps, and their samples, that the log has not heard of; when it last did."""
+        self._own: list[Tensor] | None = None
+        self._closing = threading.Event()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
+        self._fetcher: threading.Thread | None = None
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def machine(self) -> ClusterMachine:
+        assert self._machine is not None, "this rank is not in the cluster yet"
+        return self._machine
+
+    @property
+    def founded(self) -> bool:
+        """Whether this rank stands in the cluster."""
+        return self._machine is not None
+
+    @property
+    def shows_base(self) -> bool:
+        """Whether the model's parameters are the base's for now."""
+        return self._own is not None
+
+    @property
+    def base(self) -> VersionId:
+        """The version that was adopted last."""
+        return self.machine.base
+
+    @property
+    def waits(self) -> bool:
+        """No step may begin: ranks are to meet by `meeting` and `commit` instead."""
+        machine = self.machine
+        return not self.over and (machine.phase is not Phase.TRAINING or machine.waits or (self.dry and not self.ends))
+
+    @property
+    def dry(self) -> bool:
+        """All that is leased is used: ranks train on when there is more."""
+        return self._leased is not None and self._leased.used_up
+
+    @property
+    def tape(self) -> Tape | None:
+        """What is leased; None where the cluster has its own data."""
+        return self._leased.tape if self._leased is not None else None
+
+    @property
+    def ends(self) -> bool:
+        """The ranks train no more."""
+        return bool(self.over or self.machine.leaving or self.machine.verdict)
+
+    def waits_for(self) -> str:
+        """In words."""
+        machine, where = self.machine, ",".join(self.options.endpoints)
+        if self._attendant is not None and self._attendant.trouble:
+            return f"the parameter server at {where}: {self._attendant.trouble}"
+        if machine.incarnation is None:
+            return f"the parameter server at {where} to let it in"
+        if machine.phase is not Phase.TRAINING:
+            return "the newest version" if machine.fetching != NO_VERSION else "a first version"
+        if machine.open is not None:
+            return f"the answer to push {machine.open.push}"
+        return "the end of the job: other clusters train, or its last version is being written"
+
+    @property
+    def reckoned(self) -> JobProgress:
+        """How far the job is by this cluster's own reckoning."""
+        machine = self.machine
+        samples, steps = machine.since_base
+        ticks = steps * TICKS * self._settings.inner_steps // max(1, machine.inner_steps)
+        return JobProgress(machine.job.samples + samples, machine.job.ticks + ticks, machine.job.epoch)
+
+    # ------------------------------------------------------------------ coming in
+
+    def found(self, nonce: str) -> None:
+        """The ranks begin: nobody has any of this yet, unless the state that they begin with does."""
+        if self._machine is None:
+            self._machine = self._make(nonce)
+
+    def begin(self, me: str, *, first: bool) -> None:
+        """This rank stands where the others do; from here on it answers.
+
+        Args:
+            me: Its id in the inner job.
+            first: It is the oldest one.
+        """
+        self._me, self._step = me, _Step()
+        self._hello = self.machine.hello()
+        self._reach(self._serving.holders)
+        self._resume_encoding()
+        if self._fetcher is None:
+            self._fetcher = threading.Thread(target=self._fetch, name="chaos-outer-fetch", daemon=True)
+            self._fetcher.start()
+        if first:
+            self._attend()
+
+    def _make(self, nonce: str) -> ClusterMachine:
+        # No process stands for the cluster, so none is named: the death of one proves nothing.
+        options = self.options
+        return ClusterMachine(options.name, f"{options.name} (elastic)", nonce, self.agreement, overlap=options.overlap)
+
+    def forget(self) -> None:
+        """This rank was put out; `begin` comes when it has the others' state again."""
+        self._leave_off()
+        self._machine = None
+        self._content.forget()
+        self._content.pushes.clear()
+        with self._changed:
+            self._fetched, self._encoding, self._encoded, self._having = None, None, None, ()
+            self._later, self._sent = [], 0
+            self._news.clear()
+
+    # ------------------------------------------------------------------ the state that travels
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        content = self._content
+        named = [("outer.base", content.base.data if content.base is not None else None)]
+        named += [("outer.residual", content.residual), ("outer.frozen", content.frozen)]
+        named += [(f"outer.push {push}", part.data) for push, part in sorted(content.pushes.items())]
+        named += [("outer.machine", self._landing if self._landing is not None else self._facts())]
+        return [(name, tensor) for name, tensor in named if tensor is not None]
+
+    def _facts(self) -> Tensor | None:
+        if self._machine is None:
+            return None
+        leased = self._leased
+        facts = {
+            "machine": self._machine.facts(),
+            "nonce": self._machine.nonce,
+            "pending": self._content.pending,
+            "rejections": self._rejections,
+            "holders": [(h.name, h.endpoint, h.key_name, h.key) for h in self._serving.holders],
+            "over": self.over,
+            "tape": (leased.tape.number, leased.tape.epoch, leased.tape.pieces, leased.spent) if leased else None,
+        }
+        return torch.frombuffer(bytearray(text_of(facts)), dtype=torch.uint8)
+
+    def manifest(self) -> dict[str, object]:
+        content, facts = self._content, self._facts()
+        return {
+            "base": content.base is not None,
+            "residual": content.residual is not None,
+            "frozen": content.frozen is not None,
+            "pushes": [
+                (tree_of(push), part.format == self._codec.push) for push, part in sorted(content.pushes.items())
+            ],
+            "facts": 0 if facts is None else facts.numel(),
+        }
+
+    def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
+        whole, content = self._grid.whole, self._content
+        content.base = Part.empty(whole, self._codec.version) if manifest["base"] else None
+        content.residual = torch.zeros(self._grid.elements) if manifest["residual"] else None
+        content.frozen = torch.zeros(self._grid.elements) if manifest["frozen"] else None
+        content.pushes = {
+            value_of(push): Part.empty(whole, content.format_of(founding=not delta))
+            for push, delta in manifest["pushes"]
+        }
+        self._landing = torch.zeros(manifest["facts"], dtype=torch.uint8) if manifest["facts"] else None
+
+    def adopt(self, manifest: Mapping[str, Any]) -> None:
+        landing, self._landing = self._landing, None
+        if landing is None:
+            self._machine = None
+            return
+        facts = read_text(bytes(landing.numpy()))
+        self._machine = self._make(facts["nonce"])
+        self._machine.restore(facts["machine"])
+        self._content.pending, self._rejections = facts["pending"], facts["rejections"]
+        self._serving.holders = tuple(Holder(*each) for each in facts["holders"])
+        self.over = facts["over"]
+        if facts["tape"] is not None:
+            *tape, spent = facts["tape"]
+            self._leased = _Leased(Tape(*tape), spent)
+
+    # ------------------------------------------------------------------ commits
+
+    def used(self, samples: int) -> None:
+        """This rank's part of the coming step has used so many more."""
+        self._step.samples += samples
+
+    def answer(self) -> bytes:
+        """What this rank says in the coming commit."""
+        with self._changed:
+            events = tuple(map(words_of_event, self._news)) if self._first else ()
+            self._sent, self._told = len(events), (self._fetched, self._encoded)
+            return text_of(self._answer(events))
+
+    def _answer(self, events: tuple[tuple[str, bytes], ...]) -> RankSays:
+        fetched, encoded = self._fetched, self._encoded
+        return RankSays(
+            fetched[0] if fetched is not None else NO_VERSION,
+            (encoded[0], encoded[2]) if encoded is not None and self._serving.holders else None,
+            self._step.samples,
+            self._step.rates,
+            self._reason,
+            self._leaves,
+            self._failed,
+            events,
+        )
+
+    def meeting(self) -> bytes:
+        """The same for a meeting without a step; the first rank waits for news a while."""
+        with self._changed:
+            if self._first:
+                soon = self._fetched is not None or self._encoded is not None
+                self._changed.wait_for(lambda: self._has_news or self._closing.is_set(), SOON_S if soon else POLL_S)
+        return self.answer()
+
+    @property
+    def _has_news(self) -> bool:
+        """Something that the last answer did not say."""
+        told = self._told
+        return bool(self._news or self._failed) or self._fetched is not told[0] or self._encoded is not told[1]
+
+    def alone(self) -> Boundary:
+        """A commit of which nobody else has to know: the other ranks are gone."""
+        return self.commit([self._me], [self.meeting()])
+
+    def commit(
+        self, ranks: Sequence[str], answers: Sequence[bytes], *, steps: int = 0, spent: Sequence[Span] = ()
+    ) -> Boundary:
+        """A commit of the inner job, when the optimizer has stepped.
+
+        Args:
+            ranks: Who contributed, in rank order.
+            answers: Theirs; none where the commit carries none.
+            steps: Inner steps that it is: 1, or 0.
+            spent: Places on the tape that are spent with it, if it is a step.
+
+        Raises:
+            StateError: This rank's push is not the others'.
+        """
+        began = time.monotonic()
+        machine = self.machine
+        self._hello = machine.hello()
+        later, self._later = self._later, []
+        for known in later:
+            known()
+        if not answers:
+            return Boundary()
+        said = [read_text(answer) if answer else RankSays() for answer in answers]
+        first, found = said[0], Boundary()
+        self._take_place(ranks)
+        if first.rates[1]:
+            machine.rate, machine.step_rate = first.rates
+        if steps:
+            self._measure(sum(each.samples for each in said), steps, began)
+            covers = self._leased.cover(spent) if self._leased is not None else ()
+            found = self._feed(cl.Trained(sum(each.samples for each in said), covers, steps), found)
+        for event in first.events:
+            found = self._feed(event_of(*event), found)
+        found = self._agree(ranks, said, found)
+        if first.failed and not self.over:
+            self.over = first.failed
+        if self._leased is not None:
+            self._leased.grow(self.machine.free_spans(), anew=found.outright)
+        if len(ranks) == 1:
+            later, self._later = self._later, []
+            for known in later:
+                known()
+        now = time.monotonic()
+        self._step.since = now
+        return dataclasses.replace(found, over=self.over, waited_s=now - began)
+
+    def _take_place(self, ranks: Sequence[str]) -> None:
+        """Who is first, from the contributors; the news that it told are told."""
+        with self._changed:
+            if ranks[0] == self._me and self._first:
+                for _ in range(self._sent):
+                    self._news.popleft()
+            self._sent = 0
+        if ranks[0] == self._me and not self._first:
+            self._attend()
+
+    def _agree(self, ranks: Sequence[str], said: Sequence[RankSays], found: Boundary) -> Boundary:
+        """What all ranks have done is done."""
+        first, machine = said[0], self.machine
+        push, wanted = machine.freezing, machine.fetching
+        frozen = [each.frozen for each in said if each.frozen is not None and each.frozen[0] == push]
+        if push is not None and len(frozen) == len(said):
+            found = self._frozen(push, frozen[0][1], found)
+        with self._changed:
+            self._having = tuple(r for r, each in zip(ranks, said, strict=True) if each.holds == wanted != NO_VERSION)
+            self._changed.notify_all()
+        if wanted != NO_VERSION and all(each.holds == wanted for each in said):
+            found = self._feed(cl.Got(wanted), found)
+        if first.over and not self.machine.verdict and not self.machine.leaving:
+            found = self._feed(cl.LoopOver(first.over), found)
+        if first.leaves and not self.machine.leaving:
+            found = self._feed(cl.LeaveAsked(), found)
+        return self._feed(cl.AtRest(), found)
+
+    def _feed(self, event: cl.ClusterEvent, found: Boundary) -> Boundary:
+        if isinstance(event, fx.Told):
+            self._note(event.message)
+        for effect in self.machine.on(event):
+            found = self._carry_out(effect, found)
+        return found
+
+    def _carry_out(self, effect: cl.ClusterEffect, found: Boundary) -> Boundary:
+        match effect:
+            case fx.Say(message):
+                self._later.append(lambda: self._say(message))
+            case cl.Freeze(push, _):
+                self._tell_steps()
+                self._content.freeze(push)
+                self._resume_encoding()
+            case cl.Settle(push, answer):
+                self._settle(push, answer)
+            case cl.Adopt(version, outright):
+                reset = outright and self._rejections >= RESETS
+                self._adopt(version, outright=outright)
+                return Boundary(version, found.outright or outright, found.reset_optimizer or reset)
+            case cl.Free(push):
+                self._free(push)
+            case cl.ReachHolders(holders):
+                self._reach(holders)
+            case cl.FetchVersion():
+                self._drop_fetched()
+            case cl.Over(reason, again):
+                self._end_of_life(reason, again=again)
+                return Boundary(found.adopted, True, found.reset_optimizer)
+            case fx.OuterNote(name, fields):
+                self._tell(name, **dict(fields))
+        return found
+
+    # ------------------------------------------------------------------ pushes
+
+    def _resume_encoding(self) -> None:
+        """A push that is frozen, and that not all ranks are known to have encoded, is encoded here."""
+        push = self.machine.freezing
+        if push is None or (self._encoding is not None and self._encoding[0] == push):
+            return
+        began = time.monotonic()
+        future = self._worker.submit(self._content.encode)
+        self._encoding = (push, future)
+        covered, base = self.machine.covering, self.machine.base
+        steps, samples = covered.steps, covered.samples
+
+        def done(encoded: Future[Part]) -> None:
+            if encoded.cancelled() or self._closing.is_set():
+                return
+            if (error := encoded.exception()) is not None:
+                _log.error("push %s could not be encoded", push, exc_info=error)
+                return
+            part = encoded.result()
+            manifest = part.hash
+            self._tell(
+                "push_frozen", push=str(push), base=str(base), steps=steps, samples=samples,
+                nbytes=part.data.numel(), seconds=round(time.monotonic() - began, 6),
+            )  # fmt: skip
+            with self._changed:
+                if self._encoding is not None and self._encoding[0] == push:
+                    self._encoded = (push, part, manifest)
+                    self._changed.notify_all()
+
+        future.add_done_callback(done)
+
+    def _frozen(self, push: PushId, manifest: str, found: Boundary) -> Boundary:
+        assert self._encoded is not None
+        _, part, own = self._encoded
+        if own != manifest:
+            raise StateError(f"push {push} is {own} at rank {self._me}, and {manifest} at the first one")
+        self._encoding = self._encoded = None
+        self._content.pushes[push] = part
+        self._serving.serve(
+            self._content.pushes
+        )  # nobody asks for it before it is offered, which is when the next commit is known
+        return self._feed(cl.Frozen(push, manifest), found)
+
+    def _settle(self, push: PushId, answer: PushAnswer) -> None:
+        if answer is PushAnswer.REJECTED:
+            self._rejections += 1
+        elif answer is PushAnswer.ACCEPTED:
+            self._rejections = 0
+        self._content.settle(push, answer)
+
+    def _free(self, push: PushId) -> None:
+        self._content.pushes.pop(push, None)
+        self._serving.drop(push)
+
+    def _reach(self, holders: tuple[Holder, ...]) -> None:
+        with self._changed:
+            self._serving.reach(holders)
+        self._serving.serve(self._content.pushes)
+
+    # ------------------------------------------------------------------ versions
+
+    def _adopt(self, version: VersionId, *, outright: bool) -> None:
+        assert self._fetched is not None
+        assert self._fetched[0] == version
+        part = self._fetched[1]
+        self._tell_steps()
+        exact = outright or not (self.options.overlap or self.machine.since_base[1])
+        self._content.adopt(part, outright=exact)
+        self._drop_fetched()
+        self._tell(
+            "version_adopted",
+            version=str(version),
+            outright=outright,
+            steps=self.machine.since_base[1],
+            waited_s=0.0,
+            progress_samples=self.machine.job.samples,
+            progress_steps=self.machine.job.steps,
+            incarnation=self._who(),
+        )
+
+    def _drop_fetched(self) -> None:
+        with self._changed:
+            fetched, self._fetched, self._having = self._fetched, None, ()
+            self._changed.notify_all()
+        if fetched is not None:
+            drop_version(self._inner.server, *fetched)
+
+    def _fetch(self) -> None:
+        """Gets whichever version is wanted, again and again until it is here."""
+        part: Part | None = None
+        of = NO_VERSION
+        while not self._closing.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing.is_set() or self._sources() is not None, 0.5)
+                found, machine = self._sources(), self._machine
+            if found is None or machine is None or self._closing.is_set():
+                continue
+            wanted, ranks, holders = found
+            if part is None or of != wanted:
+                part, of = Part.empty(self._grid.whole, self._codec.version), wanted
+            began = time.monotonic()
+            try:
+                if ranks:
+                    self._copy(wanted, part, ranks)
+                else:
+                    dial: Dial = self._serving.dial
+                    nbytes = fetch_version(
+                        wanted, self._grid.cut(len(holders)), part.format, holders, part, dial, deadline_s=FETCH_S
+                    )
+                    seconds = round(time.monotonic() - began, 6)
+                    self._tell(
+                        "version_fetched",
+                        version=str(wanted),
+                        nbytes=nbytes,
+                        seconds=seconds,
+                        incarnation=str(machine.incarnation),
+                    )
+            except (ChaosError, OSError) as error:
+                _log.debug("version %s is not here yet: %s", wanted, error)
+                self._closing.wait(AGAIN_S)
+                continue
+            hold_version(self._inner.server, wanted, part)
+            with self._changed:
+                if self._machine is machine and machine.fetching == wanted:
+                    self._fetched, part = (wanted, part), None
+                    self._changed.notify_all()
+                else:
+                    drop_version(self._inner.server, wanted, part)
+
+    def _sources(self) -> tuple[VersionId, tuple[str, ...], tuple[Holder, ...]] | None:
+        """What is to be got, and from whom: from ranks that have it, else (the first rank alone) from the followers."""
+        wanted = self._machine.fetching if self._machine is not None else NO_VERSION
+        if wanted == NO_VERSION or (self._fetched is not None and self._fetched[0] == wanted):
+            return None
+        others = tuple(rank for rank in self._having if rank != self._me)
+        if others:
+            return wanted, others, ()
+        holders = self._serving.holders
+        return (wanted, (), holders) if self._first and holders else None
+
+    def _copy(self, wanted: VersionId, part: Part, ranks: Sequence[str]) -> None:
+        name = version_name(wanted, part.shard, part.format.name)
+        for donor in self._inner.ways(ranks):
+            try:
+                fetch(name, donor, self._inner.dial, part.data, deadline_s=FETCH_S, abandoned=self._closing.is_set)
+                return
+            except NoDonorError as error:
+                _log.debug("version %s is not at %s: %s", wanted, donor.member, error)
+        raise NoDonorError(f"no rank of {', '.join(ranks)} gives version {wanted}")
+
+    # ------------------------------------------------------------------ the first rank
+
+    def _attend(self) -> None:
+        """From here on this rank talks to the leader."""
+        with self._changed:
+            self._first = True
+            self._news.clear()
+        self._untold = (0, 0)
+
+        def happened(event: cl.ClusterEvent) -> None:
+            with self._changed:
+                self._news.append(event)
+                self._changed.notify_all()
+
+        def refused(reason: str) -> None:
+            with self._changed:
+                self._failed = reason
+                self._changed.notify_all()
+
+        def hello() -> ClusterHello:
+            assert self._hello is not None
+            return self._hello
+
+        self._attendant = Attendant(
+            self.options, self._secret, self._settings.heartbeat_s, hello=hello, happened=happened, refused=refused
+        )
+
+    def _say(self, message: Any) -> None:
+        if self._attendant is not None:
+            self._attendant.say(message)
+
+    def _tell(self, name: str, **fields: Any) -> None:
+        """Into the cluster's log, which the first rank writes."""
+        if self._first:
+            self._events.emit(name, **fields)
+
+    def _tell_steps(self) -> None:
+        """Before what is frozen or adopted, so that what that covers or discards stands before it."""
+        (steps, samples), self._untold = self._untold, (0, 0)
+        self._steps_told = time.monotonic()
+        if steps:
+            self._tell("inner_steps", steps=steps, samples=samples, loss=None, incarnation=self._who())
+
+    def _who(self) -> str:
+        """The incarnation's name; "" before there is one."""
+        return str(self._machine.incarnation or "") if self._machine is not None else ""
+
+    def _note(self, message: Any) -> None:
+        match message:
+            case Welcomed(term, incarnation, _, _, founded):
+                self._events.identify(str(incarnation), self.options.name)
+                self._tell("cluster_welcomed", incarnation=str(incarnation), term=term, founded=founded)
+            case PushAnswered(_, push, answer, version, reason):
+                self._tell("push_answered", push=str(push), answer=str(answer), version=str(version), reason=reason)
+
+    def _measure(self, samples: int, steps: int, now: float) -> None:
+        """Moving averages of what a second of training gives; waits do not count."""
+        if self._first:
+            self._untold = (self._untold[0] + steps, self._untold[1] + samples)
+            if now - self._steps_told > STEPS_TOLD_S:
+                self._tell_steps()
+        took_s, step = now - self._step.since, self._step
+        if took_s > 0:
+            rates = samples / took_s, steps / took_s
+            step.rates = tuple(  # type: ignore[assignment]
+                new if not before or not new else 1 / (_FADE / before + (1 - _FADE) / new)
+                for before, new in zip(step.rates, rates, strict=True)
+            )
+        step.samples = 0
+
+    # ------------------------------------------------------------------ what is judged
+
+    def show_base(self) -> None:
+        """The model's parameters are the base's until `show_own`; nothing may be trained meanwhile."""
+        if self._own is None and self._content.base is not None:
+            self._own = self._replica.copies()
+            self._replica.adopt(self._content.base, None)
+
+    def show_own(self) -> None:
+        """The parameters are what is trained again. Idempotent."""
+        if self._own is not None:
+            self._replica.restore(self._own)
+            self._own = None
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self, reason: str) -> None:
+        """The loop of all ranks is over; ranks are to meet until `over`."""
+        self._reason = reason
+
+    def leave(self) -> None:
+        """The cluster is to go; ranks are to meet until `over`."""
+        self._leaves = True
+
+    def _end_of_life(self, reason: str, *, again: bool) -> None:
+        self._tell_steps()
+        self._tell("cluster_over", reason=reason, again=again, incarnation=self._who())
+        if not again:
+            self.over = reason
+            return
+        _log.warning("cluster %s comes in again: %s", self.options.name, reason)
+        self._machine = self.machine.anew()
+        self._content.forget()
+        for push in set(self._content.pushes) - set(self._machine.kept):
+            self._free(push)
+        self._drop_fetched()
+        self._encoding = self._encoded = None
+        self._later.clear()
+        self._hello = self.machine.hello()
+        if self._attendant is not None:
+            self._leave_off()
+            self._attend()
+
+    def _leave_off(self) -> None:
+        attendant, self._attendant, self._first = self._attendant, None, False
+        if attendant is not None:
+            attendant.close()
+
+    def close(self) -> None:
+        """Ends threads and connections. Idempotent."""
+        for known in self._later:
+            known()
+        self._later = []
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._leave_off()
+        self._serving.close()
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        if self._fetcher is not None:
+            self._fetcher.join(5.0)
+        self._events.close()
+
+
+__all__ = ["ElasticCluster", "InnerJob"]

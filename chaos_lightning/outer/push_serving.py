@@ -1,0 +1,93 @@
+"""Where a rank of an elastic cluster serves the cluster's pushes: connections that are parked at the followers.
+
+Theory of operation. All ranks hold the same pushes and park connections under the incarnation's name, so a follower
+takes whichever it finds, and the connections of one that dies are missed by nobody. Pushes are cut as the followers'
+shards are, anew when there are others.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+
+from chaos_lightning.outer.cluster_options import ClusterOptions
+from chaos_lightning.outer.codec import Part
+from chaos_lightning.outer.fetching import drop_push, hold_push
+from chaos_lightning.outer.grid import Grid, Shard
+from chaos_lightning.outer.lines import SERVING, ParkedLines
+from chaos_lightning.outer.messages import Holder
+from chaos_lightning.outer.types import PushId
+from chaos_lightning.replication.server import StateServer
+from chaos_lightning.replication.source import Endpoint
+from chaos_lightning.security.credentials import Secret
+
+
+class PushServing:
+    """See the module. Methods but for `dial` are the training thread's.
+
+    Args:
+        options: Of the cluster.
+        secret: Token or credentials.
+        grid: Of what is pushed.
+        me: Tells the incarnation's name; "" while it has none.
+        note: Takes events about connections.
+
+    Attributes:
+        holders: Who holds the shards, in shard order.
+    """
+
+    def __init__(
+        self, options: ClusterOptions, secret: Secret, grid: Grid, me: Callable[[], str], note: Callable[..., None]
+    ) -> None:
+        self.holders: tuple[Holder, ...] = ()
+        self._grid, self._me = grid, me
+        self._cuts: dict[PushId, tuple[Shard, ...]] = {}
+        """How those that are served are cut."""
+        self._server = StateServer(SERVING)
+        self._lines = ParkedLines(
+            self._server,
+            job=options.job,
+            me=me,
+            secret=secret,
+            note=note,
+            links=options.links,
+            rate_bps=options.rate_bps,
+        )
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """As the holders have them; none while there are none."""
+        return self._grid.cut(len(self.holders)) if self.holders else ()
+
+    def reach(self, holders: tuple[Holder, ...]) -> None:
+        """These hold the shards from now on."""
+        self.holders = holders
+        if self._me():
+            self._lines.follow(holders)
+
+    def serve(self, pushes: Mapping[PushId, Part]) -> None:
+        """These can be asked for, as far as it is known how they are cut; their bytes must not change."""
+        shards = self.shards
+        for push, part in pushes.items():
+            cut = self._cuts.get(push)
+            if cut == shards or not shards:
+                continue
+            if cut is not None:
+                drop_push(self._server, push, cut)
+            hold_push(self._server, push, part, shards)
+            self._cuts[push] = shards
+
+    def drop(self, push: PushId) -> None:
+        """Nobody asks for it any more."""
+        cut = self._cuts.pop(push, None)
+        if cut is not None:
+            drop_push(self._server, push, cut)
+
+    def dial(self, endpoint: Endpoint) -> socket.socket:
+        """A connection to a follower, for versions. Any thread."""
+        return self._lines.dial(endpoint)
+
+    def close(self) -> None:
+        """Hangs up everywhere."""
+        self._lines.close()
+        self._server.close()

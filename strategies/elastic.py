@@ -1,0 +1,361 @@
+"""A Trainer's part in a cluster that is itself an elastic job: outer sync around a member of strategy `chaos`.
+
+Theory of operation. The inner job is that of `ChaosStrategy`, as ever: its ranks share the cluster's own data, come,
+leave and die. Around it all ranks hold the cluster's part in the outer job (outer/elastic.py), which each of the inner
+job's steps takes along. Where the cluster may not train, at the start and where it waits for an answer, ranks stand at
+the safe point between two batches and meet in small collectives. Newcomers are let in there, too.
+
+A newcomer gets base, residual and pushes with the rest of the training state. A version that is adopted is no function
+of gradients, so newcomers come in by a pause, and never by replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
+
+from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.errors import ConfigurationError, DeadlineError, UnsupportedError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.member.engine import Engine
+from chaos_lightning.member.training import reduced_buffers
+from chaos_lightning.outer.cluster_options import ClusterOptions
+from chaos_lightning.outer.elastic import ElasticCluster
+from chaos_lightning.outer.replica import Replica
+from chaos_lightning.outer.session import TELL_S, Boundary, agreement_of
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.strategy_options import DiLoCoOptions, build
+from chaos_lightning.outer.vocabulary import OUTER
+from chaos_lightning.planning import ledger, orders
+from chaos_lightning.planning.tape import Tape
+from chaos_lightning.protocol.types import Header
+from chaos_lightning.settings import EngineConfig
+from chaos_lightning.strategies.lightning_types import Trainer
+from chaos_lightning.strategies.loops import epoch_of
+from chaos_lightning.strategies.outer_clock import JobClock
+
+_log = logging.getLogger("chaos_lightning")
+
+MEETING = "outer sync"
+SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
+"""Of what ranks agree on about their data, what clusters do, too."""
+Meet = Callable[[str, bytes], list[tuple[str, bytes]] | None]
+"""A collective of the inner job; None if this rank is out of it."""
+
+
+class OuterTerms:
+    """What a strategy is told of outer sync, for ranks of an elastic cluster.
+
+    Args:
+        options: `DiLoCoOptions`.
+        given: The strategy's own arguments that belong to it.
+
+    Raises:
+        ConfigurationError: The cluster has no name: a rank cannot make one up that all have.
+
+    Attributes:
+        shared: Clusters share the data.
+    """
+
+    def __init__(self, options: DiLoCoOptions, given: Mapping[str, Any]) -> None:
+        self.options, self.given = options, dict(given)
+        if not self.given.get("name"):
+            raise ConfigurationError(
+                "DiLoCoStrategy(inner='chaos') needs name=, the cluster's, which is the same at all its ranks"
+            )
+        self.shared = build(options, self.given)[1].data == "shared"
+
+    def settle(self, batch: int) -> tuple[OuterSettings, ClusterOptions]:
+        """The job's rules and the cluster's settings.
+
+        Args:
+            batch: Samples of a step, as far as the loader says.
+        """
+        told: dict[str, Any] = {"batch": batch} if batch and self.options.batch is None else {}
+        return build(self.options, {**self.given, **told})
+
+
+def replica_of(module: Any) -> Replica:
+    """What of a LightningModule travels between clusters."""
+    buffers = reduced_buffers(module, getattr(module, "chaos_buffers", ()), named_by="chaos_buffers")
+    return Replica(
+        [(n, p) for n, p in module.named_parameters() if p.requires_grad],
+        [(n, b) for n, b in buffers if b.is_floating_point()],
+    )
+
+
+def words_of(trainer: Trainer) -> dict[str, str]:
+    """What else must be equal in all clusters: what a checkpoint had trained, and what the module says."""
+    loaded = trainer._checkpoint_connector._loaded_checkpoint
+    module = trainer.lightning_module
+    return {
+        "trained before": f"{loaded.get('global_step', 0)} steps, {loaded.get('epoch', 0)} epochs",
+        **{f"chaos_words.{name}": str(word) for name, word in getattr(module, "chaos_words", {}).items()},
+    }
+
+
+def refuse_ranks(config: EngineConfig, data: str, terms: OuterTerms) -> None:
+    """UnsupportedError for what the inner strategy is told, and no rank of a cluster can do.
+
+    Args:
+        config: Of the inner job's member.
+        data: "shared" or "local", among ranks.
+        terms: Of outer sync.
+    """
+    if terms.shared and data != "shared":
+        raise UnsupportedError(
+            f"data={data!r} of the inner strategy is not supported where clusters share the data: ranks train what the "
+            "cluster is leased. Leave it out there, or give DiLoCoStrategy(data='local')"
+        )
+    if config.join_by == "replay":
+        raise UnsupportedError(
+            "join_by='replay' is not supported by ranks of an elastic cluster: a version that is adopted is no "
+            "function of gradients, so steps cannot be replayed across it. Use join_by='auto' or 'pause'"
+        )
+
+
+class ElasticPart:
+    """One fit's part; see the module. Methods are the training thread's.
+
+    Args:
+        trainer: Whose fit this is.
+        terms: What the strategy was told.
+    """
+
+    def __init__(self, trainer: Trainer, terms: OuterTerms) -> None:
+        self._trainer, self._terms = trainer, terms
+        self._cluster: ElasticCluster | None = None
+        self._engine: Engine | None = None
+        self._waits_since = self._told = 0.0
+        self._closed = False
+        self._epoch: int | None = None
+        """Of the job, that the present pass goes over."""
+        self._number: int | None = None
+        self._clock: JobClock | None = None
+        self.ended = False
+        """The ranks stop in the middle of an epoch."""
+
+    @property
+    def clock(self) -> JobClock:
+        assert self._clock is not None
+        return self._clock
+
+    @property
+    def cluster(self) -> ElasticCluster:
+        assert self._cluster is not None, "this rank has not entered its job yet"
+        return self._cluster
+
+    # ------------------------------------------------------------------ coming in
+
+    @property
+    def shared(self) -> bool:
+        """Whether clusters share the data."""
+        return self._terms.shared
+
+    @property
+    def seed(self) -> int | None:
+        """Of the order of the data that clusters share, if it was given."""
+        return self._terms.options.seed if self.shared else None
+
+    def tape(self) -> Tape | None:
+        """What is leased to the ranks, once this one is among them."""
+        return self._cluster.tape if self._cluster is not None and self._cluster.founded else None
+
+    def enter(self, engine: Engine, batch: int, loader: ElasticLoader) -> ElasticCluster:
+        """Before the inner job is joined: what travels beside its training state."""
+        settings, options = self._terms.settle(batch)
+        replica = replica_of(self._trainer.lightning_module)
+        words = words_of(self._trainer)
+        length = (loader.length(0) or 0) if self.shared else 0
+        if length:
+            words |= {"data.order_version": str(orders.VERSION)} | {
+                name: word for name, word in loader.order_fingerprint.items() if name in SHARED_WORDS
+            }
+        agreement = agreement_of(replica, options, settings, length=length, words=words)
+        events = EventLog.in_directory(options.log_dir or None, f"{options.name}.{engine.name}", role="cluster")
+        self._engine = engine
+        self._cluster = ElasticCluster(replica, agreement, options, engine, events)
+        return self._cluster
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What must be equal at all ranks."""
+        cluster = self.cluster
+        options = cluster.options
+        said = hashlib.sha256(OUTER.encode(cluster.agreement)).hexdigest()[:16]
+        return {
+            "outer sync": f"cluster {options.name} of job {options.job} at {','.join(options.endpoints)}, "
+            f"overlap {options.overlap}, {said}"
+        }
+
+    def entered(self) -> None:
+        """This rank is in the inner job, with its state."""
+        engine = self._engine
+        assert engine is not None
+        assert engine.view is not None
+        self.cluster.found(engine.view.chain)
+        self.cluster.begin(engine.member_id, first=engine.rank == 0)
+
+    @property
+    def oldest(self) -> bool:
+        """Whether this cluster came before all others that are in: its first rank logs and writes files."""
+        machine = self.cluster.machine if self.cluster.founded else None
+        return machine is None or machine.oldest in (None, machine.incarnation)
+
+    # ------------------------------------------------------------------ commits
+
+    def says(self) -> bytes:
+        """Beside the gradient of the coming step."""
+        return self.cluster.answer()
+
+    def stepped(self, header: Header) -> None:
+        """The inner job has made a step, and the optimizer has taken it."""
+        tape = self.cluster.tape
+        spent = ledger.spent_spans(header.ledger, ledger.SHARED, tape.number) if tape is not None else ()
+        ranks = [share.member for share in header.contributors]
+        self._take(self.cluster.commit(ranks, header.answers, steps=1, spent=spent), in_batch=True)
+
+    def begin(self) -> None:
+        """Before the first batch: Lightning's counters and schedules go by the job's clock from here on."""
+        self._clock = JobClock(self._trainer)
+        self._clock.begin()
+
+    def begins(self) -> int:
+        """A pass begins over an epoch of the job; the tape that it is on. While this cluster waited for its first
+        samples, others may have gone through the epoch that Lightning is in."""
+        tape = self.cluster.tape
+        assert tape is not None
+        self._epoch, self._number = tape.epoch, tape.number
+        missed = self.clock.first_epoch + tape.epoch - epoch_of(self._trainer)
+        if missed > 0:
+            self.clock.skip_epochs(missed)
+            _call_callback_hooks(self._trainer, "on_train_epoch_start")
+            _call_lightning_module_hook(self._trainer, "on_train_epoch_start")
+        return tape.number
+
+    @property
+    def turned(self) -> bool:
+        """Another tape is in than the one that the present pass is on."""
+        tape = self.cluster.tape
+        return tape is not None and self._number is not None and self._number != tape.number
+
+    @property
+    def waits_for_samples(self) -> bool:
+        """Nothing of the epoch that the present pass goes over is left to train, and it is not known to be over."""
+        tape = self.cluster.tape
+        if tape is None or self.cluster.ends or self.epoch_over:
+            return False
+        return self.cluster.dry or (self._epoch is not None and tape.epoch > self._epoch)
+
+    @property
+    def epoch_over(self) -> bool:
+        """The base holds all of the epoch that the present pass goes over."""
+        return self._epoch is not None and self.cluster.machine.job.epoch > self._epoch
+
+    def known(self) -> None:
+        """Another slot of the inner job is committed."""
+        self.cluster.commit((), ())
+
+    def meet(self, meet: Meet, *, in_batch: bool = False) -> bool:
+        """Where the cluster may not train: one meeting of the ranks; whether this one is in it.
+
+        Args:
+            meet: A collective of theirs.
+            in_batch: After a batch's step, and not between two batches.
+
+        Raises:
+            ConfigurationError: The server will not have this cluster.
+        """
+        cluster = self.cluster
+        answers = meet(MEETING, cluster.meeting())
+        if answers is None:
+            return False
+        self._take(cluster.commit([member for member, _ in answers], [said for _, said in answers]), in_batch=in_batch)
+        if cluster.over and not self._was_in:
+            raise ConfigurationError(cluster.over)
+        return True
+
+    @property
+    def _was_in(self) -> bool:
+        return bool(self.cluster.base.number)
+
+    def _take(self, boundary: Boundary, *, in_batch: bool) -> None:
+        if boundary.reset_optimizer:
+            for optimizer in self._trainer.optimizers:
+                optimizer.state.clear()
+        self.clock.put(self.cluster.reckoned, in_batch=in_batch, back=boundary.outright)
+
+    def patient(self, waits: bool) -> None:
+        """Says what is waited for, and gives up after `patience_s`.
+
+        Raises:
+            DeadlineError: It has waited for so long.
+        """
+        now, options = time.monotonic(), self._terms.options
+        if not waits:
+            self._waits_since = 0.0
+            return
+        if not self._waits_since:
+            self._waits_since = self._told = now
+        allowed_s = options.patience_s if self._was_in else options.start_timeout_s
+        if now - self._waits_since > allowed_s:
+            raise DeadlineError(f"waited {allowed_s:g} s for {self.cluster.waits_for()}")
+        if now - self._told > TELL_S:
+            self._told = now
+            _log.warning("cluster %s waits for %s", self.cluster.options.name, self.cluster.waits_for())
+
+    # ------------------------------------------------------------------ what is judged
+
+    def show_base(self) -> None:
+        """The parameters are those of the version that was adopted last, until `show_own`."""
+        if self._cluster is not None and not self._closed and self.cluster.founded:
+            self.cluster.show_base()
+
+    def show_own(self) -> None:
+        """The parameters are what is trained. Idempotent."""
+        if self._cluster is not None:
+            self.cluster.show_own()
+
+    @contextlib.contextmanager
+    def showing_base(self) -> Iterator[None]:
+        """Likewise, inside; unless they are anyhow."""
+        shows = self._cluster is not None and self.cluster.shows_base
+        self.show_base()
+        try:
+            yield
+        finally:
+            if not shows:
+                self.show_own()
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self, reason: str, meet: Meet) -> None:
+        """The loop of all ranks is over: pushes the rest, and stays until the job has ended, or this rank is out."""
+        self.cluster.finish(reason)
+        while not self.cluster.over:
+            self.patient(waits=True)
+            if not self.meet(meet):
+                return
+        self.clock.put(self.cluster.reckoned, in_batch=False, back=True)
+
+    def leave(self) -> None:
+        """The last rank goes, and the cluster with it, once what it has pushed is durable."""
+        self.cluster.leave()
+        while not self.cluster.over:
+            self.patient(waits=True)
+            self.cluster.alone()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.show_own()
+        self._closed = True
+        if self._clock is not None:
+            self._clock.end()
+        if self._cluster is not None:
+            self._cluster.close()

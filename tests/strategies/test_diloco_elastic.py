@@ -1,0 +1,312 @@
+"""Clusters of several ranks that come, leave and die: real processes, with a real parameter server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strategy_models as models
+import torch
+from forked_support import patient, run, scheduler
+
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.events.registry import problems
+from chaos_lightning.lab.harness import Harness
+from chaos_lightning.machine.addresses import split_endpoint
+from chaos_lightning.machine.listener import free_port
+from chaos_lightning.observe.audit import VIOLATED
+from chaos_lightning.observe.outer_audit import audit_folder
+from chaos_lightning.protocol.spans import count, normalise
+from chaos_lightning.strategies import ChaosStrategy, DiLoCoStrategy
+
+
+class ElasticJob:
+    """A parameter server, schedulers of elastic clusters, and their ranks."""
+
+    def __init__(self, harness: Harness, out: Path) -> None:
+        self.harness, self.out = harness, out
+        self.server = f"127.0.0.1:{free_port()}"
+        self._schedulers: dict[str, Any] = {}
+
+    def serve(self) -> None:
+        """A leader and a follower."""
+        logs = ["--log-dir", str(self.harness.logs)]
+        chain, where = str(self.out / "chain-of-versions.sqlite"), str(self.out / "follower")
+        leader = ["--listen", self.server, "--store", chain, "--followers", "1", *logs]
+        follower = ["--server", self.server, "--name", "follower", "--dir", where, "--bind", "127.0.0.1", *logs]
+        for name, arguments in (("leader", leader), ("follower", follower)):
+            module, environment = f"chaos_lightning.outer.{name}_main", dict(self.harness.environment())
+            self.harness.start_function(name, run, module, arguments, environment)
+
+    def rank(self, name: str, cluster: str = "home", **spec: Any) -> None:
+        """A rank of an elastic cluster, which gets a scheduler with its first one."""
+        from diloco_members import rank
+
+        if cluster not in self._schedulers:
+            folder = self.out / cluster
+            folder.mkdir()
+            options = patient(folder)
+            rules = replace(options.settings, min_nodes=spec.get("min_nodes", 1))
+            self._schedulers[cluster] = scheduler(replace(options, settings=rules, log_dir=""))
+        port = split_endpoint(self._schedulers[cluster].endpoint)[1]
+        quick = {"heartbeat_s": 0.3, "log_dir": str(self.harness.logs)}
+        told = {"inner_steps": 8, "options": {**quick, **spec.pop("rules", {})}, **spec.pop("told", {})}
+        given = {"name": name, "cluster": cluster, "server": self.server, "out": str(self.out), "port": port}
+        self.harness.start_function(name, rank, {**given, "told": told, **spec})
+
+    def finish(self, *names: str) -> list[dict[str, Any]]:
+        for name in names:
+            assert self.harness.wait_exit(name) == 0
+        return [torch.load(self.out / f"{name}.pt", weights_only=False) for name in names]
+
+    def entries(self, kind: str) -> list[dict[str, Any]]:
+        return [r["body"] for r in self.harness.records if r.name == "entry" and r["kind"] == kind]
+
+    def close(self) -> None:
+        for each in self._schedulers.values():
+            each.stop()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[ElasticJob]:
+    with Harness(tmp_path, deadline_s=90.0) as harness:
+        made = ElasticJob(harness, tmp_path)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def audited(job: ElasticJob) -> None:
+    """Nothing of what the logs say is violated, neither of the outer job nor within the clusters."""
+    records = job.harness.records
+    assert [text for r in records for text in problems(r.name, r.fields)] == []
+    judged = audit_folder(job.harness.logs)
+    assert len(judged) >= 2
+    assert [str(found) for each in judged for found in each.findings if found.verdict == VIOLATED] == []
+
+
+def counted(job: ElasticJob) -> tuple[int, int]:
+    """Samples and inner steps of all pushes that were accepted; none of them twice."""
+    offers = [each["offer"] for body in job.entries("Round") for each in body["accepted"]]
+    names = [str(offer["push"]) for offer in offers]
+    assert len(names) == len(set(names))
+    return sum(offer["samples"] for offer in offers), sum(offer["steps"] for offer in offers)
+
+
+def spent(job: ElasticJob) -> dict[int, int]:
+    """How many positions of each epoch count; none twice."""
+    covers: dict[int, list[tuple[int, int]]] = {}
+    for body in job.entries("Round"):
+        for each in (each for accepted in body["accepted"] for each in accepted["offer"]["covers"]):
+            covers.setdefault(each["epoch"], []).extend(tuple(span) for span in each["spans"])
+    return {epoch: count(normalise(spans)) for epoch, spans in covers.items()}
+
+
+def hashes(job: ElasticJob) -> dict[int, list[str]]:
+    """What ranks of one cluster found of their state, by slot; all of them the same."""
+    found: dict[int, list[str]] = {}
+    for record in job.harness.records:
+        if record.name == "state_hash":
+            found.setdefault(record["seq"], []).append(record["hash"])
+    assert all(len(set(each)) == 1 for each in found.values())
+    return found
+
+
+def test_two_ranks_are_one_cluster(job: ElasticJob) -> None:
+    job.serve()
+    for name in ("a", "b"):
+        job.rank(name, min_nodes=2, trainer={"max_epochs": 2})
+    a, b = job.finish("a", "b")
+    assert torch.equal(a["weights"], b["weights"])
+    assert a["over"] == b["over"] == "home~1 says: max_epochs=2 reached"
+    assert counted(job) == (2 * 240, 60)
+    assert all(len(each) == 2 for each in hashes(job).values())
+    assert len(job.entries("Joined")) == 1
+    audited(job)
+
+
+def test_the_first_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
+    """The push ends without being begun anew, as one of the same incarnation, and no inner step is lost."""
+    job.serve()
+    harness = job.harness
+    for name in ("a", "b"):
+        job.rank(name, step_s=0.02, samples=1600, trainer={"max_epochs": 1}, rules={"heartbeat_s": 2.0})
+        joined = harness.wait_for("joined", node=name)
+    first = harness.wait_for("version_adopted", after=joined)
+    harness.stop("follower")
+    frozen = harness.wait_for("push_frozen", after=first)
+    harness.declare("a")
+    harness.kill("a")
+    harness.wait_for("cluster_stream", lambda r: bool(r["up"]), after=frozen)
+    harness.cont("follower")
+    (b,) = job.finish("b")
+    samples, steps = counted(job)
+    assert samples == 1600
+    assert len(job.entries("Joined")) == 1
+    assert not job.entries("Removed")
+    committed = max(r["step"] for r in harness.records if r.name == "committed")
+    assert steps == committed
+    assert [line for line in b["lines"] if line[0] == "step"][-1][2] == b["step"]
+    frozen_here = [r["push"] for r in harness.records if r.name == "push_frozen"]
+    assert len(frozen_here) == len(set(frozen_here))
+    audited(job)
+
+
+def test_a_rank_joins_between_push_and_adoption(job: ElasticJob) -> None:
+    job.serve()
+    spec: dict[str, Any] = {"step_s": 0.02, "samples": 3000, "trainer": {"max_epochs": 1}, "told": {"codec": "int8"}}
+    for name in ("a", "b"):
+        job.rank(name, min_nodes=2, **spec)
+    harness = job.harness
+    first = harness.wait_for("version_adopted", lambda r: r["progress_steps"] > 0)
+    harness.stop("follower")
+    harness.wait_for("push_frozen", after=first)
+    job.rank("c", **spec)
+    joined = harness.wait_for("joined", node="c")
+    harness.cont("follower")
+    harness.wait_for("version_adopted", after=joined)
+    reports = job.finish("a", "b", "c")
+    for each in reports:
+        assert torch.equal(each["weights"], reports[0]["weights"])
+    assert any(len(each) == 3 for each in hashes(job).values())
+    assert counted(job)[0] == 3000
+    fetched = [r["version"] for r in harness.records if r.name == "version_fetched"]
+    assert len(fetched) == len(set(fetched))
+    audited(job)
+
+
+def test_a_cluster_of_one_process_beside_it(job: ElasticJob) -> None:
+    from diloco_members import cluster
+
+    job.serve()
+    for name in ("a", "b"):
+        job.rank(name, min_nodes=2, step_s=0.01, trainer={"max_epochs": 2})
+    told = {"inner_steps": 8, "data": "local", "options": {"heartbeat_s": 0.3, "log_dir": str(job.harness.logs)}}
+    spec = {"name": "solo", "server": job.server, "out": str(job.out), "told": told, "step_s": 0.01}
+    job.harness.start_function("solo", cluster, {**spec, "trainer": {"max_epochs": 2}})
+    a, b, solo = job.finish("a", "b", "solo")
+    assert torch.equal(a["weights"], b["weights"])
+    assert torch.equal(a["weights"], solo["weights"])
+    assert counted(job)[0] == 4 * 240
+    audited(job)
+
+
+def test_ranks_leave_and_the_last_one_takes_the_cluster_along(job: ElasticJob) -> None:
+    """The first rank leaves and the next one goes on as the same incarnation; the last one pushes what is there."""
+    job.serve()
+    harness = job.harness
+    for name in ("a", "b"):
+        job.rank(name, step_s=0.02, samples=100_000, trainer={"max_epochs": 1}, rules={"heartbeat_s": 2.0})
+        joined = harness.wait_for("joined", node=name)
+    harness.wait_for("version_adopted", after=joined)
+    harness.terminate("a")
+    assert harness.wait_exit("a") == 0
+    taken = harness.wait_for("cluster_stream", lambda r: bool(r["up"]), after=joined)
+    harness.wait_for("version_adopted", after=taken)
+    harness.terminate("b")
+    assert harness.wait_exit("b") == 0
+    committed = max(r["step"] for r in harness.records if r.name == "committed")
+    harness.wait_until(lambda: counted(job)[1] == committed, "the rounds with all steps")
+    assert len(job.entries("Joined")) == 1
+    assert "it was asked to leave" in job.entries("Removed")[0]["reason"]
+    audited(job)
+
+
+def test_the_first_rank_is_frozen_and_comes_back(job: ElasticJob) -> None:
+    job.serve()
+    harness = job.harness
+    for name in ("a", "b"):
+        job.rank(name, step_s=0.02, samples=3000, trainer={"max_epochs": 1}, rules={"heartbeat_s": 3.0})
+        joined = harness.wait_for("joined", node=name)
+    harness.wait_for("version_adopted", after=joined)
+    harness.stop("a")
+    taken = harness.wait_for("cluster_stream", lambda r: bool(r["up"]), after=joined)
+    adopted = harness.wait_for("version_adopted", after=taken)
+    harness.cont("a")
+    again = harness.wait_for("joined", node="a", after=adopted)
+    harness.wait_for("version_adopted", after=again)
+    a, b = job.finish("a", "b")
+    assert torch.equal(a["weights"], b["weights"])
+    assert counted(job)[0] == 3000
+    assert len(job.entries("Joined")) == 1
+    assert not job.entries("Removed")
+    hashes(job)
+    audited(job)
+
+
+def test_what_ranks_of_a_cluster_cannot_be_told_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="needs name="):
+        DiLoCoStrategy(inner="chaos", data="local")
+    apart = DiLoCoStrategy(inner=ChaosStrategy(data="local"), name="home")
+    with pytest.raises(UnsupportedError, match="data='local' of the inner strategy is not supported where clusters"):
+        models.trainer(tmp_path, strategy=apart).fit(models.Regression(), models.loader())
+    inner = ChaosStrategy(options={"join_by": "replay"})
+    trainer = models.trainer(tmp_path, strategy=DiLoCoStrategy(inner=inner, name="home", data="local"))
+    with pytest.raises(UnsupportedError, match="join_by='replay' is not supported by ranks"):
+        trainer.fit(models.Regression(), models.loader())
+
+
+def test_clusters_share_the_data_and_each_sample_counts_once_an_epoch(job: ElasticJob) -> None:
+    """Two ranks share out what their cluster is leased, beside a cluster of one process."""
+    from diloco_members import cluster
+
+    job.serve()
+    rules = {"heartbeat_s": 0.3, "lease_ahead_s": 0.3, "log_dir": str(job.harness.logs)}
+    for name in ("a", "b"):
+        job.rank(name, min_nodes=2, step_s=0.01, trainer={"max_epochs": 3}, told={"data": "shared"}, rules=rules)
+    spec = {"name": "solo", "server": job.server, "out": str(job.out), "told": {"inner_steps": 8, "options": rules}}
+    job.harness.start_function("solo", cluster, {**spec, "step_s": 0.01, "trainer": {"max_epochs": 3}})
+    a, b, solo = job.finish("a", "b", "solo")
+    assert torch.equal(a["weights"], b["weights"])
+    assert spent(job) == dict.fromkeys(range(3), 240)
+    # Who ends the job waits for nobody who is still in its last epoch.
+    marks = [[line for line in each["lines"] if line[0] != "step"] for each in (a, b, solo)]
+    assert marks[0] == marks[1]
+    whole = [(what, epoch) for epoch in range(3) for what in ("epoch", "validated", "end")]
+    for each in marks:
+        assert whole[:7] == [line[:2] for line in each][:7]
+    assert marks[0][:6] == marks[2][:6]
+    audited(job)
+
+
+def test_ranks_die_and_join_while_they_share_out_leases(job: ElasticJob) -> None:
+    job.serve()
+    harness = job.harness
+    rules = {"heartbeat_s": 2.0, "lease_ahead_s": 0.5}
+    spec: dict[str, Any] = {"step_s": 0.02, "samples": 2000, "trainer": {"max_epochs": 2}, "rules": rules}
+    for name in ("a", "b"):
+        job.rank(name, told={"data": "shared"}, **spec)
+        joined = harness.wait_for("joined", node=name)
+    harness.wait_for("version_adopted", after=joined)
+    harness.declare("a")
+    harness.kill("a")
+    job.rank("c", told={"data": "shared"}, **spec)
+    harness.wait_for("joined", node="c")
+    b, c = job.finish("b", "c")
+    assert torch.equal(b["weights"], c["weights"])
+    assert spent(job) == {0: 2000, 1: 2000}
+    assert len(job.entries("Joined")) == 1
+    hashes(job)
+    audited(job)
+
+
+def test_what_a_rejection_gives_back_is_dealt_again(job: ElasticJob) -> None:
+    """The ranks take the version outright, and go on with a new tape."""
+    job.serve()
+    rules = {"lease_ahead_s": 0.3}
+    for name in ("a", "b"):
+        spec = {"poison": 20, "step_s": 0.01, "samples": 400, "trainer": {"max_epochs": 2}, "rules": rules}
+        job.rank(name, min_nodes=2, told={"data": "shared"}, **spec)
+    a, b = job.finish("a", "b")
+    assert torch.equal(a["weights"], b["weights"])
+    assert torch.isfinite(a["weights"]).all()
+    rejected = [each for body in job.entries("Round") for each in body["rejected"]]
+    assert rejected
+    assert spent(job) == {0: 400, 1: 400}
+    assert any(r["outright"] and r["progress_steps"] for r in job.harness.records if r.name == "version_adopted")
+    hashes(job)
+    audited(job)
