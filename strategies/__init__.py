@@ -13,8 +13,8 @@ and at the end. What it decides from belongs to its parts:
 - `environment`, `place`, `preparing`: who this process is, also before its first batch, and when it prepares data.
 
 `diloco` is the other strategy: a Trainer as one cluster of an outer job. `outer_fit` is one fit's part in it,
-`outer_clock` keeps Lightning's counters by the job's clock, `outer_refusals` says what no cluster can serve. `elastic` is
-the part in it of a rank, where a cluster is itself a job of `chaos`.
+`outer_clock` keeps Lightning's counters by the job's clock, `outer_refusals` says what no cluster can serve. `elastic`
+is the part in it of a rank, where a cluster is itself a job of `chaos`.
 
 None of these but `saving` knows the session; it gives them what they need.
 """

@@ -114,7 +114,7 @@ class _Step:
 class _Leased:
     """What is leased to the cluster, and which places on that tape steps have used."""
 
-    tape: Tape = Tape()
+    tape: Tape = field(default_factory=Tape)
     spent: tuple[Span, ...] = ()
 
     @property
@@ -299,7 +299,8 @@ class ElasticCluster:
         self._leave_off()
         self._machine = None
         self._content.forget()
-        self._content.pushes.clear()
+        for push in list(self._content.pushes):
+            self._free(push)
         with self._changed:
             self._fetched, self._encoding, self._encoded, self._having = None, None, None, ()
             self._later, self._sent = [], 0
@@ -559,9 +560,8 @@ class ElasticCluster:
             raise StateError(f"push {push} is {own} at rank {self._me}, and {manifest} at the first one")
         self._encoding = self._encoded = None
         self._content.pushes[push] = part
-        self._serving.serve(
-            self._content.pushes
-        )  # nobody asks for it before it is offered, which is when the next commit is known
+        # Nobody asks for it before it is offered, which is when the next commit is known.
+        self._serving.serve(self._content.pushes)
         return self._feed(cl.Frozen(push, manifest), found)
 
     def _settle(self, push: PushId, answer: PushAnswer) -> None:
