@@ -158,11 +158,11 @@ class Served:
         try:
             await self.server.start()
             self._ready.set()
-            ended = asyncio.ensure_future(self.server.ended())
+            ended = asyncio.ensure_future(self.server.life.ended())
             stopped = asyncio.ensure_future(self._stop.wait())
             await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                self.outcome = (ended.result(), self.server.failed)
+                self.outcome = (ended.result(), self.server.life.failed)
             for task in (ended, stopped):
                 task.cancel()
         finally:

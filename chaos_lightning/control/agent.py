@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chaos_lightning.control.channel import CLIENT_OPTIONS, SilentError, StandbyError, explain
+from chaos_lightning.control.reviving import Reviver
 from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.errors import ChaosError, RefusedError, SchedulerUnreachableError, WireError
 from chaos_lightning.machine.forks import only_here
@@ -49,10 +50,6 @@ from chaos_lightning.security.credentials import Credentials, Secret, open_chann
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 _GOODBYE_TIMEOUT_S = 1.0
-_REVIVE_AFTER = 3
-"""Failed attempts in a row after which `revive` is called."""
-_FIRST_REVIVE_PAUSE_S = 1.0
-"""After the first of these calls; twice as long after each further one, up to half a minute, until it answers."""
 _MAX_OUTBOX = 65536
 _INTERVALS_S = (0.001, 3600.0)
 """What a scheduler may ask for between heartbeats: no flood, and no wait that the system cannot express."""
@@ -156,7 +153,7 @@ class Agent(threading.Thread):
         self._on_state = on_state
         self._heartbeat = heartbeat
         self._connect_timeout_s = connect_timeout_s
-        self._revive = revive
+        self._reviver = Reviver(revive, self._not_revived)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._talk: _Talk | None = None
         """The stream that `send` uses: set once it is welcomed."""
@@ -164,8 +161,7 @@ class Agent(threading.Thread):
         self._over = False
         self._answered = False
         self._admitted = False
-        self._reviving: threading.Thread | None = None
-        self._revive_at, self._revive_pause_s, self._revive_error = 0.0, _FIRST_REVIVE_PAUSE_S, ""
+        self._revive_error = ""
         self._refused = ""
 
     # ------------------------------------------------------------------ any thread
@@ -203,7 +199,7 @@ class Agent(threading.Thread):
         while not self._stopping:
             if self._answered:
                 told = self._revive_error = ""
-                self._revive_at, self._revive_pause_s = 0.0, _FIRST_REVIVE_PAUSE_S
+                self._reviver.answered()
             self._answered = False
             reason = self._converse()
             if self._over or self._stopping:
@@ -224,8 +220,7 @@ class Agent(threading.Thread):
             pause_s = self._search.ended(self._attempt(reason), time.monotonic(), random.random())
             if not pause_s:
                 continue
-            if self._search.failures >= _REVIVE_AFTER:
-                self._try_to_revive()
+            self._reviver.try_it(self._search.failures)
             if self._refused and not self._admitted:
                 self._on_state(f"failed: {self._refused}")
                 return
@@ -258,26 +253,13 @@ class Agent(threading.Thread):
         except queue.Empty:
             return None
 
-    def _try_to_revive(self) -> None:
-        """One helper thread at a time; the function itself decides whether it is its turn."""
-        revive, now = self._revive, time.monotonic()
-        if revive is None or now < self._revive_at or (self._reviving is not None and self._reviving.is_alive()):
-            return
-        # What cannot start, or ends at once (its disk is full), is tried ever more seldom.
-        self._revive_at, self._revive_pause_s = now + self._revive_pause_s, min(30.0, 2 * self._revive_pause_s)
-
-        def work() -> None:
-            try:
-                revive()
-            except ChaosError as error:
-                if isinstance(error, RefusedError):  # the job has ended: a newcomer has nothing to wait for
-                    self._refused = str(error)
-                if str(error) != self._revive_error:
-                    self._revive_error = str(error)
-                    self._on_state(f"cannot revive the scheduler: {error}")
-
-        self._reviving = threading.Thread(target=work, name="chaos-revive", daemon=True)
-        self._reviving.start()
+    def _not_revived(self, error: ChaosError) -> None:
+        """In the helper's thread."""
+        if isinstance(error, RefusedError):  # the job has ended: a newcomer has nothing to wait for
+            self._refused = str(error)
+        if str(error) != self._revive_error:
+            self._revive_error = str(error)
+            self._on_state(f"cannot revive the scheduler: {error}")
 
     def _converse(self) -> ChaosError:
         """One stream from Hello to its end; returns why it ended."""

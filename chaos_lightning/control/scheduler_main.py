@@ -139,7 +139,7 @@ def run(options: SchedulerOptions) -> int:
         servers.append(server)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.end, f"stopped by {number.name}")
+            loop.add_signal_handler(number, server.life.end, f"stopped by {number.name}")
         _announce(server, options)
 
     with EventLog.in_directory(options.log_dir or None, options.settings.job, role="scheduler") as events:

@@ -15,7 +15,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from chaos_lightning.control.claims import Claims
 from chaos_lightning.control.driver import Driver, MachineFactory, real_machine
 from chaos_lightning.control.link_keys import KeyIssuer
 from chaos_lightning.control.options import GAVE_WAY, Owed, SchedulerServerConfig
+from chaos_lightning.control.server_life import ServerLife
 from chaos_lightning.control.service_pb2_grpc import add_SchedulerServicer_to_server
 from chaos_lightning.control.store import StoreFactory
 from chaos_lightning.control.streams import Streams
@@ -69,21 +70,20 @@ class SchedulerServer:
     ) -> None:
         self.config = config
         self.port = config.port
-        self.failed = False
-        """Whether the reason of `ended` is a failure (store lost, deposed, error of ours)."""
         self._events = events
         self._make_machine = machine
         self._candidacy = candidacy
         self._services = services
         self._started = time.time()
         self._idle_since = time.monotonic()
-        self._ended: asyncio.Future[str] | None = None
         self._done_reason = ""
         self._gives_way_at = math.inf
         """When (monotonic, s) this one ends, unless members of its own chain are here by then."""
         self._stays = False
         """Whether a finished scheduler answers for `linger_timeout_s` also while nobody is connected."""
-        self._tasks: list[asyncio.Task[None]] = []
+        self.life = ServerLife(
+            events.emit, lambda why, failed: events.emit("scheduler_ended", reason=why, failed=failed)
+        )
         self._server: grpc.aio.Server | None = None
         self._auth = AuthInterceptor(config.token, events.emit)
         self._claims = Claims(config.settings.job, config.hello_timeout_s)
@@ -93,7 +93,7 @@ class SchedulerServer:
             events.emit,
             noted=self._noted,
             done=self._machine_is_done,
-            refused=lambda why: self.end(why, failed=True),
+            refused=lambda why: self.life.end(why, failed=True),
         )
         self._streams = Streams(
             self._driver.feed,
@@ -113,7 +113,7 @@ class SchedulerServer:
             StoreError: The store cannot be used.
         """
         check_bind(self.config.host, self.config.token)
-        self._ended = asyncio.get_running_loop().create_future()
+        self.life.start()
         self._server, self.port = await self._auth.open(self.config.host, self.config.port)
         for one in (self._scheduling(), *self._services):
             self._auth.serve(self._server, one)
@@ -123,7 +123,7 @@ class SchedulerServer:
         else:
             await self._server.start()
             self._stand(self._candidacy)
-        self._begin(self._tick(), "ticks")
+        self.life.begin(self._tick(), "ticks")
         return self.port
 
     def _scheduling(self) -> Service:
@@ -140,19 +140,6 @@ class SchedulerServer:
         )
         return Service(service.NAME, service.RIGHTS, lambda server: add_SchedulerServicer_to_server(calls, server))
 
-    def _begin(self, work: Coroutine[Any, Any, None], where: str) -> None:
-        """A task that `stop` ends. One that fails ends the scheduler: without it the others would only seem to work."""
-
-        def look(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                # The machine is void after an error of ours; the chain is not. Whoever restarts continues it.
-                self._events.emit("error", text=f"{type(error).__name__}: {error}", where=where)
-                self.end(f"internal error: {type(error).__name__}: {error}", failed=True)
-
-        task = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(look)
-        self._tasks.append(task)
-
     @property
     def endpoint(self) -> str:
         """Where others reach it."""
@@ -163,23 +150,9 @@ class SchedulerServer:
         """The end of a job that its store has not taken yet."""
         return self._writer.owed
 
-    async def ended(self) -> str:
-        """Waits until the scheduler has no reason to go on; returns why it ends."""
-        assert self._ended is not None, "start() comes first"
-        return await asyncio.shield(self._ended)
-
-    def end(self, reason: str, *, failed: bool = False) -> None:
-        """Makes `ended` return."""
-        if self._ended is not None and not self._ended.done():
-            self.failed = failed
-            self._events.emit("scheduler_ended", reason=reason, failed=failed)
-            self._ended.set_result(reason)
-
     async def stop(self) -> None:
         """Closes streams and port; members that train go on without a scheduler."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.life.stop()
         loop = asyncio.get_running_loop()
         resigned = loop.run_in_executor(None, self._candidacy.close) if self._candidacy is not None else None
         if self._server is not None:
@@ -195,10 +168,10 @@ class SchedulerServer:
         loop = asyncio.get_running_loop()
 
         def elected() -> None:
-            loop.call_soon_threadsafe(lambda: self._begin(self._come_to_lead(), "election"))
+            loop.call_soon_threadsafe(lambda: self.life.begin(self._come_to_lead(), "election"))
 
         def lost(reason: str) -> None:
-            loop.call_soon_threadsafe(lambda: self.end(f"it leads no more: {reason}", failed=True))
+            loop.call_soon_threadsafe(lambda: self.life.end(f"it leads no more: {reason}", failed=True))
 
         def here() -> set[str]:
             return self._streams.present(self.config.settings.heartbeat_timeout_s)
@@ -208,14 +181,14 @@ class SchedulerServer:
     async def _come_to_lead(self) -> None:
         try:
             chain = await self._lead()
-            self._begin(self._pulse(), "pulses")
+            self.life.begin(self._pulse(), "pulses")
             if self._candidacy is not None and self._candidacy.waited() and chain.finished:
                 # Members that were cut off, and newcomers that are still starting, are to hear of it from somebody.
                 self._stays = True
                 self._done("the job was finished while this scheduler stood by")
         except Exception as error:  # of any kind: the election would go on prolonging a lease in vain
             words = str(error) if isinstance(error, ChaosError) else f"{type(error).__name__}: {error}"
-            self.end(f"{CANNOT_LEAD}: {words}", failed=True)
+            self.life.end(f"{CANNOT_LEAD}: {words}", failed=True)
 
     async def _lead(self) -> fx.Chain:
         """Takes the chain; from now on members are let in."""
@@ -234,7 +207,7 @@ class SchedulerServer:
         met = {member for view in chain.views for member in view.ids()}
         self._streams.keys = KeyIssuer(self.config.settings, secret_channel=secret_channel, members=met)
         self._driver.machine = self._make_machine(self.config.settings, chain)
-        self._begin(self._drive(), "scheduler machine")
+        self.life.begin(self._drive(), "scheduler machine")
         return chain
 
     def _take(self) -> fx.Chain:
@@ -263,7 +236,7 @@ class SchedulerServer:
             await self._driver.drive(self._streams)
             await self._begin_again()
         except StoreError as error:
-            self.end(f"the store failed: {error}", failed=True)
+            self.life.end(f"the store failed: {error}", failed=True)
 
     async def _begin_again(self) -> None:
         """An operator has ended the job: its chain is put away, and whoever is here comes again, to an empty one."""
@@ -280,14 +253,14 @@ class SchedulerServer:
         if effect.again:
             self._driver.stop()
         elif effect.deposed:
-            self.end(effect.reason, failed=True)
+            self.life.end(effect.reason, failed=True)
         else:
             self._done(effect.reason)
 
     def _done(self, reason: str) -> None:
         if not self._done_reason:
             self._done_reason = reason
-            asyncio.get_running_loop().call_later(self.config.settings.linger_timeout_s, self.end, reason)
+            asyncio.get_running_loop().call_later(self.config.settings.linger_timeout_s, self.life.end, reason)
 
     def _noted(self, name: str) -> None:
         """A member may have come that knows of what this store lacks."""
@@ -303,7 +276,7 @@ class SchedulerServer:
         assert self._driver.machine is not None
         here = self._driver.machine.snapshot().get("members", ())
         if not any(member["connected"] for member in here):
-            self.end(
+            self.life.end(
                 f"{GAVE_WAY}: members know what {self._writer.chain.place} lacks; start a scheduler on the "
                 "store that holds it",
                 failed=True,
@@ -316,11 +289,11 @@ class SchedulerServer:
             self._idle_since = now
         idle = now - self._idle_since
         if self._done_reason and not self._streams.standing and not self._stays:
-            self.end(self._done_reason)
+            self.life.end(self._done_reason)
         elif self.config.idle_timeout_s and idle > self.config.idle_timeout_s:
             chain = self._writer.opened
             place = chain.place if chain is not None else "its store"  # it may never have led
-            self.end(f"no member for {self.config.idle_timeout_s:g} s; the chain stays in {place}")
+            self.life.end(f"no member for {self.config.idle_timeout_s:g} s; the chain stays in {place}")
 
     # ------------------------------------------------------------------ time, and facts
 
@@ -372,7 +345,7 @@ async def serve(
     try:
         await server.start()
         on_started(server)
-        return await server.ended(), server.failed
+        return await server.life.ended(), server.life.failed
     finally:
         with contextlib.suppress(ChaosError):
             await server.stop()

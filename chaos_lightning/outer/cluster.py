@@ -48,6 +48,7 @@ from chaos_lightning.outer.messages import (
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
+    TICKS,
     Agreement,
     Covered,
     IncarnationId,
@@ -230,10 +231,8 @@ class ClusterMachine:
         self.agreement = agreement
         self.process = process
         self.overlap = overlap
-        self.inner_steps = OuterSettings.of_words(agreement.settings).inner_steps
+        self.inner_steps = self._usual_steps = OuterSettings.of_words(agreement.settings).inner_steps
         """From one push to the next, at least."""
-        self.shared = agreement.length > 0
-        """Whether it trains only what it is leased."""
         self.phase = Phase.WAITING
         self.term = 0
         self.incarnation: IncarnationId | None = None
@@ -333,6 +332,26 @@ class ClusterMachine:
         return samples, steps
 
     @property
+    def reckoned(self) -> JobProgress:
+        """How far the job is by this cluster's own reckoning: its base, and what it has trained since at its pace."""
+        samples, steps = self.since_base
+        ticks = steps * TICKS * self._usual_steps // max(1, self.inner_steps)
+        return JobProgress(self.job.samples + samples, self.job.ticks + ticks, self.job.epoch)
+
+    @property
+    def waits_for(self) -> str:
+        """What must come before it trains on, or may go, in words."""
+        if self.incarnation is None:
+            return "the parameter server to let it in"
+        if self.phase is not Phase.TRAINING:
+            return "the newest version" if self.base != NO_VERSION or self.fetching != NO_VERSION else "a first version"
+        if self.open is not None:
+            return f"the answer to push {self.open.push}"
+        if self.verdict:
+            return "the end of the job: other clusters train, or its last version is being written"
+        return "samples to train, or the last version to be durable"
+
+    @property
     def at_risk(self) -> int:
         """Inner steps that no durable version holds."""
         kept = [offer for push, offer in self.kept.items() if self._in.get(push, self.newest) > self._durable]
@@ -350,8 +369,8 @@ class ClusterMachine:
 
     @property
     def dry(self) -> bool:
-        """It shares the data and has no position left to train."""
-        return self.shared and not self.free_spans()
+        """It shares the data, so that it trains only what it is leased, and has no position left to train."""
+        return self.agreement.length > 0 and not self.free_spans()
 
     # ------------------------------------------------------------------ events
 

@@ -78,7 +78,8 @@ class ClusterOptions:
         """
         if unknown := sorted(set(given) - set(declared(cls))):
             raise ConfigurationError(f"unknown settings {unknown}; expected some of {sorted(declared(cls))}")
-        known = {name: made for name, made in declared(cls).items() if name != "server"}
+        # Under torchrun CHAOS_JOB names the job of a cluster's ranks, and CHAOS_NAME one of them.
+        known = {name: made for name, made in declared(cls).items() if name not in ("server", "job", "name")}
         values = from_environment(known, environ) | {k: v for k, v in given.items() if v is not None}
         values["server"] = values.get("server") or environ.get(VARIABLE, "")
         values["name"] = values.get("name") or f"{host_name()}-{os.getpid()}"

@@ -17,6 +17,9 @@ from chaos_lightning.outer.kernel import freeze, settle
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.types import PushAnswer, PushId
 
+RESETS = 2
+"""Rejections in a row at which the inner optimizer begins anew."""
+
 
 class OuterContent:
     """See the module. Methods but for `encode` are the training thread's.
@@ -32,6 +35,7 @@ class OuterContent:
         frozen: f of the push that was frozen last, until the adoption after its answer.
         pending: That push, until it is answered.
         pushes: What pushes hold that are open or kept.
+        rejections: In a row.
     """
 
     def __init__(self, replica: Replica, grid: Grid, codec: Codec) -> None:
@@ -41,6 +45,7 @@ class OuterContent:
         self.frozen: Tensor | None = None
         self.pending: PushId | None = None
         self.pushes: dict[PushId, Part] = {}
+        self.rejections = 0
 
     def format_of(self, *, founding: bool) -> Format:
         """Of a push."""
@@ -65,6 +70,9 @@ class OuterContent:
         """What becomes of the residual (O10)."""
         if answer is PushAnswer.REJECTED:
             self.residual = None
+            self.rejections += 1
+        elif answer is PushAnswer.ACCEPTED:
+            self.rejections = 0
         if push != self.pending:
             return  # opened again by a rollback: what the codec left out of it was kept when it was first accepted
         if answer is not PushAnswer.ACCEPTED:
@@ -73,6 +81,11 @@ class OuterContent:
             assert self.frozen is not None
             settle(self.base, self.frozen, self.pushes[push], self.residual)
         self.pending = None
+
+    @property
+    def resets_optimizer(self) -> bool:
+        """After so many rejections in a row the state of the inner optimizer goes, too (O10)."""
+        return self.rejections >= RESETS
 
     def adopt(self, version: Part, *, outright: bool) -> None:
         """Takes a version over; `outright`: what was trained since the freezing is gone."""

@@ -29,6 +29,7 @@ from chaos_lightning.control.channel import (
     explain,
     facts_of_leader,
 )
+from chaos_lightning.control.reviving import Reviver
 from chaos_lightning.errors import ChaosError, RefusedError, SchedulerUnreachableError, WireError
 from chaos_lightning.machine.forks import only_here
 from chaos_lightning.membership.leader_search import Conversation, LeaderSearch
@@ -48,10 +49,6 @@ SILENT_S = 3.0
 _HELD_UP_S = 0.5
 """A thread that woke so much too late was held up itself, and judges nobody by that."""
 _GOODBYE_TIMEOUT_S = 1.0
-_REVIVE_AFTER = 3
-"""Failed attempts in a row after which `revive` is called."""
-_FIRST_REVIVE_PAUSE_S = 1.0
-"""After the first of these calls; twice as long after each further one, up to half a minute, until somebody answers."""
 _MAX_OUTBOX = 65536
 
 _WORDS = {"Attend": (FROM_CLUSTER, TO_CLUSTER), "Follow": (FROM_FOLLOWER, TO_FOLLOWER)}
@@ -150,15 +147,13 @@ class ControlClient(threading.Thread):
         self._on_message = on_message
         self._on_disconnected = on_disconnected
         self._on_trouble = on_trouble
-        self._revive = revive
-        self._silent_s = SILENT_S if len(endpoints) == 1 else SILENT_S / 2
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._reviver = Reviver(revive, self._inbox.put)
+        self._silent_s = SILENT_S if len(endpoints) == 1 else SILENT_S / 2
         self._stream: _Stream | None = None
         """The one that `say` uses."""
         self._stopping = False
         self._told = ""
-        self._reviving: threading.Thread | None = None
-        self._revive_at, self._revive_pause_s = 0.0, _FIRST_REVIVE_PAUSE_S
 
     # ------------------------------------------------------------------ any thread
 
@@ -188,7 +183,7 @@ class ControlClient(threading.Thread):
                 return
             if answered:
                 self._told = ""
-                self._revive_at, self._revive_pause_s = 0.0, _FIRST_REVIVE_PAUSE_S
+                self._reviver.answered()
                 self._on_disconnected(str(reason))
             elif not isinstance(reason, StandbyError):
                 self._tell(reason)
@@ -197,8 +192,8 @@ class ControlClient(threading.Thread):
             pause_s = self._search.ended(
                 Conversation(answered, silent, standby, leader), time.monotonic(), random.random()
             )
-            if pause_s and self._search.failures >= _REVIVE_AFTER:
-                self._try_to_revive()
+            if pause_s:
+                self._reviver.try_it(self._search.failures)
             deadline = time.monotonic() + pause_s
             while not self._stopping and (left := deadline - time.monotonic()) > 0:
                 self._next(left)
@@ -217,23 +212,6 @@ class ControlClient(threading.Thread):
         if isinstance(item, ChaosError):
             self._tell(item)
         return item
-
-    def _try_to_revive(self) -> None:
-        """One helper thread at a time; the function itself decides whether it is its turn."""
-        revive, now = self._revive, time.monotonic()
-        if revive is None or now < self._revive_at or (self._reviving is not None and self._reviving.is_alive()):
-            return
-        # What cannot start, or ends at once (its disk is full), is tried ever more seldom.
-        self._revive_at, self._revive_pause_s = now + self._revive_pause_s, min(30.0, 2 * self._revive_pause_s)
-
-        def work() -> None:
-            try:
-                revive()
-            except ChaosError as error:
-                self._inbox.put(error)
-
-        self._reviving = threading.Thread(target=work, name="chaos-outer-revive", daemon=True)
-        self._reviving.start()
 
     def _converse(self) -> tuple[bool, ChaosError]:
         """One stream to its end: whether the leader said anything, and why it ended."""

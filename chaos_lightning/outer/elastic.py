@@ -55,15 +55,14 @@ from chaos_lightning.outer.messages import ClusterHello, Holder, PushAnswered, W
 from chaos_lightning.outer.push_serving import PushServing
 from chaos_lightning.outer.ranks_say import RankSays, event_of, read_text, text_of, tree_of, value_of, words_of_event
 from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.session import AGAIN_S, FETCH_S, RESETS, STEPS_TOLD_S, Boundary
+from chaos_lightning.outer.session import AGAIN_S, FETCH_S, STEPS_TOLD_S, Boundary
 from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.training_rates import TrainingRates
 from chaos_lightning.outer.types import (
     NO_VERSION,
-    TICKS,
     Agreement,
     Covered,
     JobProgress,
-    PushAnswer,
     PushId,
     VersionId,
 )
@@ -81,7 +80,6 @@ POLL_S = 0.05
 """While the ranks wait, the first one has them meet so often at least; sooner if there is news."""
 SOON_S = 0.005
 """And so often while others are about to have what it has already."""
-_FADE = 0.9
 
 
 class InnerJob(Protocol):
@@ -107,7 +105,7 @@ class _Step:
 
     samples: int = 0
     since: float = field(default_factory=time.monotonic)
-    rates: tuple[float, float] = (0.0, 0.0)
+    rates: TrainingRates = field(default_factory=TrainingRates)
 
 
 @dataclass(slots=True)
@@ -170,7 +168,6 @@ class ElasticCluster:
         self._machine: ClusterMachine | None = None
         self._landing: Tensor | None = None
         """While the state of others arrives: their machine, as text."""
-        self._rejections = 0
         self._leased = _Leased() if agreement.length else None
         """None where the cluster has its own data."""
         self._first = False
@@ -246,24 +243,14 @@ class ElasticCluster:
 
     def waits_for(self) -> str:
         """In words."""
-        machine, where = self.machine, ",".join(self.options.endpoints)
         if self._attendant is not None and self._attendant.trouble:
-            return f"the parameter server at {where}: {self._attendant.trouble}"
-        if machine.incarnation is None:
-            return f"the parameter server at {where} to let it in"
-        if machine.phase is not Phase.TRAINING:
-            return "the newest version" if machine.fetching != NO_VERSION else "a first version"
-        if machine.open is not None:
-            return f"the answer to push {machine.open.push}"
-        return "the end of the job: other clusters train, or its last version is being written"
+            return f"the parameter server at {','.join(self.options.endpoints)}: {self._attendant.trouble}"
+        return self.machine.waits_for
 
     @property
     def reckoned(self) -> JobProgress:
         """How far the job is by this cluster's own reckoning."""
-        machine = self.machine
-        samples, steps = machine.since_base
-        ticks = steps * TICKS * self._settings.inner_steps // max(1, machine.inner_steps)
-        return JobProgress(machine.job.samples + samples, machine.job.ticks + ticks, machine.job.epoch)
+        return self.machine.reckoned
 
     # ------------------------------------------------------------------ coming in
 
@@ -324,7 +311,7 @@ class ElasticCluster:
             "machine": self._machine.facts(),
             "nonce": self._machine.nonce,
             "pending": self._content.pending,
-            "rejections": self._rejections,
+            "rejections": self._content.rejections,
             "holders": [(h.name, h.endpoint, h.key_name, h.key) for h in self._serving.holders],
             "over": self.over,
             "tape": (leased.tape.number, leased.tape.epoch, leased.tape.pieces, leased.spent) if leased else None,
@@ -362,7 +349,7 @@ class ElasticCluster:
         facts = read_text(bytes(landing.numpy()))
         self._machine = self._make(facts["nonce"])
         self._machine.restore(facts["machine"])
-        self._content.pending, self._rejections = facts["pending"], facts["rejections"]
+        self._content.pending, self._content.rejections = facts["pending"], facts["rejections"]
         self._serving.holders = tuple(Holder(*each) for each in facts["holders"])
         self.over = facts["over"]
         if facts["tape"] is not None:
@@ -388,7 +375,7 @@ class ElasticCluster:
             fetched[0] if fetched is not None else NO_VERSION,
             (encoded[0], encoded[2]) if encoded is not None and self._serving.holders else None,
             self._step.samples,
-            self._step.rates,
+            (self._step.rates.samples_per_s, self._step.rates.steps_per_s),
             self._reason,
             self._leaves,
             self._failed,
@@ -425,7 +412,7 @@ class ElasticCluster:
             spent: Places on the tape that are spent with it, if it is a step.
 
         Raises:
-            StateError: This rank's push is not the others'.
+            StateError: This rank's push is not the others', or a rank cannot go on.
         """
         began = time.monotonic()
         machine = self.machine
@@ -447,8 +434,10 @@ class ElasticCluster:
         for event in first.events:
             found = self._feed(event_of(*event), found)
         found = self._agree(ranks, said, found)
-        if first.failed and not self.over:
-            self.over = first.failed
+        if failed := next((each.failed for each in said if each.failed), ""):
+            if self.base != NO_VERSION:
+                raise StateError(failed)
+            self.over = self.over or failed
         if self._leased is not None:
             self._leased.grow(self.machine.free_spans(), anew=found.outright)
         if len(ranks) == 1:
@@ -503,9 +492,9 @@ class ElasticCluster:
                 self._content.freeze(push)
                 self._resume_encoding()
             case cl.Settle(push, answer):
-                self._settle(push, answer)
+                self._content.settle(push, answer)
             case cl.Adopt(version, outright):
-                reset = outright and self._rejections >= RESETS
+                reset = outright and self._content.resets_optimizer
                 self._adopt(version, outright=outright)
                 return Boundary(version, found.outright or outright, found.reset_optimizer or reset)
             case cl.Free(push):
@@ -539,6 +528,9 @@ class ElasticCluster:
                 return
             if (error := encoded.exception()) is not None:
                 _log.error("push %s could not be encoded", push, exc_info=error)
+                with self._changed:
+                    self._failed = f"rank {self._me} could not encode push {push}: {error!r}"
+                    self._changed.notify_all()
                 return
             part = encoded.result()
             manifest = part.hash
@@ -563,13 +555,6 @@ class ElasticCluster:
         # Nobody asks for it before it is offered, which is when the next commit is known.
         self._serving.serve(self._content.pushes)
         return self._feed(cl.Frozen(push, manifest), found)
-
-    def _settle(self, push: PushId, answer: PushAnswer) -> None:
-        if answer is PushAnswer.REJECTED:
-            self._rejections += 1
-        elif answer is PushAnswer.ACCEPTED:
-            self._rejections = 0
-        self._content.settle(push, answer)
 
     def _free(self, push: PushId) -> None:
         self._content.pushes.pop(push, None)
@@ -732,14 +717,8 @@ class ElasticCluster:
             self._untold = (self._untold[0] + steps, self._untold[1] + samples)
             if now - self._steps_told > STEPS_TOLD_S:
                 self._tell_steps()
-        took_s, step = now - self._step.since, self._step
-        if took_s > 0:
-            rates = samples / took_s, steps / took_s
-            step.rates = tuple(  # type: ignore[assignment]
-                new if not before or not new else 1 / (_FADE / before + (1 - _FADE) / new)
-                for before, new in zip(step.rates, rates, strict=True)
-            )
-        step.samples = 0
+        self._step.rates.take(samples, steps, now - self._step.since)
+        self._step.samples = 0
 
     # ------------------------------------------------------------------ what is judged
 

@@ -151,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _store(options) as store:
         chain = load_chain(store)
     tensors, progress = read_version(chain, options.folder, options.job, given.version)
+    # The user's own file, named by hand: Lightning's checkpoints hold objects of the user's classes.
     like = torch.load(given.like, map_location="cpu", weights_only=False) if given.like is not None else None
     torch.save(checkpoint_of(tensors, progress, like), given.file)
     found = durable_version(chain, given.version)[0]

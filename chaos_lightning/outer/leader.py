@@ -19,6 +19,7 @@ it decides nothing more (O7).
 
 from __future__ import annotations
 
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer.attendance import Attendance, ClusterState
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.dealing import Dealer
@@ -32,6 +33,7 @@ from chaos_lightning.outer.effects import (
     TimePassed,
 )
 from chaos_lightning.outer.ending import Ending
+from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.leader_desk import LeaderDesk
 from chaos_lightning.outer.messages import (
     Applied,
@@ -63,6 +65,7 @@ from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.shards import Follower, Shards
 from chaos_lightning.outer.types import (
     NO_VERSION,
+    Agreement,
     Body,
     Cut,
     Durable,
@@ -185,6 +188,8 @@ class LeaderMachine:
 
     def _hear(self, conn: int, message: FromCluster | FromFollower) -> None:
         clusters, followers = self.attendance.clusters, self.shards.followers
+        if isinstance(message, Staged | Applied | Written | Missing | Trouble) and message.follower not in followers:
+            return  # it was said before its hello, which will tell all that matters
         match message:
             case ClusterHello():
                 self._on_cluster(conn, message)
@@ -225,6 +230,11 @@ class LeaderMachine:
             desk.end(f"{hello.cluster} knows {lacking}, which this chain lacks: it is an older copy, or another's")
             return
         agreed = chain.agreement
+        if agreed is None and (words := _impossible(hello.agreement)):
+            reason = f"{hello.cluster} cannot begin this job: {words}"
+            desk.note("cluster_refused", of=hello.cluster, reason=reason)
+            desk.send(conn, Dismissed(self.term, reason, again=False))
+            return
         if agreed is not None and (words := agreed.difference(hello.agreement)):
             reason = f"{hello.cluster} cannot join this job, which {chain.by} began: {words}"
             desk.note("cluster_refused", of=hello.cluster, reason=reason)
@@ -367,3 +377,13 @@ class LeaderMachine:
         if served is not None:
             self.rounds.served(self.desk.now, served)
             self.attendance.tell_all(Served(self.term, served, self.chain.progress(served)))
+
+
+def _impossible(agreement: Agreement) -> str:
+    """Why no job can have this agreement; "" if one can."""
+    try:
+        OuterSettings.of_words(agreement.settings)
+        Grid(tuple(tensor.elements for tensor in agreement.tensors), agreement.block)
+    except ConfigurationError as error:
+        return str(error)
+    return "" if agreement.length >= 0 else f"an epoch cannot have {agreement.length} positions"

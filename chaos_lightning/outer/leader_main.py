@@ -89,7 +89,7 @@ def run(options: LeaderOptions) -> int:
 
         def stop(number: signal.Signals) -> None:
             stopped.append(number)
-            server.end(f"stopped by {number.name}")
+            server.life.end(f"stopped by {number.name}")
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop, number)

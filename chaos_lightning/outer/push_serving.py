@@ -23,7 +23,7 @@ from chaos_lightning.security.credentials import Secret
 
 
 class PushServing:
-    """See the module. Methods but for `dial` are the training thread's.
+    """See the module. One thread at a time, but for `dial`.
 
     Args:
         options: Of the cluster.

@@ -86,7 +86,7 @@ class RankSays:
         rates: Samples and steps a second, as it measures.
         over: Why the loop of all ranks is over; "" before.
         leaves: The cluster is to leave.
-        failed: Why the server will not have this cluster.
+        failed: Why the server will not have this cluster, or why this rank cannot go on.
         events: What the machines are to hear, if it is the first rank.
     """
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from chaos_lightning.control.auth_interceptor import AuthInterceptor, Service
+from chaos_lightning.control.server_life import ServerLife
 from chaos_lightning.control.store import StoreFactory
 from chaos_lightning.errors import ChaosError, StoreError
 from chaos_lightning.events.events import EventLog
@@ -81,14 +82,13 @@ class OuterServer:
     ) -> None:
         self.config = config
         self.port = config.port
-        self.failed = False
-        """Whether the reason of `ended` is a failure (store lost, deposed, error of ours)."""
         self._events = events
         self._standing = standing
         self._started = time.monotonic()
         self._idle_since = time.monotonic()
-        self._ended: asyncio.Future[str] | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self.life = ServerLife(
+            events.emit, lambda why, failed: events.emit("outer_leader_ended", reason=why, failed=failed)
+        )
         self._server: Any = None
         self._over = asyncio.Event()
         """The machine decides nothing more."""
@@ -108,7 +108,7 @@ class OuterServer:
             StoreError: The store cannot be used.
         """
         check_bind(self.config.host, self.config.secret)
-        self._ended = asyncio.get_running_loop().create_future()
+        self.life.start()
         self._server, self.port = await self._auth.open(self.config.host, self.config.port)
         calls = service.OuterService(
             streams=self._streams,
@@ -127,22 +127,9 @@ class OuterServer:
         else:
             await self._server.start()
             self._stand(self._standing)
-        self._begin(self._tick(), "ticks")
-        self._begin(self._pulse(), "pulses")
+        self.life.begin(self._tick(), "ticks")
+        self.life.begin(self._pulse(), "pulses")
         return self.port
-
-    def _begin(self, work: Coroutine[Any, Any, None], where: str) -> None:
-        """A task that `stop` ends. One that fails ends the leader: without it the others would only seem to work."""
-
-        def look(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                # The machine is void after an error of ours; the chain is not. Whoever starts anew continues it.
-                self._events.emit("error", text=f"{type(error).__name__}: {error}", where=where)
-                self.end(f"internal error: {type(error).__name__}: {error}", failed=True)
-
-        task = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(look)
-        self._tasks.append(task)
 
     @property
     def endpoint(self) -> str:
@@ -154,23 +141,9 @@ class OuterServer:
         """The job has ended."""
         return self._driver.done is not None and self._driver.done.finished
 
-    async def ended(self) -> str:
-        """Waits until there is no reason to go on; returns why it ends."""
-        assert self._ended is not None, "start() comes first"
-        return await asyncio.shield(self._ended)
-
-    def end(self, reason: str, *, failed: bool = False) -> None:
-        """Makes `ended` return."""
-        if self._ended is not None and not self._ended.done():
-            self.failed = failed
-            self._events.emit("outer_leader_ended", reason=reason, failed=failed)
-            self._ended.set_result(reason)
-
     async def stop(self) -> None:
         """Closes streams and port; clusters train on without a leader."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.life.stop()
         loop = asyncio.get_running_loop()
         resigned = loop.run_in_executor(None, self._standing.close) if self._standing is not None else None
         if self._server is not None:
@@ -186,10 +159,10 @@ class OuterServer:
         loop = asyncio.get_running_loop()
 
         def elected() -> None:
-            loop.call_soon_threadsafe(lambda: self._begin(self._come_to_lead(), "election"))
+            loop.call_soon_threadsafe(lambda: self.life.begin(self._come_to_lead(), "election"))
 
         def lost(reason: str) -> None:
-            loop.call_soon_threadsafe(lambda: self.end(f"it leads no more: {reason}", failed=True))
+            loop.call_soon_threadsafe(lambda: self.life.end(f"it leads no more: {reason}", failed=True))
 
         standing.stand(self.endpoint, elected, lost, self._events.emit)
 
@@ -198,7 +171,7 @@ class OuterServer:
             await self._lead()
         except Exception as error:  # of any kind: the election would go on prolonging a lease in vain
             words = str(error) if isinstance(error, ChaosError) else f"{type(error).__name__}: {error}"
-            self.end(f"{CANNOT_LEAD}: {words}", failed=True)
+            self.life.end(f"{CANNOT_LEAD}: {words}", failed=True)
 
     async def _lead(self) -> None:
         """Takes the chain; from now on clusters and followers are let in."""
@@ -214,20 +187,20 @@ class OuterServer:
         if chain.last is not None:  # its leader may have been killed before it wrote of it
             self._events.emit("entry", **chain.last.fields())
         self._driver.machine = LeaderMachine(chain, term, self.config.followers)
-        self._begin(self._drive(), "leader machine")
+        self.life.begin(self._drive(), "leader machine")
 
     async def _drive(self) -> None:
         try:
             await self._driver.drive(self._streams, self._machine_is_done)
         except StoreError as error:
-            self.end(f"the store failed: {error}", failed=True)
+            self.life.end(f"the store failed: {error}", failed=True)
 
     def _machine_is_done(self, done: Done) -> None:
         self._over.set()
         if done.finished:
-            self._begin(self._linger(done.reason), "end of the job")
+            self.life.begin(self._linger(done.reason), "end of the job")
         else:
-            self.end(done.reason, failed=True)
+            self.life.end(done.reason, failed=True)
 
     async def _linger(self, reason: str) -> None:
         """Until all clusters have heard of the end and left; followers leave with the leader."""
@@ -238,7 +211,7 @@ class OuterServer:
             await asyncio.sleep(_TICK_S)
             if self._streams.count("Attend"):
                 seen = time.monotonic()
-        self.end(f"the job has ended: {reason}")
+        self.life.end(f"the job has ended: {reason}")
 
     async def _end_job(self, reason: str) -> tuple[bool, str]:
         """Waits for a durable version, and until the chain says that it was the last one."""
@@ -272,7 +245,7 @@ class OuterServer:
         if self._streams.count("Attend") or self._driver.machine is None:
             self._idle_since = now
         if self.config.idle_timeout_s and now - self._idle_since > self.config.idle_timeout_s:
-            self.end(f"no cluster for {self.config.idle_timeout_s:g} s; the chain stays in {self._store.place}")
+            self.life.end(f"no cluster for {self.config.idle_timeout_s:g} s; the chain stays in {self._store.place}")
 
     def _waits(self) -> tuple[str, str] | None:
         if self._driver.machine is not None:
@@ -310,6 +283,6 @@ async def serve(
     try:
         await server.start()
         on_started(server)
-        return await server.ended(), server.failed
+        return await server.life.ended(), server.life.failed
     finally:
         await server.stop()

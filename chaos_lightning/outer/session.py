@@ -6,9 +6,8 @@ and connections. The loop's thread alone touches the model: what the machine ask
 goes on meanwhile: the control stream, heartbeats, one that encodes pushes, one that fetches versions, and those that
 serve pushes.
 
-*Freezing* copies the parameters (f, fp32) and trains on; the push is encoded beside that. *Adopting* is theta <-
-theta_v + (theta - f) (docs/outer.md, O9), with the base in place of f where no push was accepted since the last
-adoption. Without overlap, and outright, it is theta <- theta_v.
+What freezing, settling and adopting do to base, residual and parameters is `OuterContent`'s (content.py); where pushes
+are asked for is `PushServing`'s.
 
 *Positions* of shared data are claimed before they are trained. What was claimed is nobody else's here, and after an
 outright adoption nothing is claimed any more: the loop must drop what it has not trained (`Boundary.outright`).
@@ -46,28 +45,25 @@ from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.codec import Part, codec_named
+from chaos_lightning.outer.content import OuterContent
 from chaos_lightning.outer.control_client import ControlClient
-from chaos_lightning.outer.fetching import drop_push, fetch_version, hold_push
-from chaos_lightning.outer.grid import Shard
+from chaos_lightning.outer.fetching import fetch_version
 from chaos_lightning.outer.hosting import host_for_cluster
-from chaos_lightning.outer.kernel import freeze, settle
-from chaos_lightning.outer.lines import SERVING, ParkedLines
 from chaos_lightning.outer.messages import Dismissed, Holder, ProcessPlace, PushAnswered, Welcomed
+from chaos_lightning.outer.push_serving import PushServing
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.training_rates import TrainingRates
 from chaos_lightning.outer.types import (
     NO_VERSION,
-    TICKS,
     Agreement,
     Covered,
     JobProgress,
-    PushAnswer,
     PushId,
     VersionId,
 )
 from chaos_lightning.protocol.spans import normalise, subtract
 from chaos_lightning.protocol.types import Span
-from chaos_lightning.replication.server import StateServer
 from chaos_lightning.security.credentials import Credentials
 
 _log = logging.getLogger("chaos_lightning")
@@ -80,9 +76,6 @@ TELL_S = 10.0
 """Who waits says for what so often."""
 STEPS_TOLD_S = 1.0
 """Inner steps are told in the event log at least so often."""
-RESETS = 2
-"""At so many rejections in a row the inner optimizer's state is to be reset (O10)."""
-_FADE = 0.9
 _LOOK_S = 0.25
 
 
@@ -120,12 +113,11 @@ class _Untold:
 
 
 class _Life:
-    """One incarnation: its machine, its stream, its parked connections."""
+    """One incarnation: its machine, its stream, and where its pushes are served."""
 
-    def __init__(self, machine: ClusterMachine) -> None:
-        self.machine = machine
+    def __init__(self, machine: ClusterMachine, serving: PushServing) -> None:
+        self.machine, self.serving = machine, serving
         self.client: ControlClient | None = None
-        self.lines: ParkedLines | None = None
         self.over = False
 
     def close(self) -> None:
@@ -133,8 +125,7 @@ class _Life:
         self.over = True
         if self.client is not None:
             self.client.close()
-        if self.lines is not None:
-            self.lines.close()
+        self.serving.close()
 
 
 class OuterSession:
@@ -160,36 +151,25 @@ class OuterSession:
         """Why this cluster's part is over; "" while it goes on."""
         self.progress = JobProgress()
         """The job's, with the base."""
-        self.on_push: Callable[[PushId, Part], None] = lambda push, part: None
-        """Called with each push before it is offered, in another thread; the part must not be changed."""
         self._events = events or EventLog(None)
         self._secret = Credentials.load(options.keys_dir, options.token_file)
         self._replica = replica
         self._grid = replica.grid(agreement.block)
         self._codec = codec_named(agreement.codec)
         self._settings = OuterSettings.of_words(agreement.settings)
-        self._server = StateServer(SERVING)
+        self._content = OuterContent(replica, self._grid, self._codec)
         self._changed = threading.Condition(threading.RLock())
         self._todo: deque[cl.ClusterEffect] = deque()
         """For the loop's thread."""
-        self._holders: tuple[Holder, ...] = ()
-        self._held: dict[PushId, tuple[Part, tuple[Shard, ...]]] = {}
-        """Pushes that are served, and how they are cut."""
         self._wanted = NO_VERSION
         self._fetched: tuple[VersionId, Part] | None = None
-        self._base: Part | None = None
-        self._pending: PushId | None = None
-        """Frozen last; its residual is not settled yet."""
-        self._frozen: Tensor | None = None
-        """f of that one, until the adoption after its answer."""
-        self._open: Part | None = None
-        self._residual: Tensor | None = None
         self._claimed: dict[int, tuple[Span, ...]] = {}
         self._own: list[Tensor] | None = None
         """What is trained, while the base is shown."""
         self._untold = _Untold()
-        self._rejections = 0
-        self._rates = (0.0, 0.0)
+        self._rates = TrainingRates()
+        self._error: ChaosError | None = None
+        """Why this cluster cannot go on."""
         self._rested_at = self._waits_since = 0.0
         self._trouble = ""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
@@ -201,7 +181,14 @@ class OuterSession:
         machine = ClusterMachine(
             options.name, place, os.urandom(8).hex(), agreement, process=here, overlap=options.overlap
         )
-        self._life = _Life(machine)
+        self._life = self._live(machine)
+
+    def _live(self, machine: ClusterMachine) -> _Life:
+        me = machine  # its name is known once it is welcomed
+        serving = PushServing(
+            self.options, self._secret, self._grid, lambda: str(me.incarnation or ""), self._events.emit
+        )
+        return _Life(machine, serving)
 
     # ------------------------------------------------------------------ what others may ask
 
@@ -228,12 +215,9 @@ class OuterSession:
 
     @property
     def reckoned(self) -> JobProgress:
-        """How far the job is by this cluster's own reckoning: its base, and what it has trained since at its pace."""
+        """How far the job is by this cluster's own reckoning."""
         with self._changed:
-            machine = self._life.machine
-            samples, steps = machine.since_base
-            ticks = steps * TICKS * self._settings.inner_steps // max(1, machine.inner_steps)
-            return JobProgress(self.progress.samples + samples, self.progress.ticks + ticks, self.progress.epoch)
+            return self._life.machine.reckoned
 
     @property
     def at_risk(self) -> int:
@@ -249,7 +233,7 @@ class OuterSession:
         Raises:
             RefusedError: The server does not let this cluster in; says why.
             ConfigurationError: The job differs; says in what, and from whose.
-            DeadlineError: Nobody answered in time (in the error's words: what was tried).
+            DeadlineError: Nobody answered in time; says what was waited for.
         """
         host_for_cluster(self.options)
         self._begin(self._life)
@@ -273,6 +257,9 @@ class OuterSession:
             covers: Positions that they used, where data are shared.
             steps: How many.
             loss: Of the last one, for the log.
+
+        Raises:
+            ChaosError: This cluster cannot go on.
         """
         began = time.monotonic()
         self._measure(samples, steps, began)
@@ -322,9 +309,9 @@ class OuterSession:
 
     def show_base(self) -> None:
         """The model's parameters are the base's until `show_own`; nothing may be trained meanwhile."""
-        if self._own is None and self._base is not None:
+        if self._own is None and self._content.base is not None:
             self._own = self._replica.copies()
-            self._replica.adopt(self._base, None)
+            self._replica.adopt(self._content.base, None)
 
     def show_own(self) -> None:
         """The parameters are what is trained again. Idempotent."""
@@ -354,7 +341,6 @@ class OuterSession:
         self._life.close()
         for life in self._old:
             life.close()
-        self._server.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
         for thread in self._threads:
             thread.join(5.0)
@@ -366,7 +352,13 @@ class OuterSession:
         return bool(self.over) or (machine.phase is Phase.TRAINING and not machine.waits)
 
     def _rest(self, done: Callable[[], bool], timeout_s: float | None = None) -> Boundary:
-        """Carries out what is due, at least once, and then until `done`; what was adopted meanwhile."""
+        """Carries out what is due, at least once, and then until `done`; what was adopted meanwhile.
+
+        Raises:
+            ChaosError: This cluster cannot go on.
+            DeadlineError: It is not `done` by then.
+            DepartedError: The session was closed.
+        """
         began = told = self._waits_since = time.monotonic()
         found = Boundary()
         while True:
@@ -374,9 +366,13 @@ class OuterSession:
             with self._changed:
                 if self._closing.is_set():
                     raise DepartedError("this outer session was closed")
+                if self._error is not None:
+                    raise self._error
                 if done() and not self._todo:
                     return found
-                self._changed.wait_for(lambda: bool(self._todo) or done() or self._closing.is_set(), _LOOK_S)
+                self._changed.wait_for(
+                    lambda: bool(self._todo or self._error) or done() or self._closing.is_set(), _LOOK_S
+                )
             now = time.monotonic()
             if timeout_s is not None and now - began > timeout_s and not done():
                 raise self._overdue(timeout_s)
@@ -389,20 +385,9 @@ class OuterSession:
 
     def _waits_for(self) -> str:
         """In words."""
-        machine, where = self._life.machine, ",".join(self.options.endpoints)
         if self._trouble:
-            return f"the parameter server at {where}: {self._trouble}"
-        if machine.incarnation is None:
-            return f"the parameter server at {where} to let it in"
-        if machine.phase is not Phase.TRAINING:
-            return (
-                "the newest version" if machine.base != NO_VERSION or self._wanted != NO_VERSION else "a first version"
-            )
-        if machine.open is not None:
-            return f"the answer to push {machine.open.push}"
-        if machine.verdict:
-            return "the end of the job: other clusters train, or its last version is being written"
-        return "samples to train, or the last version to be durable"
+            return f"the parameter server at {','.join(self.options.endpoints)}: {self._trouble}"
+        return self._life.machine.waits_for
 
     def _carry_out(self, found: Boundary) -> Boundary:
         """What waits for the loop's thread, in order; with what was found before."""
@@ -414,79 +399,49 @@ class OuterSession:
                 effect = self._todo.popleft()
             match effect:
                 case cl.Freeze(push, base):
-                    self._freeze(push, founding=base == NO_VERSION)
+                    self._freeze(push, base)
                 case cl.Settle(push, answer):
-                    self._settle(push, answer)
+                    self._content.settle(push, answer)
                 case cl.Adopt(version, outright):
-                    reset = outright and self._rejections >= RESETS
+                    reset = outright and self._content.resets_optimizer
                     self._adopt(version, outright)
                     found = Boundary(version, found.outright or outright, found.reset_optimizer or reset)
+                case cl.Free(push):
+                    self._free_push(push)
                 case cl.Over(reason, again):
                     self._end_of_life(reason, again)
                     found = Boundary(found.adopted, True, found.reset_optimizer)
 
-    def _freeze(self, push: PushId, *, founding: bool) -> None:
+    def _freeze(self, push: PushId, base: VersionId) -> None:
         self._tell_steps()
-        began = time.monotonic()
-        frozen = self._replica.read(self._grid)
-        self._pending, self._frozen = push, frozen
-        machine = self._life.machine
-        covered = machine.covering
-        if self._codec.residual and self._residual is None:
-            self._residual = frozen.new_zeros(frozen.shape)
-        self._worker.submit(self._encode, self._life, push, frozen, covered, founding, began)
+        began, covered = time.monotonic(), self._life.machine.covering
+        self._content.freeze(push)
+        self._worker.submit(self._encode, self._life, push, base, covered, began)
 
-    def _encode(
-        self, life: _Life, push: PushId, frozen: Tensor, covered: cl.Unpushed, founding: bool, began: float
-    ) -> None:
+    def _encode(self, life: _Life, push: PushId, base: VersionId, covered: cl.Unpushed, began: float) -> None:
         """In the worker's thread."""
         try:
-            whole = self._grid.whole
-            if founding:
-                part = Part.encoded(whole, self._codec.version, frozen)
-            else:
-                assert self._base is not None
-                part = Part.empty(whole, self._codec.push)
-                freeze(self._base, frozen, part, self._residual)
-            self.on_push(push, part)
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._holders) or self._closing.is_set())
-                if self._closing.is_set():
-                    return
-                shards = self._shards()
-                manifest = hold_push(self._server, push, part, shards)
-                self._held[push] = (part, shards)
-                if self._pending == push:
-                    self._open = part
-            self._events.emit(
-                "push_frozen",
-                push=str(push),
-                base=str(life.machine.base),
-                steps=covered.steps,
-                samples=covered.samples,
-                nbytes=part.data.numel(),
-                seconds=round(time.monotonic() - began, 6),
-            )
-            self._feed(life, cl.Frozen(push, manifest))
-        except Exception:
-            _log.exception("cluster %s could not encode push %s", self.options.name, push)
-            self._fail(f"push {push} could not be encoded; its log has the reason")
-
-    def _settle(self, push: PushId, answer: PushAnswer) -> None:
-        if answer is PushAnswer.REJECTED:
-            self._rejections += 1
-            self._residual = None
-        elif answer is PushAnswer.ACCEPTED:
-            self._rejections = 0
-        if push != self._pending:
-            return  # opened again by a rollback: what the codec left out of it was kept when it was first accepted
-        if answer is PushAnswer.ACCEPTED:
-            if self._residual is not None and self._base is not None and self._open is not None:
-                assert self._frozen is not None
-                settle(self._base, self._frozen, self._open, self._residual)
-        else:
-            self._frozen = None
-        self._pending = self._open = None
+            part = self._content.encode()
+            manifest = part.hash
+        except Exception as error:
+            if not life.over:  # else its content is gone
+                self._fail(StateError(f"push {push} could not be encoded: {error!r}"))
+            return
+        with self._changed:
+            if life.over:
+                return
+            self._content.pushes[push] = part
+            life.serving.serve({push: part})
+        self._events.emit(
+            "push_frozen",
+            push=str(push),
+            base=str(base),
+            steps=covered.steps,
+            samples=covered.samples,
+            nbytes=part.data.numel(),
+            seconds=round(time.monotonic() - began, 6),
+        )
+        self._feed(life, cl.Frozen(push, manifest))
 
     def _tell_steps(self) -> None:
         """Into the log: before what is frozen or adopted, so that what that covers or discards stands before it."""
@@ -501,12 +456,9 @@ class OuterSession:
         assert self._fetched[0] == version
         _, part = self._fetched
         self._fetched = None
-        frozen: Part | None = None
         # Without overlap nothing has been trained since, but after a void.
-        if not outright and (self.options.overlap or self._life.machine.since_base[1]):
-            frozen = Part.of(self._grid.whole, self._frozen) if self._frozen is not None else self._base
-        self._replica.adopt(part, frozen)
-        self._base, self._frozen = part, None
+        exact = outright or not (self.options.overlap or self._life.machine.since_base[1])
+        self._content.adopt(part, outright=exact)
         with self._changed:
             self.progress = self._life.machine.job
             own = self._life.machine.since_base[1]
@@ -531,13 +483,16 @@ class OuterSession:
             return
         _log.warning("cluster %s comes in again: %s", self.options.name, reason)
         with self._changed:
-            self._life = _Life(old.machine.anew())
-            self._todo.clear()
-            self._claimed.clear()
-            self._wanted, self._fetched, self._frozen, self._pending, self._open = NO_VERSION, None, None, None, None
-            self._residual = None
             old.over = True
             self._old.append(old)
+            self._life = self._live(old.machine.anew())
+            self._todo.clear()
+            self._claimed.clear()
+            self._wanted, self._fetched = NO_VERSION, None
+            self._content.forget()
+            for push in set(self._content.pushes) - set(self._life.machine.kept):
+                self._free_push(push)
+            self._let_go()
         if old.client is not None:
             old.client.close()
         self._begin(self._life)
@@ -562,17 +517,8 @@ class OuterSession:
         def trouble(error: ChaosError) -> None:
             self._trouble = str(error)
             if isinstance(error, RefusedError) and life.machine.incarnation is None:
-                self._fail(str(error))
+                self._fail(error)
 
-        life.lines = ParkedLines(
-            self._server,
-            job=self.options.job,
-            me=lambda: str(life.machine.incarnation),
-            secret=self._secret,
-            note=self._events.emit,
-            links=self.options.links,
-            rate_bps=self.options.rate_bps,
-        )
         life.client = ControlClient(
             self.options.endpoints,
             self._secret,
@@ -585,9 +531,10 @@ class OuterSession:
         )
         life.client.start()
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, error: ChaosError) -> None:
+        """The loop's thread raises it."""
         with self._changed:
-            self.over = self.over or reason
+            self._error = self._error or error
             self._changed.notify_all()
 
     def _note(self, message: Any) -> None:
@@ -617,8 +564,6 @@ class OuterSession:
                     life.client.say(message)
             case cl.FetchVersion(version):
                 self._wanted = version
-            case cl.Free(push):
-                self._free_push(push)
             case cl.ReachHolders(holders):
                 self._reach(holders)
             case fx.OuterNote(name, fields):
@@ -627,27 +572,25 @@ class OuterSession:
                 self._todo.append(effect)
 
     def _reach(self, holders: tuple[Holder, ...]) -> None:
-        self._holders = holders
         for life in (self._life, *self._old):
-            if life.lines is not None:
-                life.lines.follow(holders)
-        shards = self._shards()
-        for push, (part, cut) in list(self._held.items()):
-            if cut != shards:
-                drop_push(self._server, push, cut)
-                hold_push(self._server, push, part, shards)
-                self._held[push] = (part, shards)
-
-    def _shards(self) -> tuple[Shard, ...]:
-        return self._grid.cut(len(self._holders))
+            life.serving.reach(holders)
+            mine = life.machine.incarnation
+            life.serving.serve({p: part for p, part in self._content.pushes.items() if p.incarnation == mine})
 
     def _free_push(self, push: PushId) -> None:
-        held = self._held.pop(push, None)
-        if held is not None:
-            drop_push(self._server, push, held[1])
-        needed = {p.incarnation for p in self._held}
-        for life in [life for life in self._old if life.machine.incarnation not in needed]:
-            self._old.remove(life)
+        with self._changed:
+            self._content.pushes.pop(push, None)
+            for life in (self._life, *self._old):
+                life.serving.drop(push)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of earlier incarnations whose pushes nobody asks for any more."""
+        with self._changed:
+            needed = {p.incarnation for p in self._content.pushes}
+            done = [life for life in self._old if life.machine.incarnation not in needed]
+            self._old = [life for life in self._old if life not in done]
+        for life in done:
             threading.Thread(target=life.close, name="chaos-outer-close", daemon=True).start()
 
     # ------------------------------------------------------------------ positions and rates
@@ -667,18 +610,9 @@ class OuterSession:
 
     def _measure(self, samples: int, steps: int, now: float) -> None:
         """Moving averages of what a second of training gives; waits do not count."""
-        took_s = now - self._rested_at
-        if took_s <= 0 or not steps:
-            return
+        self._rates.take(samples, steps, now - self._rested_at)
         machine = self._life.machine
-        rates = samples / took_s, steps / took_s
-        # As seconds a sample, so that a step that took long counts in full.
-        old = self._rates
-        self._rates = tuple(  # type: ignore[assignment]
-            new if not before or not new else 1 / (_FADE / before + (1 - _FADE) / new)
-            for before, new in zip(old, rates, strict=True)
-        )
-        machine.rate, machine.step_rate = self._rates
+        machine.rate, machine.step_rate = self._rates.samples_per_s, self._rates.steps_per_s
 
     # ------------------------------------------------------------------ threads
 
@@ -693,19 +627,18 @@ class OuterSession:
         while not self._closing.is_set():
             with self._changed:
                 self._changed.wait_for(lambda: self._wanted != NO_VERSION or self._closing.is_set())
-                wanted, life, holders = self._wanted, self._life, self._holders
+                wanted, life = self._wanted, self._life
+                holders, shards = life.serving.holders, life.serving.shards
             if self._closing.is_set():
                 return
             if part is None or of != wanted:
                 part, of = Part.empty(self._grid.whole, self._codec.version), wanted
             began = time.monotonic()
             try:
-                assert life.lines is not None
-                shards = self._grid.cut(len(holders)) if holders else ()
                 if not holders:
                     raise StateError("no follower is known yet")
                 nbytes = fetch_version(
-                    wanted, shards, self._codec.version, holders, part, life.lines.dial, deadline_s=FETCH_S
+                    wanted, shards, self._codec.version, holders, part, life.serving.dial, deadline_s=FETCH_S
                 )
             except (ChaosError, OSError) as error:
                 _log.debug("version %s is not here yet: %s", wanted, error)

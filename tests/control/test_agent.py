@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from served import PATIENCE_S, Client, Facts, attending, hello, serving, welcome
 
-from chaos_lightning.control import agent as agents
+from chaos_lightning.control import reviving
 from chaos_lightning.control.agent import Agent
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.machine import forks
@@ -135,7 +135,7 @@ def test_nobody_there_fails_after_the_timeout_with_the_reason() -> None:
 
 
 def test_a_member_that_was_admitted_never_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "_FIRST_REVIVE_PAUSE_S", 0.2)
+    monkeypatch.setattr(reviving, "FIRST_PAUSE_S", 0.2)
     port = free_port()
     tries = Facts[int]()
     with attending(f"127.0.0.1:{port}", connect_timeout_s=0.2, revive=lambda: tries.add(1)) as client:
@@ -428,11 +428,11 @@ def test_a_scheduler_that_cannot_start_is_tried_ever_more_seldom(monkeypatch: py
     tried: list[float] = []
     for name, seconds in (("_FIRST_PAUSE_S", 0.001), ("LONGEST_PAUSE_S", 0.002)):
         monkeypatch.setattr(leader_search, name, seconds)
-    monkeypatch.setattr(agents, "_FIRST_REVIVE_PAUSE_S", 0.05)
+    monkeypatch.setattr(reviving, "FIRST_PAUSE_S", 0.05)
     enough = threading.Event()
 
     def revive() -> None:
-        tried.append(client.agent._revive_pause_s)
+        tried.append(client.agent._reviver.pause_s)
         if len(tried) == 4:
             enough.set()
         raise StoreError("the disk is full")

@@ -290,7 +290,7 @@ def test_the_end_of_a_job_is_owed_for_as_long_as_the_store_is_away(
             tries.wait_for(StoreRecord, len(tries.seen) + 2)
             until(lambda: "database is locked" in fetch_status(served.endpoint)["owed"], "that it says what it owes")
             if not comes_back:
-                served.loop.call_soon_threadsafe(served.server.end, "stopped by SIGTERM")
+                served.loop.call_soon_threadsafe(served.server.life.end, "stopped by SIGTERM")
                 assert served.wait_ended() == ("stopped by SIGTERM", False)
                 return
             assert served.outcome is None

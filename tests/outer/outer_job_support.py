@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import torch
 from forked_support import run
 from torch import nn
+from until_support import until
 
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.harness import Harness
@@ -102,7 +102,4 @@ def open_session(
 
 def wait_for_file(path: Path, deadline_s: float = 60.0) -> None:
     """Until the test has made it."""
-    until = time.monotonic() + deadline_s
-    while not path.exists():
-        assert time.monotonic() < until, f"{path} was not made"
-        time.sleep(0.01)
+    until(path.exists, f"the file {path}", deadline_s)

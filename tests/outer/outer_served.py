@@ -53,7 +53,7 @@ class OuterServed:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(PATIENCE_S)
 
     async def _watch(self) -> None:
-        self.outcome = (await self.server.ended(), self.server.failed)
+        self.outcome = (await self.server.life.ended(), self.server.life.failed)
         self._ended.set()
 
     @property
@@ -67,7 +67,7 @@ class OuterServed:
         return self.outcome
 
     def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.server.end, "stopped by the test")
+        self.loop.call_soon_threadsafe(self.server.life.end, "stopped by the test")
         self.wait_ended()
         self._run(self.server.stop())
 
@@ -159,6 +159,7 @@ class ScriptedCluster(Scripted):
         super().__init__(endpoints, "Attend", **more)
         self.name = name
         self.process = process
+        self.agreement = AGREEMENT
         self.nonce = os.urandom(4).hex()
         self.me: IncarnationId | None = None
         self.base = self.newest = NO_VERSION
@@ -169,7 +170,7 @@ class ScriptedCluster(Scripted):
         place = "a test"
         self.client.say(
             say.ClusterHello(
-                self.name, place, self.nonce, self.term, self.me, self.base, self.newest, AGREEMENT,
+                self.name, place, self.nonce, self.term, self.me, self.base, self.newest, self.agreement,
                 process=self.process,
             )
         )  # fmt: skip

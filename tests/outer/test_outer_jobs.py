@@ -18,6 +18,7 @@ from chaos_lightning.lab.harness import Harness
 from chaos_lightning.outer import export
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.codec import FP32, Part, codec_named
+from chaos_lightning.outer.content import OuterContent
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.kernel import OuterState, RoundUpdate, freeze
 from chaos_lightning.outer.replica import Replica
@@ -124,7 +125,14 @@ def train_shared(server: str, name: str, logs: str, pushes: str, pause_s: float,
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = open_session(server, name, model, logs, SHARED, length=LENGTH)
-    session.on_push = lambda push, part: torch.save(part.data.clone(), Path(pushes) / str(push).replace("/", ":"))
+    encode = OuterContent.encode
+
+    def encode_and_keep(content: OuterContent) -> Part:
+        push, part = content.pending, encode(content)
+        torch.save(part.data.clone(), Path(pushes) / str(push).replace("/", ":"))
+        return part
+
+    OuterContent.encode = encode_and_keep
     step = 0
     try:
         session.start(120)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,13 @@ from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.outer import messages as say
 from chaos_lightning.outer import outer_pb2, streams
+from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.chain_store import load_chain
 from chaos_lightning.outer.control_client import ask_end, fetch_facts
+from chaos_lightning.outer.effects import Heard
+from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.outer_pb2_grpc import ParameterServerStub
-from chaos_lightning.outer.types import NO_VERSION, Ended, JobOpened, Joined, Round
+from chaos_lightning.outer.types import NO_VERSION, Ended, IncarnationId, JobOpened, Joined, PushId, Round
 from chaos_lightning.outer.vocabulary import FROM_CLUSTER
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder
@@ -205,6 +209,34 @@ def test_who_does_not_say_who_it_is_is_cut_off(monkeypatch: pytest.MonkeyPatch) 
         silent = Scripted(served.endpoint, "Follow")
         with at_once(silent):
             silent.states.wait(lambda state: state == "connected", 2)
+
+
+def test_a_job_that_cannot_be_is_not_begun() -> None:
+    with outer_serving() as served:
+        odd = ScriptedCluster(served.endpoint, "odd")
+        odd.agreement = replace(AGREEMENT, settings=(("no_such_setting", "1"),))
+        follower, home = a_job(served.endpoint)
+        with at_once(follower, odd):
+            dismissed = odd.heard.wait_for(say.Dismissed)
+            assert not dismissed.again
+            assert "outer settings no_such_setting are unknown" in dismissed.reason
+            with at_once(home):
+                home.served(1)
+
+
+@pytest.mark.parametrize(
+    "stray",
+    [
+        say.Staged("f0", PushId(IncarnationId("a", 1), 1), "m", (), True),
+        say.Applied("f0", NO_VERSION),
+        say.Written("f0", NO_VERSION, "d"),
+        say.Missing("f0", PushId(IncarnationId("a", 1), 1)),
+        say.Trouble("f0", "its disk is full"),
+    ],
+)
+def test_what_a_follower_says_before_its_hello_is_not_heeded(stray: Any) -> None:
+    machine = LeaderMachine(OuterChain(), 1)
+    assert machine.on(1.0, Heard(1, stray)) == []
 
 
 def test_of_two_clusters_of_one_name_the_second_is_dismissed() -> None:

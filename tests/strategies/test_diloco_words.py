@@ -76,7 +76,10 @@ def test_from_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_environment_stands_behind_arguments_and_before_defaults() -> None:
     environment = {"CHAOS_INNER_STEPS": "16", "CHAOS_OUTER_LR": "0.5", "CHAOS_PS": "10.0.0.9:29470"}
+    environment |= {"CHAOS_JOB": "of-the-ranks", "CHAOS_NAME": "a-rank"}  # as torchrun's backend leaves them
     settings, options = build(DiLoCoOptions(), {"inner_steps": 32}, environment)
+    assert options.job == "default"
+    assert options.name != "a-rank"
     assert (settings.inner_steps, settings.outer_lr, settings.outer_momentum) == (32, 0.5, 0.8)
     assert options.server == "10.0.0.9:29470"
 

@@ -81,7 +81,7 @@ class _Server:
         self._said.put(wrapped(FromMember, hello("well", 7)))
         self._stream = self.attend(iter(self._said.get, None))
         next(iter(self._stream))
-        self._over = asyncio.run_coroutine_threadsafe(self.server.ended(), self.loop)
+        self._over = asyncio.run_coroutine_threadsafe(self.server.life.ended(), self.loop)
 
     def check(self) -> bool:
         """Whether it goes on. A member may make it end in two ways, in good order: it was the last of a job and has

@@ -1,0 +1,59 @@
+"""When a client starts a server that does not answer, and how often it tries.
+
+Theory of operation. Somebody who waits for a server may be able to start one (control/hosting.py, outer/hosting.py).
+That takes seconds, so it happens in a helper thread, one at a time, and the function itself decides whether it is its
+turn. What cannot start, or ends at once because its disk is full, is tried ever more seldom.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from chaos_lightning.errors import ChaosError
+
+AFTER = 3
+"""Failed attempts in a row after which it is tried."""
+FIRST_PAUSE_S = 1.0
+"""After the first time; twice as long after each further one, up to `MOST_PAUSE_S`, until the server answers."""
+MOST_PAUSE_S = 30.0
+
+
+class Reviver:
+    """See the module. Methods are one thread's.
+
+    Args:
+        revive: May start a server; None: there is nobody who could.
+        failed: Takes what went wrong, in the helper thread.
+
+    Attributes:
+        pause_s: Until the time after the next one.
+    """
+
+    def __init__(self, revive: Callable[[], object] | None, failed: Callable[[ChaosError], None]) -> None:
+        self._revive, self._failed = revive, failed
+        self._thread: threading.Thread | None = None
+        self._at = 0.0
+        self.pause_s = FIRST_PAUSE_S
+
+    def answered(self) -> None:
+        """The server is there."""
+        self._at, self.pause_s = 0.0, FIRST_PAUSE_S
+
+    def try_it(self, failures: int) -> None:
+        """So many attempts to reach it have failed, one after the other."""
+        revive, now = self._revive, time.monotonic()
+        busy = self._thread is not None and self._thread.is_alive()
+        if revive is None or failures < AFTER or now < self._at or busy:
+            return
+        self._at, self.pause_s = now + self.pause_s, min(MOST_PAUSE_S, 2 * self.pause_s)
+
+        def work() -> None:
+            try:
+                revive()
+            except ChaosError as error:
+                self._failed(error)
+
+        self._thread = threading.Thread(target=work, name="chaos-revive", daemon=True)
+        self._thread.start()
