@@ -83,7 +83,7 @@ def _gpt(vocabulary: int, seed: int) -> nn.Module:
 
 
 MLP = Task("MLP", _mlp, context=12, everywhere=False, batch=32, inner_lr=3e-3, tests=4096)
-SMALL_GPT = Task("GPT", _gpt, context=32, everywhere=True, batch=4, inner_lr=3e-3, tests=256)
+SMALL_GPT = Task("GPT", _gpt, context=32, everywhere=True, batch=8, inner_lr=3e-3, tests=256)
 
 
 @functools.cache

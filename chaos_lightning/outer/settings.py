@@ -96,7 +96,8 @@ class OuterSettings:
     )
     gate_cosine: float = setting(
         0.0,
-        "robust refuses a push whose cosine with the sum of the others of its round is smaller. -1: none.",
+        "robust refuses a push whose cosine with the sum of the others of its round is smaller, if it is against the "
+        "momentum, too. -1: none.",
         check=_cosine,
     )
     di_ps_alpha: float = setting(0.02, "Weight of a push in the paper's moving averages (alpha).", check=_weight)

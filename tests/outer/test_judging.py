@@ -457,7 +457,20 @@ def test_of_two_pushes_the_momentum_tells_which_is_turned() -> None:
     for place in range(2):
         made = server.push(*(turned(d) if n == place else d for n, d in enumerate(good)))
         assert [refusal.offer.push.incarnation.cluster for refusal in made.rejected] == [f"c{place}"]
-        assert made.rejected[0].reason.endswith("and the momentum is on the other's side")
+        assert made.rejected[0].reason.endswith("and it is against the momentum")
+
+
+def test_a_push_against_the_others_is_no_turned_one_if_the_momentum_is_on_its_side() -> None:
+    """Good pushes are against the others now and then, above all where each is mostly noise."""
+    good = [[1.0, 3.0, 0, 0, 0, 0, 0, 0], [1.0, -3.0, 0, 0, 0, 0, 0, 0], [1.0, 0, 3.0, 0, 0, 0, 0, 0]]
+    common = [[1.0, 0, 0, 0, 0, 0, 0, 0]] * 3
+    for count in (2, 3):
+        server = Server(rules(policy="robust"))
+        server.push(*common)
+        assert product(good[0], [sum(parts) for parts in zip(*good[1:count], strict=True)]) < 0
+        assert not server.push(*good[:count]).rejected
+        bad = server.push(*good[: count - 1], turned([1.0, 0.1, 0, 0, 0, 0, 0, 0]))
+        assert [refusal.offer.push.incarnation.cluster for refusal in bad.rejected] == [f"c{count - 1}"]
 
 
 def test_a_push_that_is_alone_is_not_judged_by_the_momentum() -> None:
