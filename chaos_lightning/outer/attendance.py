@@ -99,6 +99,15 @@ class Attendance:
         """A cluster that is new wants to come in."""
         self._hellos[hello.cluster] = (conn, hello)
 
+    def waiting(self) -> list[int]:
+        """Streams of those that wait to be let in."""
+        return [conn for conn, _ in self._hellos.values()]
+
+    def again(self) -> list[tuple[int, ClusterHello]]:
+        """Takes all out that wait to be let in: they are judged anew."""
+        found, self._hellos = [*self._hellos.values()], {}
+        return found
+
     def has_come(self, who: IncarnationId) -> tuple[int, ClusterHello] | None:
         """Its incarnation is stored: the stream and the word of who waits for it, if it still does."""
         return self._hellos.pop(who.cluster, None)
@@ -174,6 +183,8 @@ class Attendance:
             silent_s = desk.now - cluster.heard_s
             if cluster.gone:
                 return Removed(who, cluster.gone)
+            if cluster.base != NO_VERSION and not chain.founded:
+                return Removed(who, "the job lost its first version: whoever comes in anew founds it with what it has")
             if chain.leases is not None and who in chain.leases.failing:
                 return Removed(who, "its pushes were rejected again and again: it comes in anew")
             if silent_s <= MISSED * desk.settings.heartbeat_s:

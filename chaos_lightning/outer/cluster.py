@@ -438,6 +438,8 @@ class ClusterMachine:
         match message:
             case Welcomed():
                 self._founded = message.founded
+                if not message.founded:  # or not any more
+                    self._served = self._fetching = NO_VERSION
                 self._on_welcome(message.incarnation, message.first)
                 self._on_served(message.version, message.progress)
             case Holders(_, holders):

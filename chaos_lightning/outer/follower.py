@@ -86,6 +86,7 @@ class FollowerMachine:
         disk: Versions and digests of its files.
         shard: Which one it holds; -1: none yet.
         agreement: Of the job; None before its first cluster has come.
+        lost: Why its shard cannot be had any more; "" as long as it can.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class FollowerMachine:
         self.shard = -1
         self.shards = 0
         self.agreement: Agreement | None = None
+        self.lost = ""
         self._obeys = False
         """The leader of this term has shown it its own start."""
         self._connected = False
@@ -209,7 +211,7 @@ class FollowerMachine:
             self._stand(loaded.version, loaded.momentum)
             return
         self._busy = False
-        del self.disk[loaded.version]
+        self.disk.pop(loaded.version, None)  # a mark may have deleted it meanwhile
         self._out.append(OuterNote("file_damaged", (("version", str(loaded.version)), ("reason", loaded.reason))))
 
     # ------------------------------------------------------------------ the leader's word
@@ -219,6 +221,8 @@ class FollowerMachine:
         if message.term < self.term:
             self._out.append(OuterNote("late_leader", (("term", message.term), ("known", self.term))))
             return False
+        if isinstance(message, JobFinished):
+            return True  # it is in the chain, where a late leader cannot put it
         if isinstance(message, Obey):
             return message.nonce == self.nonce
         return self._obeys and message.term == self.term
@@ -261,6 +265,8 @@ class FollowerMachine:
             self._tell_staged(fetched)
         if self.version != NO_VERSION:
             self._say(Applied(self.name, self.version, self._momentum))
+        if self.lost:
+            self._say(Trouble(self.name, self.lost))
 
     def _hold(self, message: Obey) -> None:
         """The shard is told before anything is done with it."""
@@ -355,13 +361,28 @@ class FollowerMachine:
         place, _, line = self._start()
         return {o.push for entry in line[max(0, place) :] for o in entry.offers if o.push not in self._staged}
 
+    def _give_up(self) -> None:
+        """Neither durable file is whole, and nobody else has this shard (O6)."""
+        names = " and ".join(str(file.version) for file in self._durable)
+        self.lost = (
+            f"shard {self.shard} is lost: at {self.name} its files of the durable versions {names} are damaged or gone, "
+            "and nobody else has them; put a copy of one back and start it again, or begin a new job"
+        )
+        self._out.append(OuterNote("shard_lost", (("shard", self.shard), ("reason", self.lost))))
+        self._say(Trouble(self.name, self.lost))
+
     def _advance(self) -> None:
         """One step towards the newest version: the next one computed, or a durable one loaded."""
         place, load, line = self._start()
+        if place >= 0 and self.lost:  # a mark came that its disk has
+            self.lost = ""
+            self._say(Trouble(self.name, ""))
         if load is not None:
             self._busy = True
             self._out.append(Load(load, self.disk[load]))
             return
+        if place < 0 and not self.lost:
+            self._give_up()
         if place < 0 or place == len(line):
             return
         entry = line[place]

@@ -240,7 +240,9 @@ class LeaderMachine:
             desk.note("cluster_refused", of=hello.cluster, reason=reason)
             desk.send(conn, Dismissed(desk.term, reason, again=False))
             return
-        if who is not None and chain.incarnations[who].over:
+        if (told := self.end.told()) is not None:
+            desk.send(conn, told)
+        elif who is not None and chain.incarnations[who].over:
             desk.send(conn, Dismissed(desk.term, chain.incarnations[who].over, again=True))
         elif who is not None:
             self._take_over(conn, who, hello)
@@ -250,6 +252,9 @@ class LeaderMachine:
     def _take_over(self, conn: int, who: IncarnationId, hello: ClusterHello) -> None:
         """The stream of a known incarnation: all that it may have missed is said again."""
         self.attendance.on_stream(conn, who, hello)
+        self._welcome(who)
+
+    def _welcome(self, who: IncarnationId) -> None:
         chain, term, served = self.chain, self.term, self.shards.served
         tell = self.attendance.tell
         tell(who, Welcomed(term, who, chain.incarnations[who].next, served, chain.founded, chain.progress(served)))
@@ -261,8 +266,6 @@ class LeaderMachine:
         if chain.durable:
             tell(who, OnDisk(term, chain.durable[-1][0]))
         self.dealer.tell(who)
-        if (told := self.end.told()) is not None:
-            tell(who, told)
 
     def _on_follower(self, conn: int, hello: FollowerHello) -> None:
         lacking = self.desk.lacks(hello.term)  # its files may be another job's, or of versions that were never told
@@ -271,6 +274,8 @@ class LeaderMachine:
             self.desk.end(words)
             return
         self.shards.on_hello(conn, hello)
+        if (told := self.end.told()) is not None:
+            self.desk.send(conn, told)
         if hello.follower in self.chain.cut:
             self.attendance.tell_all(self.shards.holders())
 
@@ -316,6 +321,8 @@ class LeaderMachine:
         match entry.body:
             case JobOpened():
                 desk.take_settings()
+                for conn, hello in self.attendance.again():
+                    self._on_cluster(conn, hello)  # they came before anybody knew what the job is
             case Started(name, _):
                 if name in self.followers and self.followers[name].nonce == self.chain.starts[name]:
                     self.shards.obey(name, self.attendance.offers())
@@ -346,6 +353,8 @@ class LeaderMachine:
         told = self.end.told()
         assert told is not None, "the chain has its end"
         self.attendance.tell_all(told)
+        for conn in self.attendance.waiting():
+            self.desk.send(conn, told)
         for follower in self.followers.values():
             self.desk.send(follower.conn, told)
         self.desk.end(ended.reason, finished=True)
@@ -370,6 +379,9 @@ class LeaderMachine:
             case RolledBack(lost=lost):
                 self.pushes.rolled_back(entry.version, lost)
         self._serve()
+        if not self.chain.founded:  # the first version is lost: somebody founds the job anew
+            for who in self.attendance.living():
+                self._welcome(who)
 
     def _serve(self) -> None:
         """Tells of the newest version that all shards have computed."""

@@ -220,6 +220,9 @@ class Shards:
     def newly_served(self) -> VersionId | None:
         """The newest version that all shards have computed, if it is news."""
         shards = self.up()
+        if not self._desk.chain.founded:  # or not any more
+            self.served = NO_VERSION
+            return None
         if not self.complete:
             return None
         served = next((v for v in self._desk.chain.line() if all(self._has(f, v) for f in shards)), None)

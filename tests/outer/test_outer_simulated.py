@@ -10,7 +10,7 @@ import pytest
 from chaos_lightning.lab.outer.bugs import BUGS
 from chaos_lightning.lab.outer.world import FAMILIES, World, any_plan
 
-SHOWED = {"O5-freed": 6, "O6-unsynced": 6, "O10a-given-up": 2}
+SHOWED = {"O5-freed": 4, "O10a-given-up": 4}
 """Tried first: seeds that showed a bug."""
 BOUND = 40
 """Within so many seeds each bug must show."""
@@ -18,9 +18,9 @@ BOUND = 40
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outer_jobs_lose_nothing(family: str) -> None:
-    runs = [World(FAMILIES[family](seed)).run() for seed in range(12)]
+    runs = [World(FAMILIES[family](seed)).run() for seed in range(8)]
     assert [(run.seed, run.violation) for run in runs if run.violation] == []
-    assert sum(run.accepted for run in runs) > 100
+    assert sum(run.accepted for run in runs) > 60
     assert family != "fragile" or any(run.rollbacks for run in runs)
 
 

@@ -9,11 +9,14 @@ discarded and counts all the same.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from chaos_lightning.lab.outer.store import Disk
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.messages import PushAnswered
-from chaos_lightning.outer.types import NO_VERSION, Entry, Founded, PushId, RolledBack, Round, VersionId
+from chaos_lightning.outer.types import NO_VERSION, Durable, Entry, Founded, PushId, RolledBack, Round, VersionId
+from chaos_lightning.protocol.spans import count, normalise
+from chaos_lightning.protocol.types import Span
 
 
 class Violation(AssertionError):
@@ -51,6 +54,8 @@ class Oracle:
         self.staged: set[tuple[str, PushId]] = set()
         """Followers and the pushes that each of them has ever had."""
         self.versions: dict[tuple[VersionId, int], str] = {}
+        self.counted: set[int] = set()
+        """Inner steps that the newest version holds."""
 
     def frozen(self, push: PushId, manifest: str, steps: frozenset[int]) -> None:
         """A cluster has fixed the content of a push."""
@@ -58,8 +63,10 @@ class Oracle:
             raise Violation(f"push {push} stands for two contents (O3)")
         self.pushes[push] = steps
 
-    def stored(self, chain: OuterChain, entry: Entry) -> None:
+    def stored(self, chain: OuterChain, entry: Entry, disks: Mapping[str, Disk]) -> None:
         """An entry is durable; `chain` has followed it."""
+        if isinstance(entry.body, Durable):
+            self._on_disk(chain.cut, entry.body, disks)
         if isinstance(entry.body, RolledBack) and entry.body.to < chain.safe:
             raise Violation(f"{entry.version} goes back behind the durable {chain.safe} (O5a)")
         if isinstance(entry.body, Round) and not (entry.body.accepted or entry.body.rejected):
@@ -70,6 +77,12 @@ class Oracle:
         if entry.version != NO_VERSION:
             self._counts(chain)
 
+    def _on_disk(self, cut: Sequence[str], mark: Durable, disks: Mapping[str, Disk]) -> None:
+        """What is marked is there (O6), but where it was damaged since."""
+        for name, digest in zip(cut, mark.digests, strict=True):
+            if disks[name].digests.get(mark.version) != digest:
+                raise Violation(f"{mark.version} is marked durable and is not on the disk of {name} (O6)")
+
     def told(self, message: PushAnswered, chain: OuterChain) -> None:
         """A cluster hears what became of its push."""
         if message.version != NO_VERSION and message.version not in chain.versions:
@@ -79,6 +92,7 @@ class Oracle:
         """Each push and each inner step in at most one round that stands, nothing discarded among them."""
         seen: dict[int, PushId] = {}
         counted: set[PushId] = set()
+        spent: dict[int, list[Span]] = {}
         for version in chain.line():
             for push in version.pushes:
                 if push in counted:
@@ -88,6 +102,13 @@ class Oracle:
                     if step in seen:
                         raise Violation(f"inner step {step} counts in {seen[step]} and in {push} (O9)")
                     seen[step] = push
+            for offer in version.entry.offers:
+                for each in offer.covers:
+                    spent.setdefault(each.epoch, []).extend(each.spans)
+        for epoch, spans in spent.items():
+            if count(normalise(spans)) != count(tuple(spans)):
+                raise Violation(f"a sample of epoch {epoch} counts twice (O11)")
+        self.counted = set(seen)
         if wrong := self.discarded.intersection(seen):
             raise Violation(f"inner step {min(wrong)} was discarded and counts in {seen[min(wrong)]} (O10)")
 

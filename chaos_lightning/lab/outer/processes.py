@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Protocol
 
 from chaos_lightning.lab.outer.oracle import Oracle, computed
@@ -32,8 +33,6 @@ from chaos_lightning.outer.types import (
 )
 from chaos_lightning.protocol.types import Span
 
-ONE = ExactSum.of([1.0]).encode()
-SOME = ExactSum.of([0.1]).encode()
 AGAIN_S = 0.05
 TICK_S = 0.1
 SILENT_S = 1.2
@@ -61,6 +60,8 @@ class Job(Protocol):
 
     def stored(self, entry: Entry) -> None: ...
 
+    def follower_died(self, name: str) -> None: ...
+
     def led(self, leader: LeaderProcess, reason: str, *, finished: bool) -> None: ...
 
 
@@ -75,11 +76,52 @@ class Machines:
     """A file is on disk before it is reported."""
     discards: bool = True
     """After a rejection what was trained is gone."""
+    merges: bool = True
+    """The base is the version as received: what was trained since the freezing stays progress (O9)."""
 
 
-def agreement(settings: OuterSettings, length: int) -> Agreement:
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """A cluster of a plan.
+
+    Attributes:
+        name: Its own.
+        start: When it starts (virtual s).
+        pace_s: Of an inner step.
+        overlap: It trains while a push is under way.
+        loop: So many inner steps are its whole loop; 0: it has no end of its own.
+        strange: Its model is another one.
+    """
+
+    name: str
+    start: float
+    pace_s: float
+    overlap: bool = True
+    loop: int = 0
+    strange: bool = False
+
+
+def agreement(settings: OuterSettings, length: int, prefix: str = "") -> Agreement:
     """Of a job whose epochs have so many positions."""
-    return Agreement((TensorSpec("w", "float32", (4 * 64,)),), block=64, length=length, settings=settings.words)
+    tensors = (TensorSpec(f"{prefix}w", "float32", (4 * 64,)),)
+    return Agreement(tensors, block=64, length=length, settings=settings.words)
+
+
+def said(words: str) -> float:
+    """A number from 0 to 1 that goes by these words alone, so that all shards say the same."""
+    return Random(words).random()
+
+
+def product(one: PushId, other: PushId) -> str:
+    """Of two pushes, as one shard has it; of a push with itself it is larger than with any other."""
+    if one == other:
+        return ExactSum.of([1.0 + 0.2 * said(f"{one}")]).encode()
+    return ExactSum.of([0.4 * said(f"{min(one, other)} {max(one, other)}") - 0.005]).encode()
+
+
+def lean(push: PushId, version: VersionId) -> str:
+    """Of a push with a version's momentum."""
+    return ExactSum.of([said(f"{push} {version}") - 0.5]).encode()
 
 
 class Stream:
@@ -97,7 +139,9 @@ class Stream:
         kernel = self.client.kernel
         self.up.cut(kernel.now + kernel.between(0.0, 0.01))
         self.down.cut(kernel.now + kernel.between(0.0, 0.01))
-        kernel.after(0.02, lambda: self.leader.deliver(lambda: self.leader.closed(self, proof)))
+        # The client may be back before its leader knows that the stream is gone.
+        noticed_s = kernel.between(0.02, 0.3)
+        kernel.after(noticed_s, lambda: self.leader.deliver(lambda: self.leader.closed(self, proof)))
         kernel.after(kernel.between(0.011, 0.05), lambda: self.client.deliver(lambda: self.client.lost(self)))
 
 
@@ -121,7 +165,10 @@ class LeaderProcess(Process):
         self.timer(TICK_S, self._tick)
 
     def feed(self, event: fx.LeaderEvent) -> None:
-        """One event through the machine; its effects in order."""
+        """One event through the machine; its effects in order. Once the job is over, whoever comes is told so."""
+        ended = self.machine.end.told()
+        if self.machine.desk.done and ended is not None and isinstance(event, fx.Heard):
+            self._send(event.conn, ended)
         for effect in self.machine.on(self.kernel.now + 1.0, event):
             if not self.alive:
                 return
@@ -179,6 +226,7 @@ class Client(Process):
         self.job = job
         self.stream: Stream | None = None
         self.cut_at = 0.0
+        self.die_at_effect = -1
 
     def connect(self) -> None:
         """To whoever leads; tried again until it works."""
@@ -220,6 +268,13 @@ class Client(Process):
         if stream is not None and stream.leader.frozen and self.kernel.now - stream.leader.frozen_since > SILENT_S:
             stream.cut()
 
+    def dies(self) -> bool:
+        """Whether it is killed before the next effect."""
+        if self.die_at_effect == 0:
+            self.kill()
+        self.die_at_effect -= 1
+        return not self.alive
+
     def begun(self) -> None:
         raise NotImplementedError
 
@@ -234,7 +289,11 @@ class Client(Process):
         if self.alive:
             self.die()
             if self.stream is not None:
-                self.stream.cut(proof=True)
+                self.stream.cut(proof=self.kernel.random.random() < 0.7)
+            self.killed()
+
+    def killed(self) -> None:
+        """It may be started again."""
 
 
 class FollowerProcess(Client):
@@ -243,10 +302,11 @@ class FollowerProcess(Client):
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job, name)
         self.disk = job.disks[name]
-        self.machine = job.machines.follower(name, f"{name}-{job.number()}", self.disk.whole())
+        self.machine = job.machines.follower(name, f"{name}-{job.number()}", self.disk.found())
         self.content = ""
         self.served: dict[VersionId, str] = {}
         self.parts: dict[PushId, str] = {}
+        self.troubled = False
         self.timer(TICK_S, self._tick)
         self.connect()
 
@@ -266,8 +326,12 @@ class FollowerProcess(Client):
 
     def feed(self, event: fx.FollowerEvent) -> None:
         for effect in self.machine.on(event):
-            if self.alive:
-                self._apply(effect)
+            if self.dies():
+                return
+            self._apply(effect)
+
+    def killed(self) -> None:
+        self.job.follower_died(self.name)
 
     def _apply(self, effect: fx.FollowerEffect) -> None:
         between = self.kernel.between
@@ -285,27 +349,40 @@ class FollowerProcess(Client):
             case fx.Load(version, digest):
                 self.timer(between(0.01, 0.1), lambda: self._load(version, digest))
             case fx.Delete(version):
-                self.disk.synced.pop(version, None)
+                self.disk.delete(version)
             case fx.Forget(push):
                 self.parts.pop(push, None)
             case fx.OuterNote():
                 pass
 
     def _fetch(self, offer: Offer) -> None:
-        holder = next((c for c in self.job.clusters.values() if c.serves(offer.push)), None)
+        """Some take long, and are heard of meanwhile."""
+        if self.kernel.random.random() < 0.2:
+            left_s = self.kernel.between(0.1, 1.0)
+            self.feed(fx.Progressed(offer.push, left_s))
+            self.timer(left_s, lambda: self._fetched(offer))
+        else:
+            self._fetched(offer)
+
+    def _fetched(self, offer: Offer) -> None:
+        push = offer.push
+        holder = next((c for c in self.job.clusters.values() if c.serves(push)), None)
         if holder is None or self.kernel.random.random() < 0.05:
-            self.feed(fx.NotFetched(offer.push))
+            self.feed(fx.NotFetched(push))
             return
-        self.parts[offer.push] = holder.bytes[offer.push]
-        self.job.oracle.staged.add((self.name, offer.push))
-        others = tuple(PushProduct(p, SOME) for p in sorted(self.parts) if p != offer.push)
-        finite = not self.job.poisoned(offer.push)
-        products = (PushProduct(offer.push, ONE), *others) if finite else ()
-        self.feed(fx.Fetched(offer.push, self.parts[offer.push], products, finite))
+        self.parts[push] = holder.bytes[push]
+        self.job.oracle.staged.add((self.name, push))
+        finite = not self.job.poisoned(push)
+        products = tuple(PushProduct(p, product(push, p)) for p in sorted(self.parts)) if finite else ()
+        at = self.machine.version
+        self.feed(fx.Fetched(push, self.parts[push], products, finite, lean(push, at), at))
+
+    def _leans(self, version: VersionId) -> tuple[PushProduct, ...]:
+        return tuple(PushProduct(push, lean(push, version)) for push in sorted(self.parts))
 
     def _compute(self, entry: Entry, parts: list[str]) -> None:
         self._stand(entry.version, computed(self.content, entry, parts))
-        self.feed(fx.Computed(entry.version))
+        self.feed(fx.Computed(entry.version, self._leans(entry.version)))
 
     def _stand(self, version: VersionId, content: str) -> None:
         self.content = content
@@ -314,10 +391,19 @@ class FollowerProcess(Client):
         self.job.oracle.stands(version, self.machine.shard, content)
 
     def _saved(self, version: VersionId, content: str) -> None:
+        if self.disk.full:
+            if not self.troubled:
+                self.troubled = True
+                self.feed(fx.DiskTrouble("the disk is full"))
+            self.timer(0.3, lambda: self._saved(version, content))
+            return
+        if self.troubled:
+            self.troubled = False
+            self.feed(fx.DiskTrouble(""))
         if self.job.machines.syncs:
-            self.disk.synced[version] = content
+            self.disk.write(version, content)
         else:
-            self.timer(1.0, lambda: self.disk.synced.update({version: content}))
+            self.timer(1.0, lambda: self.disk.write(version, content))
         self.feed(fx.Saved(version, digest_of(content)))
 
     def _load(self, version: VersionId, digest: str) -> None:
@@ -326,22 +412,29 @@ class FollowerProcess(Client):
             self.feed(fx.Loaded(version, False))
             return
         self._stand(version, content)
-        self.feed(fx.Loaded(version, True))
+        self.feed(fx.Loaded(version, True, self._leans(version)))
 
 
 class ClusterProcess(Client):
     """One process of a cluster: it trains, pushes and adopts."""
 
-    def __init__(self, job: Job, name: str, pace_s: float, inner_steps: int) -> None:
+    def __init__(self, job: Job, name: str, spec: ClusterSpec) -> None:
         super().__init__(job, name)
-        self.pace_s = pace_s
-        self.machine = job.machines.cluster(name, name, f"{name}-{job.number()}", agreement(job.settings, job.length))
-        self.machine.inner_steps = inner_steps
+        self.spec = spec
+        self.machine = job.machines.cluster(
+            name,
+            name,
+            f"{name}-{job.number()}",
+            agreement(job.settings, job.length, "another" if spec.strange else ""),
+            overlap=spec.overlap,
+        )
         self.bytes: dict[PushId, str] = {}
         self.live: list[int] = []
         """Inner steps since the last freezing."""
-        self.since: frozenset[int] = frozenset()
-        """Those of the open push."""
+        self.trained: set[int] = set()
+        """Inner steps of this process."""
+        self.given_up: set[int] = set()
+        """Those of pushes that were open when an incarnation ended."""
         self.left = ""
         self._life = 0
         self.timer(TICK_S, self._tick)
@@ -370,8 +463,9 @@ class ClusterProcess(Client):
 
     def feed(self, event: cl.ClusterEvent) -> None:
         for effect in self.machine.on(event):
-            if self.alive:
-                self._apply(effect)
+            if self.dies():
+                return
+            self._apply(effect)
 
     def _apply(self, effect: cl.ClusterEffect) -> None:
         match effect:
@@ -385,6 +479,8 @@ class ClusterProcess(Client):
                 if outright:
                     self.job.oracle.discarded.update(self.live)
                     self.live = [] if self.job.machines.discards else self.live
+                elif not self.job.machines.merges:
+                    self.live = []
             case cl.Settle(push, answer):
                 self._settle(push, answer)
             case cl.Free(push):
@@ -435,11 +531,20 @@ class ClusterProcess(Client):
                 self.stream.cut()
             return
         self.machine = self.machine.anew()
+        for push in [push for push in self.bytes if push not in self.machine.kept]:
+            self.given_up |= self.job.oracle.pushes[push]  # it may be accepted all the same
+            del self.bytes[push]
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.cut()
         self.timer(self.kernel.between(0.02, 0.1), self.connect)
         self._train(self._life)
+
+    def unaccounted(self) -> set[int]:
+        """Inner steps of which it knows nothing any more, though it has not thrown them away."""
+        oracle = self.job.oracle
+        held = {step for push in self.bytes for step in oracle.pushes[push]}
+        return self.trained - held - self.given_up - set(self.live) - oracle.discarded
 
     def leave(self) -> None:
         """Ctrl+C."""
@@ -448,7 +553,7 @@ class ClusterProcess(Client):
     # ------------------------------------------------------------------ training
 
     def _train(self, life: int) -> None:
-        self.timer(self.pace_s * self.kernel.between(0.7, 1.3), lambda: self._step(life))
+        self.timer(self.spec.pace_s * self.kernel.between(0.7, 1.3), lambda: self._step(life))
 
     def _step(self, life: int) -> None:
         if life != self._life:
@@ -457,12 +562,18 @@ class ClusterProcess(Client):
         spans = self._share()
         if machine.phase is Phase.TRAINING and machine.may_train and spans is not None:
             epoch, span = spans
-            self.live.append(self.job.number())
-            machine.rate, machine.step_rate = 4 / self.pace_s, 1 / self.pace_s
-            self.feed(cl.Trained(span[1] - span[0], (Covered(epoch, (span,)),)))
+            step = self.job.number()
+            self.live.append(step)
+            self.trained.add(step)
+            machine.rate, machine.step_rate = 4 / self.spec.pace_s, 1 / self.spec.pace_s
+            self.feed(cl.Trained(span[1] - span[0], (Covered(epoch, (span,)),) if self.job.length else ()))
+            if len(self.trained) == self.spec.loop:
+                self.feed(cl.LoopOver("its loop is over"))
         self._train(life)
 
     def _share(self) -> tuple[int, Span] | None:
+        if not self.job.length:
+            return 0, (0, 4)
         for epoch, spans in sorted(self.machine.free_spans().items()):
             start, stop = spans[0]
             return epoch, (start, min(stop, start + 4))

@@ -34,13 +34,40 @@ class ChainStore:
 
 @dataclass(slots=True)
 class Disk:
-    """A follower's files: version to content. What was written and not synced is gone after a crash."""
+    """A follower's files: version to content. What was written and not synced is gone after a crash.
+
+    Attributes:
+        synced: What lies there.
+        digests: What lay there when it was read back.
+        full: Nothing can be written.
+    """
 
     synced: dict[VersionId, str] = field(default_factory=dict)
+    digests: dict[VersionId, str] = field(default_factory=dict)
+    full: bool = False
 
-    def whole(self) -> tuple[ShardFile, ...]:
-        """What a follower finds when it starts."""
-        return tuple(ShardFile(version, digest_of(content)) for version, content in sorted(self.synced.items()))
+    def write(self, version: VersionId, content: str) -> None:
+        """Written, synced, renamed."""
+        self.synced[version], self.digests[version] = content, digest_of(content)
+
+    def delete(self, version: VersionId) -> None:
+        """Gone for good."""
+        self.synced.pop(version, None)
+        self.digests.pop(version, None)
+
+    def damage(self, version: VersionId) -> None:
+        """A bit flips at rest; nobody knows before it is read."""
+        if version in self.synced:
+            self.synced[version] += "?"
+
+    @property
+    def damaged(self) -> set[VersionId]:
+        """Files that are not what they were."""
+        return {version for version, content in self.synced.items() if digest_of(content) != self.digests[version]}
+
+    def found(self) -> tuple[ShardFile, ...]:
+        """What a follower finds when it starts; it does not read all of it."""
+        return tuple(ShardFile(version, digest) for version, digest in sorted(self.digests.items()))
 
 
 def digest_of(content: str) -> str:

@@ -7,17 +7,18 @@ which is a violation too, since every plan leaves a leader, all followers and on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
 from chaos_lightning.lab.outer.oracle import Oracle, Violation
-from chaos_lightning.lab.outer.processes import ClusterProcess, FollowerProcess, LeaderProcess, Machines
+from chaos_lightning.lab.outer.processes import ClusterProcess, ClusterSpec, FollowerProcess, LeaderProcess, Machines
 from chaos_lightning.lab.outer.store import ChainStore, Disk
 from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.outer.chain import OuterChain
+from chaos_lightning.outer.effects import EndAsked
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import Durable, Entry, PushId, Removed, RolledBack, Round, Voided
+from chaos_lightning.outer.types import Durable, Entry, Joined, PushId, Removed, RolledBack, Round, Voided
 
 LEASE_S = 1.0
 """A leader that stands still for longer is replaced."""
@@ -31,8 +32,11 @@ class Fault:
 
     at: float
     action: str
-    """"leader", "leader-effect", "freeze-leader", "follower", "cluster", "freeze-cluster", "freeze-follower", "stream",
-    "store", "server" (leader and all followers), "leave"."""
+    """"leader", "follower", "cluster" (killed; a follower is started again), "leader-effect", "follower-effect",
+    "cluster-effect" (killed between two effects), "again" (a cluster is killed and started again), "freeze-leader",
+    "freeze-follower", "freeze-cluster", "stream" (a cluster's is cut), "store" (fails), "server" (leader and all
+    followers are killed), "full" (a disk), "damage" (the newest durable file; "damage-both": both), "leave", "end" (an
+    operator asks for it)."""
     name: str = ""
     lasts: float = 0.0
 
@@ -45,21 +49,21 @@ class Plan:
         seed: Of all chance.
         settings: Of the job.
         followers: How many.
-        clusters: (name, start, pace of an inner step, inner steps of a push), times in virtual s.
+        clusters: Likewise.
         faults: What goes wrong.
         poison: This part of all pushes is not finite.
-        length: Positions of an epoch.
+        length: Positions of an epoch; 0: each cluster has its own data.
         limit_s: By then it must be over.
     """
 
     seed: int
     settings: OuterSettings
     followers: int
-    clusters: tuple[tuple[str, float, float, int], ...]
+    clusters: tuple[ClusterSpec, ...]
     faults: tuple[Fault, ...]
     poison: float = 0.0
     length: int = 320
-    limit_s: float = 400.0
+    limit_s: float = 200.0
 
 
 def any_plan(seed: int) -> Plan:
@@ -77,30 +81,37 @@ def any_plan(seed: int) -> Plan:
         epochs=random.choice((1, 2)),
     )
     followers = random.randint(1, 3)
-    names = [f"c{i}" for i in range(random.randint(1, 4))]
+    overlap = random.random() < 0.8
     clusters = tuple(
-        (n, random.choice((0.0, 0.0, random.uniform(0.0, 4.0))), random.uniform(0.02, 0.1), random.randint(2, 6))
-        for n in names
+        ClusterSpec(f"c{i}", random.choice((0.0, 0.0, random.uniform(0.0, 4.0))), random.uniform(0.02, 0.1), overlap)
+        for i in range(random.randint(1, 4))
     )
-    actions = ["leader", "leader-effect", "freeze-leader", "follower", "stream", "store", "server", "freeze-follower"]
-    if len(names) > 1:
-        actions += ["cluster", "freeze-cluster", "leave"]
-    faults = []
-    for _ in range(random.randint(0, 6)):
-        action = random.choice(actions)
-        # The first cluster stays: somebody must be there to the end.
-        name = f"f{random.randrange(followers)}" if "follower" in action else random.choice(names[1:] or names)
-        faults.append(Fault(random.uniform(0.2, 8.0), action, name, random.uniform(0.2, 3.0)))
-    return Plan(seed, settings, followers, clusters, tuple(faults), random.choice((0.0, 0.0, 0.1)))
+    actions = [*_SERVER, *_CLUSTER] if len(clusters) > 1 else _SERVER
+    faults = tuple(_fault(random, random.choice(actions), clusters, followers) for _ in range(random.randint(0, 6)))
+    return Plan(seed, settings, followers, clusters, faults, random.choice((0.0, 0.0, 0.1)))
+
+
+_SERVER = (
+    "leader", "leader-effect", "freeze-leader", "follower", "follower-effect", "freeze-follower", "stream", "store",
+    "server", "full",
+)  # fmt: skip
+_CLUSTER = ("cluster", "cluster-effect", "freeze-cluster", "again", "leave")
+
+
+def _fault(random: Random, action: str, clusters: Sequence[ClusterSpec], followers: int) -> Fault:
+    # The first cluster stays: somebody must be there to the end.
+    names = [spec.name for spec in clusters[1:] or clusters]
+    on_follower = "follower" in action or action in ("full", "damage", "damage-both")
+    name = f"f{random.randrange(followers)}" if on_follower else random.choice(names)
+    return Fault(random.uniform(0.2, 8.0), action, name, random.uniform(0.2, 3.0))
 
 
 def fragile_plan(seed: int) -> Plan:
     """Clusters die in the middle of pushes, and followers with them."""
     random = Random(seed)
     plan = any_plan(seed)
-    names = [f"c{i}" for i in range(4)]
-    clusters = tuple((n, 0.0, random.uniform(0.02, 0.05), 3) for n in names)
-    faults = [Fault(random.uniform(0.5, 3.0), "cluster", name) for name in names[1:]]
+    clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.05)) for i in range(4))
+    faults = [Fault(random.uniform(0.5, 3.0), random.choice(("cluster", "again")), spec.name) for spec in clusters[1:]]
     faults += [Fault(random.uniform(0.5, 3.0), "follower", f"f{random.randrange(3)}") for _ in range(2)]
     return replace(plan, followers=3, clusters=clusters, faults=tuple(faults))
 
@@ -115,7 +126,7 @@ def frozen_plan(seed: int) -> Plan:
         faults.append(Fault(at + random.uniform(0.5, lasts), "follower", f"f{random.randrange(2)}"))
         at += random.uniform(1.0, 3.0)
     plan = any_plan(seed)
-    clusters = (("c0", 0.0, 0.04, 3), ("c1", 0.0, 0.05, 3))
+    clusters = (ClusterSpec("c0", 0.0, 0.04), ClusterSpec("c1", 0.0, 0.05))
     return replace(plan, followers=2, clusters=clusters, faults=tuple(faults))
 
 
@@ -124,11 +135,42 @@ def poisoned_plan(seed: int) -> Plan:
     return replace(any_plan(seed), poison=0.25)
 
 
+def own_plan(seed: int) -> Plan:
+    """Each cluster has its own data: the oldest one's verdict ends the job, or an operator does."""
+    random, plan = Random(seed), any_plan(seed)
+    clusters = tuple(replace(spec, loop=random.randint(60, 160)) for spec in plan.clusters)
+    faults = plan.faults
+    if random.random() < 0.3:
+        faults = (*faults, Fault(random.uniform(1.0, 6.0), "end"))
+    return replace(plan, clusters=clusters, length=0, faults=faults)
+
+
+def strange_plan(seed: int) -> Plan:
+    """Clusters of another job come by."""
+    random, plan = Random(seed), any_plan(seed)
+    starts = [random.choice((0.0, random.uniform(0.0, 6.0))) for _ in range(2)]  # one may be the first of all
+    strangers = [ClusterSpec(f"x{i}", start, 0.05, strange=True) for i, start in enumerate(starts)]
+    return replace(plan, clusters=(*plan.clusters, *strangers))
+
+
+def damaged_plan(seed: int) -> Plan:
+    """Disks fill, and files are damaged while followers are away."""
+    random, plan = Random(seed), any_plan(seed)
+    actions = ["full", "damage", "damage", "damage", "server"]
+    faults = [_fault(random, random.choice(actions), plan.clusters, plan.followers) for _ in range(5)]
+    if random.random() < 0.2:
+        faults.append(_fault(random, "damage-both", plan.clusters, plan.followers))
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
 FAMILIES: dict[str, Callable[[int], Plan]] = {
     "any": any_plan,
     "fragile": fragile_plan,
     "frozen": frozen_plan,
     "poisoned": poisoned_plan,
+    "own": own_plan,
+    "strange": strange_plan,
+    "damaged": damaged_plan,
 }
 
 
@@ -175,8 +217,8 @@ class World:
         self.kernel.at(0.0, self._lead)
         for name in self.disks:
             self.kernel.at(0.0, lambda n=name: self._follow(n))  # type: ignore[misc]
-        for name, start, pace_s, steps in plan.clusters:
-            self.kernel.at(start, lambda n=name, p=pace_s, s=steps: self._cluster(n, p, s))  # type: ignore[misc]
+        for spec in plan.clusters:
+            self.kernel.at(spec.start, lambda s=spec: self._cluster(s))  # type: ignore[misc]
         for fault in plan.faults:
             self.kernel.at(fault.at, lambda f=fault: self._strike(f))  # type: ignore[misc]
 
@@ -196,9 +238,13 @@ class World:
         """An entry is durable."""
         self.chain.follow(entry)
         self.on_entry(entry)
-        self.oracle.stored(self.chain, entry)
+        self.oracle.stored(self.chain, entry, self.disks)
         if isinstance(entry.body, Removed):
             self._check_removal(entry.body)
+        if isinstance(entry.body, Joined):
+            who = entry.body.incarnation
+            if self.clusters[who.cluster].machine.agreement != self.chain.agreement:
+                raise Violation(f"{who} is in, and has another model")
 
     def _check_removal(self, body: Removed) -> None:
         """Who lives and is heard is removed only if it asked, or must come in anew (O14)."""
@@ -227,7 +273,7 @@ class World:
                 stream.cut()
 
     def _lead(self) -> None:
-        if self.leader is None and not self.finished:
+        if self.leader is None:
             self.leader = LeaderProcess(self, "leader")
             self.say(f"leader {self.leader.term} leads")
 
@@ -237,10 +283,14 @@ class World:
             return  # its folder is locked
         self.followers[name] = FollowerProcess(self, name)
 
-    def _cluster(self, name: str, pace_s: float, steps: int) -> None:
+    def _cluster(self, spec: ClusterSpec) -> None:
         self._todo -= 1
         if not self.finished:
-            self.clusters[name] = ClusterProcess(self, name, pace_s, steps)
+            self.clusters[spec.name] = ClusterProcess(self, spec.name, spec)
+
+    def follower_died(self, name: str) -> None:
+        """It is started again after a while."""
+        self.kernel.after(self.kernel.between(0.1, 1.5), lambda: self._follow(name))
 
     # ------------------------------------------------------------------ faults
 
@@ -260,16 +310,25 @@ class World:
                 if fault.lasts > LEASE_S:
                     after(LEASE_S, lambda: self._replace(leader))
                     after(fault.lasts + self.kernel.between(0.0, 0.4), lambda: self._notice(leader))
+            case "end" if leader is not None:
+                leader.deliver(lambda: leader.feed(EndAsked("an operator asked for it")))
             case "follower":
-                self._restart(fault.name)
+                self.followers[fault.name].kill()
+            case "follower-effect":
+                self.followers[fault.name].die_at_effect = self.kernel.random.randrange(12)
+            case "full":
+                self.disks[fault.name].full = True
+                after(fault.lasts, lambda: self._empty(fault.name))
+            case "damage" | "damage-both":
+                self._damage(fault)
             case "freeze-follower":
                 self.followers[fault.name].freeze()
                 after(fault.lasts, self.followers[fault.name].thaw)
             case "server":
                 if leader is not None:
                     leader.crash()
-                for name in list(self.followers):
-                    self._restart(name)
+                for follower in list(self.followers.values()):
+                    follower.kill()
             case "store":
                 self.store.down = True
                 after(fault.lasts, self._store_is_back)
@@ -280,6 +339,12 @@ class World:
         match fault.action:
             case "cluster":
                 cluster.kill()
+            case "cluster-effect":
+                cluster.die_at_effect = self.kernel.random.randrange(12)
+            case "again" if cluster.alive:
+                cluster.kill()
+                self._todo += 1
+                self.kernel.after(self.kernel.between(0.05, 2.0), lambda: self._cluster(cluster.spec))
             case "freeze-cluster":
                 cluster.freeze()
                 self.kernel.after(fault.lasts, cluster.thaw)
@@ -298,9 +363,15 @@ class World:
         if self.leader is not leader:
             leader.crash()
 
-    def _restart(self, name: str) -> None:
-        self.followers[name].kill()
-        self.kernel.after(self.kernel.between(0.1, 1.5), lambda: self._follow(name))
+    def _damage(self, fault: Fault) -> None:
+        """A follower's durable files, while nobody reads them; it is started again, and so it reads them."""
+        durable = [version for version, _ in self.chain.durable]
+        for version in durable if fault.action == "damage-both" else durable[-1:]:
+            self.disks[fault.name].damage(version)
+        self.followers[fault.name].kill()
+
+    def _empty(self, name: str) -> None:
+        self.disks[name].full = False
 
     def _store_is_back(self) -> None:
         self.store.down = False
@@ -308,7 +379,24 @@ class World:
     # ------------------------------------------------------------------ the run
 
     def _over(self) -> bool:
-        return bool(self.finished) and self._todo <= 0
+        """The job has ended and all know; or a shard is lost for good, and its follower has said so."""
+        if self._todo > 0:
+            return False
+        if any(f.machine.lost for f in self.followers.values() if f.alive):
+            return True
+        return bool(self.finished) and not any(cluster.alive for cluster in self.clusters.values())
+
+    def _check_end(self) -> None:
+        for name, follower in self.followers.items():
+            if follower.machine.lost:
+                if not {version for version, _ in self.chain.durable} <= self.disks[name].damaged:
+                    raise Violation(f"{name} gives its shard up: {follower.machine.lost} (O6)")
+                return
+        for name, cluster in self.clusters.items():
+            if cluster.machine.agreement != self.chain.agreement and "cannot join" not in cluster.left:
+                raise Violation(f"{name} has another model and was not told")
+            if missing := cluster.unaccounted() - self.oracle.counted:
+                raise Violation(f"{name} trained inner step {min(missing)}, which is in no push (O9)")
 
     def run(self) -> Outcome:
         """Runs the plan to its end and returns the verdict."""
@@ -316,6 +404,8 @@ class World:
         try:
             if not self.kernel.run(self.plan.limit_s, self._over):
                 violation = f"stuck after {self.kernel.now:.1f} s: {self.describe()}"
+            else:
+                self._check_end()
         except (Violation, ValueError, AssertionError, KeyError) as found:
             violation = f"at {self.kernel.now:.3f} s: {type(found).__name__}: {found}"
         chain = self.chain
