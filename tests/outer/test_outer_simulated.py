@@ -45,6 +45,22 @@ def test_an_outer_run_is_a_function_of_its_seed() -> None:
 
 
 def test_the_command_tells_what_it_found() -> None:
-    command = [sys.executable, "-m", "chaos_lightning.lab.outer", "--seeds", "3"]
+    command = [sys.executable, "-m", "chaos_lightning.lab.simulate", "--outer", "--seeds", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "3 seeds, 0 violations" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"),
+    [
+        ("poisoned", 67),
+        ("damaged", 43),
+        ("damaged", 111),
+        ("damaged", 381),
+        ("damaged", 13),
+        ("damaged", 1715),
+        ("strange", 42),
+    ],
+)
+def test_seeds_of_outer_jobs_that_once_showed_something_are_well(family: str, seed: int) -> None:
+    assert World(FAMILIES[family](seed)).run().violation == ""

@@ -212,7 +212,7 @@ class World:
         self.log: list[str] = []
         self.on_entry: Callable[[Entry], None] = lambda entry: None
         self._number = 0
-        self._struck_at = 0.0
+        self._struck_at = self._lost_at = 0.0
         self._todo = len(plan.clusters) + len(plan.faults)
         self.kernel.at(0.0, self._lead)
         for name in self.disks:
@@ -382,13 +382,15 @@ class World:
         """The job has ended and all know; or a shard is lost for good, and its follower has said so."""
         if self._todo > 0:
             return False
-        if any(f.machine.lost for f in self.followers.values() if f.alive):
+        if not any(f.machine.lost for f in self.followers.values() if f.alive):
+            self._lost_at = self.kernel.now
+        if self.kernel.now - self._lost_at > CALM_S:  # before that a mark may come that its disk has
             return True
         return bool(self.finished) and not any(cluster.alive for cluster in self.clusters.values())
 
     def _check_end(self) -> None:
         for name, follower in self.followers.items():
-            if follower.machine.lost:
+            if follower.alive and follower.machine.lost:
                 if not {version for version, _ in self.chain.durable} <= self.disks[name].damaged:
                     raise Violation(f"{name} gives its shard up: {follower.machine.lost} (O6)")
                 return

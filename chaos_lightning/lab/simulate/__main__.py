@@ -10,6 +10,7 @@ from pathlib import Path
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.faults import FaultPlan
+from chaos_lightning.lab.outer.__main__ import main as simulate_outer
 from chaos_lightning.lab.simulate.batch import behaviour, outcomes
 from chaos_lightning.lab.simulate.bugs import BUGS
 from chaos_lightning.lab.simulate.fault_plans import PlannedWorld, job
@@ -63,6 +64,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="tell a run with the seed --start under this fault plan, as it is given to FaultPlan.load",
     )
+    parser.add_argument(
+        "--outer", action="store_true", help="simulate outer jobs instead, with options of their own: --outer --help"
+    )
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first finding")
     return parser.parse_args(argv)
 
@@ -94,7 +98,11 @@ def _progress(done: int, count: int, started: float, told: float) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """See `--help`."""
-    options = _options(argv)
+    given = [*(sys.argv[1:] if argv is None else argv)]
+    if "--outer" in given:
+        given.remove("--outer")
+        return simulate_outer(given)
+    options = _options(given)
     if options.list_bugs:
         for name, bug in BUGS.items():
             print(f"{name:16} protocol.md {bug.rule:4} {bug.what}")
