@@ -10,10 +10,11 @@ from chaos_lightning.outer.attendance import Attendance
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.cluster import ClusterMachine
 from chaos_lightning.outer.effects import Connected
+from chaos_lightning.outer.ending import Ending
 from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import Freed, PushAnswered
+from chaos_lightning.outer.messages import ClusterHello, Freed, PushAnswered
 from chaos_lightning.outer.pushes import Pushes
-from chaos_lightning.outer.types import NO_VERSION, IncarnationId, Offer, PushAnswer, Round
+from chaos_lightning.outer.types import NO_VERSION, Ended, IncarnationId, Offer, PushAnswer, Round
 
 
 class EarlyLeader(LeaderMachine):
@@ -72,6 +73,21 @@ class ForgetfulCluster(ClusterMachine):
         return super().on(event)  # type: ignore[arg-type]
 
 
+class EarlyEnding(Ending):
+    """It does not wait for the disks."""
+
+    def next_end(self) -> Ended | None:
+        super().next_end()
+        return Ended(self._desk.chain.newest, self.reason) if self.reason else None
+
+
+class OpenAttendance(Attendance):
+    """Who waited before the job was opened is not compared with it."""
+
+    def again(self) -> list[tuple[int, ClusterHello]]:
+        return []
+
+
 def _with(**parts: type) -> Callable[[OuterChain, int, int], LeaderMachine]:
     """Leaders with these parts in place of their own."""
 
@@ -95,6 +111,11 @@ class Bug:
 
 
 BUGS = {
+    "O3a-strangers": Bug(
+        "O3a", "a cluster with another model comes in", Machines(leader=_with(attendance=OpenAttendance)), "strange"
+    ),
+    "O9-merged": Bug("O9", "the base is the merged parameters", Machines(merges=False)),
+    "O16-early": Bug("O16", "the end does not wait for the disks", Machines(leader=_with(end=EarlyEnding))),
     "O1-early": Bug("O1", "answers are told before they are stored", Machines(leader=EarlyLeader)),
     "O2-one-shard": Bug(
         "O2", "a round takes a push that one shard has", Machines(leader=_with(pushes=OneShardPushes)), "fragile"

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from chaos_lightning.lab.outer.store import Disk
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.messages import PushAnswered
-from chaos_lightning.outer.types import NO_VERSION, Durable, Entry, Founded, PushId, RolledBack, Round, VersionId
+from chaos_lightning.outer.types import NO_VERSION, Durable, Ended, Entry, Founded, PushId, RolledBack, Round, VersionId
 from chaos_lightning.protocol.spans import count, normalise
 from chaos_lightning.protocol.types import Span
 
@@ -69,6 +69,8 @@ class Oracle:
             self._on_disk(chain.cut, entry.body, disks)
         if isinstance(entry.body, RolledBack) and entry.body.to < chain.safe:
             raise Violation(f"{entry.version} goes back behind the durable {chain.safe} (O5a)")
+        if isinstance(entry.body, Ended) and [entry.body.version] != [version for version, _ in chain.durable[-1:]]:
+            raise Violation(f"the job ends with {entry.body.version}, which is not durable (O16)")
         if isinstance(entry.body, Round) and not (entry.body.accepted or entry.body.rejected):
             raise Violation(f"{entry.version} is a round on nothing")
         for offer in entry.offers:
