@@ -365,8 +365,8 @@ class FollowerMachine:
         """Neither durable file is whole, and nobody else has this shard (O6)."""
         names = " and ".join(str(file.version) for file in self._durable)
         self.lost = (
-            f"shard {self.shard} is lost: at {self.name} its files of the durable versions {names} are damaged or gone, "
-            "and nobody else has them; put a copy of one back and start it again, or begin a new job"
+            f"shard {self.shard} is lost: at {self.name} its files of the durable versions {names} are damaged or "
+            "gone, and nobody else has them; put a copy of one back and start it again, or begin a new job"
         )
         self._out.append(OuterNote("shard_lost", (("shard", self.shard), ("reason", self.lost))))
         self._say(Trouble(self.name, self.lost))

@@ -1,0 +1,221 @@
+"""Targets of outer sync: what clusters and followers say, entries in a leader's store, and a follower's files."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import torch
+from google.protobuf.message import DecodeError
+
+from chaos_lightning.control.store import StoreRecord
+from chaos_lightning.errors import ConfigurationError, StateError, StoreError, WireError
+from chaos_lightning.lab.fuzz import mutate
+from chaos_lightning.lab.fuzz.readers import MOST_EFFECTS
+from chaos_lightning.lab.fuzz.target import FindingError, Target
+from chaos_lightning.outer import effects as fx
+from chaos_lightning.outer import outer_pb2
+from chaos_lightning.outer.chain import OuterChain
+from chaos_lightning.outer.cluster import ClusterMachine
+from chaos_lightning.outer.grid import Grid
+from chaos_lightning.outer.kernel import OuterState
+from chaos_lightning.outer.leader import LeaderMachine
+from chaos_lightning.outer.messages import ClusterHello, FollowerHello, FromCluster, FromFollower, ToCluster, ToFollower
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.shard_files import ShardFiles
+from chaos_lightning.outer.types import NO_VERSION, Agreement, Body, Counters, TensorSpec, VersionId
+from chaos_lightning.outer.vocabulary import FROM_CLUSTER, FROM_FOLLOWER, TO_CLUSTER, TO_FOLLOWER, body_bytes, entry_of
+
+_KINDS = (FromCluster, ToCluster, FromFollower, ToFollower)
+_WORDS = (FROM_CLUSTER, TO_CLUSTER, FROM_FOLLOWER, TO_FOLLOWER)
+_ENVELOPES = (
+    outer_pb2.FromClusterEnvelope,
+    outer_pb2.ToClusterEnvelope,
+    outer_pb2.FromFollowerEnvelope,
+    outer_pb2.ToFollowerEnvelope,
+)
+_BODIES = typing.get_args(Body)
+_RECORD = len(_KINDS)
+
+
+def agreement(length: int = 64) -> Agreement:
+    """Of a small job."""
+    return Agreement((TensorSpec("w", "float32", (256,)),), block=64, length=length, settings=OuterSettings().words)
+
+
+# ------------------------------------------------------------------ messages and entries
+
+
+def _said(which: int, rng: Random) -> Iterator[bytes]:
+    """One message of each class, as it travels; without those that cannot be."""
+    for cls in typing.get_args(_KINDS[which]):
+        with contextlib.suppress(WireError, TypeError):
+            yield _WORDS[which].encode(mutate.value_of(cls, rng))
+
+
+def _message_seeds() -> list[bytes]:
+    rng = Random(3)
+    seeds = [mutate.joined([(which, said)]) for which in range(len(_KINDS)) for said in _said(which, rng)]
+    for number, cls in enumerate(_BODIES):
+        with contextlib.suppress(WireError, TypeError):
+            seeds.append(mutate.joined([(_RECORD + number, body_bytes(mutate.value_of(cls, rng)))]))
+    return seeds
+
+
+def _read_messages(data: bytes) -> None:
+    for tag, part in mutate.split(data):
+        which = tag % (_RECORD + len(_BODIES))
+        if which >= _RECORD:
+            with contextlib.suppress(StoreError):
+                entry_of(StoreRecord(1, _BODIES[which - _RECORD].__name__, 1, part), "")
+            continue
+        words = _WORDS[which]
+        try:
+            found = words.decode(part)
+        except WireError:
+            continue
+        if words.decode(words.encode(found)) != found:
+            raise FindingError(f"{type(found).__name__} is another one when it is written and read again")
+
+
+def _changed(which: int, part: bytes, rng: Random) -> bytes:
+    """Another field in this message; or another message."""
+    if which >= _RECORD or rng.randint(0, 9) == 0:
+        return mutate.bytes_of(part, rng)
+    if not part or rng.randint(0, 3) == 0:
+        with contextlib.suppress(WireError, TypeError):
+            return _WORDS[which].encode(mutate.value_of(rng.choice(typing.get_args(_KINDS[which])), rng))
+    try:
+        envelope = _ENVELOPES[which].FromString(part)
+    except DecodeError:
+        return part
+    for _ in range(rng.randint(1, 3)):
+        mutate.proto_of(envelope, rng)
+    data: bytes = envelope.SerializeToString()
+    return data
+
+
+def _mutate_messages(data: bytes, rng: Random) -> bytes:
+    most = _RECORD + len(_BODIES)
+    return mutate.parts_of(data, rng, lambda tag, part, r: _changed(tag % most, part, r), range(most))
+
+
+# ------------------------------------------------------------------ the leader's and a cluster's machine
+
+
+def _leader_seeds() -> list[bytes]:
+    rng = Random(4)
+    follower = FROM_FOLLOWER.encode(FollowerHello("f0", "n0", 0, (), NO_VERSION, "127.0.0.1:1"))
+    cluster = FROM_CLUSTER.encode(ClusterHello("a", "here", "n1", 0, None, NO_VERSION, NO_VERSION, agreement()))
+    begun = [(2 | 0x10, follower), (0 | 0x20, cluster), (0x40, b"")]
+    chatter = [(which | conn << 4, said) for which, conn in ((0, 2), (2, 1)) for said in _said(which, rng)]
+    return [mutate.joined(begun), mutate.joined(begun + chatter), mutate.joined(begun + chatter + begun)]
+
+
+def _feed_leader(data: bytes) -> None:
+    """Streams say this to a leader whose store takes everything."""
+    machine = LeaderMachine(OuterChain(), 1, 1)
+    now = 1.0
+    for tag, part in mutate.split(data):
+        which, conn = tag & 3, tag >> 4 & 3
+        event: fx.LeaderEvent
+        if tag & 0x40:
+            event = fx.TimePassed()
+        elif which == 1:
+            event = fx.StreamClosed(conn, bool(part))
+        elif which == 3:
+            event = fx.EndAsked("asked")
+        else:
+            try:
+                event = fx.Heard(conn, _WORDS[which].decode(part))
+            except WireError:
+                continue
+        waiting: list[fx.LeaderEvent] = [event]
+        count = 0
+        while waiting:
+            now += 0.05
+            for effect in machine.on(now, waiting.pop(0)):
+                count += 1
+                if isinstance(effect, fx.StoreEntry):
+                    body_bytes(effect.entry.body)
+                    waiting.append(fx.EntryStored(True))
+                elif isinstance(effect, fx.Done):
+                    return
+            if count > MOST_EFFECTS:
+                raise FindingError(f"{event} has {count} effects")
+
+
+def _cluster_seeds() -> list[bytes]:
+    return [mutate.joined([(1, said) for said in _said(1, Random(5))])]
+
+
+def _feed_cluster(data: bytes) -> None:
+    """A leader says this to a cluster that trains on."""
+    machine = ClusterMachine("a", "here", "n1", agreement())
+    machine.on(fx.Connected())
+    for _, part in mutate.split(data):
+        with contextlib.suppress(WireError):
+            machine.on(fx.Told(TO_CLUSTER.decode(part)))
+        if machine.gone:
+            return
+        machine.on(fx.TimePassed())
+
+
+# ------------------------------------------------------------------ files
+
+
+def _file_seeds() -> list[bytes]:
+    grid = Grid((256,), 64)
+    state = OuterState(grid.whole, torch.arange(256, dtype=torch.float32))
+    version = VersionId(3, "0" * 32)
+    with tempfile.TemporaryDirectory() as folder:
+        files = ShardFiles(Path(folder), "job")
+        files.save(version, state, Counters(1, 2, 3))
+        return [files.path(version).read_bytes()]
+
+
+def _read_file(data: bytes) -> None:
+    """Whatever lies in a follower's folder under a version's name: it is whole, or it is named."""
+    version = VersionId(3, "0" * 32)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job" / f"v{version.number:08d}-{version.hash}.safetensors"
+        path.parent.mkdir()
+        path.write_bytes(data)
+        with contextlib.suppress(ConfigurationError):
+            files = ShardFiles(Path(folder), "job")
+            for file in files.look().whole:
+                with contextlib.suppress(StateError):
+                    files.load(file.version, file.digest)
+
+
+def _mutate_file(data: bytes, rng: Random) -> bytes:
+    return mutate.bytes_of(data, rng)
+
+
+def _mutate_leader(data: bytes, rng: Random) -> bytes:
+    def change(tag: int, part: bytes, r: Random) -> bytes:
+        return _changed(tag & 3, part, r) if tag & 3 in (0, 2) else part
+
+    return mutate.parts_of(data, rng, change, (0x10, 0x12, 0x20, 0x22, 0x21, 0x11, 0x40, 0x13))
+
+
+def _mutate_cluster(data: bytes, rng: Random) -> bytes:
+    return mutate.parts_of(data, rng, lambda tag, part, r: _changed(1, part, r), (1,))
+
+
+OUTER: tuple[Target, ...] = (
+    Target(
+        "outer-messages", "words of outer sync, and a chain's records", _message_seeds, _read_messages, _mutate_messages
+    ),
+    Target(
+        "outer-leader", "what clusters and followers say, by the leader", _leader_seeds, _feed_leader, _mutate_leader
+    ),
+    Target("outer-cluster", "what a leader says, by a cluster", _cluster_seeds, _feed_cluster, _mutate_cluster),
+    Target("outer-files", "a follower's files", _file_seeds, _read_file, _mutate_file, 8 << 20),
+)
+
+__all__ = ["OUTER"]
