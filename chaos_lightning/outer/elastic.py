@@ -650,7 +650,7 @@ class ElasticCluster:
         name = version_name(wanted, part.shard, part.format.name)
         for donor in self._inner.ways(ranks):
             try:
-                fetch(name, donor, self._inner.dial, part.data, deadline_s=FETCH_S, abandoned=self._closing.is_set)
+                fetch(name, [donor], self._inner.dial, part.data, deadline_s=FETCH_S, abandoned=self._closing.is_set)
                 return
             except NoDonorError as error:
                 _log.debug("version %s is not at %s: %s", wanted, donor.member, error)

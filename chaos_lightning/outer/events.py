@@ -95,7 +95,8 @@ EVENTS = (
     Event(
         "push_staged",
         "all bytes of a push's part are here, verified",
-        {"push": "its name", "nbytes": "fetched, bytes", "seconds": "s"},
+        {"push": "its name", "nbytes": "of the part, bytes", "seconds": "s"},
+        {"sources": "{process: bytes that it sent, verified}; a process is written as incarnation/mark (lines.py)"},
     ),
     Event(
         "push_not_fetched",
