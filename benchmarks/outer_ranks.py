@@ -100,8 +100,10 @@ def rank(pipe: Connection, told: dict[str, Any]) -> None:
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     inner = ChaosStrategy(
-        endpoint=f"127.0.0.1:{told['port']}", name=told["name"], log_dir=told["events"], on_last_exit="none",
-        options={"join_timeout_s": 60.0, "step_timeout_s": 30.0, "state_hash_every": HASH_EVERY},
+        endpoint=f"127.0.0.1:{told['port']}", name=told["name"], log_dir=told["events"],
+        options={
+            "join_timeout_s": 60.0, "step_timeout_s": 30.0, "state_hash_every": HASH_EVERY, "on_last_exit": "none",
+        },
     )  # fmt: skip
     outer = {"log_dir": told["events"], "host_server": False, "batch": 1}
     strategy = DiLoCoStrategy(
