@@ -224,10 +224,10 @@ def measure(result: Result, folder: Path, ctx: Any, args: Any, ranks: int, *, ov
 
 def main() -> int:
     p = Options(__doc__, raw=True)
-    p.add_count("--rounds", 12, 5, "in which nobody dies, of each cluster")
+    p.add_count("--rounds", 10, 5, "in which nobody dies, of each cluster")
     p.add_count("--kills", 5, 1, "of a rank in mid-push")
     p.add_count("--joins", 5, 1, "between push and adoption")
-    p.add_argument("--params-mib", type=float, default=12.0, help="MiB of fp32 parameters")
+    p.add_argument("--params-mib", type=float, default=24.0, help="MiB of fp32 parameters")
     p.add_argument("--ranks", type=int, nargs="*", default=list(RANKS), help=f"with --quick: {STRUCK} alone")
     p.add_argument("--keep", default="", help="folder that keeps event logs and files")
     args = p.parse_args()

@@ -202,7 +202,7 @@ class ElasticCluster:
         """What of these the last answer said."""
         self._having: tuple[str, ...] = ()
         """Ranks that have the version which is wanted."""
-        self._me = ""
+        self._me, self._ranks = "", 1
         self._serving = PushServing(options, self._secret, self._grid, self._who, events.emit)
         self._step = _Step()
         self._reason = self._failed = ""
@@ -473,6 +473,9 @@ class ElasticCluster:
 
     def _take_place(self, ranks: Sequence[str]) -> None:
         """Who is first, from the contributors; the news that it told are told."""
+        if len(ranks) != self._ranks:
+            self._ranks = len(ranks)
+            self._serving.share(self._ranks)
         with self._changed:
             if ranks[0] == self._me and self._first:
                 for _ in range(self._sent):

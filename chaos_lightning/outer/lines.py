@@ -316,7 +316,8 @@ class ParkedLines:
         note: Told when connections to a follower stand, and when they cannot be made.
         count: So many at each follower: while one is used, another one is there.
         links: What protects connections (line_keys.LineKeyring).
-        rate_bps: Bits a second that what is served may use, over all followers; 0.0: as much as there is.
+        rate_bps: Bits a second that what is served may use, over all followers and by all processes of the cluster
+            (`share`); 0.0: as much as there is.
     """
 
     def __init__(
@@ -332,7 +333,7 @@ class ParkedLines:
         rate_bps: float = 0.0,
     ) -> None:
         self._keys = LineKeyring(secret, links)
-        self._rate_bps, self._share_bps = rate_bps, rate_bps
+        self._rate_bps, self._followers, self._processes = rate_bps, 1, 1
         self._mark = os.urandom(4).hex()
         self.server, self._job, self._me, self._secret = server, job, me, Credentials.of(secret)
         self._note, self._count = note, count
@@ -347,8 +348,7 @@ class ParkedLines:
         me = self._me()
         self._keys.meet(holders)
         with self._lock:
-            # Each follower fetches its shard on one connection at a time, and shards are about equal.
-            self._share_bps = self._rate_bps / max(1, len(holders))
+            self._followers = max(1, len(holders))
             kept = {(h.name, h.endpoint, me) for h in holders}
             away = {h.name for h in holders if not h.endpoint}
             over = [key for key in self._lines if key not in kept and not (key[0] in away and key[2] == me)]
@@ -364,6 +364,19 @@ class ParkedLines:
             line.hang_up()
         for line in made:
             line.start()
+
+    def share(self, processes: int) -> None:
+        """So many processes of this cluster send at once from now on; together they keep to the rate."""
+        with self._lock:
+            self._processes = processes
+            standing = [line for lines in self._lines.values() for line in lines]
+        for line in standing if self._rate_bps else ():
+            line.pace(self._share_bps)
+
+    @property
+    def _share_bps(self) -> float:
+        """Each follower fetches its shard on one connection to a process at a time, and shards are about equal."""
+        return self._rate_bps / (self._followers * self._processes)
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
         """A `replication.source.Dial`: a connection to a follower, which serves versions on it.
@@ -427,6 +440,12 @@ class _Line(threading.Thread):
         with self._lock:
             if self._sock is not None:
                 _cut([self._sock])
+
+    def pace(self, rate_bps: float) -> None:
+        """Bounds what is sent from now on."""
+        with self._lock:
+            if self._sock is not None:
+                pace(self._sock, rate_bps)
 
     def run(self) -> None:
         pause = 0.0

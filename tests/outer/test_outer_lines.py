@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -292,6 +293,26 @@ def test_what_a_process_that_dies_was_to_send_the_others_do(stage: Any) -> None:
     assert torch.equal(part.data, whole.data)
     assert seen == sorted(seen), "what had come stays"
     assert seen[-1] == whole.data.numel()
+
+
+def test_processes_of_a_cluster_share_its_rate(stage: Any) -> None:
+    followers = [stage(Follower(name)) for name in ("f0", "f1")]
+    home = stage(Home(count=1, rate_bps=8e6))
+    home.lines.follow([f.holder for f in followers])
+    until(lambda: len(paced(home)) == 2, "connections")
+    assert paced(home) == [500_000, 500_000]
+    home.lines.share(4)
+    assert paced(home) == [125_000, 125_000]
+    followers[0].listener.take(str(HOME), LIMIT_S).close()
+    until(lambda: standing(followers[0]) == 1 and len(paced(home)) == 2, "another connection")
+    assert paced(home) == [125_000, 125_000]
+
+
+def paced(home: Home) -> list[int]:
+    """Bytes a second that its connections may send."""
+    lines_ = [line for each in home.lines._lines.values() for line in each]
+    socks = [line._sock for line in lines_ if line._sock is not None]
+    return [struct.unpack("=Q", s.getsockopt(socket.SOL_SOCKET, 47, 8))[0] for s in socks]
 
 
 def test_a_process_with_other_bytes_under_a_pushs_name_is_passed_over(stage: Any) -> None:
