@@ -223,11 +223,11 @@ class ElasticPart:
             output: What the optimizer's closure gave: as a rule the loss.
         """
         tape, trainer = self.cluster.tape, self._trainer
-        if trainer.global_step % max(1, trainer.log_every_n_steps) == 0:
-            self.cluster.saw(float(output) if isinstance(output, Tensor) and output.numel() == 1 else None)
+        told = trainer.global_step % max(1, trainer.log_every_n_steps) == 0
+        loss = float(output) if told and isinstance(output, Tensor) and output.numel() == 1 else None
         spent = ledger.spent_spans(header.ledger, ledger.SHARED, tape.number) if tape is not None else ()
         ranks = [share.member for share in header.contributors]
-        self._take(self.cluster.commit(ranks, header.answers, steps=1, spent=spent), in_batch=True)
+        self._take(self.cluster.commit(ranks, header.answers, steps=1, spent=spent, loss=loss), in_batch=True)
 
     def begin(self) -> None:
         """Before the first batch: Lightning's counters and schedules go by the job's clock from here on."""

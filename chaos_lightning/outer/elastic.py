@@ -304,8 +304,9 @@ class ElasticCluster:
         self._content.forget()
         for push in list(self._content.pushes):
             self._free(push)
+        self._drop_encoded()
         with self._changed:
-            self._fetched, self._encoding, self._encoded, self._having = None, None, None, ()
+            self._fetched, self._having = None, ()
             self._later, self._sent = [], 0
             self._news.clear()
 
@@ -378,11 +379,6 @@ class ElasticCluster:
         """This rank's part of the coming step has used so many more."""
         self._step.samples += samples
 
-    def saw(self, loss: float | None) -> None:
-        """Of this rank's part of the coming step, if it has one; None: nobody told it."""
-        if self._step.samples:
-            self._step.loss = loss
-
     def answer(self) -> bytes:
         """What this rank says in the coming commit."""
         with self._changed:
@@ -423,7 +419,13 @@ class ElasticCluster:
         return self.commit([self._me], [self.meeting()])
 
     def commit(
-        self, ranks: Sequence[str], answers: Sequence[bytes], *, steps: int = 0, spent: Sequence[Span] = ()
+        self,
+        ranks: Sequence[str],
+        answers: Sequence[bytes],
+        *,
+        steps: int = 0,
+        spent: Sequence[Span] = (),
+        loss: float | None = None,
     ) -> Boundary:
         """A commit of the inner job, when the optimizer has stepped.
 
@@ -432,6 +434,7 @@ class ElasticCluster:
             answers: Theirs; none where the commit carries none.
             steps: Inner steps that it is: 1, or 0.
             spent: Places on the tape that are spent with it, if it is a step.
+            loss: Of this rank's part of the step, for the log; None: nobody told it.
 
         Raises:
             StateError: This rank's push is not the others', or a rank cannot go on.
@@ -451,6 +454,7 @@ class ElasticCluster:
         if first.rates[1]:
             machine.rate, machine.step_rate = first.rates
         if steps:
+            self._step.loss = loss if loss is not None and self._step.samples else self._step.loss
             self._measure(sum(each.samples for each in said), steps, began)
             covers = self._leased.cover(spent) if self._leased is not None else ()
             found = self._feed(cl.Trained(sum(each.samples for each in said), covers, steps), found)
@@ -564,10 +568,15 @@ class ElasticCluster:
                 "push_frozen", push=str(push), base=str(base), steps=steps, samples=samples,
                 nbytes=part.data.numel(), seconds=round(time.monotonic() - began, 6),
             )  # fmt: skip
+            # Here, not in the training thread, for it is hashed. Nobody asks for it before it is offered, which is
+            # when the next commit is known.
+            self._serving.serve({push: part})
             with self._changed:
-                if self._encoding is not None and self._encoding[0] == push:
+                if self._encoding is not None and self._encoding[1] is encoded:
                     self._encoded = (push, part, manifest)
                     self._changed.notify_all()
+                elif push not in self._content.pushes:
+                    self._serving.drop(push)
 
         future.add_done_callback(done)
 
@@ -578,9 +587,15 @@ class ElasticCluster:
             raise StateError(f"push {push} is {own} at rank {self._me}, and {manifest} at the first one")
         self._encoding = self._encoded = None
         self._content.pushes[push] = part
-        # Nobody asks for it before it is offered, which is when the next commit is known.
-        self._serving.serve(self._content.pushes)
+        self._serving.serve(self._content.pushes)  # else there was nobody yet who could ask
         return self._feed(cl.Frozen(push, manifest), found)
+
+    def _drop_encoded(self) -> None:
+        """What no commit has made known as frozen."""
+        with self._changed:
+            encoded, self._encoding, self._encoded = self._encoded, None, None
+        if encoded is not None:
+            self._serving.drop(encoded[0])
 
     def _free(self, push: PushId) -> None:
         self._content.pushes.pop(push, None)
@@ -723,7 +738,8 @@ class ElasticCluster:
         (steps, samples), self._untold = self._untold, (0, 0)
         self._steps_told = time.monotonic()
         if steps:
-            self._tell("inner_steps", steps=steps, samples=samples, loss=self._step.loss, incarnation=self._who())
+            loss, self._step.loss = self._step.loss, None
+            self._tell("inner_steps", steps=steps, samples=samples, loss=loss, incarnation=self._who())
 
     def _who(self) -> str:
         """The incarnation's name; "" before there is one."""
@@ -782,7 +798,7 @@ class ElasticCluster:
         for push in set(self._content.pushes) - set(self._machine.kept):
             self._free(push)
         self._drop_fetched()
-        self._encoding = self._encoded = None
+        self._drop_encoded()
         self._later.clear()
         self._hello = self.machine.hello()
         if self._attendant is not None:

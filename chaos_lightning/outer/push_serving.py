@@ -8,6 +8,7 @@ are, anew when there are others.
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Mapping
 
 from chaos_lightning.outer.cluster_options import ClusterOptions
@@ -23,7 +24,7 @@ from chaos_lightning.security.credentials import Secret
 
 
 class PushServing:
-    """See the module. One thread at a time, but for `dial`.
+    """See the module. `serve`, `drop` and `dial` may be called by any thread, all else by one at a time.
 
     Args:
         options: Of the cluster.
@@ -41,6 +42,7 @@ class PushServing:
     ) -> None:
         self.holders: tuple[Holder, ...] = ()
         self._grid, self._me = grid, me
+        self._lock = threading.Lock()
         self._cuts: dict[PushId, tuple[Shard, ...]] = {}
         """How those that are served are cut."""
         self._server = StateServer(SERVING)
@@ -72,20 +74,22 @@ class PushServing:
     def serve(self, pushes: Mapping[PushId, Part]) -> None:
         """These can be asked for, as far as it is known how they are cut; their bytes must not change."""
         shards = self.shards
-        for push, part in pushes.items():
-            cut = self._cuts.get(push)
-            if cut == shards or not shards:
-                continue
-            if cut is not None:
-                drop_push(self._server, push, cut)
-            hold_push(self._server, push, part, shards)
-            self._cuts[push] = shards
+        for push, part in pushes.items() if shards else ():
+            with self._lock:
+                cut = self._cuts.get(push)
+                if cut == shards:
+                    continue
+                if cut is not None:
+                    drop_push(self._server, push, cut)
+                hold_push(self._server, push, part, shards)
+                self._cuts[push] = shards
 
     def drop(self, push: PushId) -> None:
         """Nobody asks for it any more."""
-        cut = self._cuts.pop(push, None)
-        if cut is not None:
-            drop_push(self._server, push, cut)
+        with self._lock:
+            cut = self._cuts.pop(push, None)
+            if cut is not None:
+                drop_push(self._server, push, cut)
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
         """A connection to a follower, for versions. Any thread."""
