@@ -32,6 +32,7 @@ from chaos_lightning.machine.few_lines import FewLines
 from chaos_lightning.machine.forks import close_in_children
 from chaos_lightning.outer.line_keys import LineKeyring, incarnation_of
 from chaos_lightning.outer.messages import Holder
+from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type, named_head
 from chaos_lightning.replication.server import StateServer, StateServerConfig
 from chaos_lightning.replication.source import Endpoint, reason_of
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
@@ -316,7 +317,7 @@ class ParkedLines:
         note: Told when connections to a follower stand, and when they cannot be made.
         count: So many at each follower: while one is used, another one is there.
         links: What protects connections (line_keys.LineKeyring).
-        rate_bps: Bits a second that what is served may use, over all followers and by all processes of the cluster
+        rate_bps: Bits a second that may be used each way, over all followers and by all processes of the cluster
             (`share`); 0.0: as much as there is.
     """
 
@@ -333,7 +334,8 @@ class ParkedLines:
         rate_bps: float = 0.0,
     ) -> None:
         self._keys = LineKeyring(secret, links)
-        self._rate_bps, self._followers, self._processes = rate_bps, 1, 1
+        self._most_bps = self._rate_bps = rate_bps
+        self._followers = self._processes = 1
         self._mark = os.urandom(4).hex()
         self.server, self._job, self._me, self._secret = server, job, me, Credentials.of(secret)
         self._note, self._count = note, count
@@ -365,26 +367,42 @@ class ParkedLines:
         for line in made:
             line.start()
 
-    def share(self, processes: int) -> None:
-        """So many processes of this cluster send at once from now on; together they keep to the rate."""
-        with self._lock:
-            self._processes = processes
-            standing = [line for lines in self._lines.values() for line in lines]
-        for line in standing if self._rate_bps else ():
-            line.pace(self._share_bps)
-
-    @property
-    def _share_bps(self) -> float:
-        """Each follower fetches its shard on one connection to a process at a time, and shards are about equal."""
-        return self._rate_bps / (self._followers * self._processes)
-
     def dial(self, endpoint: Endpoint) -> socket.socket:
         """A `replication.source.Dial`: a connection to a follower, which serves versions on it.
 
         Raises:
             ChaosError, OSError: There is none.
         """
-        return self._connect(endpoint.member, endpoint.address, endpoint.port, self._me(), "bulk")
+        sock = self._connect(endpoint.member, endpoint.address, endpoint.port, self._me(), "bulk")
+        if self._rate_bps:  # versions cross the far link once, whatever the processes
+            told = BulkFrame(Type.PACE, named_head(""), 0, max(1, round(self._rate_bps / self._followers / 8)))
+            BulkSocket(sock, stall_timeout_s=_DEADLINE_S).send(told)
+        return sock
+
+    def spread(self, rate_bps: float) -> None:
+        """So many bits a second are enough from now on, over all followers; 0.0: nobody knows. The setting bounds them.
+
+        Pushes under way go on at this rate, versions that are fetched later begin with it.
+        """
+        bounds = [rate for rate in (rate_bps, self._most_bps) if rate]
+        self._rate_bps = min(bounds, default=0.0)
+        self._pace_all()
+
+    def share(self, processes: int) -> None:
+        """So many processes of this cluster send at once from now on; together they keep to the rate."""
+        self._processes = processes
+        self._pace_all()
+
+    def _pace_all(self) -> None:
+        with self._lock:
+            lines = [line for each in self._lines.values() for line in each]
+        for line in lines:
+            line.pace(self._share_bps)
+
+    @property
+    def _share_bps(self) -> float:
+        """Each follower fetches on one connection to a process at a time, and shards are about equal."""
+        return self._rate_bps / (self._followers * self._processes)
 
     def close(self) -> None:
         """Hangs up everywhere, and waits for its threads."""
@@ -409,8 +427,7 @@ class ParkedLines:
             ChaosError, OSError: There is none.
         """
         sock = self._connect(name, *split_endpoint(endpoint), f"{me}/{self._mark}", "park")
-        if self._share_bps:
-            pace(sock, self._share_bps)
+        pace(sock, self._share_bps or None)
         return sock
 
     def tell(self, name: str, change: int, reason: str = "") -> None:
@@ -442,10 +459,10 @@ class _Line(threading.Thread):
                 _cut([self._sock])
 
     def pace(self, rate_bps: float) -> None:
-        """Bounds what is sent from now on."""
+        """What it serves may use so many bits a second; 0.0: as much as there is."""
         with self._lock:
             if self._sock is not None:
-                pace(self._sock, rate_bps)
+                pace(self._sock, rate_bps or None)
 
     def run(self) -> None:
         pause = 0.0

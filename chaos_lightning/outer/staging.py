@@ -193,7 +193,10 @@ class StagedPushes:
             reason = self._attempts(offer, part, sources)
         if not reason:
             seconds = round(time.monotonic() - began, 4)
-            self._note("push_staged", push=str(push), nbytes=part.data.numel(), seconds=seconds, sources=sources)
+            with self._lock:
+                here = len(self._parts.keys() | self._arriving.keys())
+            told = {"nbytes": part.data.numel(), "held": here, "sources": sources}
+            self._note("push_staged", push=str(push), seconds=seconds, **told)
             if push in self._decided:
                 self._keep(push, part, finite=True)  # else it would not have been accepted
                 self._measured(MeasuredPart(offer, part, (), True))

@@ -244,14 +244,14 @@ def of_ranks(stage: Any, follower: Follower, count: int) -> list[Home]:
 
 def test_all_processes_of_a_cluster_send_a_part_of_a_push(stage: Any) -> None:
     follower = stage(Follower("f0"))
-    ranks = of_ranks(stage, follower, 3)
+    ranks = of_ranks(stage, follower, 2)
     donors = follower.listener.donors(str(HOME))
-    assert len(donors) == 3
+    assert len(donors) == 2
     assert {d.member.partition("/")[0] for d in donors} == {str(HOME)}
     whole, part = random_part(), Part.empty(GRID.whole, BF16)
     part.data.zero_()
     (offer,) = {offered(each, whole, 1) for each in ranks}
-    barrier = threading.Barrier(3, timeout=LIMIT_S)  # nobody is done before all have begun
+    barrier = threading.Barrier(2, timeout=LIMIT_S)  # of three pieces nobody is asked for more than two at once
     for each in ranks:
         hold_back(each, barrier)
     fetch_push(offer, part, follower.listener.dial, donors=donors, deadline_s=LIMIT_S)
