@@ -374,35 +374,36 @@ class ParkedLines:
             ChaosError, OSError: There is none.
         """
         sock = self._connect(endpoint.member, endpoint.address, endpoint.port, self._me(), "bulk")
-        if self._rate_bps:  # versions cross the far link once, whatever the processes
-            told = BulkFrame(Type.PACE, named_head(""), 0, max(1, round(self._rate_bps / self._followers / 8)))
+        if self._rate_bps:  # a version comes to one process, whatever others there are
+            told = BulkFrame(Type.PACE, named_head(""), 0, max(1, round(self._rate_bps / (8 * self._followers))))
             BulkSocket(sock, stall_timeout_s=_DEADLINE_S).send(told)
         return sock
+
+    def share(self, processes: int) -> None:
+        """So many processes of this cluster send at once from now on; together they keep to the rate."""
+        with self._lock:
+            self._processes = processes
+        self._pace_all()
 
     def spread(self, rate_bps: float) -> None:
         """So many bits a second are enough from now on, over all followers; 0.0: nobody knows. The setting bounds them.
 
         Pushes under way go on at this rate, versions that are fetched later begin with it.
         """
-        bounds = [rate for rate in (rate_bps, self._most_bps) if rate]
-        self._rate_bps = min(bounds, default=0.0)
-        self._pace_all()
-
-    def share(self, processes: int) -> None:
-        """So many processes of this cluster send at once from now on; together they keep to the rate."""
-        self._processes = processes
-        self._pace_all()
-
-    def _pace_all(self) -> None:
         with self._lock:
-            lines = [line for each in self._lines.values() for line in each]
-        for line in lines:
-            line.pace(self._share_bps)
+            self._rate_bps = min((rate for rate in (rate_bps, self._most_bps) if rate), default=0.0)
+        self._pace_all()
 
     @property
     def _share_bps(self) -> float:
-        """Each follower fetches on one connection to a process at a time, and shards are about equal."""
+        """Each follower fetches its shard on one connection to a process at a time, and shards are about equal."""
         return self._rate_bps / (self._followers * self._processes)
+
+    def _pace_all(self) -> None:
+        with self._lock:
+            standing = [line for lines in self._lines.values() for line in lines]
+        for line in standing:
+            line.pace(self._share_bps)
 
     def close(self) -> None:
         """Hangs up everywhere, and waits for its threads."""
@@ -459,7 +460,7 @@ class _Line(threading.Thread):
                 _cut([self._sock])
 
     def pace(self, rate_bps: float) -> None:
-        """What it serves may use so many bits a second; 0.0: as much as there is."""
+        """Bounds what is sent from now on; 0.0: no bound."""
         with self._lock:
             if self._sock is not None:
                 pace(self._sock, rate_bps or None)

@@ -195,8 +195,8 @@ class StagedPushes:
             seconds = round(time.monotonic() - began, 4)
             with self._lock:
                 here = len(self._parts.keys() | self._arriving.keys())
-            told = {"nbytes": part.data.numel(), "held": here, "sources": sources}
-            self._note("push_staged", push=str(push), seconds=seconds, **told)
+            told = {"nbytes": part.data.numel(), "seconds": seconds, "held": here, "sources": sources}
+            self._note("push_staged", push=str(push), **told)
             if push in self._decided:
                 self._keep(push, part, finite=True)  # else it would not have been accepted
                 self._measured(MeasuredPart(offer, part, (), True))

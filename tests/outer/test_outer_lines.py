@@ -580,3 +580,27 @@ def test_a_part_is_fetched_by_its_name_with_its_manifest(stage: Any) -> None:
     where = Endpoint("f0", "127.0.0.1", follower.port)
     assert fetch("anything", [where], home.lines.dial, into, deadline_s=LIMIT_S) == {"a": [1, 2]}
     assert into.tolist() == list(range(9))
+
+
+def test_pushes_and_versions_are_paced(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the setting, by what is enough if that is less, and shared among the processes that send."""
+    paced: dict[str, list[float | None]] = {"lines": [], "server": []}
+    monkeypatch.setattr("chaos_lightning.outer.lines.pace", lambda _, rate_bps: paced["lines"].append(rate_bps))
+    monkeypatch.setattr("chaos_lightning.replication.server.pace", lambda _, rate_bps: paced["server"].append(rate_bps))
+    followers = [stage(Follower(name)) for name in ("f0", "f1")]
+    home = stage(Home(count=1, rate_bps=8e9))
+    holders = [f.holder for f in followers]
+    home.lines.follow(holders)
+    until(lambda: all(standing(f) == 1 for f in followers), "a connection at each follower")
+    assert paced["lines"] == [4e9, 4e9]
+    home.lines.spread(16e9)
+    home.lines.spread(4e9)
+    home.lines.share(2)
+    assert paced["lines"][2:] == [4e9] * 2 + [2e9] * 2 + [1e9] * 2
+    version = random_part()
+    for follower, shard in zip(followers, GRID.cut(2), strict=True):
+        hold_version(follower.server, VERSION, Part(shard, BF16, slice_of(version, shard)))
+    got = Part.empty(GRID.whole, BF16)
+    fetch_version(VERSION, GRID.cut(2), BF16, holders, got, home.lines.dial, deadline_s=LIMIT_S)
+    assert torch.equal(got.data, version.data)
+    assert set(paced["server"]) == {2e9}
