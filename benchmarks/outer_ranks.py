@@ -3,8 +3,8 @@
 The server is what a user starts (lab/far_server.py), the inner job has a scheduler of its own. Ranks are children of a
 fork server that has torch and Lightning imported; each runs `Trainer.fit` with `DiLoCoStrategy(inner="chaos")` over
 rows that it draws, with a pause that stands for heavier computing. What they dial at followers goes through a relay,
-which bounds the rate and counts bytes; what they say to each other does not. The policy is `sync`: no gate judges pushes
-of a cluster whose batches change with its ranks.
+which bounds the rate and counts bytes; what they say to each other does not. The policy is `sync`: no gate judges
+pushes of a cluster whose batches change with its ranks.
 """
 
 from __future__ import annotations
