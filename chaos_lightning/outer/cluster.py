@@ -199,6 +199,20 @@ class Unpushed:
         return tuple(Covered(epoch, spans) for epoch, spans in sorted(self.spans.items()))
 
 
+def reckon(job: JobProgress, samples: int, steps: int, usual: int, paced: int) -> JobProgress:
+    """How far a job is that a cluster has trained on in by itself.
+
+    Args:
+        job: With its base.
+        samples: That it has trained since.
+        steps: Inner steps, likewise.
+        usual: Steps of a usual cluster from one push to the next.
+        paced: Of this one.
+    """
+    ticks = steps * TICKS * usual // max(1, paced)
+    return JobProgress(job.samples + samples, job.ticks + ticks, job.epoch)
+
+
 _GIVEN = frozenset({"name", "place", "nonce", "agreement", "process", "overlap", "shared", "_out", "_resting"})
 """What a machine is made with, or holds during an event alone."""
 
@@ -334,9 +348,7 @@ class ClusterMachine:
     @property
     def reckoned(self) -> JobProgress:
         """How far the job is by this cluster's own reckoning: its base, and what it has trained since at its pace."""
-        samples, steps = self.since_base
-        ticks = steps * TICKS * self._usual_steps // max(1, self.inner_steps)
-        return JobProgress(self.job.samples + samples, self.job.ticks + ticks, self.job.epoch)
+        return reckon(self.job, *self.since_base, self._usual_steps, self.inner_steps)
 
     @property
     def waits_for(self) -> str:

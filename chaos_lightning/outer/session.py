@@ -214,6 +214,29 @@ class OuterSession:
         return self._life.machine.inner_steps
 
     @property
+    def usual_steps(self) -> int:
+        """From one push to the next, of a usual cluster."""
+        return self._settings.inner_steps
+
+    @property
+    def since_base(self) -> tuple[int, int]:
+        """(samples, inner steps) that the base does not hold."""
+        with self._changed:
+            return self._life.machine.since_base
+
+    def idle_steps(self, seconds: float) -> int:
+        """So many inner steps `boundary` may be told of together: no push is due sooner, nor do they take longer.
+
+        Args:
+            seconds: Of training, as it was measured.
+        """
+        with self._changed:
+            machine = self._life.machine
+            due = machine.inner_steps - machine.unpushed.steps
+            most = int(seconds * machine.step_rate)
+            return max(1, min(most, due) if due > 0 else most)
+
+    @property
     def reckoned(self) -> JobProgress:
         """How far the job is by this cluster's own reckoning."""
         with self._changed:
@@ -292,7 +315,7 @@ class OuterSession:
             if found is None or self._life.machine.phase is not Phase.TRAINING:
                 return ()
             epoch, spans = found
-            taken = _first(spans, positions)
+            taken = first_positions(spans, positions)
             self._claimed[epoch] = normalise([*self._claimed.get(epoch, ()), *taken])
             return (Covered(epoch, taken),)
 
@@ -304,8 +327,12 @@ class OuterSession:
     @property
     def ending(self) -> bool:
         """This cluster is to train no more."""
-        machine = self._life.machine
-        return bool(self.over or machine.leaving or machine.verdict)
+        return bool(self.over or self.leaving or self._life.machine.verdict)
+
+    @property
+    def leaving(self) -> bool:
+        """It was asked to leave."""
+        return self._life.machine.leaving
 
     def show_base(self) -> None:
         """The model's parameters are the base's until `show_own`; nothing may be trained meanwhile."""
@@ -654,7 +681,7 @@ class OuterSession:
                 self._feed(life, cl.Got(wanted))
 
 
-def _first(spans: Sequence[Span], positions: int) -> tuple[Span, ...]:
+def first_positions(spans: Sequence[Span], positions: int) -> tuple[Span, ...]:
     """At most so many positions from the front."""
     found: list[Span] = []
     for start, stop in spans:
@@ -696,4 +723,4 @@ def agreement_of(
     )
 
 
-__all__ = ["Boundary", "OuterSession", "agreement_of"]
+__all__ = ["Boundary", "OuterSession", "agreement_of", "first_positions"]
