@@ -64,24 +64,42 @@ def cluster(spec: dict[str, Any]) -> None:
     Args:
         spec: "name", "server", "out", "trainer" (arguments), "told" (of the strategy), "samples", "step_s", "gates".
     """
-    out = Path(spec["out"])
-    model, follows = Paced(lr=0.01), Follows()
+    gates = Gates(spec.get("gates", {}), {}, "", spec.get("batches", {}))
+    run(spec, Path(spec["out"]), Paced(lr=0.01), [gates])
+
+
+def run(spec: dict[str, Any], out: Path, model: Paced, callbacks: list[pl.Callback], **trainer: Any) -> None:
+    """Fits and reports."""
+    follows = Follows()
     model.step_s = spec.get("step_s", 0.0)
     strategy = DiLoCoStrategy(name=spec["name"], server=spec["server"], **spec.get("told", {}))
-    gates = Gates(spec.get("gates", {}), {}, "", spec.get("batches", {}))
-    trainer = models.trainer(
-        out / spec["name"], strategy=strategy, callbacks=[gates, follows], **spec.get("trainer", {})
+    run = models.trainer(
+        out / spec["name"], strategy=strategy, callbacks=[*callbacks, follows], **trainer, **spec.get("trainer", {})
     )
-    trainer.fit(model, models.loader(spec.get("samples", 240)), models.loader(8, batch_size=8))
+    run.fit(model, models.loader(spec.get("samples", 240)), models.loader(8, batch_size=4))
     report = {
         "weights": models.weights(model),
         "lines": follows.lines,
-        "step": trainer.global_step,
-        "epoch": trainer.current_epoch,
-        "status": str(trainer.state.status),
+        "seen": torch.cat(model.seen) if model.seen else torch.zeros(0, 4),
+        "step": run.global_step,
+        "epoch": run.current_epoch,
+        "status": str(run.state.status),
         "over": strategy.fit.session.over if strategy.fit is not None else "",
     }
     torch.save(report, out / f"{spec['name']}.pt")
+
+
+def ddp(spec: dict[str, Any]) -> None:
+    """One process of a cluster whose ranks are DDP's, as Lightning's launcher starts it.
+
+    Args:
+        spec: As of `cluster`; "rank", "ranks", "port" (of their process group), "sync" (log over all ranks).
+    """
+    os.environ |= {"LOCAL_RANK": str(spec["rank"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec["port"])}
+    torch.set_num_threads(1)
+    out = Path(spec["out"]) / f"rank-{spec['rank']}"
+    out.mkdir(exist_ok=True)
+    run(spec, out, Paced(lr=0.01, sync=True), [], devices=spec["ranks"])
 
 
 def rank(spec: dict[str, Any]) -> None:
