@@ -10,13 +10,15 @@ An accepted push is *kept*, since followers may have to fetch it again, until th
 kept pushes unanswered again: they are offered anew, in order, before the open one (O5a).
 
 When its own loop is over it pushes what is left, and once all is answered and adopted it says its verdict, until the
-job ends. What a push covers is counted here; the bytes are the shell's. What the leader said is said again, so hearing
-it twice changes nothing.
+job ends. The end may come in the midst of a round. Then the cluster takes the job's last version outright, as all do;
+what it trained beyond that is discarded. What a push covers is counted here; the bytes are the shell's. What the leader
+said is said again, so hearing it twice changes nothing.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -159,6 +161,21 @@ class ReachHolders:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeLast:
+    """The job is over: base and parameters are its last version, which is the base already or was got.
+
+    Attributes:
+        version: Which.
+        steps: Inner steps that it lacks, which are gone.
+        samples: That they used.
+    """
+
+    version: VersionId
+    steps: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class Over:
     """This incarnation is over; `again`: the process comes in as a new one."""
 
@@ -166,7 +183,7 @@ class Over:
     again: bool
 
 
-ClusterEffect = Say | Freeze | FetchVersion | Adopt | Settle | Free | ReachHolders | Over | OuterNote
+ClusterEffect = Say | Freeze | FetchVersion | Adopt | Settle | Free | ReachHolders | TakeLast | Over | OuterNote
 
 
 class Phase(enum.StrEnum):
@@ -174,6 +191,7 @@ class Phase(enum.StrEnum):
 
     WAITING = "waiting"
     TRAINING = "training"
+    ENDING = "ending"
     GONE = "gone"
 
 
@@ -213,6 +231,8 @@ def reckon(job: JobProgress, samples: int, steps: int, usual: int, paced: int) -
     return JobProgress(job.samples + samples, job.ticks + ticks, job.epoch)
 
 
+LAST_S = 60.0
+"""For so long after the job's end a cluster tries to get the last version; followers serve it as long."""
 _GIVEN = frozenset({"name", "place", "nonce", "agreement", "process", "overlap", "shared", "_out", "_resting"})
 """What a machine is made with, or holds during an event alone."""
 
@@ -272,7 +292,7 @@ class ClusterMachine:
         self._freezing: PushId | None = None
         self._covered = Unpushed()
         """By the push that is being frozen."""
-        self._next = 1
+        self._next, self._patience = 1, 0
         self._due: VersionId | None = None
         """All pushes are answered: a version at or after this one is to be adopted."""
         self._outright = False
@@ -283,6 +303,8 @@ class ClusterMachine:
         self._in: dict[PushId, VersionId] = {}
         """Kept pushes: the version that holds each."""
         self._fetching = self._here = NO_VERSION
+        # The job is over: with this version, and why; so many heartbeats may go by until that is here.
+        self._last: tuple[VersionId, str] | None = None
         self._resting = True
         self._connected = self._welcome = False
         self._founded = True
@@ -355,6 +377,8 @@ class ClusterMachine:
         """What must come before it trains on, or may go, in words."""
         if self.incarnation is None:
             return "the parameter server to let it in"
+        if self._last is not None:
+            return "the job's last version"
         if self.phase is not Phase.TRAINING:
             return "the newest version" if self.base != NO_VERSION or self.fetching != NO_VERSION else "a first version"
         if self.open is not None:
@@ -419,7 +443,9 @@ class ClusterMachine:
                 pass
             case TimePassed():
                 self._beat()
-        if not self.gone:
+        if self._last is not None:
+            self._take_last(*self._last)
+        elif not self.gone:
             if resting:
                 self._take_got()
             self._turn()
@@ -435,6 +461,7 @@ class ClusterMachine:
             self._out.append(Say(message))
 
     def _beat(self) -> None:
+        self._patience -= self._last is not None
         if self.incarnation is not None and self._welcome:
             left = sum(count(spans) for spans in self.free_spans().values())
             samples, leaving = self.unpushed.samples, self.leaving or bool(self.verdict)
@@ -481,8 +508,31 @@ class ClusterMachine:
                 self.leased = {each.epoch: each.spans for each in leased}
             case Dismissed(_, reason, again):
                 self._end(reason, again=again)
-            case JobFinished(_, _, reason):
-                self._end(reason, again=False)
+            case JobFinished(_, version, reason):
+                self._on_finished(version, reason)
+
+    def _on_finished(self, version: VersionId, reason: str) -> None:
+        if self.base == NO_VERSION or version == NO_VERSION:
+            self._end(reason, again=False)
+        elif self._last is None:
+            self.phase, self._last = Phase.ENDING, (version, reason)
+            self._patience = math.ceil(LAST_S / OuterSettings.of_words(self.agreement.settings).heartbeat_s)
+            if version not in (self.base, self._here, self._fetching):
+                self._fetching = version
+                self._out.append(FetchVersion(version))
+
+    def _take_last(self, version: VersionId, reason: str) -> None:
+        if self.gone or not self._resting:
+            return
+        if version in (self.base, self._here):
+            samples, steps = self.since_base
+            self.base, self.open, self._freezing = version, None, None
+            self.unpushed, self._covered = Unpushed(), Unpushed()
+            self.job = self._progress.get(version, self.job)
+            self._out.append(TakeLast(version, steps, samples))
+            self._end(reason, again=False)
+        elif self._patience <= 0:
+            self._end(f"{reason}. Its last version, {version}, could not be had: this model is older", again=False)
 
     def _end(self, reason: str, *, again: bool) -> None:
         self.phase = Phase.GONE

@@ -327,7 +327,8 @@ class OuterSession:
     @property
     def ending(self) -> bool:
         """This cluster is to train no more."""
-        return bool(self.over or self.leaving or self._life.machine.verdict)
+        machine = self._life.machine
+        return bool(self.over or machine.leaving or machine.verdict or machine.phase is Phase.ENDING)
 
     @property
     def leaving(self) -> bool:
@@ -435,6 +436,9 @@ class OuterSession:
                     found = Boundary(version, found.outright or outright, found.reset_optimizer or reset)
                 case cl.Free(push):
                     self._free_push(push)
+                case cl.TakeLast(version, steps, samples):
+                    self._take_last(version, steps, samples)
+                    found = Boundary(version, True, found.reset_optimizer)
                 case cl.Over(reason, again):
                     self._end_of_life(reason, again)
                     found = Boundary(found.adopted, True, found.reset_optimizer)
@@ -500,6 +504,20 @@ class OuterSession:
             progress_samples=self.progress.samples,
             progress_steps=self.progress.steps,
         )
+
+    def _take_last(self, version: VersionId, steps: int, samples: int) -> None:
+        self._tell_steps()
+        part = self._fetched[1] if self._fetched is not None and self._fetched[0] == version else self._content.base
+        assert part is not None
+        self._content.adopt(part, outright=True)
+        self._fetched = None
+        with self._changed:
+            self.progress = self._life.machine.job
+            self._claimed.clear()
+        self._events.emit("last_taken", version=str(version), steps=steps, samples=samples)
+        if steps:
+            _log.warning("cluster %s: the job is over, and its last version, %s, lacks %d inner steps of this cluster",
+                         self.options.name, version, steps)  # fmt: skip
 
     def _end_of_life(self, reason: str, again: bool) -> None:
         self._tell_steps()
