@@ -641,7 +641,7 @@ class ClusterMachine:
             return
         if self._freezing is None and not self._unanswered():
             self._turn_idle()
-        if self.leaving and self._may_go():
+        if self.leaving and self._resting and self._may_go():  # else a step is under way that it will hear of
             self._say(Goodbye(self.incarnation, "it was asked to leave"))
             self._end("it was asked to leave", again=False)
 

@@ -7,7 +7,7 @@ import pytest
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer.cluster import ClusterMachine
 from chaos_lightning.outer.effects import Connected, TimePassed, Told
-from chaos_lightning.outer.messages import JobFinished, PushAnswered, Served, Welcomed
+from chaos_lightning.outer.messages import JobFinished, OnDisk, PushAnswered, Served, Welcomed
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
@@ -114,3 +114,16 @@ def test_a_last_version_that_nobody_gives_is_waited_for_a_while() -> None:
     assert beats == cl.LAST_S / RULES.heartbeat_s
     assert isinstance(last, cl.Over)
     assert f"Its last version, {V3}, could not be had" in last.reason
+
+
+def test_who_is_asked_to_leave_within_a_step_says_goodbye_after_it() -> None:
+    """Nothing was left to push, so it left at once, and the step that was under way was in no push."""
+    machine = training(overlap=True)
+    answered(machine, PushAnswer.ACCEPTED, V2)
+    machine.on(Told(Served(1, V2, JobProgress())))
+    machine.on(cl.Got(V2))
+    machine.on(Told(OnDisk(1, V2)))
+    machine.on(cl.LeaveAsked(), resting=False)
+    assert not machine.gone
+    frozen = [effect for effect in machine.on(cl.Trained(1)) if isinstance(effect, cl.Freeze)]
+    assert frozen == [cl.Freeze(PushId(WHO, 2), V2)]

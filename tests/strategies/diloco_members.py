@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,39 @@ class Paced(models.Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(self.step_s)
         return super().training_step(batch, batch_idx)
+
+
+class Rough(Paced):
+    """Two optimizers by hand and statistics that are averaged."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.01, norm=True, sync=True)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.net.children()
+        rest = [p for other in others for p in other.parameters()]
+        return [torch.optim.Adam(first.parameters(), 0.01), torch.optim.SGD(rest, 0.01)]
+
+
+class Another(Paced):
+    """Not the model of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.Linear(3, 3)
+
+
+KINDS: dict[str, Any] = {"paced": partial(Paced, lr=0.01, sync=True), "rough": Rough, "another": Another}
 
 
 class Follows(pl.Callback):
@@ -93,13 +127,15 @@ def ddp(spec: dict[str, Any]) -> None:
     """One process of a cluster whose ranks are DDP's, as Lightning's launcher starts it.
 
     Args:
-        spec: As of `cluster`; "rank", "ranks", "port" (of their process group), "sync" (log over all ranks).
+        spec: As of `cluster`; "rank", "ranks", "port" (of their group), "kind" (of model), "keep" (checkpoints).
     """
     os.environ |= {"LOCAL_RANK": str(spec["rank"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec["port"])}
     torch.set_num_threads(1)
     out = Path(spec["out"]) / f"rank-{spec['rank']}"
     out.mkdir(exist_ok=True)
-    run(spec, out, Paced(lr=0.01, sync=True), [], devices=spec["ranks"])
+    keep, more = spec.get("keep", ""), {"enable_checkpointing": True} if spec.get("keep") else {}
+    callbacks = [pl.callbacks.ModelCheckpoint(keep, monitor="val_loss", save_top_k=-1)] if keep else []
+    run(spec, out, KINDS[spec.get("kind", "paced")](), callbacks, devices=spec["ranks"], **more)
 
 
 def rank(spec: dict[str, Any]) -> None:
