@@ -35,11 +35,12 @@ from torch import Tensor
 
 from chaos_lightning.data.feeds import Tag, batch_length
 from chaos_lightning.data.leased import LeasedLoader
-from chaos_lightning.errors import DeadlineError
+from chaos_lightning.errors import ConfigurationError, DeadlineError
 from chaos_lightning.machine.signals import ExitSignals, aside, end_by, say
 from chaos_lightning.outer.session import Boundary, OuterSession
 from chaos_lightning.outer.types import Covered
 from chaos_lightning.strategies.data import themselves
+from chaos_lightning.strategies.elastic import explained
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import ENDLESS, batches_begun, epoch_of, refit, skip_validation, unfinish_epoch
 from chaos_lightning.strategies.outer_clock import JobClock
@@ -126,7 +127,10 @@ class OuterFit:
     def start(self, session: OuterSession | RankedSession, timeout_s: float) -> None:
         """Comes in: the parameters are the job's newest version afterwards, or found it."""
         self._session = session
-        session.start(timeout_s)
+        try:
+            session.start(timeout_s)
+        except ConfigurationError as error:
+            raise ConfigurationError(explained(str(error))) from error
         self._writes(session.oldest)
 
     def begin(self, leave_on_signals: bool) -> None:

@@ -90,7 +90,7 @@ class Standing:
 
     Attributes:
         job: How far the job is with the base.
-        since: Samples and inner steps that the base does not hold.
+        ahead: Samples and inner steps that the base does not hold.
         steps: From one push to the next: as usual, and as the leader paces this cluster.
         meet_in: The next meeting is after so many steps.
     """
@@ -98,7 +98,7 @@ class Standing:
     incarnation: str = ""
     base: VersionId = NO_VERSION
     job: JobProgress = field(default_factory=JobProgress)
-    since: tuple[int, int] = (0, 0)
+    ahead: tuple[int, int] = (0, 0)
     steps: tuple[int, int] = (1, 1)
     oldest: bool = True
     leaving: bool = False
@@ -162,7 +162,7 @@ class RankedSession:
         """How far the job is by this cluster's own reckoning."""
         told, untold = self._standing, self._untold
         samples = untold.samples * (1 if self._shared else dist.get_world_size())
-        return reckon(told.job, told.since[0] + samples, told.since[1] + untold.steps, *told.steps)
+        return reckon(told.job, told.ahead[0] + samples, told.ahead[1] + untold.steps, *told.steps)
 
     @property
     def oldest(self) -> bool:
@@ -311,7 +311,7 @@ def _standing(member: OuterSession) -> Standing:
         member.incarnation,
         member.base,
         member.progress,
-        member.since_base,
+        member.ahead,
         (member.usual_steps, member.inner_steps),
         member.oldest,
         member.leaving,

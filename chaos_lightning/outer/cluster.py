@@ -360,7 +360,7 @@ class ClusterMachine:
 
     @property
     def since_base(self) -> tuple[int, int]:
-        """(samples, inner steps) that it has trained and that its base does not hold."""
+        """(samples, inner steps) that it has trained since its base, and that no round has accepted."""
         samples = self.unpushed.samples + self._covered.samples
         steps = self.unpushed.steps + self._covered.steps
         if self.open is not None:
@@ -368,9 +368,18 @@ class ClusterMachine:
         return samples, steps
 
     @property
+    def ahead(self) -> tuple[int, int]:
+        """The same, and what is accepted in a version that it has yet to adopt."""
+        samples, steps = self.since_base
+        for push, offer in self.kept.items():
+            if self._in.get(push, self.base) > self.base:
+                samples, steps = samples + offer.samples, steps + offer.steps
+        return samples, steps
+
+    @property
     def reckoned(self) -> JobProgress:
         """How far the job is by this cluster's own reckoning: its base, and what it has trained since at its pace."""
-        return reckon(self.job, *self.since_base, self._usual_steps, self.inner_steps)
+        return reckon(self.job, *self.ahead, self._usual_steps, self.inner_steps)
 
     @property
     def waits_for(self) -> str:

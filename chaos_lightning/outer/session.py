@@ -219,10 +219,10 @@ class OuterSession:
         return self._settings.inner_steps
 
     @property
-    def since_base(self) -> tuple[int, int]:
-        """(samples, inner steps) that the base does not hold."""
+    def ahead(self) -> tuple[int, int]:
+        """(samples, inner steps) that it has trained and that the base does not hold."""
         with self._changed:
-            return self._life.machine.since_base
+            return self._life.machine.ahead
 
     def idle_steps(self, seconds: float) -> int:
         """So many inner steps `boundary` may be told of together: no push is due sooner, nor do they take longer.

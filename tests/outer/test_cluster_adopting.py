@@ -11,6 +11,7 @@ from chaos_lightning.outer.messages import JobFinished, OnDisk, PushAnswered, Se
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
+    TICKS,
     Agreement,
     IncarnationId,
     JobProgress,
@@ -127,3 +128,14 @@ def test_who_is_asked_to_leave_within_a_step_says_goodbye_after_it() -> None:
     assert not machine.gone
     frozen = [effect for effect in machine.on(cl.Trained(1)) if isinstance(effect, cl.Freeze)]
     assert frozen == [cl.Freeze(PushId(WHO, 2), V2)]
+
+
+def test_the_clock_does_not_stand_still_between_a_round_and_its_version() -> None:
+    """What the round accepted was in neither, so a job went beyond its last step."""
+    machine = training(overlap=True)
+    answered(machine, PushAnswer.ACCEPTED, V2)
+    machine.on(cl.Trained(1))
+    assert (machine.reckoned.steps, machine.reckoned.samples) == (3, 3)
+    machine.on(Told(Served(1, V2, JobProgress(2, 2 * TICKS))))
+    assert V2 in adopted(machine.on(cl.Got(V2)))
+    assert (machine.reckoned.steps, machine.reckoned.samples) == (3, 3)

@@ -96,7 +96,8 @@ def cluster(spec: dict[str, Any]) -> None:
     """One cluster.
 
     Args:
-        spec: "name", "server", "out", "trainer" (arguments), "told" (of the strategy), "samples", "step_s", "gates".
+        spec: "name", "server", "out", "trainer" (arguments), "told" (of the strategy), "samples", "step_s", "gates",
+            "ckpt".
     """
     gates = Gates(spec.get("gates", {}), {}, "", spec.get("batches", {}))
     run(spec, Path(spec["out"]), Paced(lr=0.01), [gates])
@@ -110,7 +111,8 @@ def run(spec: dict[str, Any], out: Path, model: Paced, callbacks: list[pl.Callba
     run = models.trainer(
         out / spec["name"], strategy=strategy, callbacks=[*callbacks, follows], **trainer, **spec.get("trainer", {})
     )
-    run.fit(model, models.loader(spec.get("samples", 240)), models.loader(8, batch_size=4))
+    train, validate = models.loader(spec.get("samples", 240)), models.loader(8, batch_size=4)
+    run.fit(model, train, validate, ckpt_path=spec.get("ckpt"))
     report = {
         "weights": models.weights(model),
         "lines": follows.lines,
