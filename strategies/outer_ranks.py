@@ -85,7 +85,7 @@ class RankGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ClusterFacts:
     """What all ranks know of the cluster between two meetings.
 
     Attributes:
@@ -133,7 +133,7 @@ class RankedSession:
     def __init__(self, member: OuterSession | None, replica: Replica, group: RankGroup, *, shared: bool) -> None:
         self.member = member
         self._replica, self._group, self._shared = replica, group, shared
-        self._standing = Standing()
+        self._facts = ClusterFacts()
         self._untold = _Untold()
         self._claimed: list[Covered] = []
         """Ahead of what the loader has asked for."""
@@ -145,44 +145,44 @@ class RankedSession:
     @property
     def incarnation(self) -> str:
         """Who this cluster is."""
-        return self._standing.incarnation
+        return self._facts.incarnation
 
     @property
     def base(self) -> VersionId:
         """The version that was adopted last."""
-        return self._standing.base
+        return self._facts.base
 
     @property
     def progress(self) -> JobProgress:
         """The job's, with the base."""
-        return self._standing.job
+        return self._facts.job
 
     @property
     def reckoned(self) -> JobProgress:
         """How far the job is by this cluster's own reckoning."""
-        told, untold = self._standing, self._untold
+        told, untold = self._facts, self._untold
         samples = untold.samples * (1 if self._shared else dist.get_world_size())
         return reckon(told.job, told.ahead[0] + samples, told.ahead[1] + untold.steps, *told.steps)
 
     @property
     def oldest(self) -> bool:
         """Whether it came before all others that are in."""
-        return self._standing.oldest
+        return self._facts.oldest
 
     @property
     def leaving(self) -> bool:
         """It was asked to leave, and all ranks know."""
-        return self._standing.leaving
+        return self._facts.leaving
 
     @property
     def ending(self) -> bool:
         """This cluster is to train no more."""
-        return self._standing.ending
+        return self._facts.ending
 
     @property
     def over(self) -> str:
         """Why this cluster's part is over; "" while it goes on."""
-        return self._standing.over
+        return self._facts.over
 
     @property
     def at_risk(self) -> int:
@@ -208,7 +208,7 @@ class RankedSession:
         untold.samples, untold.steps = untold.samples + samples, untold.steps + steps
         untold.covers = (*untold.covers, *covers)
         untold.loss = loss if loss is not None else untold.loss
-        if steps and untold.steps < self._standing.meet_in:
+        if steps and untold.steps < self._facts.meet_in:
             return Boundary()
         return self._tell_steps()
 
@@ -230,12 +230,12 @@ class RankedSession:
         return found
 
     def _meet(self, act: Callable[[OuterSession], Any]) -> Any:
-        def make() -> tuple[Any, Standing]:
+        def make() -> tuple[Any, ClusterFacts]:
             member = self.member
             assert member is not None, "rank 0 has the session"
-            return act(member), _standing(member)
+            return act(member), _facts_of(member)
 
-        found, self._standing = self._group.tell(make)
+        found, self._facts = self._group.tell(make)
         return found
 
     def _share(self) -> None:
@@ -244,7 +244,7 @@ class RankedSession:
     def claim(self, positions: int) -> tuple[Covered, ...]:
         """The next positions of the shared data that this cluster trains, of all its ranks together."""
         if not self._claimed:
-            ahead = positions * max(1, self._standing.meet_in)
+            ahead = positions * max(1, self._facts.meet_in)
             self._claimed = list(self._meet(lambda member: member.claim(ahead)))
         if not self._claimed:
             return ()
@@ -306,8 +306,8 @@ def _nothing(_: object) -> None:
     """What need not travel."""
 
 
-def _standing(member: OuterSession) -> Standing:
-    return Standing(
+def _facts_of(member: OuterSession) -> ClusterFacts:
+    return ClusterFacts(
         member.incarnation,
         member.base,
         member.progress,

@@ -233,6 +233,8 @@ def reckon(job: JobProgress, samples: int, steps: int, usual: int, paced: int) -
 
 LAST_S = 60.0
 """For so long after the job's end a cluster tries to get the last version; followers serve it as long."""
+_AWAY, _CONNECTED, _WELCOME = range(3)
+"""How a cluster stands with the leader; a welcome is an answer to its hello."""
 _GIVEN = frozenset({"name", "place", "nonce", "agreement", "process", "overlap", "shared", "_out", "_resting"})
 """What a machine is made with, or holds during an event alone."""
 
@@ -292,7 +294,7 @@ class ClusterMachine:
         self._freezing: PushId | None = None
         self._covered = Unpushed()
         """By the push that is being frozen."""
-        self._next, self._patience = 1, 0
+        self._next = 1
         self._due: VersionId | None = None
         """All pushes are answered: a version at or after this one is to be adopted."""
         self._outright = False
@@ -303,10 +305,10 @@ class ClusterMachine:
         self._in: dict[PushId, VersionId] = {}
         """Kept pushes: the version that holds each."""
         self._fetching = self._here = NO_VERSION
-        # The job is over: with this version, and why; so many heartbeats may go by until that is here.
-        self._last: tuple[VersionId, str] | None = None
+        self._last: tuple[VersionId, str, int] | None = None
+        """The job is over: with this version, why, and how many heartbeats may go by until it is here."""
         self._resting = True
-        self._connected = self._welcome = False
+        self._stream = _AWAY
         self._founded = True
         self._out: list[ClusterEffect] = []
 
@@ -432,10 +434,10 @@ class ClusterMachine:
             return []
         match event:
             case Connected():
-                self._connected, self._welcome = True, False
+                self._stream = _CONNECTED
                 self._say(self.hello())
             case Disconnected():
-                self._connected = self._welcome = False
+                self._stream = _AWAY
             case Told(message):
                 self._hear(message)  # type: ignore[arg-type]
             case Trained(samples, covers, steps):
@@ -466,12 +468,13 @@ class ClusterMachine:
         return self.phase is Phase.GONE
 
     def _say(self, message: FromCluster) -> None:
-        if self._connected:
+        if self._stream != _AWAY:
             self._out.append(Say(message))
 
     def _beat(self) -> None:
-        self._patience -= self._last is not None
-        if self.incarnation is not None and self._welcome:
+        if self._last is not None:
+            self._last = (*self._last[:2], self._last[2] - 1)
+        if self.incarnation is not None and self._stream == _WELCOME:
             left = sum(count(spans) for spans in self.free_spans().values())
             samples, leaving = self.unpushed.samples, self.leaving or bool(self.verdict)
             self._say(Beat(self.incarnation, self.rate, self.step_rate, self.base, left, samples, leaving))
@@ -524,13 +527,13 @@ class ClusterMachine:
         if self.base == NO_VERSION or version == NO_VERSION:
             self._end(reason, again=False)
         elif self._last is None:
-            self.phase, self._last = Phase.ENDING, (version, reason)
-            self._patience = math.ceil(LAST_S / OuterSettings.of_words(self.agreement.settings).heartbeat_s)
+            beats = math.ceil(LAST_S / OuterSettings.of_words(self.agreement.settings).heartbeat_s)
+            self.phase, self._last = Phase.ENDING, (version, reason, beats)
             if version not in (self.base, self._here, self._fetching):
                 self._fetching = version
                 self._out.append(FetchVersion(version))
 
-    def _take_last(self, version: VersionId, reason: str) -> None:
+    def _take_last(self, version: VersionId, reason: str, beats: int) -> None:
         if self.gone or not self._resting:
             return
         if version in (self.base, self._here):
@@ -540,7 +543,7 @@ class ClusterMachine:
             self.job = self._progress.get(version, self.job)
             self._out.append(TakeLast(version, steps, samples))
             self._end(reason, again=False)
-        elif self._patience <= 0:
+        elif beats <= 0:
             self._end(f"{reason}. Its last version, {version}, could not be had: this model is older", again=False)
 
     def _end(self, reason: str, *, again: bool) -> None:
@@ -548,7 +551,7 @@ class ClusterMachine:
         self._out.append(Over(reason, again))
 
     def _on_welcome(self, incarnation: IncarnationId, first: int) -> None:
-        self._welcome, self.leased = True, {}
+        self._stream, self.leased = _WELCOME, {}
         if self.incarnation is None:
             self.incarnation, self._next = incarnation, first
         self._offer()
@@ -568,7 +571,7 @@ class ClusterMachine:
     def _offer(self) -> None:
         """The first that is unanswered; said again with each heartbeat, as any word may be lost."""
         waiting = self._unanswered()
-        if waiting and self._welcome:
+        if waiting and self._stream == _WELCOME:
             self._say(Offered(waiting[0]))
 
     def _on_frozen(self, push: PushId, manifest: str) -> None:
@@ -646,7 +649,7 @@ class ClusterMachine:
         self._beat()  # who waits for all that train waits for this one from now on
 
     def _turn(self) -> None:
-        if self.incarnation is None or (not self._welcome and self.phase is Phase.WAITING):
+        if self.incarnation is None or (self._stream != _WELCOME and self.phase is Phase.WAITING):
             return
         if self._freezing is None and not self._unanswered():
             self._turn_idle()
@@ -663,7 +666,7 @@ class ClusterMachine:
         if self._due is not None or not self._resting:
             return
         # Enough is pushed from the base that there is: where newer ones come all the time, it would never be.
-        founds = self.base == NO_VERSION and self._welcome and not self._founded
+        founds = self.base == NO_VERSION and self._stream == _WELCOME and not self._founded
         hurries = self.dry or self.leaving or bool(self.verdict)
         enough = self.unpushed.steps >= self.inner_steps or (self.unpushed.steps > 0 and hurries)
         if founds or (self.base != NO_VERSION and enough):
