@@ -372,6 +372,10 @@ class DDPRanks(ClusterStrategy, DDPStrategy):
         rank_zero_only.rank = self.global_rank + (0 if oldest else self.world_size)  # type: ignore[attr-defined]
         return promoted
 
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        self.writes(self._oldest)
+
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._launcher = RankLauncher(
@@ -392,11 +396,9 @@ class DDPRanks(ClusterStrategy, DDPStrategy):
         return RankedSession(member, replica, RankGroup(self.global_rank, patience), shared=self.data == "shared")
 
     def teardown(self) -> None:
-        fit = self.fit
-        if fit is not None:
-            vars(fit.trainer._data_connector).pop("_requires_distributed_sampler", None)
+        if self.fit is not None:
+            vars(self.fit.trainer._data_connector).pop("_requires_distributed_sampler", None)
         super().teardown()
-        self.writes(oldest=True)
 
 
 def _events(options: ClusterOptions) -> EventLog:

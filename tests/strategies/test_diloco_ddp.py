@@ -134,7 +134,7 @@ def test_a_rank_that_dies_ends_the_group_and_the_others_train_on(ranks: RanksJob
 def test_who_is_refused_says_so_at_all_ranks(ranks: RanksJob) -> None:
     ranks.serve()
     ranks.cluster("one", told=told(ranks, batch=8), gates={2: ranks.gate("one")}, trainer={"max_epochs": 1})
-    ranks.harness.wait_until(lambda: ranks.facts().get("clusters"), "the first cluster")
+    ranks.harness.wait_for("version_adopted", node="one")
     names = ranks.ranks("many", told=told(ranks), kind="another")
     for name in names:
         ranks.harness.declare(name)

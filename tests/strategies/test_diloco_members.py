@@ -206,7 +206,7 @@ def test_a_checkpoint_that_one_cluster_alone_was_given_is_refused_with_what_to_d
     trainer.save_checkpoint(job.out / "old.ckpt")
     job.serve()
     job.cluster("one", told=told(job), batches={2: job.gate("one")}, trainer={"max_epochs": 1})
-    job.harness.wait_until(lambda: job.facts().get("clusters"), "the first cluster")
+    job.harness.wait_for("version_adopted", node="one")
     job.cluster("two", told=told(job), ckpt=str(job.out / "old.ckpt"), trainer={"max_epochs": 3})
     job.harness.declare("two")
     assert job.harness.wait_exit("two") == 1
