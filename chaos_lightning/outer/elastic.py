@@ -518,8 +518,8 @@ class ElasticCluster:
     def _resume_encoding(self) -> None:
         """A push that is frozen, and that not all ranks are known to have encoded, is encoded here."""
         push = self.machine.freezing
-        if push is None or (self._encoding is not None and self._encoding[0] == push):
-            return
+        if push is None or self._closing.is_set() or (self._encoding is not None and self._encoding[0] == push):
+            return  # the last commit of a rank that leaves is told after its farewell
         began = time.monotonic()
         future = self._worker.submit(self._content.encode)
         self._encoding = (push, future)
