@@ -379,10 +379,10 @@ class FitSession:
                 self._come_in()
         return waits
 
-    def _tell_outer(self, outer: ElasticPart, header: Header) -> None:
+    def _tell_outer(self, outer: ElasticPart, header: Header, output: Any) -> None:
         """A step of the cluster. Where all that is leased is used, it waits here until there is more, or until the
         epoch is over: then the batch was its last one, and what is validated holds all of it."""
-        outer.stepped(header)
+        outer.stepped(header, output)
         while self.in_job and outer.waits_for_samples:
             outer.patient(waits=True)
             if not outer.meet(self.gather, in_batch=True):
@@ -446,7 +446,7 @@ class FitSession:
             return stepper.nothing()
         due, self._outer_due = self._outer_due, None
         if self.outer and due is not None:
-            self._tell_outer(self.outer, due)
+            self._tell_outer(self.outer, due, output)
         if not calls and held:
             stepper.stepped(number)
         elif not calls:
@@ -567,8 +567,13 @@ class FitSession:
         if engine.rank < 0 or engine.out:
             return
         self.lengths.check(engine.world_size)
-        behind = int(self.outer is not None and not self.outer.oldest)
+        behind = int(not self.writes)
         self.writer.place(engine.name, engine.rank + behind, engine.world_size + behind, fresh=fresh)
+
+    @property
+    def writes(self) -> bool:
+        """Whether a member of this job logs and writes files; else one of another cluster does."""
+        return self.outer is None or self.outer.oldest
 
     @contextmanager
     def alone(self) -> Iterator[None]:

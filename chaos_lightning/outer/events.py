@@ -95,7 +95,13 @@ EVENTS = (
     Event(
         "push_staged",
         "all bytes of a push's part are here, verified",
-        {"push": "its name", "nbytes": "fetched, bytes", "seconds": "s"},
+        {
+            "push": "its name",
+            "nbytes": "of the part, bytes",
+            "seconds": "s",
+            "held": "pushes whose part has memory here, those that arrive included",
+        },
+        {"sources": "{process: bytes that it sent, verified}; a process is written as incarnation/mark (lines.py)"},
     ),
     Event(
         "push_not_fetched",
