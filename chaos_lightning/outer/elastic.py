@@ -530,7 +530,12 @@ class ElasticCluster:
             case cl.FetchVersion():
                 self._drop_fetched()
             case cl.TakeLast(version, steps, samples):
-                self._take_last(version, steps, samples)
+                self._tell_steps()
+                self._content.end_with(version, self._fetched)
+                self._drop_fetched()
+                self._tell(
+                    "last_taken", version=str(version), steps=steps, samples=samples, incarnation=self._who()
+                )  # fmt: skip
                 return Boundary(version, True, found.reset_optimizer)
             case cl.Over(reason, again):
                 self._end_of_life(reason, again=again)
@@ -614,14 +619,6 @@ class ElasticCluster:
             progress_steps=self.machine.job.steps,
             incarnation=self._who(),
         )
-
-    def _take_last(self, version: VersionId, steps: int, samples: int) -> None:
-        self._tell_steps()
-        part = self._fetched[1] if self._fetched is not None and self._fetched[0] == version else self._content.base
-        assert part is not None
-        self._content.adopt(part, outright=True)
-        self._drop_fetched()
-        self._tell("last_taken", version=str(version), steps=steps, samples=samples, incarnation=self._who())
 
     def _drop_fetched(self) -> None:
         with self._changed:

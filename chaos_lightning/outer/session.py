@@ -507,9 +507,7 @@ class OuterSession:
 
     def _take_last(self, version: VersionId, steps: int, samples: int) -> None:
         self._tell_steps()
-        part = self._fetched[1] if self._fetched is not None and self._fetched[0] == version else self._content.base
-        assert part is not None
-        self._content.adopt(part, outright=True)
+        self._content.end_with(version, self._fetched)
         self._fetched = None
         with self._changed:
             self.progress = self._life.machine.job

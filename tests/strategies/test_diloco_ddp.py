@@ -136,8 +136,8 @@ def test_who_is_refused_says_so_at_all_ranks(ranks: RanksJob) -> None:
     ranks.cluster("one", told=told(ranks, batch=8), gates={2: ranks.gate("one")}, trainer={"max_epochs": 1})
     ranks.harness.wait_for("version_adopted", node="one")
     names = ranks.ranks("many", told=told(ranks), kind="another")
+    ranks.harness.declare(*names)
     for name in names:
-        ranks.harness.declare(name)
         assert ranks.harness.wait_exit(name) == 1
         assert "many cannot join this job, which one at" in (ranks.out / "out" / f"{name}.0.log").read_text()
     ranks.open("one")
