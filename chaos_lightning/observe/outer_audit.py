@@ -31,6 +31,7 @@ from chaos_lightning.observe.outer_fold import (
     HeardAnswer,
     InnerSteps,
     OuterRun,
+    TookLast,
     split,
 )
 from chaos_lightning.observe.spans import size
@@ -313,7 +314,7 @@ class _OuterJudge:
                     discarded += found.discarded
                     bad += [f"{cluster.name}: {text}" for text in found.bad]
         text = f"{steps} inner steps in {compared} pushes, each in one"
-        text += f"; rejections discarded {discarded} that were in none" if discarded else ""
+        text += f"; rejections and the job's end discarded {discarded} that were in none" if discarded else ""
         return self._finding(11, compared > 0, text if not bad else "see below", bad, remarks)
 
 
@@ -391,7 +392,7 @@ class _Counted:
     Attributes:
         compared: Pushes that could be compared.
         steps: That they cover.
-        discarded: Steps that rejections discarded.
+        discarded: Steps that rejections discarded, or the job's end.
         bad: What is wrong.
     """
 
@@ -433,7 +434,7 @@ def _counted(told: Sequence[Happening]) -> _Counted:
                 void = pushes.pop(one.push, None)
                 if void is not None and left is not None:
                     left = left[0] + void.steps, left[1] + void.samples
-            case HeardAnswer(answer=PushAnswer.REJECTED.value) | Adoption(outright=True):
+            case HeardAnswer(answer=PushAnswer.REJECTED.value) | Adoption(outright=True) | TookLast():
                 found.discarded += left[0] if left is not None else 0
                 left, recent = (0, 0), []
             case _:

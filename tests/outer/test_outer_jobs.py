@@ -138,6 +138,43 @@ def test_sync_in_fp32_is_diloco_bit_for_bit(tmp_path: Path, followers: int) -> N
     assert torch.allclose(expected, by_robust(*chain_of(tmp_path / "chain.sqlite", pushes)), rtol=0, atol=1e-6)
 
 
+def train_beyond_the_end(server: str, name: str, logs: str, out: str, go: str) -> None:
+    """A cluster that ends the job once `go` is there, or ("late") has trained a step when another one does."""
+    model, settings = small_model(), OuterSettings(policy="async", inner_steps=STEPS, batch=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = open_session(server, name, model, logs, settings)
+    try:
+        session.start()
+        if name != "late":
+            wait_for_file(Path(go))
+        for step in range(1 if name == "late" else 2 * STEPS):
+            inner_step(model, optimizer, name, step)
+            session.boundary(16)
+        if name == "late":
+            Path(go).touch()
+        while name == "late" and not session.boundary(0, steps=0).over:
+            session.pause(0.1)
+        session.finish("it is through", 60)
+        torch.save([p.detach().clone() for p in model.parameters()], out)
+    finally:
+        session.close()
+
+
+def test_who_is_cut_off_by_the_end_has_the_jobs_last_version(tmp_path: Path) -> None:
+    """What it had trained since the last freezing is in no version, and was left in its model."""
+    with Harness(tmp_path, deadline_s=120) as harness:
+        job = OuterJob(harness).start()
+        arguments = train_beyond_the_end, job.server
+        go = str(tmp_path / "go")
+        harness.start_function("first", *arguments, "first", str(harness.logs), str(tmp_path / "first.pt"), go)
+        harness.wait_for("version_adopted", node="first")
+        harness.start_function("late", *arguments, "late", str(harness.logs), str(tmp_path / "late.pt"), go)
+        harness.wait_all()
+        taken = {r.node: r["steps"] for r in harness.records if r.name == "last_taken"}
+    assert taken == {"first": 0, "late": 1}
+    assert torch.equal(trained(tmp_path / "first.pt"), trained(tmp_path / "late.pt"))
+
+
 SHARED = OuterSettings(inner_steps=4, batch=8, epochs=2, heartbeat_s=1.0, reconnect_s=30.0, lease_ahead_s=2.0)
 LENGTH = 1600
 

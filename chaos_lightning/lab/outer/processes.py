@@ -487,7 +487,7 @@ class ClusterProcess(Client):
                 self.bytes.pop(push, None)
             case cl.Over(reason, again):
                 self._over(reason, again=again)
-            case fx.OuterNote():
+            case fx.OuterNote() | cl.TakeLast():
                 pass
 
     def _freeze(self, push: PushId, base: VersionId) -> None:

@@ -18,7 +18,7 @@ from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.effects import EndAsked
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import Durable, Entry, Joined, PushId, Removed, RolledBack, Round, Voided
+from chaos_lightning.outer.types import NO_VERSION, Durable, Entry, Joined, PushId, Removed, RolledBack, Round, Voided
 
 LEASE_S = 1.0
 """A leader that stands still for longer is replaced."""
@@ -395,6 +395,8 @@ class World:
                     raise Violation(f"{name} gives its shard up: {follower.machine.lost} (O6)")
                 return
         for name, cluster in self.clusters.items():
+            if cluster.left == self.finished and cluster.machine.base not in (NO_VERSION, self.chain.newest):
+                raise Violation(f"{name} ends with {cluster.machine.base}, and the job with {self.chain.newest} (O16)")
             if cluster.machine.agreement != self.chain.agreement and "cannot join" not in cluster.left:
                 raise Violation(f"{name} has another model and was not told")
             if missing := cluster.unaccounted() - self.oracle.counted:
