@@ -305,7 +305,7 @@ class JobEntries:
                 self.ended = body
                 if version not in {mark.version for mark in self.durable}:
                     self._say("durable", f"the job ended with {version}, which is not durable (O16)", 1)
-            case ot.Started():
+            case ot.Started() | ot.Summary():
                 pass
 
     def line(self) -> Iterator[MadeVersion]:

@@ -171,8 +171,7 @@ class Attendance:
                 words += ": give this one another name"
                 self._desk.send(conn, Dismissed(self._desk.term, words, again=False))
             elif not same:
-                number = 1 + max((who.number for who in chain.incarnations), default=0)
-                return Joined(IncarnationId(name, number), hello.place)
+                return Joined(IncarnationId(name, chain.joined + 1), hello.place)
         return None
 
     def next_removal(self) -> Removed | None:

@@ -368,7 +368,34 @@ class Ended:
     reason: str
 
 
-Body = JobOpened | Started | Cut | Joined | Founded | Leased | Removed | Voided | Round | Durable | RolledBack | Ended
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What all entries before it fold to, which the store has no more (O1a).
+
+    Attributes:
+        after: Hash of the entry before.
+        state: A text (outer/summaries.py).
+    """
+
+    after: str
+    state: str
+
+
+Body = (
+    JobOpened
+    | Started
+    | Cut
+    | Joined
+    | Founded
+    | Leased
+    | Removed
+    | Voided
+    | Round
+    | Durable
+    | RolledBack
+    | Ended
+    | Summary
+)
 MAKES_VERSION = (Founded, Round, RolledBack)
 
 
