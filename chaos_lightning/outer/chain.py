@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import assert_never
 
+from chaos_lightning.outer.arrivals import UNTAUGHT, ArrivalRates
 from chaos_lightning.outer.leases import Leases, chunk_size
 from chaos_lightning.outer.plain import built
 from chaos_lightning.outer.types import (
@@ -47,6 +48,7 @@ from chaos_lightning.outer.types import (
     Joined,
     Leased,
     Offer,
+    PacedCluster,
     PushAnswer,
     PushId,
     Removed,
@@ -168,6 +170,8 @@ class SummedChain:
     cut: tuple[str, ...]
     counters: Counters
     gate: GateState
+    rates: ArrivalRates
+    paced: dict[IncarnationId, PacedCluster]
     rounds: int
     rollbacks: int
     tally: dict[PushAnswer, int]
@@ -215,6 +219,8 @@ class OuterChain:
         cut: Followers in shard order; empty before the first.
         counters: Of the outer optimizer.
         gate: What the gate has seen.
+        rates: What rounds taught of arrivals.
+        paced: What is known of the pace of those who live.
         agreement: What all clusters have in common; None before the first one has come.
         by: Where that one ran.
         leases: Who may train which samples; None where each cluster has its own data.
@@ -247,6 +253,8 @@ class OuterChain:
         self.cut: tuple[str, ...] = ()
         self.counters = Counters()
         self.gate = GateState()
+        self.rates = UNTAUGHT
+        self.paced: dict[IncarnationId, PacedCluster] = {}
         self.ended: Ended | None = None
         self.rounds = 0
         self.rollbacks = 0
@@ -385,6 +393,7 @@ class OuterChain:
                 self.leases.lease(body)
             case Removed(incarnation, reason):
                 self.incarnations[incarnation].over = reason
+                self.paced.pop(incarnation, None)
                 self.reopened = {p: offer for p, offer in self.reopened.items() if p.incarnation != incarnation}
                 if self.leases is not None:
                     self.leases.remove(incarnation)
@@ -427,6 +436,8 @@ class OuterChain:
                 for refusal in body.rejected:
                     self._answer(refusal.offer, PushAnswer.REJECTED, made, refusal.reason)
                 self.counters, self.gate, self.rounds = body.counters, body.gate, self.rounds + 1
+                self.rates = body.rates
+                self.paced |= {each.incarnation: each for each in body.paced}
             self.versions[made], self.bases[made] = Version(made, entry, before), holds
         self.newest = made
         self.states[made] = RoundState(self.counters, self.gate, self.leases.epoch if self.leases is not None else 0)

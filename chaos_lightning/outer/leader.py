@@ -374,7 +374,7 @@ class LeaderMachine:
                 self._answer(offer, PushAnswer.ACCEPTED, entry.version, "it founded the job")
             case Round() as decided:
                 self.rounds.decided(self.desk.now, entry.version, len(decided.accepted) + len(decided.rejected))
-                self.attendance.pace()
+                self.attendance.pace(decided.paced)
                 for weighed in decided.accepted:
                     self._answer(weighed.offer, PushAnswer.ACCEPTED, entry.version, decided.reason)
                 for refusal in decided.rejected:

@@ -9,6 +9,7 @@ the version before it (O5a).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from chaos_lightning.outer.attendance import Attendance
 from chaos_lightning.outer.chain import AHEAD
@@ -141,7 +142,7 @@ class Pushes:
         rows = {offer.push: [f.staged[offer.push] for f in self._shards.up()] for offer in offers}
         in_s = {w: max(c.in_s.values()) for w, c in attendance.clusters.items() if c.offer is not None and c.in_s}
         again = {push for who in attendance.living() for push in self.reopened(who)}
-        return self.rounds.next(
+        decided = self.rounds.next(
             self._desk.now,
             offers,
             rows,
@@ -150,6 +151,7 @@ class Pushes:
             again=again,
             settings=self._desk.settings,
         )
+        return replace(decided, paced=attendance.paced()) if isinstance(decided, Round) else decided
 
     # ------------------------------------------------------------------ what follows
 

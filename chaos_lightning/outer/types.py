@@ -16,6 +16,7 @@ import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from chaos_lightning.outer.arrivals import UNTAUGHT, ArrivalRates
 from chaos_lightning.protocol.types import Span
 
 
@@ -164,6 +165,23 @@ class GateState:
     variance: float = 0.0
     in_a_row: int = 0
     scores: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PacedCluster:
+    """How fast a cluster is, and what is asked of it.
+
+    Attributes:
+        incarnation: Who.
+        steps: Inner steps from one of its pushes to the next (H_j); 0: as agreed.
+        rate: Samples a second, as it measured; 0.0: not known.
+        step_rate: Inner steps a second, likewise.
+    """
+
+    incarnation: IncarnationId
+    steps: int
+    rate: float
+    step_rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +341,8 @@ class Round:
         counters: After it.
         gate: After it.
         reason: Why it was decided now, and by what.
+        rates: What the rounds before it taught of arrivals (O12).
+        paced: Clusters that train, from it on (O12).
     """
 
     number: int
@@ -333,6 +353,8 @@ class Round:
     counters: Counters
     gate: GateState
     reason: str
+    rates: ArrivalRates = UNTAUGHT
+    paced: tuple[PacedCluster, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
