@@ -269,8 +269,9 @@ class JobEntries:
 
     def _fold(self, told: ToldEntry, entry: ot.Entry) -> None:
         body = entry.body
-        if self.ended is not None and isinstance(body, ot.Founded | ot.Round | ot.RolledBack):
-            self._say("chain", f"{entry.version} was made after the job had ended (O16)", self._position)
+        if self.ended is not None:
+            text = f"entry {self._position}, {type(body).__name__}, was stored after the job had ended (O16)"
+            self._say("chain", text, self._position)
         match body:
             case ot.JobOpened():
                 self.opened = body
@@ -286,9 +287,7 @@ class JobEntries:
                 for text, since in self.leases.lease(body):
                     self._say("samples", f"entry {self._position} {text}", since)
             case ot.Removed(incarnation, reason):
-                if (member := self.members.get(incarnation)) is not None:
-                    member.over, member.over_t = reason, told.t
-                self.leases.remove(incarnation)
+                self._remove(told, incarnation, reason)
             case ot.Voided(offer, _):
                 self._answer(offer, ot.PushAnswer.VOID, ot.NO_VERSION)
             case ot.Founded(number, offer):
@@ -301,12 +300,24 @@ class JobEntries:
                 self._roll_back(told, entry.version, body)
             case ot.Durable():
                 self._mark(told, body)
-            case ot.Ended(version, _):
-                self.ended = body
-                if version not in {mark.version for mark in self.durable}:
-                    self._say("durable", f"the job ended with {version}, which is not durable (O16)", 1)
+            case ot.Ended():
+                self._end(told, body)
             case ot.Started() | ot.Summary():
                 pass
+
+    def _end(self, told: ToldEntry, body: ot.Ended) -> None:
+        self.ended = body
+        if body.version not in {mark.version for mark in self.durable}:
+            self._say("durable", f"the job ended with {body.version}, which is not durable (O16)", 1)
+        for offer in body.voided:
+            self._answer(offer, ot.PushAnswer.VOID, ot.NO_VERSION)
+        for who in [who for who, member in self.members.items() if not member.over]:
+            self._remove(told, who, f"the job has ended: {body.reason}")
+
+    def _remove(self, told: ToldEntry, who: ot.IncarnationId, reason: str) -> None:
+        if (member := self.members.get(who)) is not None:
+            member.over, member.over_t = reason, told.t
+        self.leases.remove(who)
 
     def line(self) -> Iterator[MadeVersion]:
         """The versions that the newest comes from, as far as the logs have them; the newest first."""

@@ -225,6 +225,7 @@ class OuterChain:
         by: Where that one ran.
         leases: Who may train which samples; None where each cluster has its own data.
         ended: The last version and why; None while the job goes on.
+        last_in: Who was in when it ended.
         rounds: How many there were.
         rollbacks: Likewise.
         tally: How many of each answer stand.
@@ -256,6 +257,7 @@ class OuterChain:
         self.rates = UNTAUGHT
         self.paced: dict[IncarnationId, PacedCluster] = {}
         self.ended: Ended | None = None
+        self.last_in: frozenset[IncarnationId] = frozenset()
         self.rounds = 0
         self.rollbacks = 0
         self.tally: dict[PushAnswer, int] = {}
@@ -392,17 +394,18 @@ class OuterChain:
                 assert self.leases is not None, "each cluster has its own data"
                 self.leases.lease(body)
             case Removed(incarnation, reason):
-                self.incarnations[incarnation].over = reason
-                self.paced.pop(incarnation, None)
-                self.reopened = {p: offer for p, offer in self.reopened.items() if p.incarnation != incarnation}
-                if self.leases is not None:
-                    self.leases.remove(incarnation)
+                self._remove(incarnation, reason)
             case Voided(offer, reason):
                 self._answer(offer, PushAnswer.VOID, NO_VERSION, reason)
             case Durable(version, digests):
                 self._mark(version, digests)
-            case Ended():
+            case Ended(_, reason, voided):
                 self.ended = body
+                for offer in voided:
+                    self._answer(offer, PushAnswer.VOID, NO_VERSION, reason)
+                self.last_in = frozenset(who for who, known in self.incarnations.items() if not known.over)
+                for who in self.last_in:
+                    self._remove(who, f"the job has ended: {reason}")
             case Summary():
                 self.summed = entry.position
                 if not self._whole:
@@ -410,6 +413,13 @@ class OuterChain:
             case _:
                 assert_never(body)
         self.position, self.hash, self.last = entry.position, entry.hash, entry
+
+    def _remove(self, who: IncarnationId, reason: str) -> None:
+        self.incarnations[who].over = reason
+        self.paced.pop(who, None)
+        self.reopened = {push: offer for push, offer in self.reopened.items() if push.incarnation != who}
+        if self.leases is not None:
+            self.leases.remove(who)
 
     def _mark(self, version: VersionId, digests: tuple[str, ...]) -> None:
         self.durable = [*self.durable, (version, digests)][-2:]

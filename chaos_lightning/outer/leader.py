@@ -355,7 +355,10 @@ class LeaderMachine:
     def _on_end(self, ended: Ended) -> None:
         told = self.end.told()
         assert told is not None, "the chain has its end"
-        self.attendance.tell_all(told)
+        for offer in ended.voided:
+            self.pushes.answer(offer, PushAnswer.VOID, NO_VERSION, ended.reason)
+        for who in self.clusters:
+            self.attendance.tell(who, told)
         for conn in self.attendance.waiting():
             self.desk.send(conn, told)
         for follower in self.followers.values():

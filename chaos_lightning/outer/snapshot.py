@@ -58,9 +58,9 @@ def phase(machine: LeaderMachine) -> str:
 
 
 def untold(machine: LeaderMachine) -> bool:
-    """Whether a cluster lives, as far as the chain knows, that cannot be told anything at the moment."""
-    living = [who for who, known in machine.chain.incarnations.items() if not known.over]
-    return any(who not in machine.clusters or machine.clusters[who].conn is None for who in living)
+    """Whether a cluster was in at the job's end that cannot be told of it at the moment."""
+    clusters = machine.clusters
+    return any(who not in clusters or clusters[who].conn is None for who in machine.chain.last_in)
 
 
 def _missing(machine: LeaderMachine) -> list[str]:

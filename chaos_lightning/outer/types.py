@@ -384,10 +384,17 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The job is over with this version, which is durable (O16)."""
+    """The job is over with this version, which is durable, and so is each incarnation (O16).
+
+    Attributes:
+        version: The last one.
+        reason: Why it ended.
+        voided: Pushes that were offered and are not in it.
+    """
 
     version: VersionId
     reason: str
+    voided: tuple[Offer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

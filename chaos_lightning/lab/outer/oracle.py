@@ -82,6 +82,10 @@ class Oracle:
             raise Violation(f"{entry.version} goes back behind the durable {chain.safe} (O5a)")
         if isinstance(entry.body, Ended) and [entry.body.version] != [version for version, _ in chain.durable[-1:]]:
             raise Violation(f"the job ends with {entry.body.version}, which is not durable (O16)")
+        if isinstance(entry.body, Ended) and (
+            any(not known.over for known in chain.incarnations.values()) or (chain.leases and chain.leases.living)
+        ):
+            raise Violation("somebody is in, or has leases, after the job's end (O16)")
         if isinstance(entry.body, Round) and not (entry.body.accepted or entry.body.rejected):
             raise Violation(f"{entry.version} is a round on nothing")
         for offer in entry.offers:
