@@ -27,6 +27,7 @@ from chaos_lightning.machine.few_lines import FewLines
 from chaos_lightning.machine.forks import close_in_children
 from chaos_lightning.outer.line_keys import LineKeyring
 from chaos_lightning.outer.messages import Holder
+from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type, named_head
 from chaos_lightning.replication.server import StateServer, StateServerConfig
 from chaos_lightning.replication.source import Endpoint, reason_of
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
@@ -294,7 +295,7 @@ class ParkedLines:
         note: Told when connections to a follower stand, and when they cannot be made.
         count: So many at each follower: while one is used, another one is there.
         links: What protects connections (line_keys.LineKeyring).
-        rate_bps: Bits a second that what is served may use, over all followers; 0.0: as much as there is.
+        rate_bps: Bits a second that may be used each way, over all followers; 0.0: as much as there is.
     """
 
     def __init__(
@@ -310,7 +311,8 @@ class ParkedLines:
         rate_bps: float = 0.0,
     ) -> None:
         self._keys = LineKeyring(secret, links)
-        self._rate_bps, self._share_bps = rate_bps, rate_bps
+        self._most_bps = self._rate_bps = rate_bps
+        self._followers = 1
         self.server, self._job, self._me, self._secret = server, job, me, Credentials.of(secret)
         self._note, self._count = note, count
         self._lock = threading.Lock()
@@ -324,8 +326,7 @@ class ParkedLines:
         me = self._me()
         self._keys.meet(holders)
         with self._lock:
-            # Each follower fetches its shard on one connection at a time, and shards are about equal.
-            self._share_bps = self._rate_bps / max(1, len(holders))
+            self._followers = max(1, len(holders))
             kept = {(h.name, h.endpoint, me) for h in holders}
             away = {h.name for h in holders if not h.endpoint}
             over = [key for key in self._lines if key not in kept and not (key[0] in away and key[2] == me)]
@@ -348,7 +349,28 @@ class ParkedLines:
         Raises:
             ChaosError, OSError: There is none.
         """
-        return self._connect(endpoint.member, endpoint.address, endpoint.port, self._me(), "bulk")
+        sock = self._connect(endpoint.member, endpoint.address, endpoint.port, self._me(), "bulk")
+        if share_bps := self._share_bps:
+            told = BulkFrame(Type.PACE, named_head(""), 0, max(1, round(share_bps / 8)))
+            BulkSocket(sock, stall_timeout_s=_DEADLINE_S).send(told)
+        return sock
+
+    def spread(self, rate_bps: float) -> None:
+        """So many bits a second are enough from now on, over all followers; 0.0: nobody knows. The setting bounds them.
+
+        Pushes under way go on at this rate, versions that are fetched later begin with it.
+        """
+        with self._lock:
+            bounds = [rate for rate in (rate_bps, self._most_bps) if rate]
+            self._rate_bps = min(bounds, default=0.0)
+            lines = [line for each in self._lines.values() for line in each]
+        for line in lines:
+            line.pace(self._share_bps)
+
+    @property
+    def _share_bps(self) -> float:
+        """Each follower fetches its shard on one connection at a time, and shards are about equal."""
+        return self._rate_bps / self._followers
 
     def close(self) -> None:
         """Hangs up everywhere, and waits for its threads."""
@@ -373,8 +395,7 @@ class ParkedLines:
             ChaosError, OSError: There is none.
         """
         sock = self._connect(name, *split_endpoint(endpoint), me, "park")
-        if self._share_bps:
-            pace(sock, self._share_bps)
+        pace(sock, self._share_bps or None)
         return sock
 
     def tell(self, name: str, change: int, reason: str = "") -> None:
@@ -404,6 +425,12 @@ class _Line(threading.Thread):
         with self._lock:
             if self._sock is not None:
                 _cut([self._sock])
+
+    def pace(self, rate_bps: float) -> None:
+        """What it serves may use so many bits a second; 0.0: as much as there is."""
+        with self._lock:
+            if self._sock is not None:
+                pace(self._sock, rate_bps or None)
 
     def run(self) -> None:
         pause = 0.0

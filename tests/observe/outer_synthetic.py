@@ -89,7 +89,8 @@ class OuterScript:
         return line
 
     def opened(self, source: str, role: str) -> None:
-        self.say(source, "opened", pid=self.pid, host="box", role=role, format=1)
+        pid = 100 * self.pid + len(self.lines)  # each file is another process's
+        self.say(source, "opened", pid=pid, host="box", role=role, format=1)
 
     def lead(self, name: str) -> None:
         self.term += 1
@@ -135,7 +136,7 @@ class OuterScript:
 
     def stage(self, push: PushId) -> None:
         for name in self.followers:
-            self.say(self.file(name), "push_staged", push=str(push), nbytes=NBYTES // 2, seconds=0.1)
+            self.say(self.file(name), "push_staged", push=str(push), nbytes=NBYTES // 2, seconds=0.1, held=1)
 
     def compute(self, version: VersionId) -> None:
         for name in self.followers:
