@@ -142,12 +142,13 @@ class MadeVersion:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A durable mark: digests in shard order, and who held the shards then."""
+    """A durable mark: digests in shard order, who held the shards then, and whether others did when it was made."""
 
     version: ot.VersionId
     digests: tuple[str, ...]
     followers: tuple[str, ...]
     t: float
+    recut: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,8 @@ class JobEntries:
     marks: list[Mark] = field(default_factory=list)
     durable: list[Mark] = field(default_factory=list)
     """Those whose version stands."""
+    recut: set[tuple[str, str]] = field(default_factory=set)
+    """Versions that were cut into other shards, with the digests of these."""
     rollbacks: list[Rollback] = field(default_factory=list)
     leases: LeaseBook = field(default_factory=LeaseBook)
     ended: ot.Ended | None = None
@@ -213,6 +216,8 @@ class JobEntries:
     _gap: int = 0
     """Last position of the latest gap."""
     _cut: tuple[str, ...] = ()
+    _recut_at: int = 0
+    """Position of the last cut."""
     _marked: int = 0
     """Position of the newest mark."""
     _versioned: int = 0
@@ -276,8 +281,9 @@ class JobEntries:
             case ot.JobOpened():
                 self.opened = body
                 self.leases.length = body.agreement.length
-            case ot.Cut(followers):
-                self._cut = followers
+            case ot.Cut(followers, durable):
+                self._recut_at, self._cut = self._position, followers
+                self.recut |= {(str(mark.version), digest) for mark in durable for digest in mark.digests}
             case ot.Joined(incarnation, _, first):
                 if incarnation in self.members:
                     self._say("chain", f"{incarnation} joins at entry {self._position} a second time", self._position)
@@ -455,7 +461,9 @@ class JobEntries:
         if self._cut and len(body.digests) != len(self._cut):
             text = f"{version} is marked with {len(body.digests)} digests of {len(self._cut)} shards"
             self._say("durable", text, self._position)
-        mark = Mark(version, body.digests, self._cut, told.t)
+        made = self.versions.get(version)
+        recut = made is not None and made.told.position < self._recut_at
+        mark = Mark(version, body.digests, self._cut, told.t, recut)
         self.marks.append(mark)
         self.durable.append(mark)
         self._marked = self._position

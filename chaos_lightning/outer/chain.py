@@ -381,8 +381,10 @@ class OuterChain:
                 )
             case Started(follower, nonce):
                 self.starts[follower] = nonce
-            case Cut(followers):
+            case Cut(followers, durable):
                 self.cut = followers
+                if self.durable:  # of the former shards
+                    self.durable = [(mark.version, mark.digests) for mark in durable]
             case Joined(incarnation, place, first):
                 self.incarnations[incarnation] = Incarnation(incarnation, place, first)
                 self.joined = max(self.joined, incarnation.number)

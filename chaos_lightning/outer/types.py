@@ -281,9 +281,16 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Who holds which shard, in shard order; the grid says where they are cut (O15)."""
+    """Who holds which shard, in shard order; the grid says where they are cut (O15).
+
+    Attributes:
+        followers: In shard order.
+        durable: Where others held other shards before: durable versions that lie whole on the disks of these, oldest
+            first, with the digests of the new shards.
+    """
 
     followers: tuple[str, ...]
+    durable: tuple[Durable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

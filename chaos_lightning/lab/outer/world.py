@@ -457,7 +457,9 @@ class World:
         ]
         for name, follower in self.followers.items():
             machine = follower.machine
-            lines.append(f"{name} {machine.version} alive={follower.alive} disk={[str(v) for v in machine.disk]}")
+            lines.append(
+                f"{name} {machine.version} alive={follower.alive} disk={[str(file.version) for file in machine.disk]}"
+            )
         for name, cluster in self.clusters.items():
             c = cluster.machine
             lines.append(
