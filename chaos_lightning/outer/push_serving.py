@@ -1,9 +1,9 @@
 """Where a rank of an elastic cluster serves the cluster's pushes: connections that are parked at the followers.
 
-Theory of operation. All ranks hold the same pushes and park connections under the incarnation's name, so a follower
-takes whichever it finds, and the connections of one that dies are missed by nobody. Pushes are cut as the followers'
-shards are, anew when there are others. While training goes on, traffic is spread: a push, and the version that comes of
-it, takes a part of the time that there is until the next one, so that a far link carries no more than it must at once.
+Theory of operation. All ranks hold the same pushes and park connections under the incarnation's name, so a follower has
+each of them send a part, and the others send what one that dies was asked for. Pushes are cut as the followers' shards
+are, anew when there are others. While training goes on, traffic is spread: a push, and the version that comes of it,
+takes a part of the time that there is until the next one, so that a far link carries no more than it must at once.
 """
 
 from __future__ import annotations
@@ -76,6 +76,10 @@ class PushServing:
         self.holders = holders
         if self._me():
             self._lines.follow(holders)
+
+    def share(self, ranks: int) -> None:
+        """So many serve the same pushes; together they keep to the cluster's rate."""
+        self._lines.share(ranks)
 
     def serve(self, pushes: Mapping[PushId, Part]) -> None:
         """These can be asked for, as far as it is known how they are cut; their bytes must not change."""
