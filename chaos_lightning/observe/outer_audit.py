@@ -205,8 +205,9 @@ class _OuterJudge:
             for shard, (name, digest) in enumerate(zip(mark.followers, mark.digests, strict=False)):
                 follower = self.run.followers.get(name)
                 saved = {one.digest for one in follower.saved if one.version == version} if follower else set()
-                if saved - {digest}:
-                    other = ", ".join(sorted(saved - {digest}))
+                others = {one for one in saved - {digest} if (version, one) not in self.chain.recut}
+                if others and not mark.recut:  # else they may be of the shard that it held before
+                    other = ", ".join(sorted(others))
                     bad.append(f"follower {name} saved shard {shard} of {version} as {other}; the mark says {digest}")
                 matched += digest in saved
                 missing += not saved

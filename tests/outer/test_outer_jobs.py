@@ -19,6 +19,8 @@ from outer_job_support import FOLLOWER, OuterJob, inner_step, open_session, smal
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.harness import Harness
+from chaos_lightning.observe.audit import VIOLATED
+from chaos_lightning.observe.outer_audit import audit_folder
 from chaos_lightning.outer import export
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.codec import FP32, Part, codec_named
@@ -27,6 +29,7 @@ from chaos_lightning.outer.gates import MeasuredPush
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.judging import judge
 from chaos_lightning.outer.kernel import OuterState, RoundUpdate, freeze, products
+from chaos_lightning.outer.recut import recut
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.shard_files import ShardFiles
@@ -378,3 +381,30 @@ def test_a_job_that_was_stopped_goes_on_from_its_files(tmp_path: Path) -> None:
     assert written["global_step"] == chain.progress(chain.ended.version).steps > 0
     with pytest.raises(ConfigurationError, match="durable are v"):
         export.main(["99999", str(checkpoint), "--dir", str(tmp_path)])
+
+
+def test_a_job_goes_on_with_another_number_of_followers(tmp_path: Path) -> None:
+    pushes = tmp_path / "pushes"
+    pushes.mkdir()
+    with Harness(tmp_path, deadline_s=150) as harness:
+        job = OuterJob(harness, 2).start()
+        for name, pause_s in (("a", 0.01), ("b", 0.02)):
+            harness.start_function(name, train_shared, job.server, name, str(harness.logs), str(pushes), pause_s)
+        marked = None
+        for followers in (3, 1):
+            for _ in range(3):
+                marked = harness.wait_for("entry", lambda r: r["kind"] == "Durable", after=marked)
+            job.kill_server()
+            job.followers = [f"f{number}" for number in range(followers)]
+            with SqliteStore(tmp_path / "chain.sqlite") as store:
+                assert "cut anew" in recut(store, tmp_path, "default", job.followers)
+            job.start()
+        harness.wait_all()
+    chain, digests = replayed(tmp_path / "chain.sqlite", pushes, 1)
+    assert chain.ended is not None
+    assert chain.cut == ("f0",)
+    assert chain.durable[-1] == (chain.ended.version, tuple(digests))
+    assert chain.counters.samples == 2 * LENGTH
+    assert chain.rollbacks == 0
+    (judged,) = audit_folder(harness.logs)
+    assert [str(finding) for finding in judged.findings if finding.verdict == VIOLATED] == []

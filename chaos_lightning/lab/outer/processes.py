@@ -53,6 +53,7 @@ class Job(Protocol):
     machines: Machines
     length: int
     shards: int
+    sums: tuple[int, int]
 
     def number(self) -> int: ...
 
@@ -156,6 +157,7 @@ class LeaderProcess(Process):
         for entry in job.store.entries:
             self.chain.follow(entry)
         self.machine = job.machines.leader(self.chain, self.term, job.shards)
+        self.machine.summaries.every, self.machine.summaries.window = job.sums
         self.streams: dict[int, Stream] = {}
         self.die_at_effect = -1
         self.timer(TICK_S, self._tick)
