@@ -145,6 +145,14 @@ class Fetch(NamedTuple):
     seconds: float
 
 
+class TookLast(NamedTuple):
+    """A `last_taken`."""
+
+    t: float
+    version: str
+    steps: int
+
+
 class InnerSteps(NamedTuple):
     """An `inner_steps`."""
 
@@ -154,7 +162,7 @@ class InnerSteps(NamedTuple):
     loss: float | None
 
 
-Happening = FrozenPush | HeardAnswer | Adoption | Fetch | InnerSteps
+Happening = FrozenPush | HeardAnswer | Adoption | Fetch | TookLast | InnerSteps
 
 
 @dataclass(slots=True)
@@ -311,7 +319,7 @@ class OuterRun:
                 self._follower(r)
             case "cluster_welcomed" | "push_frozen" | "push_answered" | "version_fetched" | "version_adopted":
                 self._cluster(r)
-            case "cluster_over" | "inner_steps":
+            case "cluster_over" | "inner_steps" | "last_taken":
                 self._cluster(r)
         event = known().get(r.name)
         if event is not None and event.note:
@@ -405,6 +413,8 @@ def _happening(r: Record) -> Happening | None:
             progress = number("progress_samples"), number("progress_steps")
             waited_s = f.number(r.get("waited_s"))
             return Adoption(r.t, version, bool(r.get("outright")), number("steps"), waited_s, *progress)
+        case "last_taken":
+            return TookLast(r.t, version, number("steps"))
         case "inner_steps":
             loss = f.number(r.get("loss"), math.nan)
             return InnerSteps(r.t, number("steps"), number("samples"), loss if math.isfinite(loss) else None)

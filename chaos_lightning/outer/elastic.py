@@ -533,6 +533,14 @@ class ElasticCluster:
                 self._reach(holders)
             case cl.FetchVersion():
                 self._drop_fetched()
+            case cl.TakeLast(version, steps, samples):
+                self._tell_steps()
+                self._content.end_with(version, self._fetched)
+                self._drop_fetched()
+                self._tell(
+                    "last_taken", version=str(version), steps=steps, samples=samples, incarnation=self._who()
+                )  # fmt: skip
+                return Boundary(version, True, found.reset_optimizer)
             case cl.Over(reason, again):
                 self._end_of_life(reason, again=again)
                 return Boundary(found.adopted, True, found.reset_optimizer)
@@ -545,8 +553,8 @@ class ElasticCluster:
     def _resume_encoding(self) -> None:
         """A push that is frozen, and that not all ranks are known to have encoded, is encoded here."""
         push = self.machine.freezing
-        if push is None or (self._encoding is not None and self._encoding[0] == push):
-            return
+        if push is None or self._closing.is_set() or (self._encoding is not None and self._encoding[0] == push):
+            return  # the last commit of a rank that leaves is told after its farewell
         began = time.monotonic()
         future = self._worker.submit(self._content.encode)
         self._encoding = (push, future)

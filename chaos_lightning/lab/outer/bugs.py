@@ -14,7 +14,8 @@ from chaos_lightning.outer.ending import Ending
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.messages import ClusterHello, Freed, PushAnswered
 from chaos_lightning.outer.pushes import Pushes
-from chaos_lightning.outer.types import NO_VERSION, Ended, IncarnationId, Offer, PushAnswer, Round
+from chaos_lightning.outer.summaries import Summaries, summary_of
+from chaos_lightning.outer.types import NO_VERSION, Ended, IncarnationId, Offer, PushAnswer, Round, Summary
 
 
 class EarlyLeader(LeaderMachine):
@@ -88,6 +89,14 @@ class OpenAttendance(Attendance):
         return []
 
 
+class ForgetfulSummaries(Summaries):
+    """A summary of what is left has the newest versions alone, whatever clusters have for their base."""
+
+    def next_summary(self) -> Summary | None:
+        found = super().next_summary()
+        return summary_of(self._desk.chain, (), 1) if found is not None else None
+
+
 def _with(**parts: type) -> Callable[[OuterChain, int, int], LeaderMachine]:
     """Leaders with these parts in place of their own."""
 
@@ -111,6 +120,9 @@ class Bug:
 
 
 BUGS = {
+    "O1a-forgotten": Bug(
+        "O1a", "a summary forgets what a cluster has for its base", Machines(leader=_with(summaries=ForgetfulSummaries))
+    ),
     "O3a-strangers": Bug(
         "O3a", "a cluster with another model comes in", Machines(leader=_with(attendance=OpenAttendance)), "strange"
     ),

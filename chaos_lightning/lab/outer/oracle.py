@@ -14,7 +14,18 @@ from collections.abc import Mapping, Sequence
 from chaos_lightning.lab.outer.store import Disk
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.messages import PushAnswered
-from chaos_lightning.outer.types import NO_VERSION, Durable, Ended, Entry, Founded, PushId, RolledBack, Round, VersionId
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    Durable,
+    Ended,
+    Entry,
+    Founded,
+    PushId,
+    RolledBack,
+    Round,
+    Summary,
+    VersionId,
+)
 from chaos_lightning.protocol.spans import count, normalise
 from chaos_lightning.protocol.types import Span
 
@@ -71,13 +82,45 @@ class Oracle:
             raise Violation(f"{entry.version} goes back behind the durable {chain.safe} (O5a)")
         if isinstance(entry.body, Ended) and [entry.body.version] != [version for version, _ in chain.durable[-1:]]:
             raise Violation(f"the job ends with {entry.body.version}, which is not durable (O16)")
+        if isinstance(entry.body, Ended) and (
+            any(not known.over for known in chain.incarnations.values()) or (chain.leases and chain.leases.living)
+        ):
+            raise Violation("somebody is in, or has leases, after the job's end (O16)")
         if isinstance(entry.body, Round) and not (entry.body.accepted or entry.body.rejected):
             raise Violation(f"{entry.version} is a round on nothing")
         for offer in entry.offers:
             if lacking := [name for name in chain.cut if (name, offer.push) not in self.staged]:
                 raise Violation(f"{entry.version} takes {offer.push}, which {lacking[0]} has never had (O2)")
+        if isinstance(entry.body, Summary):
+            self._sums(chain, entry)
         if entry.version != NO_VERSION:
             self._counts(chain)
+
+    def _sums(self, chain: OuterChain, entry: Entry) -> None:
+        """A summary says what the entries before it do, and all that somebody may ask for (O1a)."""
+        said = OuterChain()
+        said.follow(entry)
+        for name in (
+            "newest", "durable", "safe", "joined", "cut", "starts", "counters", "gate", "rates", "paced", "agreement",
+            "founded", "ahead", "reopened", "rounds", "rollbacks", "tally", "hash",
+        ):  # fmt: skip
+            if (found := getattr(said, name)) != (has := getattr(chain, name)):
+                raise Violation(f"the summary at {entry.position} has {name} {found}, the chain {has} (O1a)")
+        if chain.leases is not None and (said.leases is None or said.leases.encode() != chain.leases.encode()):
+            raise Violation(f"the summary at {entry.position} has other leases than the chain (O1a)")
+        if said.since(said.safe) != chain.since(chain.safe):
+            raise Violation(f"the summary at {entry.position} has other versions since {chain.safe} (O1a)")
+        for who, known in chain.incarnations.items():
+            if not known.over and said.incarnations[who].next != known.next:
+                raise Violation(f"the summary at {entry.position} lacks answers of {who} (O1a)")
+        for base, holds in said.bases.items():
+            if any(chain.held(base, who) != digest for who, digest in holds.items()):
+                raise Violation(f"the summary at {entry.position} is wrong about what {base} holds (O1a)")
+            if any(
+                not known.over and (who in chain.bases[base]) != (who in holds)
+                for who, known in chain.incarnations.items()
+            ):
+                raise Violation(f"the summary at {entry.position} lacks what {base} holds of those who live (O1a)")
 
     def _on_disk(self, cut: Sequence[str], mark: Durable, disks: Mapping[str, Disk]) -> None:
         """What is marked is there (O6), but where it was damaged since."""

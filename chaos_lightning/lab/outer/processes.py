@@ -53,6 +53,7 @@ class Job(Protocol):
     machines: Machines
     length: int
     shards: int
+    sums: tuple[int, int]
 
     def number(self) -> int: ...
 
@@ -156,6 +157,7 @@ class LeaderProcess(Process):
         for entry in job.store.entries:
             self.chain.follow(entry)
         self.machine = job.machines.leader(self.chain, self.term, job.shards)
+        self.machine.summaries.every, self.machine.summaries.window = job.sums
         self.streams: dict[int, Stream] = {}
         self.die_at_effect = -1
         self.timer(TICK_S, self._tick)
@@ -487,7 +489,7 @@ class ClusterProcess(Client):
                 self.bytes.pop(push, None)
             case cl.Over(reason, again):
                 self._over(reason, again=again)
-            case fx.OuterNote():
+            case fx.OuterNote() | cl.TakeLast():
                 pass
 
     def _freeze(self, push: PushId, base: VersionId) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from chaos_lightning.outer.messages import ShardFile
-from chaos_lightning.outer.types import Entry, VersionId
+from chaos_lightning.outer.types import Entry, Summary, VersionId
 
 
 @dataclass(slots=True)
 class ChainStore:
-    """The chain as it is durable; compares term and predecessor (O1)."""
+    """The chain as it is durable; compares term and predecessor (O1). A summary takes the place of all before (O1a)."""
 
     term: int = 0
     entries: list[Entry] = field(default_factory=list)
@@ -28,6 +28,8 @@ class ChainStore:
         last = self.entries[-1].hash if self.entries else ""
         if entry.before != last:
             return "another entry is there"
+        if isinstance(entry.body, Summary):
+            self.entries.clear()
         self.entries.append(entry)
         return ""
 

@@ -18,7 +18,7 @@ from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.effects import EndAsked
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import Durable, Entry, Joined, PushId, Removed, RolledBack, Round, Voided
+from chaos_lightning.outer.types import NO_VERSION, Durable, Entry, Joined, PushId, Removed, RolledBack, Round, Voided
 
 LEASE_S = 1.0
 """A leader that stands still for longer is replaced."""
@@ -64,6 +64,11 @@ class Plan:
     poison: float = 0.0
     length: int = 320
     limit_s: float = 200.0
+
+    @property
+    def sums(self) -> tuple[int, int]:
+        """Entries from one summary of the chain to the next, and how many versions one has (outer/summaries.py)."""
+        return 20 + self.seed % 31, 2 + self.seed % 7
 
 
 def any_plan(seed: int) -> Plan:
@@ -200,10 +205,11 @@ class World:
         self.kernel = Kernel(plan.seed)
         self.store = ChainStore()
         self.oracle = Oracle()
-        self.chain = OuterChain()
-        """What the store holds, folded once more."""
+        self.chain = OuterChain(whole=True)
+        """All that was stored, folded once more."""
+        self.entries: list[Entry] = []
         self.settings = plan.settings
-        self.length, self.shards = plan.length, plan.followers
+        self.length, self.shards, self.sums = plan.length, plan.followers, plan.sums
         self.disks = {f"f{i}": Disk() for i in range(plan.followers)}
         self.followers: dict[str, FollowerProcess] = {}
         self.clusters: dict[str, ClusterProcess] = {}
@@ -237,14 +243,28 @@ class World:
     def stored(self, entry: Entry) -> None:
         """An entry is durable."""
         self.chain.follow(entry)
+        self.entries.append(entry)
         self.on_entry(entry)
         self.oracle.stored(self.chain, entry, self.disks)
         if isinstance(entry.body, Removed):
             self._check_removal(entry.body)
+        if (
+            isinstance(entry.body, Voided)
+            and self.leader is not None
+            and self.leader.chain.forgot(entry.body.offer.base)
+        ):
+            self._check_forgotten(entry.body)
         if isinstance(entry.body, Joined):
             who = entry.body.incarnation
             if self.clusters[who.cluster].machine.agreement != self.chain.agreement:
                 raise Violation(f"{who} is in, and has another model")
+
+    def _check_forgotten(self, body: Voided) -> None:
+        """What a summary does not know is no base that its cluster has told of long ago (O1a)."""
+        cluster = self.clusters[body.offer.push.incarnation.cluster]
+        calm_s = self.kernel.now - max(cluster.thawed_at, cluster.cut_at, self._struck_at)
+        if cluster.alive and not cluster.frozen and calm_s > CALM_S:
+            raise Violation(f"{body.offer.push} is void, for a summary has forgotten {body.offer.base} (O1a)")
 
     def _check_removal(self, body: Removed) -> None:
         """Who lives and is heard is removed only if it asked, or must come in anew (O14)."""
@@ -395,6 +415,8 @@ class World:
                     raise Violation(f"{name} gives its shard up: {follower.machine.lost} (O6)")
                 return
         for name, cluster in self.clusters.items():
+            if cluster.left == self.finished and cluster.machine.base not in (NO_VERSION, self.chain.newest):
+                raise Violation(f"{name} ends with {cluster.machine.base}, and the job with {self.chain.newest} (O16)")
             if cluster.machine.agreement != self.chain.agreement and "cannot join" not in cluster.left:
                 raise Violation(f"{name} has another model and was not told")
             if missing := cluster.unaccounted() - self.oracle.counted:
@@ -411,7 +433,7 @@ class World:
         except (Violation, ValueError, AssertionError, KeyError) as found:
             violation = f"at {self.kernel.now:.3f} s: {type(found).__name__}: {found}"
         chain = self.chain
-        bodies = [entry.body for entry in self.store.entries]
+        bodies = [entry.body for entry in self.entries]
         rounds = [body for body in bodies if isinstance(body, Round)]
         return Outcome(
             self.plan.seed,
@@ -437,7 +459,9 @@ class World:
         ]
         for name, follower in self.followers.items():
             machine = follower.machine
-            lines.append(f"{name} {machine.version} alive={follower.alive} disk={[str(v) for v in machine.disk]}")
+            lines.append(
+                f"{name} {machine.version} alive={follower.alive} disk={[str(file.version) for file in machine.disk]}"
+            )
         for name, cluster in self.clusters.items():
             c = cluster.machine
             lines.append(
