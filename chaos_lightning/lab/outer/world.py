@@ -18,7 +18,18 @@ from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.effects import EndAsked
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION, Durable, Entry, Joined, PushId, Removed, RolledBack, Round, Voided
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    Cut,
+    Durable,
+    Entry,
+    Joined,
+    PushId,
+    Removed,
+    RolledBack,
+    Round,
+    Voided,
+)
 
 LEASE_S = 1.0
 """A leader that stands still for longer is replaced."""
@@ -35,8 +46,8 @@ class Fault:
     """"leader", "follower", "cluster" (killed; a follower is started again), "leader-effect", "follower-effect",
     "cluster-effect" (killed between two effects), "again" (a cluster is killed and started again), "freeze-leader",
     "freeze-follower", "freeze-cluster", "stream" (a cluster's is cut), "store" (fails), "server" (leader and all
-    followers are killed), "full" (a disk), "damage" (the newest durable file; "damage-both": both), "leave", "end" (an
-    operator asks for it)."""
+    followers are killed), "recut" (the same, and so many followers from then on), "full" (a disk), "damage" (the newest
+    durable file; "damage-both": both), "leave", "end" (an operator asks for it)."""
     name: str = ""
     lasts: float = 0.0
 
@@ -168,6 +179,13 @@ def damaged_plan(seed: int) -> Plan:
     return replace(plan, faults=(*plan.faults, *faults))
 
 
+def recut_plan(seed: int) -> Plan:
+    """The server is stopped and started with another number of followers."""
+    random, plan = Random(seed), any_plan(seed)
+    faults = [Fault(random.uniform(0.5, 8.0), "recut", str(random.randint(1, 4))) for _ in range(3)]
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
 FAMILIES: dict[str, Callable[[int], Plan]] = {
     "any": any_plan,
     "fragile": fragile_plan,
@@ -176,6 +194,7 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "own": own_plan,
     "strange": strange_plan,
     "damaged": damaged_plan,
+    "recut": recut_plan,
 }
 
 
@@ -349,6 +368,12 @@ class World:
                     leader.crash()
                 for follower in list(self.followers.values()):
                     follower.kill()
+            case "recut" if not self.store.down:
+                if leader is not None:
+                    leader.crash()
+                for follower in list(self.followers.values()):
+                    follower.kill()
+                self._recut([f"f{number}" for number in range(int(fault.name))])
             case "store":
                 self.store.down = True
                 after(fault.lasts, self._store_is_back)
@@ -382,6 +407,33 @@ class World:
         """It has woken, and sees that its lease has ended."""
         if self.leader is not leader:
             leader.crash()
+
+    def _recut(self, names: Sequence[str]) -> None:
+        """While the server stands its shards are cut anew, or somebody dies on the way (outer/recut.py)."""
+        chain, disks = self.chain, self.disks
+        if not chain.cut or chain.ended is not None or len(names) == len(chain.cut):
+            return
+        whole = [v for v, _ in chain.durable if all(v in disks[n].synced.keys() - disks[n].damaged for n in chain.cut)]
+        if chain.durable and not whole:
+            return
+        newest = chain.durable[-1][0] if chain.durable else NO_VERSION
+        for name in names:
+            if name not in disks:
+                disks[name] = Disk()
+                self.kernel.after(0.1, lambda n=name: self._follow(n))  # type: ignore[misc]
+        for disk in disks.values():
+            for version in [version for version in disk.synced if version.number > newest.number]:
+                disk.delete(version)
+        lives = self.kernel.random.randrange(8)
+        for version, name in ((version, name) for version in whole for name in names):
+            if not lives:
+                return
+            lives -= 1
+            disks[name].write(version, disks[chain.cut[0]].synced[version])  # all shards have one content here
+        marks = tuple(Durable(v, tuple(disks[name].digests[v] for name in names)) for v in whole)
+        entry = chain.entry(self.store.take_term(), Cut(tuple(names), marks))
+        if not self.store.append(entry):
+            self.stored(entry)
 
     def _damage(self, fault: Fault) -> None:
         """A follower's durable files, while nobody reads them; it is started again, and so it reads them."""
