@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from chaos_lightning.lab.outer.bugs import BUGS
-from chaos_lightning.lab.outer.world import FAMILIES, World, any_plan
+from chaos_lightning.lab.outer.plans import FAMILIES, any_plan
+from chaos_lightning.lab.outer.world import World
 
 SHOWED = {"O3a-strangers": 3, "O5-freed": 4, "O10a-given-up": 4}
 """Tried first: seeds that showed a bug."""

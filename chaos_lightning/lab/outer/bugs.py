@@ -121,7 +121,11 @@ BUGS = {
         "O2", "a round takes a push that one shard has", Machines(leader=_with(pushes=OneShardPushes)), "fragile"
     ),
     "O5-freed": Bug("O5", "pushes are freed when a round has them", Machines(leader=_with(pushes=FreeingPushes))),
-    "O6-unsynced": Bug("O6", "a file is reported before it is on disk", Machines(syncs=False)),
+    "O6-unsynced": Bug(
+        "O6",
+        "a file is reported before it is on disk",
+        Machines(saving=("write", "report", "sync", "rename", "sync-folder")),
+    ),
     "O10-kept": Bug(
         "O10", "what was trained before a rejection is pushed all the same", Machines(discards=False), "poisoned"
     ),

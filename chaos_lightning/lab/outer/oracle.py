@@ -14,7 +14,21 @@ from collections.abc import Mapping, Sequence
 from chaos_lightning.lab.outer.store import Disk
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.messages import PushAnswered
-from chaos_lightning.outer.types import NO_VERSION, Durable, Ended, Entry, Founded, PushId, RolledBack, Round, VersionId
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    Durable,
+    Ended,
+    Entry,
+    Founded,
+    GateState,
+    PushAnswer,
+    PushId,
+    RolledBack,
+    Round,
+    VersionId,
+    Voided,
+)
 from chaos_lightning.protocol.spans import count, normalise
 from chaos_lightning.protocol.types import Span
 
@@ -50,6 +64,10 @@ class Oracle:
     def __init__(self) -> None:
         self.pushes: dict[PushId, frozenset[int]] = {}
         self.manifests: dict[PushId, str] = {}
+        self.bases: dict[PushId, VersionId] = {}
+        self.frozen_at: dict[PushId, float] = {}
+        self.answers: set[tuple[PushId, PushAnswer]] = set()
+        """All that the chain ever gave."""
         self.discarded: set[int] = set()
         self.staged: set[tuple[str, PushId]] = set()
         """Followers and the pushes that each of them has ever had."""
@@ -57,14 +75,17 @@ class Oracle:
         self.counted: set[int] = set()
         """Inner steps that the newest version holds."""
 
-    def frozen(self, push: PushId, manifest: str, steps: frozenset[int]) -> None:
+    def frozen(self, push: PushId, base: VersionId, manifest: str, steps: Sequence[int], now: float) -> None:
         """A cluster has fixed the content of a push."""
         if self.manifests.setdefault(push, manifest) != manifest:
             raise Violation(f"push {push} stands for two contents (O3)")
-        self.pushes[push] = steps
+        if len(set(steps)) < len(steps):
+            raise Violation(f"push {push} holds an inner step twice (O10)")
+        self.pushes[push], self.bases[push], self.frozen_at[push] = frozenset(steps), base, now
 
     def stored(self, chain: OuterChain, entry: Entry, disks: Mapping[str, Disk]) -> None:
         """An entry is durable; `chain` has followed it."""
+        self._answered(entry)
         if isinstance(entry.body, Durable):
             self._on_disk(chain.cut, entry.body, disks)
         if isinstance(entry.body, RolledBack) and entry.body.to < chain.safe:
@@ -74,21 +95,45 @@ class Oracle:
         if isinstance(entry.body, Round) and not (entry.body.accepted or entry.body.rejected):
             raise Violation(f"{entry.version} is a round on nothing")
         for offer in entry.offers:
+            if (offer.base, offer.manifest) != (self.bases[offer.push], self.manifests[offer.push]):
+                raise Violation(f"{entry.version} takes {offer}, which was made on another base, or of others (O3, O4)")
             if lacking := [name for name in chain.cut if (name, offer.push) not in self.staged]:
                 raise Violation(f"{entry.version} takes {offer.push}, which {lacking[0]} has never had (O2)")
         if entry.version != NO_VERSION:
             self._counts(chain)
 
+    def _answered(self, entry: Entry) -> None:
+        """What the chain says of pushes."""
+        body = entry.body
+        self.answers.update((offer.push, PushAnswer.ACCEPTED) for offer in entry.offers)
+        if isinstance(body, Voided):
+            self.answers.add((body.offer.push, PushAnswer.VOID))
+        if isinstance(body, Round):
+            self.answers.update((refusal.offer.push, PushAnswer.REJECTED) for refusal in body.rejected)
+
+    def judged(self, before: GateState, body: Round, settings: OuterSettings) -> None:
+        """What the gate has seen after a round, with the state from before it (O12)."""
+        if settings.policy != "robust":
+            return
+        anew = not body.accepted and before.in_a_row + len(body.rejected) >= settings.gate_again
+        if body.gate.count != before.count + len(body.accepted) and not (anew and body.gate == GateState()):
+            raise Violation(
+                f"round {body.number} accepts {len(body.accepted)}, and its gate knows {body.gate.count} pushes after "
+                f"{before.count} (O12)"
+            )
+
     def _on_disk(self, cut: Sequence[str], mark: Durable, disks: Mapping[str, Disk]) -> None:
         """What is marked is there (O6), but where it was damaged since."""
         for name, digest in zip(cut, mark.digests, strict=True):
-            if disks[name].digests.get(mark.version) != digest:
+            if not disks[name].safe(mark.version, digest):
                 raise Violation(f"{mark.version} is marked durable and is not on the disk of {name} (O6)")
 
     def told(self, message: PushAnswered, chain: OuterChain) -> None:
         """A cluster hears what became of its push."""
         if message.version != NO_VERSION and message.version not in chain.versions:
             raise Violation(f"{message.push} is told {message.version}, which is not stored (O1)")
+        if (message.push, message.answer) not in self.answers:
+            raise Violation(f"{message.push} is told to be {message.answer}, which no entry says (O3)")
 
     def _counts(self, chain: OuterChain) -> None:
         """Each push and each inner step in at most one round that stands, nothing discarded among them."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
-from chaos_lightning.lab.outer.oracle import Oracle, computed
-from chaos_lightning.lab.outer.store import ChainStore, Disk, digest_of
+from chaos_lightning.lab.outer.oracle import Oracle, Violation, computed
+from chaos_lightning.lab.outer.store import SAVING, ChainStore, Disk, digest_of
 from chaos_lightning.lab.simulate.fabric import Pipe
 from chaos_lightning.lab.simulate.kernel import Kernel, Process
 from chaos_lightning.outer import cluster as cl
@@ -18,7 +18,7 @@ from chaos_lightning.outer.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import PushAnswered, PushProduct
+from chaos_lightning.outer.messages import Offered, PushAnswered, PushProduct
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
@@ -51,6 +51,7 @@ class Job(Protocol):
     clusters: dict[str, ClusterProcess]
     disks: dict[str, Disk]
     machines: Machines
+    codec: str
     length: int
     shards: int
 
@@ -70,14 +71,20 @@ class Machines:
     """The machines' classes, and what their shells do in one point each; planted bugs replace them."""
 
     leader: Callable[[OuterChain, int, int], LeaderMachine] = LeaderMachine
+    chain: type[OuterChain] = OuterChain
+    store: type[ChainStore] = ChainStore
     follower: type[FollowerMachine] = FollowerMachine
     cluster: type[ClusterMachine] = ClusterMachine
-    syncs: bool = True
-    """A file is on disk before it is reported."""
+    saving: tuple[str, ...] = SAVING
+    """In this order a file is saved."""
+    compares: bool = True
+    """A file that is loaded is compared with its digest."""
     discards: bool = True
     """After a rejection what was trained is gone."""
     merges: bool = True
     """The base is the version as received: what was trained since the freezing stays progress (O9)."""
+    residual: str = "answered"
+    """When the residual changes: "answered", "sent", or "kept": not after a rejection (O10)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,8 @@ class ClusterSpec:
         overlap: It trains while a push is under way.
         loop: So many inner steps are its whole loop; 0: it has no end of its own.
         strange: Its model is another one.
+        fetch_s: What it takes to fetch a version, beside what it takes all.
+        fickle: It offers other bytes under a number, too.
     """
 
     name: str
@@ -99,12 +108,14 @@ class ClusterSpec:
     overlap: bool = True
     loop: int = 0
     strange: bool = False
+    fetch_s: float = 0.0
+    fickle: bool = False
 
 
-def agreement(settings: OuterSettings, length: int, prefix: str = "") -> Agreement:
+def agreement(settings: OuterSettings, length: int, codec: str = "bf16", prefix: str = "") -> Agreement:
     """Of a job whose epochs have so many positions."""
     tensors = (TensorSpec(f"{prefix}w", "float32", (4 * 64,)),)
-    return Agreement(tensors, block=64, length=length, settings=settings.words)
+    return Agreement(tensors, block=64, codec=codec, length=length, settings=settings.words)
 
 
 def said(words: str) -> float:
@@ -128,19 +139,20 @@ class Stream:
     """A connection to one life of the leader: two directions, each in order."""
 
     def __init__(self, job: Job, client: Client, leader: LeaderProcess) -> None:
-        self.conn = job.number()
+        self.conn, self.since = job.number(), job.kernel.now
         self.client = client
         self.leader = leader
         self.up = Pipe(job.kernel, 0.0005, 0.02)
+        self.up.lag = job.kernel.between(0.0, 0.2) if job.kernel.random.random() < 0.1 else 0.0
         self.down = Pipe(job.kernel, 0.0005, 0.02)
 
     def cut(self, *, proof: bool = False) -> None:
-        """Both ends learn that it is gone, each after a while; what is on the way is lost."""
+        """Both ends learn that it is gone, each after a while; what is on the way may be lost."""
         kernel = self.client.kernel
-        self.up.cut(kernel.now + kernel.between(0.0, 0.01))
-        self.down.cut(kernel.now + kernel.between(0.0, 0.01))
-        # The client may be back before its leader knows that the stream is gone.
+        # The client may be back before its leader knows that the stream is gone, or has heard all that it said there.
         noticed_s = kernel.between(0.02, 0.3)
+        self.up.cut(kernel.now + kernel.between(0.0, noticed_s))
+        self.down.cut(kernel.now + kernel.between(0.0, 0.01))
         kernel.after(noticed_s, lambda: self.leader.deliver(lambda: self.leader.closed(self, proof)))
         kernel.after(kernel.between(0.011, 0.05), lambda: self.client.deliver(lambda: self.client.lost(self)))
 
@@ -152,12 +164,13 @@ class LeaderProcess(Process):
         super().__init__(job.kernel, name)
         self.job = job
         self.term = job.store.take_term()
-        self.chain = OuterChain()
+        self.chain = job.machines.chain()
         for entry in job.store.entries:
             self.chain.follow(entry)
         self.machine = job.machines.leader(self.chain, self.term, job.shards)
         self.streams: dict[int, Stream] = {}
         self.die_at_effect = -1
+        self._deadline_s = 0.0
         self.timer(TICK_S, self._tick)
 
     def _tick(self) -> None:
@@ -171,10 +184,10 @@ class LeaderProcess(Process):
             self._send(event.conn, ended)
         for effect in self.machine.on(self.kernel.now + 1.0, event):
             if not self.alive:
-                return
+                break
             if self.die_at_effect == 0:
                 self.crash()
-                return
+                break
             self.die_at_effect -= 1
             match effect:
                 case fx.StoreEntry(entry):
@@ -185,23 +198,35 @@ class LeaderProcess(Process):
                     pass
                 case fx.Done(reason, finished):
                     self.job.led(self, reason, finished=finished)
+        self._watch_window()
+
+    def _watch_window(self) -> None:
+        """The deadline of a window that is open does not change (O13)."""
+        window = self.machine.rounds._window
+        deadline_s = window.deadline_s if window is not None else 0.0
+        if self._deadline_s and deadline_s and deadline_s != self._deadline_s:
+            raise Violation(f"the deadline of an open window was moved from {self._deadline_s} to {deadline_s} (O13)")
+        self._deadline_s = deadline_s
 
     def _send(self, conn: int, message: object) -> None:
         stream = self.streams.get(conn)
         if stream is not None:
             client = stream.client
-            stream.down.send(message, lambda m: client.deliver(lambda: client.told(stream, m)))
+            for _ in range(1 + (self.kernel.random.random() < 0.02)):
+                stream.down.send(message, lambda m: client.deliver(lambda: client.told(stream, m)))
 
     def _write(self, entry: Entry) -> None:
-        if not self.alive:
+        """It may be on its way while its leader dies."""
+        store, before = self.job.store, len(self.job.store.entries)
+        if not self.alive and (store.down or self.kernel.random.random() < 0.5):
             return
-        job = self.job
-        refused = "the store is down" if job.store.down else job.store.append(entry)
-        if job.store.down:
+        refused = "" if store.down else store.append(entry)
+        stored = len(store.entries) > before
+        if stored:
+            self.job.stored(entry)
+        if store.down or (stored and store.doubtful):
             self.kernel.after(AGAIN_S, lambda: self._write(entry))
             return
-        if not refused:
-            job.stored(entry)
         self.deliver(lambda: self.feed(fx.EntryStored(not refused, refused)))
 
     def closed(self, stream: Stream, proof: bool) -> None:
@@ -307,6 +332,7 @@ class FollowerProcess(Client):
         self.served: dict[VersionId, str] = {}
         self.parts: dict[PushId, str] = {}
         self.troubled = False
+        self.born = job.kernel.now
         self.timer(TICK_S, self._tick)
         self.connect()
 
@@ -323,6 +349,9 @@ class FollowerProcess(Client):
 
     def hear(self, message: object) -> None:
         self.feed(fx.Told(message))  # type: ignore[arg-type]
+        started = self.job.chain.starts.get(self.name)
+        if self.alive and self.machine._obeys and started != self.machine.nonce:
+            raise Violation(f"{self.name} obeys, and the chain has its start {started}, not {self.machine.nonce} (O7)")
 
     def feed(self, event: fx.FollowerEvent) -> None:
         for effect in self.machine.on(event):
@@ -331,6 +360,8 @@ class FollowerProcess(Client):
             self._apply(effect)
 
     def killed(self) -> None:
+        if self.kernel.random.random() < 0.5:
+            self.disk.lose_power(self.kernel.random)
         self.job.follower_died(self.name)
 
     def _apply(self, effect: fx.FollowerEffect) -> None:
@@ -345,7 +376,7 @@ class FollowerProcess(Client):
                 self.timer(between(0.005, 0.05), lambda: self._compute(entry, parts))
             case fx.Save(version):
                 content = self.content
-                self.timer(between(0.02, 0.3), lambda: self._saved(version, content))
+                self._save(version, content, self.job.machines.saving)
             case fx.Load(version, digest):
                 self.timer(between(0.01, 0.1), lambda: self._load(version, digest))
             case fx.Delete(version):
@@ -390,29 +421,43 @@ class FollowerProcess(Client):
         self.served = dict(sorted(self.served.items())[-2:])
         self.job.oracle.stands(version, self.machine.shard, content)
 
-    def _saved(self, version: VersionId, content: str) -> None:
+    def _save(self, version: VersionId, content: str, steps: Sequence[str]) -> None:
+        """The first of these steps, after a while, and then the others; a crash may come between any two."""
+        if steps:
+            self.timer(self.kernel.between(0.003, 0.06), lambda: self._save_on(version, content, steps))
+
+    def _save_on(self, version: VersionId, content: str, steps: Sequence[str]) -> None:
         if self.disk.full:
             if not self.troubled:
                 self.troubled = True
                 self.feed(fx.DiskTrouble("the disk is full"))
-            self.timer(0.3, lambda: self._saved(version, content))
+            self.timer(0.3, lambda: self._save_on(version, content, steps))
             return
         if self.troubled:
             self.troubled = False
             self.feed(fx.DiskTrouble(""))
-        if self.job.machines.syncs:
-            self.disk.write(version, content)
+        if steps[0] == "report":
+            self.feed(fx.Saved(version, digest_of(content)))
         else:
-            self.timer(1.0, lambda: self.disk.write(version, content))
-        self.feed(fx.Saved(version, digest_of(content)))
+            self.disk.step(steps[0], version, content)
+        self._save(version, content, steps[1:])
 
     def _load(self, version: VersionId, digest: str) -> None:
-        content = self.disk.synced.get(version)
-        if content is None or digest_of(content) != digest:
+        content = self.disk.read(version)
+        if content is None or (digest_of(content) != digest and self.job.machines.compares):
             self.feed(fx.Loaded(version, False))
             return
         self._stand(version, content)
         self.feed(fx.Loaded(version, True, self._leans(version)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Frozen:
+    """The push that was frozen last: what was trained since the one before, and what of all that the codec left out."""
+
+    push: PushId
+    live: tuple[int, ...]
+    left: tuple[int, ...]
 
 
 class ClusterProcess(Client):
@@ -425,18 +470,25 @@ class ClusterProcess(Client):
             name,
             name,
             f"{name}-{job.number()}",
-            agreement(job.settings, job.length, "another" if spec.strange else ""),
+            agreement(job.settings, job.length, job.codec, "another" if spec.strange else ""),
             overlap=spec.overlap,
         )
         self.bytes: dict[PushId, str] = {}
         self.live: list[int] = []
         """Inner steps since the last freezing."""
+        self.residual: list[int] = []
+        """Inner steps that the codec left out of what was pushed."""
+        self.frozen_last: _Frozen | None = None
+        """Until it is answered."""
         self.trained: set[int] = set()
         """Inner steps of this process."""
         self.given_up: set[int] = set()
         """Those of pushes that were open when an incarnation ended."""
         self.left = ""
         self._life = 0
+        self._busy = False
+        """In an inner step: nothing touches the parameters before it ends."""
+        self._todo: list[cl.ClusterEffect] = []
         self.timer(TICK_S, self._tick)
         self._train(0)
         self.connect()
@@ -461,8 +513,13 @@ class ClusterProcess(Client):
             self.job.oracle.told(message, self.job.chain)
         self.feed(fx.Told(message))  # type: ignore[arg-type]
 
+    def say(self, message: object) -> None:
+        super().say(message)
+        if self.spec.fickle and isinstance(message, Offered) and self.kernel.random.random() < 0.3:
+            super().say(Offered(replace(message.offer, manifest=f"{message.offer.manifest}!")))
+
     def feed(self, event: cl.ClusterEvent) -> None:
-        for effect in self.machine.on(event):
+        for effect in self.machine.on(event, resting=not self._busy):
             if self.dies():
                 return
             self._apply(effect)
@@ -471,13 +528,23 @@ class ClusterProcess(Client):
         match effect:
             case fx.Say(message):
                 self.say(message)
+            case cl.FetchVersion(version):
+                self.timer(self.kernel.between(0.01, 0.1) + self.spec.fetch_s, lambda: self._fetch(version))
+            case fx.OuterNote():
+                pass
+            case _ if self._busy:
+                self._todo.append(effect)
+            case _:
+                self._carry_out(effect)
+
+    def _carry_out(self, effect: cl.ClusterEffect) -> None:
+        """Between two inner steps."""
+        match effect:
             case cl.Freeze(push, base):
                 self._freeze(push, base)
-            case cl.FetchVersion(version):
-                self.timer(self.kernel.between(0.01, 0.1), lambda: self._fetch(version))
             case cl.Adopt(_, outright):
                 if outright:
-                    self.job.oracle.discarded.update(self.live)
+                    self._discard(self.live)
                     self.live = [] if self.job.machines.discards else self.live
                 elif not self.job.machines.merges:
                     self.live = []
@@ -487,24 +554,42 @@ class ClusterProcess(Client):
                 self.bytes.pop(push, None)
             case cl.Over(reason, again):
                 self._over(reason, again=again)
-            case fx.OuterNote():
-                pass
+
+    def _discard(self, steps: Iterable[int]) -> None:
+        self.job.oracle.discarded.update(steps)
 
     def _freeze(self, push: PushId, base: VersionId) -> None:
-        steps = frozenset(self.live) if base != NO_VERSION else frozenset()
-        self.live = [] if base != NO_VERSION else self.live
-        manifest = f"{push}:{base}:{sorted(steps)}"
+        steps = [*self.live, *self.residual] if base != NO_VERSION else []
+        left = [step for step in steps if self.kernel.random.random() < 0.3] if self.job.codec == "int8" else []
+        sent = [step for step in steps if step not in left]
+        if base != NO_VERSION:
+            self.frozen_last, self.live = _Frozen(push, tuple(self.live), tuple(left)), []
+            if self.job.machines.residual == "sent":
+                self.residual = left
+        manifest = f"{push}:{base}:{sorted(sent)}"
         self.bytes[push] = manifest
-        self.job.oracle.frozen(push, manifest, steps)
+        self.job.oracle.frozen(push, base, manifest, sent, self.kernel.now)
         self.timer(0.002, lambda: self.feed(cl.Frozen(push, manifest)))
 
     def _settle(self, push: PushId, answer: PushAnswer) -> None:
-        steps = self.job.oracle.pushes[push]
+        """As outer/content.py does with tensors (O10)."""
+        steps, frozen = self.job.oracle.pushes[push], self.frozen_last
+        last = frozen is not None and frozen.push == push
+        if last:
+            self.frozen_last = None
+        left = list(frozen.left) if frozen is not None else []
         if answer is PushAnswer.REJECTED:
-            self.job.oracle.discarded.update(steps, self.live)
+            self._discard((*steps, *self.live, *left))
             self.live = [] if self.job.machines.discards else self.live
+            if frozen is None or last:
+                self._discard(self.residual)
+            else:  # what was left out before is in that push
+                self.frozen_last = replace(frozen, left=())
+            self.residual = left if self.job.machines.residual == "kept" else []
         elif answer is PushAnswer.VOID:
-            self.live = [*sorted(steps), *self.live]
+            self.live = [*(frozen.live if last and frozen is not None else sorted(steps)), *self.live]
+        elif last:
+            self.residual = left
 
     def _fetch(self, version: VersionId) -> None:
         if self.machine.gone:
@@ -521,8 +606,10 @@ class ClusterProcess(Client):
         self.feed(cl.Got(version))
 
     def _over(self, reason: str, *, again: bool) -> None:
-        self.job.oracle.discarded.update(self.live)
-        self.live = []
+        frozen = self.frozen_last
+        self._discard((*self.live, *self.residual, *(frozen.left if frozen is not None else ())))
+        self.live, self.residual, self.frozen_last = [], [], None
+        self._todo, self._busy = [], False
         self._life += 1
         if not again:
             self.left = reason
@@ -543,8 +630,9 @@ class ClusterProcess(Client):
     def unaccounted(self) -> set[int]:
         """Inner steps of which it knows nothing any more, though it has not thrown them away."""
         oracle = self.job.oracle
-        held = {step for push in self.bytes for step in oracle.pushes[push]}
-        return self.trained - held - self.given_up - set(self.live) - oracle.discarded
+        held = {step for push in self.bytes for step in oracle.pushes[push]} | {*self.live, *self.residual}
+        held |= set(self.frozen_last.left) if self.frozen_last is not None else set()
+        return self.trained - held - self.given_up - oracle.discarded
 
     def leave(self) -> None:
         """Ctrl+C."""
@@ -553,23 +641,37 @@ class ClusterProcess(Client):
     # ------------------------------------------------------------------ training
 
     def _train(self, life: int) -> None:
-        self.timer(self.spec.pace_s * self.kernel.between(0.7, 1.3), lambda: self._step(life))
-
-    def _step(self, life: int) -> None:
-        if life != self._life:
-            return
-        machine = self.machine
+        """An inner step begins, if one may; what is told meanwhile touches nothing."""
+        machine, pace_s = self.machine, self.spec.pace_s * self.kernel.between(0.7, 1.3)
         spans = self._share()
         if machine.phase is Phase.TRAINING and machine.may_train and spans is not None:
-            epoch, span = spans
-            step = self.job.number()
-            self.live.append(step)
-            self.trained.add(step)
-            machine.rate, machine.step_rate = 4 / self.spec.pace_s, 1 / self.spec.pace_s
-            self.feed(cl.Trained(span[1] - span[0], (Covered(epoch, (span,)),) if self.job.length else ()))
-            if len(self.trained) == self.spec.loop:
-                self.feed(cl.LoopOver("its loop is over"))
-        self._train(life)
+            self._busy = True
+            self.timer(pace_s, lambda: self._trained(life, *spans))
+        else:
+            self.timer(pace_s, lambda: self._train(life) if life == self._life else None)
+
+    def _trained(self, life: int, epoch: int, span: Span) -> None:
+        if life != self._life:
+            return
+        step = self.job.number()
+        self.live.append(step)
+        self.trained.add(step)
+        machine = self.machine
+        machine.rate, machine.step_rate = 4 / self.spec.pace_s, 1 / self.spec.pace_s
+        covers = (Covered(epoch, (span,)),) if self.job.length else ()
+        self._busy = False
+        for effect in [*self._todo, *machine.on(cl.Trained(span[1] - span[0], covers))]:
+            if self.dies():
+                return
+            self._apply(effect)
+        if life != self._life:
+            return
+        self._todo = []
+        self.feed(cl.AtRest())
+        if len(self.trained) == self.spec.loop:
+            self.feed(cl.LoopOver("its loop is over"))
+        if life == self._life:
+            self._train(life)
 
     def _share(self) -> tuple[int, Span] | None:
         if not self.job.length:
