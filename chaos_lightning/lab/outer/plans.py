@@ -19,8 +19,8 @@ class Fault:
     """"leader", "follower", "cluster" (killed; a follower is started again), "leader-effect", "follower-effect",
     "cluster-effect" (killed between two effects), "again" (a cluster is killed and started again), "freeze-leader",
     "freeze-follower", "freeze-cluster", "stream" (a cluster's is cut), "store" (fails), "doubt" (it stores, and its
-    answers are lost), "older" (an older copy takes its place), "server" (leader and all followers are killed), "full" (a disk), "damage" (the newest durable file; "damage-both": both), "leave", "end" (an
-    operator asks for it)."""
+    answers are lost), "older" (an older copy takes its place), "server" (leader and all followers are killed), "full"
+    (a disk), "damage" (the newest durable file; "damage-both": both), "leave", "end" (an operator asks for it)."""
     name: str = ""
     lasts: float = 0.0
 
@@ -105,6 +105,17 @@ def fragile_plan(seed: int) -> Plan:
     return replace(plan, followers=3, clusters=clusters, faults=tuple(faults))
 
 
+def rolled_plan(seed: int) -> Plan:
+    """Clusters die with a follower, and others are away while that is rolled back."""
+    random, plan = Random(seed), fragile_plan(seed)
+    faults = []
+    for spec in plan.clusters[1:]:
+        at = random.uniform(0.8, 5.0)
+        faults += [Fault(at, random.choice(("cluster", "again")), spec.name), Fault(at + 0.05, "follower", "f0")]
+        faults += [Fault(at + random.uniform(0.3, 1.3), "follower", f"f{number}") for number in (1, 2)]
+    return replace(plan, faults=tuple(faults))
+
+
 def frozen_plan(seed: int) -> Plan:
     """Leaders stand still, others take over, and they wake; followers are started again meanwhile."""
     random = Random(seed)
@@ -150,6 +161,16 @@ def damaged_plan(seed: int) -> Plan:
     if random.random() < 0.2:
         faults.append(_fault(random, "damage-both", plan.clusters, plan.followers))
     return replace(plan, faults=(*plan.faults, *faults))
+
+
+def passed_plan(seed: int) -> Plan:
+    """Followers die again and again, also between what they write and what they say of it."""
+    random, plan = Random(seed), any_plan(seed)
+    faults = []
+    for _ in range(10):
+        action = random.choice(("follower", "follower-effect"))
+        faults.append(Fault(random.uniform(0.3, 8.0), action, f"f{random.randrange(2)}"))
+    return replace(plan, followers=2, faults=tuple(faults))
 
 
 def thawed_plan(seed: int) -> Plan:
@@ -215,11 +236,13 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "all": all_plan,
     "any": any_plan,
     "fragile": fragile_plan,
+    "rolled": rolled_plan,
     "frozen": frozen_plan,
     "poisoned": poisoned_plan,
     "own": own_plan,
     "strange": strange_plan,
     "damaged": damaged_plan,
+    "passed": passed_plan,
     "thawed": thawed_plan,
     "holders": holders_plan,
     "fickle": fickle_plan,

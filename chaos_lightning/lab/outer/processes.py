@@ -77,6 +77,8 @@ class Machines:
     cluster: type[ClusterMachine] = ClusterMachine
     saving: tuple[str, ...] = SAVING
     """In this order a file is saved."""
+    syncs_first: bool = True
+    """A follower that starts syncs its folder before it tells what lies there."""
     compares: bool = True
     """A file that is loaded is compared with its digest."""
     discards: bool = True

@@ -66,12 +66,15 @@ SAVING = ("write", "sync", "rename", "sync-folder", "report")
 class Disk:
     """A follower's files. What was not synced may be gone after a crash: bytes, new names, and removals.
 
+    Args:
+        synced_first: A follower that starts syncs its folder before it tells what lies there.
+
     Attributes:
         full: Nothing can be written.
     """
 
-    def __init__(self) -> None:
-        self.full = False
+    def __init__(self, *, synced_first: bool = True) -> None:
+        self.full, self._synced_first = False, synced_first
         self._files: dict[VersionId, _File] = {}
         self._removed: dict[VersionId, _File] = {}
         """Since the folder was synced."""
@@ -133,9 +136,10 @@ class Disk:
         return all(file is not None and digest_of(file.content) != file.digest for file in files)
 
     def found(self) -> tuple[ShardFile, ...]:
-        """What a follower finds when it starts, once it has synced the folder; it does not read all of it."""
+        """What a follower finds when it starts; it does not read all of it."""
         self._files = {version: file for version, file in self._files.items() if file.named}
-        self._sync_folder()
+        if self._synced_first:
+            self._sync_folder()
         return tuple(ShardFile(version, file.digest) for version, file in sorted(self._files.items()))
 
 

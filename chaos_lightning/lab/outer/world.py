@@ -69,7 +69,7 @@ class World:
         """What the store holds, folded once more."""
         self.settings = plan.settings
         self.length, self.codec, self.shards = plan.length, plan.codec, plan.followers
-        self.disks = {f"f{i}": Disk() for i in range(plan.followers)}
+        self.disks = {f"f{i}": Disk(synced_first=self.machines.syncs_first) for i in range(plan.followers)}
         self.followers: dict[str, FollowerProcess] = {}
         self.clusters: dict[str, ClusterProcess] = {}
         self.leader: LeaderProcess | None = None
