@@ -250,7 +250,7 @@ class OuterScene:
 
 @contextlib.contextmanager
 def outer_scene(
-    name: str, folder: Path, context: Any, *, store: str = "", apart: bool = False, **told: Any
+    name: str, folder: Path, context: Any, *, store: str = "", apart: bool = False, train: bool = True, **told: Any
 ) -> Iterator[OuterScene]:
     """A server of one machine on SQLite, or of three on etcd, and clusters that train.
 
@@ -260,6 +260,7 @@ def outer_scene(
         context: Of the fork server.
         store: etcd's address; "": SQLite.
         apart: Each process counts as on a machine of its own.
+        train: Clusters are there and train when it begins; else the server is alone.
         told: As `cluster` takes it.
     """
     names = ("m1", "m2", "m3") if store else ("m1",)
@@ -280,5 +281,6 @@ def outer_scene(
             {**told, "server": server.endpoints, "log_dir": str(events)},
         )
         stack.callback(lambda: [worker.kill() for worker in scene.clusters.values()])
-        scene.all_train()
+        if train:
+            scene.all_train()
         yield scene

@@ -51,7 +51,7 @@ JOB, TOKEN, NAME = "outer_server", b"a token of a benchmark", "f0"
 HOME = IncarnationId("home", 1)
 DEADLINE_S = 60.0
 _MESSAGE_NBYTES = 1 << 20
-_CALL = "/benchmark/Fetch"
+_FETCH, _ASK = "/benchmark/Fetch", "/benchmark/Ask"
 _PARKED = 2
 
 
@@ -101,10 +101,16 @@ class _Peers:
             for at in range(0, len(self._data), _MESSAGE_NBYTES):
                 yield bytes(self._data[at : at + _MESSAGE_NBYTES])
 
-        method = grpc.unary_stream_rpc_method_handler(fetch)
-        service, call = _CALL.strip("/").split("/")
-        self._grpc = grpc.server(ThreadPoolExecutor(1))
-        self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {call: method}),))
+        def ask(_request: bytes, _context: Any) -> bytes:
+            return b"said"
+
+        service, _, name = _FETCH.strip("/").partition("/")
+        calls = {
+            name: grpc.unary_stream_rpc_method_handler(fetch),
+            _ASK.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(ask),
+        }
+        self._grpc = grpc.server(ThreadPoolExecutor(2))
+        self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, calls),))
         port = int(self._grpc.add_insecure_port("127.0.0.1:0"))
         self._grpc.start()
         return port
@@ -158,6 +164,8 @@ class Data:
         self._raw = socket.create_connection(("127.0.0.1", ports["socket"]))
         tune(self._raw)
         self.publishing: dict[str, list[float]] = {"push": [], "version": []}
+        self.ask: Callable[[bytes], bytes] | None = None
+        """A small call on the channel of the gRPC case."""
         self.missing = [name for name in ("pyzmq", "gRPC") if name not in ports]
         self.cases: dict[str, Callable[[], float]] = {"socket": self._fetch_raw}
         for level in Level:
@@ -228,7 +236,9 @@ class Data:
 
     def _open_grpc(self, port: int) -> None:
         grpc = import_module("grpc")
-        call = grpc.insecure_channel(f"127.0.0.1:{port}").unary_stream(_CALL)
+        channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        call = channel.unary_stream(_FETCH)
+        self.ask = channel.unary_unary(_ASK)
 
         def fetch() -> float:
             began, at = time.monotonic(), 0

@@ -10,7 +10,8 @@ many parameters, from a gradient in fp32 and without a version.
 Also: a round that only collects (the buffer is written, the momentum stays), pushes in int8, and the products of two
 pushes, from which the leader has norms and cosines.
 
-Then the way there: 256 MiB pushed and fetched (outer_data.py), each at least at 0.6 of a socket's rate.
+Then the codecs: bytes, rates, what they drop. The way there: 256 MiB pushed and fetched (outer_data.py), each at least
+at 0.6 of a socket's rate. Control while data floods (outer_control.py). A follower's peak memory (outer_memory.py).
 
 Torch has one thread. The order of the cases changes from turn to turn; each figure is the median over the turns, each
 ratio the median of the turns' own ratios. Bounds, for one push in bf16: 2 GB/s at least, and at least half of what
@@ -19,6 +20,7 @@ copying alone would reach.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -26,10 +28,12 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.common import MIB, Options, Result, median, run
+from benchmarks.outer_control import control
 from benchmarks.outer_data import transfers
-from chaos_lightning.outer.codec import BF16, INT8, Format, Part
+from benchmarks.outer_memory import memory
+from chaos_lightning.outer.codec import BF16, FP32, INT8, Format, Part
 from chaos_lightning.outer.grid import Grid, Shard
-from chaos_lightning.outer.kernel import OuterState, RoundUpdate, products
+from chaos_lightning.outer.kernel import OuterState, RoundUpdate, freeze, products, settle
 from chaos_lightning.outer.types import Factors
 
 MOST_S_PER_GB = 1 / 2
@@ -37,6 +41,8 @@ MOST_TIME_OF_COPY = 1 / 0.5
 ETA, MU = 0.7, 0.8
 MOVES = Factors(rate=ETA, buffer=1.0, momentum=MU, outer=1.0, step=ETA * MU)
 COLLECTS = Factors(rate=ETA / 4, buffer=1 / 4, momentum=MU)
+
+FORMATS: dict[str, Format] = {format.name: format for format in (FP32, BF16, INT8)}
 
 Case = Callable[[], object]
 
@@ -114,12 +120,56 @@ def updates(result: Result, shard: Shard, pushes: list[int], turns: int, seed: i
             result.headline.append(f"one push: {rate:.2f} GB/s of fp32 parameters per core, {per_copy:.2f} of copying")
 
 
+def codecs(result: Result, shard: Shard, turns: int, seed: int) -> None:
+    """Of each format its bytes, how fast one core writes and reads it, and what it drops.
+
+    A cluster's pushes are drawn (normal, the length of each block drawn, too), and frozen one after another as clusters
+    do it, with a residual where the format has one. What is dropped is the length of the error over the length of the
+    delta: of one push, and of the sum of all.
+    """
+    torch.manual_seed(seed)
+    base = Part.encoded(shard, FP32, torch.zeros(shard.elements))
+    scale = torch.empty(shard.elements)
+    for place in shard.places:
+        scale[place] = 1e-3 * math.exp(random.Random(place.start).gauss(0, 1))
+    deltas = [torch.randn(shard.elements) * scale for _ in range(turns)]
+    for name in sorted(FORMATS):
+        format = FORMATS[name]
+        push, residual = Part.empty(shard, format), torch.zeros(shard.elements)
+        writing, reading, alone = [], [], []
+        wanted, got = torch.zeros(shard.elements), torch.zeros(shard.elements)
+        for delta in deltas:
+            began = time.perf_counter()
+            freeze(base, delta, push, residual if format.residual else None)
+            frozen = time.perf_counter()
+            decoded = push.decoded()
+            reading.append(time.perf_counter() - frozen)
+            writing.append(frozen - began)
+            if format.residual:
+                settle(base, delta, push, residual)
+            wanted.sub_(delta)
+            got.add_(decoded)
+            alone.append(float((Part.encoded(shard, format, delta).decoded() - delta).norm() / delta.norm()))
+        gigabytes = shard.nbytes(4) / 1e9
+        result.add(f"codec {name}: bytes", push.data.numel() / shard.elements, "B/param")
+        result.add(f"codec {name}: freezing a push", gigabytes / median(writing), "GB/s")
+        result.add(f"codec {name}: reading it", gigabytes / median(reading), "GB/s")
+        result.add(f"codec {name}: dropped of one push", median(alone), "ratio")
+        dropped = float((got - wanted).norm() / wanted.norm())
+        result.add(f"codec {name}: dropped of the sum of {turns} pushes", dropped, "ratio")
+
+
 def main() -> int:
     p = Options(__doc__)
     p.add_count("--turns", 21, 7, "turns of all cases")
     p.add_count("--state-mib", 256, 128, "MiB of fp32 parameters; far beyond the caches, or it says nothing")
     p.add_count("--transfers", 11, 3, "turns of all transfers between two processes")
     p.add_count("--transfer-mib", 256, 256, "MiB of a transfer")
+    p.add_count("--codec-mib", 64, 16, "MiB of fp32 parameters whose deltas each codec gets")
+    p.add_count("--codec-pushes", 16, 4, "pushes that each codec gets")
+    p.add_count("--calls", 2000, 200, "control round trips of each kind")
+    p.add_count("--memory-mib", 256, 32, "MiB of fp32 parameters of the job whose followers' memory is measured")
+    p.add_count("--durable", 6, 2, "durable versions of that job")
     p.add_series("--pushes", [1, 2, 4, 8], "accepted pushes in a round")
     p.add_seed("of the order of cases")
     args = p.parse_args()
@@ -127,7 +177,10 @@ def main() -> int:
     result = Result("outer_server")
     shard = Grid((args.state_mib * MIB // 4,)).whole
     updates(result, shard, args.pushes, args.turns, args.seed)
+    codecs(result, Grid((args.codec_mib * MIB // 4,)).whole, args.codec_pushes, args.seed)
     transfers(result, args.transfer_mib, args.transfers, args.seed)
+    control(result, args.calls, args.seed)
+    memory(result, args.memory_mib, args.durable)
     return result.finish(args)
 
 

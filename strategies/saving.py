@@ -111,6 +111,8 @@ def save(
 def _agree(session: FitSession, path: str, error: Exception | None, *, tried: bool) -> bool:
     """All members learn how the writer fared, and raise if it failed; False if it died before it could tell.
 
+    Where the writer is another cluster's there is nothing to learn.
+
     Args:
         session: In the job or out of it.
         path: Of the checkpoint.
@@ -119,8 +121,8 @@ def _agree(session: FitSession, path: str, error: Exception | None, *, tried: bo
     """
     collectives, name = session.collectives, session.config.name
     mine = "" if error is None else f"{name} could not write the checkpoint {path}: {type(error).__name__}: {error}"
-    answers = collectives.exchange("outcome of saving", [mine, tried])
-    said = next((words for words, _ in answers or () if words), "")
+    answers = collectives.exchange("outcome of saving", [mine, tried, session.writes])
+    said = next((words for words, *_ in answers or () if words), "")
     if said:
         # Who holds this header knows that all hold the one before: nobody is left who would go on and try it again.
         with contextlib.suppress(ChaosError):
@@ -131,7 +133,7 @@ def _agree(session: FitSession, path: str, error: Exception | None, *, tried: bo
         raise error
     elif said:
         raise StateError(f"{said}. Training ends on all members")
-    return answers is None or any(wrote for _, wrote in answers)
+    return answers is None or any(wrote or not writes for _, wrote, writes in answers)
 
 
 def write(

@@ -567,8 +567,13 @@ class FitSession:
         if engine.rank < 0 or engine.out:
             return
         self.lengths.check(engine.world_size)
-        behind = int(self.outer is not None and not self.outer.oldest)
+        behind = int(not self.writes)
         self.writer.place(engine.name, engine.rank + behind, engine.world_size + behind, fresh=fresh)
+
+    @property
+    def writes(self) -> bool:
+        """Whether a member of this job logs and writes files; else one of another cluster does."""
+        return self.outer is None or self.outer.oldest
 
     @contextmanager
     def alone(self) -> Iterator[None]:

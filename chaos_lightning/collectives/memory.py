@@ -12,21 +12,17 @@ from __future__ import annotations
 import bisect
 import ctypes
 import mmap
-import os
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from chaos_lightning.collectives.layout import Layout
+from chaos_lightning.machine.heap import keep_heap
 from chaos_lightning.planning.trees import expand
 from chaos_lightning.protocol.types import PlanSpec, Span
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_MMAP_THRESHOLD_NBYTES = 32 << 20
-"""The most that glibc takes."""
 
 
 def _resident(nbytes: int, pinned: bool) -> Tensor:
@@ -39,21 +35,6 @@ def _resident(nbytes: int, pinned: bool) -> Tensor:
         # Without huge pages it works as well, a little slower: the answer does not matter.
         advise(ctypes.c_void_p(first), ctypes.c_size_t(pages * mmap.PAGESIZE), mmap.MADV_HUGEPAGE)
     return memory.fill_(0)
-
-
-def keep_heap(nbytes: int) -> bool:
-    """Tells glibc to keep so much freed memory. False where that cannot be set.
-
-    Autograd allocates all gradients anew in each step; if their pages were given back in between, each 4 KiB of them
-    would cost a page fault (a tenth of a small step).
-
-    What the user set by environment (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_) stays.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & set(os.environ):
-        return False
-    kept = mallopt(_M_TRIM_THRESHOLD, min(2 * nbytes + (64 << 20), (1 << 31) - 1))
-    return bool(kept and mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_NBYTES))
 
 
 def _bytes_of(flat: Tensor) -> memoryview:

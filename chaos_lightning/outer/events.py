@@ -95,7 +95,12 @@ EVENTS = (
     Event(
         "push_staged",
         "all bytes of a push's part are here, verified",
-        {"push": "its name", "nbytes": "fetched, bytes", "seconds": "s"},
+        {
+            "push": "its name",
+            "nbytes": "fetched, bytes",
+            "seconds": "s",
+            "held": "pushes whose part has memory here, those that arrive included",
+        },
     ),
     Event(
         "push_not_fetched",

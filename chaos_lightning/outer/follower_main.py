@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE, HelpFormat
 from chaos_lightning.declared import add_options, declared, read_options
 from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.machine.heap import give_back_large
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.outer.follower_options import FollowerOptions
 from chaos_lightning.security.credentials import Credentials
@@ -44,6 +45,7 @@ def run(options: FollowerOptions) -> int:
     from chaos_lightning.outer.shard_files import ShardFiles
 
     torch.set_num_threads(1)  # it shares its machine with those who train
+    give_back_large()
     secret = Credentials.load(options.keys_dir, options.token_file)
     stopped: list[signal.Signals] = []
     with contextlib.ExitStack() as closing:

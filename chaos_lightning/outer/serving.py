@@ -3,7 +3,7 @@
 Theory of operation. Whoever fetches a version takes a while, and the next ones do not wait for that. So the newest
 version is served and one more: the one before, unless somebody is still fetching an older one that had this place. Who
 fetches the one that goes is refused, and begins again with the newest. Nobody holds the place for longer than
-`HOLD_S`. So a follower has two versions in memory, and a third one only while it computes it.
+`HOLD_S`. One goes before the next is computed, so a follower never has more than two in memory.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class ServedVersions:
         return tuple(one.version for one in self._served)
 
     def make_room(self) -> None:
-        """Before the next version gets its memory: an older one goes, unless somebody is fetching it."""
-        if len(self._served) > 1 and not self._fetched(self._served[0]):
-            self._drop(0)
+        """Before the next version gets its memory: of two one goes, the older one unless somebody is fetching it."""
+        if len(self._served) > 1:
+            self._drop(1 if self._fetched(self._served[0]) else 0)
 
     def add(self, version: VersionId, part: Part) -> None:
         """This is the newest one; its bytes must not change any more."""
@@ -60,8 +60,6 @@ class ServedVersions:
         if self._served:
             self._served[-1].until = self._clock() + HOLD_S
         self._served.append(_Served(version, part))
-        if len(self._served) > 2:
-            self._drop(1 if self._fetched(self._served[0]) else 0)
 
     def busy(self) -> bool:
         """Whether somebody is fetching one of them."""

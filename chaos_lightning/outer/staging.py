@@ -178,7 +178,9 @@ class StagedPushes:
             reason = self._attempts(offer, part)
         if not reason:
             seconds = round(time.monotonic() - began, 4)
-            self._note("push_staged", push=str(push), nbytes=part.data.numel(), seconds=seconds)
+            with self._lock:
+                here = len(self._parts.keys() | self._arriving.keys())
+            self._note("push_staged", push=str(push), nbytes=part.data.numel(), seconds=seconds, held=here)
             if push in self._decided:
                 self._keep(push, part, finite=True)  # else it would not have been accepted
                 self._measured(MeasuredPart(offer, part, (), True))

@@ -135,7 +135,7 @@ class OuterScript:
 
     def stage(self, push: PushId) -> None:
         for name in self.followers:
-            self.say(self.file(name), "push_staged", push=str(push), nbytes=NBYTES // 2, seconds=0.1)
+            self.say(self.file(name), "push_staged", push=str(push), nbytes=NBYTES // 2, seconds=0.1, held=1)
 
     def compute(self, version: VersionId) -> None:
         for name in self.followers:

@@ -180,18 +180,22 @@ def test_a_rank_joins_between_push_and_adoption(job: ElasticJob) -> None:
 
 
 def test_a_cluster_of_one_process_beside_it(job: ElasticJob) -> None:
+    """It came first, so it writes the checkpoints, and the ranks of the other cluster write none."""
     from diloco_members import cluster
 
     job.serve()
-    for name in ("a", "b"):
-        job.rank(name, min_nodes=2, step_s=0.01, trainer={"max_epochs": 2})
+    trained = {"max_epochs": 2, "enable_checkpointing": True}
     told = {"inner_steps": 8, "data": "local", "options": {"heartbeat_s": 0.3, "log_dir": str(job.harness.logs)}}
     spec = {"name": "solo", "server": job.server, "out": str(job.out), "told": told, "step_s": 0.01}
-    job.harness.start_function("solo", cluster, {**spec, "trainer": {"max_epochs": 2}})
+    job.harness.start_function("solo", cluster, {**spec, "trainer": trained})
+    job.harness.wait_for("cluster_welcomed")
+    for name in ("a", "b"):
+        job.rank(name, min_nodes=2, step_s=0.01, trainer=trained)
     a, b, solo = job.finish("a", "b", "solo")
     assert torch.equal(a["weights"], b["weights"])
     assert torch.equal(a["weights"], solo["weights"])
     assert counted(job)[0] == 4 * 240
+    assert {path.relative_to(job.out).parts[0] for path in job.out.rglob("*.ckpt")} == {"solo"}
     audited(job)
 
 

@@ -32,7 +32,7 @@ from chaos_lightning.outer.control_client import fetch_facts
 from chaos_lightning.outer.types import Round
 
 SERVERS = ("server-1", "server-2", "server-3")
-ELASTIC: tuple[str, ...] = ()
+ELASTIC: tuple[str, ...] = ("edge-1", "edge-2", "edge-3")
 """Nodes of the cluster `edge`: two that found it, and one that joins, ("edge-1", "edge-2", "edge-3"). None: it is a
 single process, since an elastic cluster cannot share its data with other clusters (strategies/elastic.py)."""
 FAST, BENDS, DIES, LATE = (

@@ -1,0 +1,104 @@
+"""Round trips of control while data floods: on a connection of its own, as built, or on the one that data take.
+
+A real leader (`chaos-lightning ps leader`) is asked for its facts over a gRPC channel that stays, as clusters have one,
+every few milliseconds, from a process whose other thread fetches versions over a follower's data connection without
+end. *Shared*: a gRPC server sends streams of 1 MiB messages and answers small calls, both on one channel, to the same
+two threads. *Quiet* is the leader while nothing else moves. The rate of the data stands beside: a slow flood would
+prove nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from benchmarks.common import MIB, Result, median, percentile
+from benchmarks.outer_data import TOKEN, Data
+from benchmarks.workers import wait_listening
+from chaos_lightning.control.channel import CLIENT_OPTIONS, open_channel
+from chaos_lightning.machine.listener import free_port
+from chaos_lightning.outer import outer_pb2
+from chaos_lightning.outer.outer_pb2_grpc import ParameterServerStub
+
+EVERY_S = 0.005
+FLOOD_MIB = 64
+LATE = 99
+_CALL_TIMEOUT_S = 30.0
+
+Call = Callable[[], object]
+
+
+@contextlib.contextmanager
+def leader() -> Iterator[Call]:
+    """A leader's process; yields a call that asks it for its facts."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "chaos_lightning.cli", "ps", "leader", "--listen", endpoint, "--store", ":memory:"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_listening(endpoint, process, "the leader")
+        with open_channel(endpoint, TOKEN, CLIENT_OPTIONS) as channel:
+            facts = ParameterServerStub(channel).Facts
+            yield lambda: facts(outer_pb2.FactsRequest(), timeout=_CALL_TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@contextlib.contextmanager
+def flood(fetch: Callable[[], float], rates: list[float]) -> Iterator[None]:
+    """Fetches without end meanwhile; `rates` gets bytes per second."""
+    over = threading.Event()
+    began, fetched = time.monotonic(), 0
+
+    def run() -> None:
+        nonlocal fetched
+        while not over.is_set():
+            fetch()
+            fetched += 1
+
+    thread = threading.Thread(target=run, name="chaos-benchmark-flood", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        rates.append(fetched * FLOOD_MIB * MIB / (time.monotonic() - began))
+
+
+def round_trips(ask: Call, count: int) -> list[float]:
+    """Seconds of so many calls, one at a time, every few milliseconds."""
+    taken = []
+    for _ in range(count):
+        began = time.perf_counter()
+        ask()
+        taken.append(time.perf_counter() - began)
+        time.sleep(max(0.0, EVERY_S - taken[-1]))
+    return taken
+
+
+def control(result: Result, count: int, seed: int) -> None:
+    """Round trips, quiet and flooded. Bound: a late one on an own connection is not later than one on a shared."""
+    with Data(FLOOD_MIB * MIB, seed) as data, leader() as facts:
+        round_trips(facts, count // 10)
+        taken, rates = {"quiet": round_trips(facts, count)}, dict[str, list[float]]()
+        cases: dict[str, tuple[Call, Callable[[], float]]] = {"flooded": (facts, data.cases["version, checksum"])}
+        if data.ask is not None:
+            asked = data.ask
+            cases["shared"] = (lambda: asked(b"?"), data.cases["gRPC"])
+        for name, (ask, fetch) in cases.items():
+            with flood(fetch, rates.setdefault(name, [])):
+                taken[name] = round_trips(ask, count)
+    for name, seconds in taken.items():
+        beside = f", data at {rates[name][0] / 1e9:.2f} GB/s" if name in rates else ""
+        result.add(f"control round trip, {name}{beside}: median of {count}", 1e3 * median(seconds), "ms")
+        result.add(f"control round trip, {name}: p{LATE}", 1e3 * percentile(seconds, LATE), "ms")
+        result.details[f"seconds, control round trip, {name}"] = seconds
+    if "shared" in taken:
+        late = {name: percentile(seconds, LATE) for name, seconds in taken.items()}
+        result.add(f"control round trip, p{LATE}: flooded / shared", late["flooded"] / late["shared"], "ratio", 1.0)
+        result.headline.append(f"control p{LATE} {1e3 * late['flooded']:.1f} ms, shared {1e3 * late['shared']:.1f} ms")

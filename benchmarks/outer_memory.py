@@ -1,0 +1,86 @@
+"""A follower's peak memory in a running job, in bytes per parameter of its shard.
+
+A server as a user starts it (one leader, two followers, a warm spare) and three clusters that train until so many
+versions are durable. Every few milliseconds the kernel is asked what a follower holds in anonymous memory; what it held
+before a cluster came is no part of it. A follower holds its state (12 bytes per parameter), a copy of
+it while that is written (12), two served versions in bf16 (4), and each push that it keeps until the second newest
+durable version holds it (2). How many these were at most is in its event log.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import MIB, Result
+from benchmarks.outer_clusters import CLUSTERS, FOLLOWERS, outer_scene
+from benchmarks.workers import context, scratch
+
+STATE, SNAPSHOT, VERSIONS, PUSH = 12, 12, 4, 2
+MOST_PUSHES_OF_A_CLUSTER = 7
+MOST_NBYTES = STATE + SNAPSHOT + VERSIONS
+INNER_STEPS = 32
+PACE_S = 0.02
+LOOK_S = 0.01
+
+
+def held_nbytes(pid: int) -> int:
+    """What this process holds in memory of its own, without the pages of programs and files."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+class Peaks(threading.Thread):
+    """Looks at these processes again and again; `most` is the largest that was seen of each, in bytes."""
+
+    def __init__(self, pids: dict[str, int]) -> None:
+        super().__init__(name="chaos-benchmark-memory", daemon=True)
+        self._pids, self._over = pids, threading.Event()
+        self.most = {name: held_nbytes(pid) for name, pid in pids.items()}
+
+    def run(self) -> None:
+        while not self._over.wait(LOOK_S):
+            for name, pid in self._pids.items():
+                self.most[name] = max(self.most[name], held_nbytes(pid))
+
+    def end(self) -> dict[str, int]:
+        self._over.set()
+        self.join()
+        return self.most
+
+
+def memory(result: Result, params_mib: int, durable: int) -> None:
+    """Of each follower; the bound is 28 bytes per parameter and 2 for each push that it held at most.
+
+    Args:
+        result: Takes the figures.
+        params_mib: MiB of fp32 parameters of the model; followers share them.
+        durable: Durable versions to wait for.
+    """
+    told: dict[str, Any] = {"params_mib": params_mib, "pace_s": PACE_S, "inner_steps": INNER_STEPS}
+    ctx = context("chaos_lightning.diloco")
+    with scratch() as folder, outer_scene("memory", folder, ctx, train=False, **told) as scene:
+        pids = {}
+        for name in (f"follower-{number}" for number in range(FOLLOWERS)):
+            scene.wait_first(0, lambda r, name=name: r.name == "follower_started" and r.node == name, name)
+            pids[name] = scene.child(name)
+        peaks = Peaks(pids)
+        usual = dict(peaks.most)
+        peaks.start()
+        scene.all_train()
+        marks = lambda: sum(r.name == "entry" and r["kind"] == "Durable" for r in scene.watch.records)  # noqa: E731
+        scene.until(lambda: marks() >= durable, f"{durable} durable versions")
+        most = peaks.end()
+        staged = [r for r in scene.watch.records if r.name == "push_staged"]
+    parameters = params_mib * MIB / 4 / FOLLOWERS
+    worst = 0.0
+    for name in pids:
+        held = max(r["held"] for r in staged if r.node == name)
+        found = (most[name] - usual[name]) / parameters
+        bound = MOST_NBYTES + PUSH * min(held, CLUSTERS * MOST_PUSHES_OF_A_CLUSTER)
+        result.add(f"{params_mib} MiB, peak memory of {name}, {held} pushes at most", found, "B/param", bound)
+        worst = max(worst, found - PUSH * held)
+    result.headline.append(f"a follower's peak: {worst:.1f} bytes per parameter and {PUSH} for each push")

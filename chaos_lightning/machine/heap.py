@@ -1,0 +1,38 @@
+"""What glibc's allocator does with memory that was freed; elsewhere nothing can be set, and nothing is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MOST_MMAP_THRESHOLD_NBYTES = 32 << 20
+"""The most that glibc takes."""
+_LARGE_NBYTES = 1 << 20
+
+
+def _set(*values: tuple[int, int]) -> bool:
+    """What the user set by environment (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_) stays."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & set(os.environ):
+        return False
+    return all(mallopt(which, value) for which, value in values)
+
+
+def keep_heap(nbytes: int) -> bool:
+    """Tells it to keep so much freed memory. False where that cannot be set.
+
+    Autograd allocates all gradients anew in each step; if their pages were given back in between, each 4 KiB of them
+    would cost a page fault (a tenth of a small step).
+    """
+    trim = min(2 * nbytes + (64 << 20), (1 << 31) - 1)
+    return _set((_M_TRIM_THRESHOLD, trim), (_M_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD_NBYTES))
+
+
+def give_back_large() -> bool:
+    """Tells it to give back at once what was allocated in one piece of 1 MiB or more. False where that cannot be set.
+
+    Left to itself it takes pieces of up to 32 MiB from its heap once one of that size was freed. A follower's staged
+    pushes come and go beside what stays, so their memory was not given back: 2 to 4 bytes per parameter.
+    """
+    return _set((_M_MMAP_THRESHOLD, _LARGE_NBYTES))
