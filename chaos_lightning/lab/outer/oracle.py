@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
+from chaos_lightning.lab.outer.content import Pushed
 from chaos_lightning.lab.outer.store import Disk
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.messages import PushAnswered
@@ -68,6 +69,8 @@ class Oracle:
         self.frozen_at: dict[PushId, float] = {}
         self.answers: set[tuple[PushId, PushAnswer]] = set()
         """All that the chain ever gave."""
+        self.made = {NO_VERSION}
+        """All versions that were ever stored."""
         self.discarded: set[int] = set()
         self.staged: set[tuple[str, PushId]] = set()
         """Followers and the pushes that each of them has ever had."""
@@ -75,13 +78,14 @@ class Oracle:
         self.counted: set[int] = set()
         """Inner steps that the newest version holds."""
 
-    def frozen(self, push: PushId, base: VersionId, manifest: str, steps: Sequence[int], now: float) -> None:
-        """A cluster has fixed the content of a push."""
-        if self.manifests.setdefault(push, manifest) != manifest:
+    def frozen(self, push: PushId, content: Pushed, now: float) -> None:
+        """A cluster, or a rank of one, has fixed the content of a push."""
+        if self.manifests.setdefault(push, content.manifest) != content.manifest:
             raise Violation(f"push {push} stands for two contents (O3)")
-        if len(set(steps)) < len(steps):
+        if len(set(content.steps)) < len(content.steps):
             raise Violation(f"push {push} holds an inner step twice (O10)")
-        self.pushes[push], self.bases[push], self.frozen_at[push] = frozenset(steps), base, now
+        self.pushes[push], self.bases[push] = frozenset(content.steps), content.base
+        self.frozen_at.setdefault(push, now)
 
     def stored(self, chain: OuterChain, entry: Entry, disks: Mapping[str, Disk]) -> None:
         """An entry is durable; `chain` has followed it."""
@@ -106,6 +110,7 @@ class Oracle:
     def _answered(self, entry: Entry) -> None:
         """What the chain says of pushes."""
         body = entry.body
+        self.made.add(entry.version)
         self.answers.update((offer.push, PushAnswer.ACCEPTED) for offer in entry.offers)
         if isinstance(body, Voided):
             self.answers.add((body.offer.push, PushAnswer.VOID))
@@ -129,9 +134,9 @@ class Oracle:
             if not disks[name].safe(mark.version, digest):
                 raise Violation(f"{mark.version} is marked durable and is not on the disk of {name} (O6)")
 
-    def told(self, message: PushAnswered, chain: OuterChain) -> None:
+    def told(self, message: PushAnswered) -> None:
         """A cluster hears what became of its push."""
-        if message.version != NO_VERSION and message.version not in chain.versions:
+        if message.version not in self.made:
             raise Violation(f"{message.push} is told {message.version}, which is not stored (O1)")
         if (message.push, message.answer) not in self.answers:
             raise Violation(f"{message.push} is told to be {message.answer}, which no entry says (O3)")

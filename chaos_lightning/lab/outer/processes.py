@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
+from chaos_lightning.lab.outer.content import Content
 from chaos_lightning.lab.outer.oracle import Oracle, Violation, computed
 from chaos_lightning.lab.outer.store import SAVING, ChainStore, Disk, digest_of
 from chaos_lightning.lab.simulate.fabric import Pipe
@@ -21,7 +22,6 @@ from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.messages import Offered, PushAnswered, PushProduct
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
-    NO_VERSION,
     Agreement,
     Covered,
     Entry,
@@ -453,15 +453,6 @@ class FollowerProcess(Client):
         self.feed(fx.Loaded(version, True, self._leans(version)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Frozen:
-    """The push that was frozen last: what was trained since the one before, and what of all that the codec left out."""
-
-    push: PushId
-    live: tuple[int, ...]
-    left: tuple[int, ...]
-
-
 class ClusterProcess(Client):
     """One process of a cluster: it trains, pushes and adopts."""
 
@@ -475,13 +466,7 @@ class ClusterProcess(Client):
             agreement(job.settings, job.length, job.codec, "another" if spec.strange else ""),
             overlap=spec.overlap,
         )
-        self.bytes: dict[PushId, str] = {}
-        self.live: list[int] = []
-        """Inner steps since the last freezing."""
-        self.residual: list[int] = []
-        """Inner steps that the codec left out of what was pushed."""
-        self.frozen_last: _Frozen | None = None
-        """Until it is answered."""
+        self.content = Content(job.codec == "int8", job.machines.residual)
         self.trained: set[int] = set()
         """Inner steps of this process."""
         self.given_up: set[int] = set()
@@ -497,7 +482,12 @@ class ClusterProcess(Client):
 
     def serves(self, push: PushId) -> bool:
         """Whether its bytes can be had here now."""
-        return self.alive and not self.frozen and push in self.bytes
+        return self.alive and not self.frozen and push in self.content.pushes
+
+    @property
+    def bytes(self) -> dict[PushId, str]:
+        """Pushes that it holds."""
+        return {push: pushed.manifest for push, pushed in self.content.pushes.items()}
 
     def _tick(self) -> None:
         self.listen()
@@ -512,7 +502,7 @@ class ClusterProcess(Client):
 
     def hear(self, message: object) -> None:
         if isinstance(message, PushAnswered):
-            self.job.oracle.told(message, self.job.chain)
+            self.job.oracle.told(message)
         self.feed(fx.Told(message))  # type: ignore[arg-type]
 
     def say(self, message: object) -> None:
@@ -542,56 +532,33 @@ class ClusterProcess(Client):
     def _carry_out(self, effect: cl.ClusterEffect) -> None:
         """Between two inner steps."""
         match effect:
-            case cl.Freeze(push, base):
-                self._freeze(push, base)
-            case cl.Adopt(_, outright):
-                if outright:
-                    self._discard(self.live)
-                    self.live = [] if self.job.machines.discards else self.live
-                elif not self.job.machines.merges:
-                    self.live = []
+            case cl.Freeze(push, _):
+                self._freeze(push)
+            case cl.Adopt(version, outright):
+                live = self.content.live
+                self._discard(self.content.adopt(version, outright=outright))
+                if outright and not self.job.machines.discards:
+                    self.content.live = live
+                elif not outright and not self.job.machines.merges:
+                    self.content.live = []
             case cl.Settle(push, answer):
-                self._settle(push, answer)
+                live = self.content.live
+                self._discard(self.content.settle(push, answer))
+                if answer is PushAnswer.REJECTED and not self.job.machines.discards:
+                    self.content.live = live
             case cl.Free(push):
-                self.bytes.pop(push, None)
+                self.content.pushes.pop(push, None)
             case cl.Over(reason, again):
                 self._over(reason, again=again)
 
     def _discard(self, steps: Iterable[int]) -> None:
         self.job.oracle.discarded.update(steps)
 
-    def _freeze(self, push: PushId, base: VersionId) -> None:
-        steps = [*self.live, *self.residual] if base != NO_VERSION else []
-        left = [step for step in steps if self.kernel.random.random() < 0.3] if self.job.codec == "int8" else []
-        sent = [step for step in steps if step not in left]
-        if base != NO_VERSION:
-            self.frozen_last, self.live = _Frozen(push, tuple(self.live), tuple(left)), []
-            if self.job.machines.residual == "sent":
-                self.residual = left
-        manifest = f"{push}:{base}:{sorted(sent)}"
-        self.bytes[push] = manifest
-        self.job.oracle.frozen(push, base, manifest, sent, self.kernel.now)
-        self.timer(0.002, lambda: self.feed(cl.Frozen(push, manifest)))
-
-    def _settle(self, push: PushId, answer: PushAnswer) -> None:
-        """As outer/content.py does with tensors (O10)."""
-        steps, frozen = self.job.oracle.pushes[push], self.frozen_last
-        last = frozen is not None and frozen.push == push
-        if last:
-            self.frozen_last = None
-        left = list(frozen.left) if frozen is not None else []
-        if answer is PushAnswer.REJECTED:
-            self._discard((*steps, *self.live, *left))
-            self.live = [] if self.job.machines.discards else self.live
-            if frozen is None or last:
-                self._discard(self.residual)
-            else:  # what was left out before is in that push
-                self.frozen_last = replace(frozen, left=())
-            self.residual = left if self.job.machines.residual == "kept" else []
-        elif answer is PushAnswer.VOID:
-            self.live = [*(frozen.live if last and frozen is not None else sorted(steps)), *self.live]
-        elif last:
-            self.residual = left
+    def _freeze(self, push: PushId) -> None:
+        self.content.freeze(push)
+        pushed = self.content.pushes[push] = self.content.encoded()
+        self.job.oracle.frozen(push, pushed, self.kernel.now)
+        self.timer(0.002, lambda: self.feed(cl.Frozen(push, pushed.manifest)))
 
     def _fetch(self, version: VersionId) -> None:
         if self.machine.gone:
@@ -608,9 +575,7 @@ class ClusterProcess(Client):
         self.feed(cl.Got(version))
 
     def _over(self, reason: str, *, again: bool) -> None:
-        frozen = self.frozen_last
-        self._discard((*self.live, *self.residual, *(frozen.left if frozen is not None else ())))
-        self.live, self.residual, self.frozen_last = [], [], None
+        self._discard(self.content.forget())
         self._todo, self._busy = [], False
         self._life += 1
         if not again:
@@ -620,9 +585,8 @@ class ClusterProcess(Client):
                 self.stream.cut()
             return
         self.machine = self.machine.anew()
-        for push in [push for push in self.bytes if push not in self.machine.kept]:
-            self.given_up |= self.job.oracle.pushes[push]  # it may be accepted all the same
-            del self.bytes[push]
+        for push in [push for push in self.content.pushes if push not in self.machine.kept]:
+            self.given_up.update(self.content.pushes.pop(push).steps)  # it may be accepted all the same
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.cut()
@@ -631,10 +595,7 @@ class ClusterProcess(Client):
 
     def unaccounted(self) -> set[int]:
         """Inner steps of which it knows nothing any more, though it has not thrown them away."""
-        oracle = self.job.oracle
-        held = {step for push in self.bytes for step in oracle.pushes[push]} | {*self.live, *self.residual}
-        held |= set(self.frozen_last.left) if self.frozen_last is not None else set()
-        return self.trained - held - self.given_up - oracle.discarded
+        return self.trained - self.content.held - self.given_up - self.job.oracle.discarded
 
     def leave(self) -> None:
         """Ctrl+C."""
@@ -656,7 +617,7 @@ class ClusterProcess(Client):
         if life != self._life:
             return
         step = self.job.number()
-        self.live.append(step)
+        self.content.live.append(step)
         self.trained.add(step)
         machine = self.machine
         machine.rate, machine.step_rate = 4 / self.spec.pace_s, 1 / self.spec.pace_s
