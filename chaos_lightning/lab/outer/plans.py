@@ -20,7 +20,8 @@ class Fault:
     "cluster-effect" (killed between two effects), "again" (a cluster is killed and started again), "freeze-leader",
     "freeze-follower", "freeze-cluster", "stream" (a cluster's is cut), "store" (fails), "doubt" (it stores, and its
     answers are lost), "older" (an older copy takes its place), "server" (leader and all followers are killed), "full"
-    (a disk), "damage" (the newest durable file; "damage-both": both), "leave", "end" (an operator asks for it)."""
+    (a disk), "damage" (the newest durable file; "damage-both": both), "leave", "end" (an operator asks for it); of an
+    elastic cluster: "rank" (killed), "rank-effect", "freeze-rank", "rank-join", "take-back" (a commit goes back)."""
     name: str = ""
     lasts: float = 0.0
 
@@ -209,6 +210,24 @@ def older_plan(seed: int) -> Plan:
     return replace(plan, faults=(Fault(random.uniform(2.0, 5.0), "older"),))
 
 
+def elastic_plan(seed: int) -> Plan:
+    """A cluster is an elastic job itself, whose ranks die, stand still and come, and whose commits are taken back."""
+    random, plan = Random(seed), any_plan(seed)
+    clusters = (
+        ClusterSpec("c0", 0.0, random.uniform(0.02, 0.06)),
+        ClusterSpec("e0", 0.0, random.uniform(0.02, 0.06), random.random() < 0.8, ranks=random.randint(1, 3)),
+    )
+    actions = ("rank", "rank-effect", "rank-join", "rank-join", "take-back", "take-back", "freeze-rank", "stream")
+    faults = [
+        Fault(random.uniform(0.3, 8.0), random.choice(actions), "e0", random.uniform(0.2, 2.0))
+        for _ in range(random.randint(3, 9))
+    ]
+    faults += [fault for fault in plan.faults if fault.action in _SERVER and fault.action != "stream"]
+    length, loop = (0, 120) if random.random() < 0.3 else (320, 0)
+    clusters = (replace(clusters[0], loop=loop), replace(clusters[1], loop=loop))
+    return replace(plan, clusters=clusters, faults=tuple(faults), length=length)
+
+
 def newcomers_plan(seed: int) -> Plan:
     """Nothing goes wrong, all wait for all, and newcomers take long to fetch what they begin with."""
     random = Random(seed)
@@ -247,6 +266,7 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "holders": holders_plan,
     "fickle": fickle_plan,
     "older": older_plan,
+    "elastic": elastic_plan,
     "newcomers": newcomers_plan,
     "windows": windows_plan,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
@@ -38,6 +38,15 @@ TICK_S = 0.1
 SILENT_S = 1.2
 
 
+class Cluster(Protocol):
+    """What processes see of a cluster."""
+
+    @property
+    def bytes(self) -> dict[PushId, str]: ...
+
+    def serves(self, push: PushId) -> bool: ...
+
+
 class Job(Protocol):
     """What processes see of the whole."""
 
@@ -48,12 +57,14 @@ class Job(Protocol):
     settings: OuterSettings
     leader: LeaderProcess | None
     followers: dict[str, FollowerProcess]
-    clusters: dict[str, ClusterProcess]
     disks: dict[str, Disk]
     machines: Machines
     codec: str
     length: int
     shards: int
+
+    @property
+    def clusters(self) -> Mapping[str, Cluster]: ...
 
     def number(self) -> int: ...
 
@@ -86,7 +97,13 @@ class Machines:
     merges: bool = True
     """The base is the version as received: what was trained since the freezing stays progress (O9)."""
     residual: str = "answered"
-    """When the residual changes: "answered", "sent", or "kept": not after a rejection (O10)."""
+    """When the residual changes (lab/outer/content.py): "answered", "sent", or "kept": not after a rejection (O10)."""
+    together: bool = True
+    """Ranks of an elastic cluster adopt once all of them hold the version (O8)."""
+    joiner_lacks: str = ""
+    """What newcomers of it do not get: "base", "frozen", "pushes" or "residual"."""
+    early: bool = False
+    """A push of it counts as frozen, and is offered, at once (O8a)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +119,7 @@ class ClusterSpec:
         strange: Its model is another one.
         fetch_s: What it takes to fetch a version, beside what it takes all.
         fickle: It offers other bytes under a number, too.
+        ranks: It is an elastic job of so many to begin with; 0: one process.
     """
 
     name: str
@@ -112,6 +130,7 @@ class ClusterSpec:
     strange: bool = False
     fetch_s: float = 0.0
     fickle: bool = False
+    ranks: int = 0
 
 
 def agreement(settings: OuterSettings, length: int, codec: str = "bf16", prefix: str = "") -> Agreement:
@@ -399,11 +418,11 @@ class FollowerProcess(Client):
 
     def _fetched(self, offer: Offer) -> None:
         push = offer.push
-        holder = next((c for c in self.job.clusters.values() if c.serves(push)), None)
-        if holder is None or self.kernel.random.random() < 0.05:
+        found = [c.bytes[push] for c in self.job.clusters.values() if c.serves(push)]
+        if not found or self.kernel.random.random() < 0.05:
             self.feed(fx.NotFetched(push))
             return
-        self.parts[push] = holder.bytes[push]
+        self.parts[push] = offer.manifest if offer.manifest in found else found[0]
         self.job.oracle.staged.add((self.name, push))
         finite = not self.job.poisoned(push)
         products = tuple(PushProduct(p, product(push, p)) for p in sorted(self.parts)) if finite else ()
@@ -451,6 +470,14 @@ class FollowerProcess(Client):
             return
         self._stand(version, content)
         self.feed(fx.Loaded(version, True, self._leans(version)))
+
+
+def contents_of(job: Job, version: VersionId) -> list[str] | None:
+    """What the followers serve of a version; None: not all of them can be asked, and serve it."""
+    names = job.leader.chain.cut if job.leader is not None else ()
+    here = [f for name in names if (f := job.followers.get(name)) is not None and f.alive and not f.frozen]
+    found = [content for f in here if (content := f.served.get(version)) is not None]
+    return found if names and len(found) == len(names) else None
 
 
 class ClusterProcess(Client):
@@ -563,15 +590,12 @@ class ClusterProcess(Client):
     def _fetch(self, version: VersionId) -> None:
         if self.machine.gone:
             return
-        chain = self.job.leader.chain if self.job.leader is not None else None
-        names = chain.cut if chain is not None else ()
-        here = [f for name in names if (f := self.job.followers.get(name)) is not None and f.alive and not f.frozen]
-        contents = [f.served.get(version) for f in here]
-        if not names or len(here) < len(names) or None in contents:
-            if self.machine._fetching == version:
+        contents = contents_of(self.job, version)
+        if contents is None:
+            if self.machine.fetching == version:
                 self.timer(AGAIN_S, lambda: self._fetch(version))
             return
-        self.job.oracle.adopted(version, [c for c in contents if c is not None])
+        self.job.oracle.adopted(version, contents)
         self.feed(cl.Got(version))
 
     def _over(self, reason: str, *, again: bool) -> None:

@@ -14,6 +14,7 @@ from random import Random
 from chaos_lightning.lab.outer.oracle import Oracle, Violation
 from chaos_lightning.lab.outer.plans import Fault, Plan
 from chaos_lightning.lab.outer.processes import ClusterProcess, ClusterSpec, FollowerProcess, LeaderProcess, Machines
+from chaos_lightning.lab.outer.ranks import RanksJob
 from chaos_lightning.lab.outer.store import Disk
 from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.outer.chain import OuterChain
@@ -71,7 +72,7 @@ class World:
         self.length, self.codec, self.shards = plan.length, plan.codec, plan.followers
         self.disks = {f"f{i}": Disk(synced_first=self.machines.syncs_first) for i in range(plan.followers)}
         self.followers: dict[str, FollowerProcess] = {}
-        self.clusters: dict[str, ClusterProcess] = {}
+        self.clusters: dict[str, ClusterProcess | RanksJob] = {}
         self.leader: LeaderProcess | None = None
         self.finished = ""
         self.went_back = False
@@ -155,7 +156,7 @@ class World:
         if not cluster.frozen and calm_s > CALM_S:
             raise Violation(f"{who} lives, and is removed: {body.reason} (O14)")
 
-    def _check_holder(self, cluster: ClusterProcess, who: IncarnationId) -> None:
+    def _check_holder(self, cluster: ClusterProcess | RanksJob, who: IncarnationId) -> None:
         """Who alone holds what a shard lacks is not removed for its silence before long (O14)."""
         for push in sorted(self.chain.needed()):
             if push.incarnation != who or push not in cluster.bytes:
@@ -194,7 +195,7 @@ class World:
     def _cluster(self, spec: ClusterSpec) -> None:
         self._todo -= 1
         if not self.finished:
-            self.clusters[spec.name] = ClusterProcess(self, spec.name, spec)
+            self.clusters[spec.name] = (RanksJob if spec.ranks else ClusterProcess)(self, spec.name, spec)
 
     def follower_died(self, name: str) -> None:
         """It is started again after a while."""
@@ -245,11 +246,14 @@ class World:
             case _ if fault.name in self.clusters:
                 self._strike_cluster(fault, self.clusters[fault.name])
 
-    def _strike_cluster(self, fault: Fault, cluster: ClusterProcess) -> None:
+    def _strike_cluster(self, fault: Fault, cluster: ClusterProcess | RanksJob) -> None:
+        if isinstance(cluster, RanksJob) and fault.action not in ("cluster", "again", "leave"):
+            cluster.strike(fault.action, fault.lasts)
+            return
         match fault.action:
             case "cluster":
                 cluster.kill()
-            case "cluster-effect":
+            case "cluster-effect" if isinstance(cluster, ClusterProcess):
                 cluster.die_at_effect = self.kernel.random.randrange(12)
             case "again" if cluster.alive:
                 cluster.kill()
