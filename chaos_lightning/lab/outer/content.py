@@ -104,12 +104,19 @@ class Content:
 
     def forget(self) -> list[int]:
         """A new incarnation has no base; what is kept stays."""
-        gone = [*self.live, *self.residual, *(self.last.left if self.last is not None else ())]
+        gone = [*self.live, *self.residual, *self._last_steps]
         self.base, self.live, self.residual, self.last = NO_VERSION, [], [], None
         return gone
 
     @property
     def held(self) -> set[int]:
         """All inner steps that it knows of."""
-        left = self.last.left if self.last is not None else ()
-        return {s for pushed in self.pushes.values() for s in pushed.steps} | {*self.live, *self.residual, *left}
+        pushed = {s for pushed in self.pushes.values() for s in pushed.steps}
+        return pushed | {*self.live, *self.residual, *self._last_steps}
+
+    @property
+    def _last_steps(self) -> tuple[int, ...]:
+        """Those of the push that was frozen last which `pushes` do not have."""
+        if self.last is None:
+            return ()
+        return self.last.left if self.last.push in self.pushes else (*self.last.sent, *self.last.left)
