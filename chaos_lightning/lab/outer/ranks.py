@@ -409,7 +409,8 @@ class RanksJob(Process):
 
     def _spread(self, commit: Commit) -> None:
         back, self.takes_back = self.takes_back and len(self.ranks) > 1, False
-        for rank in self.ranks[:1] if back else self.ranks:
+        lost = {rank for rank in self.ranks[1:] if self.kernel.random.random() < 0.1}  # others hand it on
+        for rank in self.ranks[:1] if back else [rank for rank in self.ranks if rank not in lost]:
             delay_s = self.kernel.between(0.0, 0.02)
             rank.timer(delay_s, lambda r=rank: r.take(commit))  # type: ignore[misc]
         if back:
