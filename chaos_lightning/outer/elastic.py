@@ -171,10 +171,6 @@ class ElasticCluster:
         return self.state.machine
 
     @property
-    def _machine(self) -> ClusterMachine | None:
-        return self._state.machine if self._state is not None else None
-
-    @property
     def over(self) -> str:
         """Why this cluster's part is over; "" while it goes on."""
         return self._state.over if self._state is not None else ""
@@ -533,7 +529,8 @@ class ElasticCluster:
         while not self._closing.is_set():
             with self._changed:
                 self._changed.wait_for(lambda: self._closing.is_set() or self._sources() is not None, 0.5)
-                found, machine = self._sources(), self._machine
+                found, state = self._sources(), self._state
+                machine = state.machine if state is not None else None
             if found is None or machine is None or self._closing.is_set():
                 continue
             wanted, ranks, holders = found
@@ -562,7 +559,7 @@ class ElasticCluster:
                 continue
             hold_version(self._inner.server, wanted, part)
             with self._changed:
-                if self._machine is machine and machine.fetching == wanted:
+                if self._state is state and self.machine is machine and machine.fetching == wanted:
                     self._fetched, part = (wanted, part), None
                     self._changed.notify_all()
                 else:
@@ -635,8 +632,7 @@ class ElasticCluster:
 
     def _who(self) -> str:
         """The incarnation's name; "" before there is one."""
-        machine = self._machine
-        return str(machine.incarnation or "") if machine is not None else ""
+        return str(self.machine.incarnation or "") if self._state is not None else ""
 
     def _note(self, message: Any) -> None:
         match message:

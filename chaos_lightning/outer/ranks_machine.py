@@ -113,6 +113,8 @@ class RanksMachine:
             if isinstance(effect, fx.Say):
                 self._unsaid.append(effect.message)  # type: ignore[arg-type]
                 continue
+            if isinstance(effect, cl.FetchVersion) and all(each.holds == effect.version for each in said):
+                continue  # it was got before, and a push was frozen: all have it still
             yield effect
             if isinstance(effect, cl.Over):
                 self._end(effect)

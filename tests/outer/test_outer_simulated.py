@@ -12,10 +12,11 @@ from chaos_lightning.lab.outer.plans import FAMILIES, any_plan
 from chaos_lightning.lab.outer.world import World
 
 SHOWED = {
-    "O3-order": 4,
     "O4-older": 4,
     "O5a-joins": 7,
     "O5a-samples": 19,
+    "O8-no-residual": 7,
+    "O8a-early": 22,
     "O10-nan": 3,
     "O10-sent": 11,
     "O10a-given-up": 4,
@@ -77,6 +78,8 @@ def test_the_command_tells_what_it_found() -> None:
         ("damaged", 13),
         ("damaged", 1715),
         ("strange", 42),
+        ("elastic", 40029),
+        ("elastic", 40059),
     ],
 )
 def test_seeds_of_outer_jobs_that_once_showed_something_are_well(family: str, seed: int) -> None:

@@ -88,7 +88,7 @@ BUGS = {
         "O3",
         "pushes are offered, and taken, in any order",
         Machines(leader=_with(pushes=bad.JumpingPushes), cluster=bad.UnorderedCluster),
-        "fragile",
+        "rolled",
         Machines(leader=_with(pushes=bad.JumpingPushes)),
     ),
     "O3-unrecorded": Bug(
