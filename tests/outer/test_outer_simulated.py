@@ -12,9 +12,10 @@ from chaos_lightning.lab.outer.plans import FAMILIES, any_plan
 from chaos_lightning.lab.outer.world import World
 
 SHOWED = {
-    "O4-older": 4,
-    "O5a-joins": 7,
-    "O5a-samples": 19,
+    "O3-order": 4,
+    "O4-older": 8,
+    "O5a-joins": 10,
+    "O5a-samples": 4,
     "O8-no-residual": 7,
     "O8a-early": 22,
     "O10-nan": 3,
