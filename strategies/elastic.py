@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
+from torch import Tensor
 
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import ConfigurationError, DeadlineError, UnsupportedError
@@ -214,9 +215,16 @@ class ElasticPart:
         """Beside the gradient of the coming step."""
         return self.cluster.answer()
 
-    def stepped(self, header: Header) -> None:
-        """The inner job has made a step, and the optimizer has taken it."""
-        tape = self.cluster.tape
+    def stepped(self, header: Header, output: Any) -> None:
+        """The inner job has made a step, and the optimizer has taken it.
+
+        Args:
+            header: Of the step.
+            output: What the optimizer's closure gave: as a rule the loss.
+        """
+        tape, trainer = self.cluster.tape, self._trainer
+        if trainer.global_step % max(1, trainer.log_every_n_steps) == 0:
+            self.cluster.saw(float(output) if isinstance(output, Tensor) and output.numel() == 1 else None)
         spent = ledger.spent_spans(header.ledger, ledger.SHARED, tape.number) if tape is not None else ()
         ranks = [share.member for share in header.contributors]
         self._take(self.cluster.commit(ranks, header.answers, steps=1, spent=spent), in_batch=True)

@@ -379,10 +379,10 @@ class FitSession:
                 self._come_in()
         return waits
 
-    def _tell_outer(self, outer: ElasticPart, header: Header) -> None:
+    def _tell_outer(self, outer: ElasticPart, header: Header, output: Any) -> None:
         """A step of the cluster. Where all that is leased is used, it waits here until there is more, or until the
         epoch is over: then the batch was its last one, and what is validated holds all of it."""
-        outer.stepped(header)
+        outer.stepped(header, output)
         while self.in_job and outer.waits_for_samples:
             outer.patient(waits=True)
             if not outer.meet(self.gather, in_batch=True):
@@ -446,7 +446,7 @@ class FitSession:
             return stepper.nothing()
         due, self._outer_due = self._outer_due, None
         if self.outer and due is not None:
-            self._tell_outer(self.outer, due)
+            self._tell_outer(self.outer, due, output)
         if not calls and held:
             stepper.stepped(number)
         elif not calls:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from chaos_lightning.control.channel import END_OF_STREAM
@@ -45,6 +45,29 @@ class MemberStream:
         self.cut = asyncio.Event()
         self.heard = time.monotonic()
         """When it said something last: a stream whose packets vanish is still there."""
+
+
+async def both_ways(
+    context: Any,
+    read: Callable[[], Coroutine[Any, Any, Any]],
+    write: Callable[[], Coroutine[Any, Any, Any]],
+    cut: asyncio.Event,
+) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+    """Reads and writes on a client's stream until one of the two ends, or it is cut.
+
+    Returns:
+        Both tasks: done, or about to be cancelled.
+    """
+    # Answers at once: the client learns that it was let in before anything else is said. And before anything else can
+    # be: a first message that is written meanwhile sends the same metadata, and gRPC ends the stream.
+    await context.send_initial_metadata(())
+    tasks = asyncio.create_task(read()), asyncio.create_task(write()), asyncio.create_task(cut.wait())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return tasks[0], tasks[1]
 
 
 class Streams:
@@ -134,29 +157,20 @@ class Streams:
         self.standing[stream.number] = stream
         self._feed(fx.Opened(stream.number))
         patience = asyncio.get_running_loop().call_later(self._hello_timeout_s, self._expect_hello, stream)
-        tasks: list[asyncio.Task[Any]] = []
         abrupt = True
         try:
-            # Answers at once: the member learns that it was let in before anything else is said. And before anything
-            # else can be: a first message that is written meanwhile sends the same metadata, and gRPC ends the stream.
-            await context.send_initial_metadata(())
-            tasks += (
-                asyncio.create_task(self._read(stream, context)),
-                asyncio.create_task(self._write(stream, context)),
-                asyncio.create_task(stream.cut.wait()),
+            read, written = await both_ways(
+                context, lambda: self._read(stream, context), lambda: self._write(stream, context), stream.cut
             )
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                abrupt = not tasks[0].result()
-            elif tasks[1].done():
-                abrupt = tasks[1].exception() is not None
+            if read.done():
+                abrupt = not read.result()
+            elif written.done():
+                abrupt = written.exception() is not None
         except WireError as error:
             self._refused(stream.peer, str(error))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             patience.cancel()
-            for task in tasks:
-                task.cancel()
             del self.standing[stream.number]
             self._feed(fx.Closed(stream.number, abrupt))
 

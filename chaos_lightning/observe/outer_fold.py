@@ -496,14 +496,16 @@ def _cut(group: Sequence[_Account]) -> int:
 def _inner_jobs(everything: Sequence[Record]) -> list[tuple[str, list[Record]]]:
     """Jobs of members, told apart by their chains: a process that is of two of them makes them one."""
     chains: dict[str, set[str]] = {}
-    inner, labels = set(), {}
+    inner, labels, processes = set(), {}, {}
     for r in everything:
         if r.name in INNER:
             inner.add(r.source)
             if r.get("chain"):
                 chains.setdefault(r.source, set()).add(str(r["chain"]))
+        elif r.name == "opened":
+            processes[r.source] = (r.get("host", ""), r.get("pid", ""))
         elif r.name == "cluster_welcomed":
-            labels[r.source] = str(r.get("incarnation", ""))
+            labels[processes.get(r.source, r.source)] = str(r.get("incarnation", ""))
     groups: list[tuple[set[str], set[str]]] = []
     for source in sorted(inner, key=lambda one: (one not in chains, one)):
         # Who names no chain is of the one job that logged into its folder.
@@ -515,8 +517,8 @@ def _inner_jobs(everything: Sequence[Record]) -> list[tuple[str, list[Record]]]:
         groups.append((mine.union(*(g[0] for g in same)), {source}.union(*(g[1] for g in same))))
     found = []
     for number, (_, sources) in enumerate(groups, 1):
-        names = sorted({f.node_of(labels[source]) for source in sources if source in labels})
-        label = ", ".join(names) or f"elastic cluster {number}"
+        made = {processes.get(source, source) for source in sources}  # ranks have two logs
+        label = ", ".join(sorted({f.node_of(labels[each]) for each in made & labels.keys()})) or str(number)
         kept = [r for r in everything if _of_members(r, sources, inner)]
         found.append((label, kept))
     return found

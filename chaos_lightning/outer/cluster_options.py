@@ -50,7 +50,15 @@ class ClusterOptions:
         check=at_least(64, "a number of elements"),
     )
     rate_bps: float = setting(
-        0.0, "Bits a second that pushes may use. 0: as much as there is.", check=at_least(0, "bits per second, or 0")
+        0.0,
+        "Bits a second that pushes may use, and versions as many. 0: as much as there is.",
+        check=at_least(0, "bits per second, or 0"),
+    )
+    spread: float = setting(
+        0.1,
+        "Part of the time between two pushes over which one is spread, and a version likewise, while training goes "
+        "on. 0: they travel as fast as they can.",
+        check=at_least(0, "a part of the time between two pushes"),
     )
     followers: int = same_as(LeaderOptions, "followers")
     host_server: bool = setting(True, "Whether this process may start a server at a free endpoint of this machine.")

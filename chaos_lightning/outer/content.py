@@ -46,6 +46,8 @@ class OuterContent:
         self.pending: PushId | None = None
         self.pushes: dict[PushId, Part] = {}
         self.rejections = 0
+        self._spare: Tensor | None = None
+        """Memory for the next f: new memory would keep training for as long as the copy itself."""
 
     def format_of(self, *, founding: bool) -> Format:
         """Of a push."""
@@ -53,7 +55,8 @@ class OuterContent:
 
     def freeze(self, push: PushId) -> None:
         """Fixes a push; `encode` makes it."""
-        self.pending, self.frozen = push, self._replica.read(self._grid)
+        self.pending, self.frozen = push, self._replica.read(self._grid, self._spare)
+        self._spare = None
         if self._codec.residual and self.residual is None:
             self.residual = self.frozen.new_zeros(self.frozen.shape)
 
@@ -91,7 +94,7 @@ class OuterContent:
         """Takes a version over; `outright`: what was trained since the freezing is gone."""
         since = Part.of(self._grid.whole, self.frozen) if self.frozen is not None else self.base
         self._replica.adopt(version, None if outright else since)
-        self.base, self.frozen = version, None
+        self.base, self.frozen, self._spare = version, None, self.frozen
 
     def forget(self) -> None:
         """A new incarnation has no base; what is kept stays."""

@@ -103,8 +103,24 @@ class _Step:
     """What this rank's part of the coming step is made of, and how fast it was."""
 
     samples: int = 0
+    loss: float | None = None
     since: float = field(default_factory=time.monotonic)
     rates: TrainingRates = field(default_factory=TrainingRates)
+    kept_at: float = 0.0
+    """When outer sync took the training thread; 0.0: it does not have it."""
+    waited_s: float = 0.0
+    """For how long it has had it since the last adoption."""
+
+    def waited(self) -> float:
+        """Up to now; what comes counts for the next adoption."""
+        now = time.monotonic()
+        waited_s, self.waited_s, self.kept_at = self.waited_s + now - self.kept_at, 0.0, now
+        return waited_s
+
+    def let_go(self, now: float) -> None:
+        """It has it no more."""
+        self.waited_s += now - self.kept_at
+        self.since, self.kept_at = now, 0.0
 
 
 class ElasticCluster:
@@ -146,7 +162,7 @@ class ElasticCluster:
         self._fetched: tuple[VersionId, Part] | None = None
         self._told: tuple[Any, Any] = (None, None)
         """What of these the last answer said."""
-        self._me = ""
+        self._me, self._ranks = "", 1
         self._serving = PushServing(options, self._secret, self._grid, self._who, events.emit)
         self._step = _Step()
         self._reason = self._failed = ""
@@ -324,6 +340,11 @@ class ElasticCluster:
         """This rank's part of the coming step has used so many more."""
         self._step.samples += samples
 
+    def saw(self, loss: float | None) -> None:
+        """Of this rank's part of the coming step, if it has one; None: nobody told it."""
+        if self._step.samples:
+            self._step.loss = loss
+
     def answer(self) -> bytes:
         """What this rank says in the coming commit."""
         with self._changed:
@@ -346,6 +367,7 @@ class ElasticCluster:
 
     def meeting(self) -> bytes:
         """The same for a meeting without a step; the first rank waits for news a while."""
+        self._step.kept_at = 0.0 if self.dry else time.monotonic()  # without samples it does not wait for versions
         with self._changed:
             if self._first:
                 soon = self._fetched is not None or self._encoded is not None
@@ -382,6 +404,7 @@ class ElasticCluster:
         self._say_known()
         if not answers:
             return Boundary()
+        self._step.kept_at = self._step.kept_at or began
         said = [read_text(answer) if answer else RankSays() for answer in answers]
         found = Boundary()
         self._take_place(ranks)
@@ -394,7 +417,7 @@ class ElasticCluster:
         if len(ranks) == 1:
             self._say_known()
         now = time.monotonic()
-        self._step.since = now
+        self._step.let_go(now)
         return dataclasses.replace(found, over=self.over, waited_s=now - began)
 
     def _say_known(self) -> None:
@@ -403,6 +426,9 @@ class ElasticCluster:
 
     def _take_place(self, ranks: Sequence[str]) -> None:
         """Who is first, from the contributors; the news that it told are told."""
+        if len(ranks) != self._ranks:
+            self._ranks = len(ranks)
+            self._serving.share(self._ranks)
         with self._changed:
             if ranks[0] == self._me and self._first:
                 for _ in range(self._sent):
@@ -509,7 +535,7 @@ class ElasticCluster:
             version=str(version),
             outright=outright,
             steps=self.machine.since_base[1],
-            waited_s=0.0,
+            waited_s=round(self._step.waited(), 6),
             progress_samples=self.machine.job.samples,
             progress_steps=self.machine.job.steps,
             incarnation=self._who(),
@@ -581,7 +607,7 @@ class ElasticCluster:
         name = version_name(wanted, part.shard, part.format.name)
         for donor in self._inner.ways(ranks):
             try:
-                fetch(name, donor, self._inner.dial, part.data, deadline_s=FETCH_S, abandoned=self._closing.is_set)
+                fetch(name, [donor], self._inner.dial, part.data, deadline_s=FETCH_S, abandoned=self._closing.is_set)
                 return
             except NoDonorError as error:
                 _log.debug("version %s is not at %s: %s", wanted, donor.member, error)
@@ -628,7 +654,7 @@ class ElasticCluster:
         (steps, samples), self._untold = self._untold, (0, 0)
         self._steps_told = time.monotonic()
         if steps:
-            self._tell("inner_steps", steps=steps, samples=samples, loss=None, incarnation=self._who())
+            self._tell("inner_steps", steps=steps, samples=samples, loss=self._step.loss, incarnation=self._who())
 
     def _who(self) -> str:
         """The incarnation's name; "" before there is one."""

@@ -97,10 +97,11 @@ EVENTS = (
         "all bytes of a push's part are here, verified",
         {
             "push": "its name",
-            "nbytes": "fetched, bytes",
+            "nbytes": "of the part, bytes",
             "seconds": "s",
             "held": "pushes whose part has memory here, those that arrive included",
         },
+        {"sources": "{process: bytes that it sent, verified}; a process is written as incarnation/mark (lines.py)"},
     ),
     Event(
         "push_not_fetched",

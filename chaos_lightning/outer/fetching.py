@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from chaos_lightning.errors import DeadlineError, NoDonorError, StateError
+from chaos_lightning.errors import DeadlineError, NoDonorError, StateError, WireError
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.outer.codec import Format, Part
 from chaos_lightning.outer.grid import Shard
@@ -27,6 +27,7 @@ from chaos_lightning.outer.messages import Holder
 from chaos_lightning.outer.types import Offer, PushId, VersionId
 from chaos_lightning.replication.bulk import named_head
 from chaos_lightning.replication.client import PullConfig
+from chaos_lightning.replication.policy import SharedQueue
 from chaos_lightning.replication.pull import pull_state
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.session import Tell
@@ -39,7 +40,7 @@ _TENSOR = "part"
 _DIGESTS = "digests"
 
 Check = Callable[[Mapping[str, Any]], None]
-"""Given a manifest before anything is fetched; what it raises ends the fetch."""
+"""Given a manifest before anything is fetched. After a WireError the donor is out, after any other error the fetch."""
 
 
 def push_name(push: PushId, shard: Shard) -> str:
@@ -105,7 +106,7 @@ class _Bytes:
 
 def fetch(
     name: str,
-    donor: Endpoint,
+    donors: Sequence[Endpoint],
     dial: Dial,
     part: Tensor,
     *,
@@ -118,8 +119,8 @@ def fetch(
 
     Args:
         name: Of the state.
-        donor: Who has it.
-        dial: Makes a connection to it, or takes one that it has parked.
+        donors: Who has it; each sends a part.
+        dial: Makes a connection to one, or takes one that it has parked.
         part: uint8, flat, contiguous, in host memory; after an error it holds a mixture, which the next try goes on
             from.
         deadline_s: For all of it.
@@ -131,28 +132,41 @@ def fetch(
         The manifest.
 
     Raises:
-        NoDonorError: The donor does not have it, or cannot be reached (any more).
+        NoDonorError: No donor has it, or can be reached (any more).
         StateError: What it has does not fit, or it was abandoned.
         DeadlineError: The deadline passed.
     """
     state = _Bytes(part, check)
     config = PullConfig(
-        deadline_s=deadline_s, stall_timeout_s=STALL_S, redial_s=0.0, redial_silent=True, prove=check is None
+        deadline_s=deadline_s,
+        stall_timeout_s=STALL_S,
+        redial_s=0.0,
+        redial_silent=len(donors) == 1,  # else the others go on at once
+        prove=check is None,
     )
     pull_state(
-        [donor],
+        donors,
         dial,
         head=named_head(name),
         seq=0,
         state=state,
         config=config,
+        policy=SharedQueue() if len(donors) > 1 else None,  # nothing comes twice over a link that all of them share
         progress=progress,
         abandoned=abandoned,
     )
     return state.found
 
 
-def fetch_push(offer: Offer, part: Part, dial: Dial, *, deadline_s: float, progress: Tell | None = None) -> None:
+def fetch_push(
+    offer: Offer,
+    part: Part,
+    dial: Dial,
+    *,
+    deadline_s: float,
+    donors: Sequence[Endpoint] = (),
+    progress: Tell | None = None,
+) -> None:
     """Fills a follower's part of a push from the cluster that offers it; arguments and errors are those of `fetch`.
 
     Args:
@@ -160,6 +174,7 @@ def fetch_push(offer: Offer, part: Part, dial: Dial, *, deadline_s: float, progr
         part: Its memory.
         dial: Takes a connection that the cluster has parked (lines.DataListener.dial).
         deadline_s: For all of it.
+        donors: Processes of that cluster (lines.DataListener.donors); none: whichever has one parked.
         progress: Told of bytes that arrived.
 
     Raises:
@@ -170,14 +185,15 @@ def fetch_push(offer: Offer, part: Part, dial: Dial, *, deadline_s: float, progr
     def check(manifest: Mapping[str, Any]) -> None:
         digests = manifest.get(_DIGESTS)
         if not isinstance(digests, bytes) or len(digests) != shard.grid.blocks * DIGEST_NBYTES:
-            raise StateError(f"push {offer.push} comes without one digest for each of {shard.grid.blocks} blocks")
+            raise WireError(f"push {offer.push} comes without one digest for each of {shard.grid.blocks} blocks")
         expected[:] = [digests[at : at + DIGEST_NBYTES] for at in range(0, len(digests), DIGEST_NBYTES)]
         found = shard.grid.whole.content_hash(expected, part.format.name)
         if found != offer.manifest:
-            raise StateError(f"push {offer.push} was offered as {offer.manifest}, and what is served is {found}")
+            raise WireError(f"push {offer.push} was offered as {offer.manifest}, and what is served is {found}")
 
-    donor = Endpoint(str(offer.push.incarnation), "", 0)
-    fetch(push_name(offer.push, shard), donor, dial, part.data, deadline_s=deadline_s, progress=progress, check=check)
+    name = push_name(offer.push, shard)
+    whom = donors or [Endpoint(str(offer.push.incarnation), "", 0)]
+    fetch(name, whom, dial, part.data, deadline_s=deadline_s, progress=progress, check=check)
     for block, (digest, wanted) in enumerate(zip(part.digests(), expected[shard.first : shard.stop], strict=True)):
         if digest != wanted:
             raise StateError(
@@ -229,7 +245,7 @@ def fetch_version(
                 raise NoDonorError(f"version {version}: follower {holder.name} is away, which holds a shard of it")
             donor = Endpoint(holder.name, *split_endpoint(holder.endpoint))
             name, data = version_name(version, shard, format.name), slice_of(part, shard)
-            fetch(name, donor, dial, data, deadline_s=deadline_s, progress=progress, abandoned=over.is_set)
+            fetch(name, [donor], dial, data, deadline_s=deadline_s, progress=progress, abandoned=over.is_set)
         except BaseException as error:  # whoever waits for all of them raises it
             errors.append(error)
             over.set()

@@ -336,7 +336,7 @@ class FollowerProcess:
         if advertise and not has_port(advertise):
             bound = split_endpoint(self._listener.endpoint)[1]
             self.endpoint = join_endpoint(split_endpoint(advertise)[0], bound)
-        self._staged = StagedPushes(self._listener.dial, self.post, self._on_measured, note, self._fail)
+        self._staged = StagedPushes(self._listener, self.post, self._on_measured, note, self._fail)
         self._state = _State(files, lambda: self._staged, self._server, note)
         self._worker = _Worker("chaos-follower-state", self._fail)
         self._saver = _Saver(files, self.post, note, self._fail)

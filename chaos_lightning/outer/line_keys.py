@@ -51,6 +51,12 @@ Outgoing = list[tuple[int, ToCluster | ToFollower]]
 """(number of a stream, what to send there)."""
 
 
+def incarnation_of(peer: str) -> str:
+    """Of whoever is at the other end of a line: a process of a cluster puts a mark of its own behind it (lines.py)."""
+    cluster, tilde, rest = peer.rpartition("~")
+    return f"{cluster}{tilde}{rest.partition('/')[0]}" if tilde else peer
+
+
 class LineKeyIssuer:
     """The leader's side; see the module. One thread.
 
@@ -179,4 +185,4 @@ class LineKeyring:
 
     def find(self, peer: str, names: Sequence[str]) -> tuple[str, bytes] | None:
         """The first of these keys that is known here."""
-        return self._keys.find(peer, names, PATIENCE_S) if self._keyed else ("", b"")
+        return self._keys.find(incarnation_of(peer), names, PATIENCE_S) if self._keyed else ("", b"")

@@ -5,6 +5,9 @@ pushes. So each process of a cluster keeps a few connections *parked* at each fo
 then serves its own states on them, as if it had been dialled. A follower takes one when it wants something, and the
 cluster parks another one at once. For versions a cluster dials with purpose "bulk", and the follower serves.
 
+Ranks of an elastic cluster park under one name, that of their incarnation, with a mark behind it that each process
+draws ("home~3/5c81d2aa"). So a follower can have each of them send a part of a push (`donors`).
+
 An idle connection may die without a word: a NAT forgets it, a machine goes. Both ends have the kernel ask after
 `IDLE_S`, and it ends what has not answered `PATIENCE_S` later. Who dials an address where nobody answers waits longer
 each time, up to `MOST_PAUSE_S`.
@@ -16,17 +19,20 @@ hands a key to each pair (line_keys.py), and a connection without one is refused
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError
 from chaos_lightning.machine.addresses import join_endpoint, split_endpoint
 from chaos_lightning.machine.few_lines import FewLines
 from chaos_lightning.machine.forks import close_in_children
-from chaos_lightning.outer.line_keys import LineKeyring
+from chaos_lightning.outer.line_keys import LineKeyring, incarnation_of
 from chaos_lightning.outer.messages import Holder
+from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type, named_head
 from chaos_lightning.replication.server import StateServer, StateServerConfig
 from chaos_lightning.replication.source import Endpoint, reason_of
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
@@ -49,8 +55,8 @@ _DEADLINE_S = 3.0
 """For connecting, and for each handshake."""
 _JOIN_S = 5.0
 _MAX_HANDSHAKES = 64
-_MAX_PARKED = 16
-"""Of one peer; the oldest one goes."""
+_MAX_PARKED = 64
+"""Of all processes of one peer; the oldest one goes."""
 _FULL_PAUSE_S = 0.2
 
 Note = Callable[..., None]
@@ -106,6 +112,9 @@ class DataListener:
         self._slots = threading.BoundedSemaphore(_MAX_HANDSHAKES)
         self._changed = threading.Condition()
         self._parked: dict[str, list[socket.socket]] = {}
+        """By incarnation, oldest first."""
+        self._whose: weakref.WeakKeyDictionary[socket.socket, str] = weakref.WeakKeyDictionary()
+        """As who parked it said it: incarnation and mark."""
         self._open: set[socket.socket] = set()
         """Those that a thread of this listener greets or serves."""
         self._closed = False
@@ -125,28 +134,41 @@ class DataListener:
     def take(self, peer: str, timeout_s: float) -> socket.socket:
         """A parked connection of this peer, the newest one; the caller closes it.
 
-        If it has none, one of another start of its cluster will do: that may hold what this one pushed.
+        Args:
+            peer: An incarnation. If it has none, one of another start of its cluster will do: that may hold what this
+                one pushed. With a mark behind it: that process and no other.
+            timeout_s: To wait for one.
 
         Raises:
             TimeoutError: There is none, and none came.
         """
-        until = time.monotonic() + timeout_s
+        until, only = time.monotonic() + timeout_s, peer if incarnation_of(peer) != peer else ""
         with self._changed:
             while True:
                 self._forget_dead()
-                waiting = self._parked.get(peer) or self._of_cluster(peer)
-                if waiting:
-                    return waiting.pop()
+                waiting = self._waiting(incarnation_of(peer))
+                if found := next((s for s in reversed(waiting) if not only or self._whose[s] == only), None):
+                    waiting.remove(found)
+                    return found
                 left = until - time.monotonic()
                 if left <= 0 or self._closed:
                     raise TimeoutError(f"{peer} has parked no connection at {self._me} for {timeout_s:g} s")
                 self._changed.wait(left)
 
-    def _of_cluster(self, peer: str) -> list[socket.socket] | None:
-        """Those of the last start that parked, of the cluster whose start this peer is."""
+    def _waiting(self, peer: str) -> list[socket.socket]:
+        """Those of this incarnation, else of the last start that parked, of its cluster."""
+        if found := self._parked.get(peer):
+            return found
         cluster = peer.rpartition("~")[0]
         others = [waiting for other, waiting in self._parked.items() if waiting and other.rpartition("~")[0] == cluster]
-        return others[-1] if cluster and others else None
+        return others[-1] if cluster and others else []
+
+    def donors(self, peer: str) -> list[Endpoint]:
+        """Whom to `dial` for what this incarnation pushed: all processes of it that have parked, else itself."""
+        with self._changed:
+            self._forget_dead()
+            whose = dict.fromkeys(self._whose[sock] for sock in self._waiting(peer))
+        return [Endpoint(who, "", 0) for who in whose or (peer,)]
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
         """A `replication.source.Dial` for those whom nobody can dial; only the endpoint's name counts.
@@ -251,8 +273,9 @@ class DataListener:
             if self._closed:
                 sock.close()
                 return
-            waiting = self._parked.setdefault(peer, [])
+            waiting = self._parked.setdefault(incarnation_of(peer), [])
             waiting.append(sock)
+            self._whose[sock] = peer
             if len(waiting) > _MAX_PARKED:
                 waiting.pop(0).close()
             self._changed.notify_all()
@@ -294,7 +317,8 @@ class ParkedLines:
         note: Told when connections to a follower stand, and when they cannot be made.
         count: So many at each follower: while one is used, another one is there.
         links: What protects connections (line_keys.LineKeyring).
-        rate_bps: Bits a second that what is served may use, over all followers; 0.0: as much as there is.
+        rate_bps: Bits a second that may be used each way, over all followers and by all processes of the cluster
+            (`share`); 0.0: as much as there is.
     """
 
     def __init__(
@@ -310,7 +334,9 @@ class ParkedLines:
         rate_bps: float = 0.0,
     ) -> None:
         self._keys = LineKeyring(secret, links)
-        self._rate_bps, self._share_bps = rate_bps, rate_bps
+        self._most_bps = self._rate_bps = rate_bps
+        self._followers = self._processes = 1
+        self._mark = os.urandom(4).hex()
         self.server, self._job, self._me, self._secret = server, job, me, Credentials.of(secret)
         self._note, self._count = note, count
         self._lock = threading.Lock()
@@ -324,8 +350,7 @@ class ParkedLines:
         me = self._me()
         self._keys.meet(holders)
         with self._lock:
-            # Each follower fetches its shard on one connection at a time, and shards are about equal.
-            self._share_bps = self._rate_bps / max(1, len(holders))
+            self._followers = max(1, len(holders))
             kept = {(h.name, h.endpoint, me) for h in holders}
             away = {h.name for h in holders if not h.endpoint}
             over = [key for key in self._lines if key not in kept and not (key[0] in away and key[2] == me)]
@@ -348,7 +373,37 @@ class ParkedLines:
         Raises:
             ChaosError, OSError: There is none.
         """
-        return self._connect(endpoint.member, endpoint.address, endpoint.port, self._me(), "bulk")
+        sock = self._connect(endpoint.member, endpoint.address, endpoint.port, self._me(), "bulk")
+        if self._rate_bps:  # a version comes to one process, whatever others there are
+            told = BulkFrame(Type.PACE, named_head(""), 0, max(1, round(self._rate_bps / (8 * self._followers))))
+            BulkSocket(sock, stall_timeout_s=_DEADLINE_S).send(told)
+        return sock
+
+    def share(self, processes: int) -> None:
+        """So many processes of this cluster send at once from now on; together they keep to the rate."""
+        with self._lock:
+            self._processes = processes
+        self._pace_all()
+
+    def spread(self, rate_bps: float) -> None:
+        """So many bits a second are enough from now on, over all followers; 0.0: nobody knows. The setting bounds them.
+
+        Pushes under way go on at this rate, versions that are fetched later begin with it.
+        """
+        with self._lock:
+            self._rate_bps = min((rate for rate in (rate_bps, self._most_bps) if rate), default=0.0)
+        self._pace_all()
+
+    @property
+    def _share_bps(self) -> float:
+        """Each follower fetches its shard on one connection to a process at a time, and shards are about equal."""
+        return self._rate_bps / (self._followers * self._processes)
+
+    def _pace_all(self) -> None:
+        with self._lock:
+            standing = [line for lines in self._lines.values() for line in lines]
+        for line in standing:
+            line.pace(self._share_bps)
 
     def close(self) -> None:
         """Hangs up everywhere, and waits for its threads."""
@@ -372,9 +427,8 @@ class ParkedLines:
         Raises:
             ChaosError, OSError: There is none.
         """
-        sock = self._connect(name, *split_endpoint(endpoint), me, "park")
-        if self._share_bps:
-            pace(sock, self._share_bps)
+        sock = self._connect(name, *split_endpoint(endpoint), f"{me}/{self._mark}", "park")
+        pace(sock, self._share_bps or None)
         return sock
 
     def tell(self, name: str, change: int, reason: str = "") -> None:
@@ -404,6 +458,12 @@ class _Line(threading.Thread):
         with self._lock:
             if self._sock is not None:
                 _cut([self._sock])
+
+    def pace(self, rate_bps: float) -> None:
+        """Bounds what is sent from now on; 0.0: no bound."""
+        with self._lock:
+            if self._sock is not None:
+                pace(self._sock, rate_bps or None)
 
     def run(self) -> None:
         pause = 0.0

@@ -1,13 +1,16 @@
 """Where a rank of an elastic cluster serves the cluster's pushes: connections that are parked at the followers.
 
-Theory of operation. All ranks hold the same pushes and park connections under the incarnation's name, so a follower
-takes whichever it finds, and the connections of one that dies are missed by nobody. Pushes are cut as the followers'
-shards are, anew when there are others.
+Theory of operation. All ranks hold the same pushes and park connections under the incarnation's name, so a follower has
+each of them send a part, and the others send what one that dies was asked for. Pushes are cut as the followers' shards
+are, anew when there are others. While training goes on, traffic is spread: a push, and the version that comes of it,
+takes a part of the time that there is until the next one, so that a far link carries no more than it must at once.
 """
 
 from __future__ import annotations
 
 import socket
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from chaos_lightning.outer.cluster_options import ClusterOptions
@@ -20,6 +23,12 @@ from chaos_lightning.outer.types import PushId
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.security.credentials import Secret
+
+_PAUSES = 3
+"""So many are looked back on."""
+_LEAST_S = 1e-3
+_VERSION_NBYTES = 2
+"""Per element, at least, whatever pushes have."""
 
 
 class PushServing:
@@ -43,6 +52,9 @@ class PushServing:
         self._grid, self._me = grid, me
         self._cuts: dict[PushId, tuple[Shard, ...]] = {}
         """How those that are served are cut."""
+        self._spread = options.spread if options.overlap else 0.0
+        self._frozen_at = 0.0
+        self._pauses: deque[float] = deque(maxlen=_PAUSES)
         self._server = StateServer(SERVING)
         self._lines = ParkedLines(
             self._server,
@@ -65,6 +77,10 @@ class PushServing:
         if self._me():
             self._lines.follow(holders)
 
+    def share(self, ranks: int) -> None:
+        """So many serve the same pushes; together they keep to the cluster's rate."""
+        self._lines.share(ranks)
+
     def serve(self, pushes: Mapping[PushId, Part]) -> None:
         """These can be asked for, as far as it is known how they are cut; their bytes must not change."""
         shards = self.shards
@@ -74,8 +90,19 @@ class PushServing:
                 continue
             if cut is not None:
                 drop_push(self._server, push, cut)
+            elif self._spread:
+                self._spread_over(part)
             hold_push(self._server, push, part, shards)
             self._cuts[push] = shards
+
+    def _spread_over(self, part: Part) -> None:
+        """By the shortest of the last pauses between two pushes: one that was long says nothing of the coming one."""
+        now, before = time.monotonic(), self._frozen_at
+        self._frozen_at = now
+        if before:
+            self._pauses.append(now - before)
+            nbytes = max(part.data.numel(), _VERSION_NBYTES * part.shard.elements)
+            self._lines.spread(8 * nbytes / max(_LEAST_S, self._spread * min(self._pauses)))
 
     def drop(self, push: PushId) -> None:
         """Nobody asks for it any more."""

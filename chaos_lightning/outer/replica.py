@@ -65,9 +65,9 @@ class Replica:
         return Grid(tuple(spec.elements for spec in self.specs), block)
 
     @torch.no_grad()
-    def read(self, grid: Grid) -> Tensor:
-        """All elements as they are now: fp32, flat, in host memory, a copy."""
-        flat = torch.empty(grid.elements)
+    def read(self, grid: Grid, into: Tensor | None = None) -> Tensor:
+        """All elements as they are now: fp32, flat, in host memory, a copy; in new memory, unless `into` is given."""
+        flat = torch.empty(grid.elements) if into is None else into
         for (_, tensor), values in zip(self._named, _split(flat, grid), strict=True):
             values.copy_(tensor.reshape(-1))
         return flat
@@ -85,9 +85,11 @@ class Replica:
             if not tensor.numel():
                 continue
             shard = grid.of_tensor(number)
-            values = tensor.detach().reshape(-1).to(device="cpu", dtype=torch.float32, copy=True)
+            here = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
+            values = tensor.detach().reshape(-1).to(device="cpu", dtype=torch.float32, copy=not here)
             adopt(values, _part_of(version, shard), _part_of(frozen, shard) if frozen is not None else None)
-            tensor.copy_(values.view(tensor.shape))
+            if not here:
+                tensor.copy_(values.view(tensor.shape))
 
     def copies(self) -> list[Tensor]:
         """Of all tensors as they are now, for `restore`."""

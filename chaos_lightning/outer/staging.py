@@ -1,6 +1,7 @@
 """Pushes at a follower: its parts of them are fetched, verified, multiplied with each other, and kept until forgotten.
 
-Theory of operation. Each push has a thread while it is fetched, and a few of them fetch at a time. What has arrived
+Theory of operation. Each push has a thread while it is fetched, and a few of them fetch at a time. All processes of its
+cluster that have connections parked send parts of it. What has arrived
 stays over connections and attempts. An attempt ends where nothing comes any more; the machine then says whether to try
 again, and the memory is kept until it says no.
 
@@ -13,10 +14,13 @@ out, too. A push that is decided already when it comes, such as after a restart,
 from __future__ import annotations
 
 import math
+import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 from chaos_lightning.errors import ChaosError, WireError
 from chaos_lightning.outer.codec import Codec, Part, codec_named
@@ -28,7 +32,7 @@ from chaos_lightning.outer.kernel import products
 from chaos_lightning.outer.messages import PushProduct
 from chaos_lightning.outer.types import Agreement, Offer, PushId
 from chaos_lightning.protocol.types import Progress
-from chaos_lightning.replication.source import Dial
+from chaos_lightning.replication.source import Endpoint
 
 AT_ONCE = 8
 """Fetches."""
@@ -89,11 +93,21 @@ class MeasuredPart:
     finite: bool
 
 
+class Lines(Protocol):
+    """Whoever has a push can be asked on these; `lines.DataListener`."""
+
+    def donors(self, peer: str) -> list[Endpoint]:
+        """Processes of this incarnation."""
+
+    def dial(self, endpoint: Endpoint) -> socket.socket:
+        """Takes a connection to one of them; a `replication.source.Dial`."""
+
+
 class StagedPushes:
     """See the module. Methods may be called by any thread.
 
     Args:
-        dial: Takes a connection to a push's cluster.
+        lines: Connections to pushes' clusters.
         post: Takes events for the machine.
         measured: Takes parts that are here, in a thread of this object.
         note: Writes an event.
@@ -102,13 +116,13 @@ class StagedPushes:
 
     def __init__(
         self,
-        dial: Dial,
+        lines: Lines,
         post: Callable[[FollowerEvent], None],
         measured: Callable[[MeasuredPart], None],
         note: Callable[..., None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        self._dial, self._post, self._measured, self._note, self._failed = dial, post, measured, note, failed
+        self._lines, self._post, self._measured, self._note, self._failed = lines, post, measured, note, failed
         self._held: HeldShard | None = None
         self._lock = threading.Lock()
         self._parts: dict[PushId, Part] = {}
@@ -174,13 +188,15 @@ class StagedPushes:
             part = self._arriving.get(push)
             if part is None:
                 part = self._arriving[push] = Part.empty(held.shard, held.codec.format_of(offer.base))
+        sources: Counter[str] = Counter()
         with self._slots:
-            reason = self._attempts(offer, part)
+            reason = self._attempts(offer, part, sources)
         if not reason:
             seconds = round(time.monotonic() - began, 4)
             with self._lock:
                 here = len(self._parts.keys() | self._arriving.keys())
-            self._note("push_staged", push=str(push), nbytes=part.data.numel(), seconds=seconds, held=here)
+            told = {"nbytes": part.data.numel(), "seconds": seconds, "held": here, "sources": sources}
+            self._note("push_staged", push=str(push), **told)
             if push in self._decided:
                 self._keep(push, part, finite=True)  # else it would not have been accepted
                 self._measured(MeasuredPart(offer, part, (), True))
@@ -195,13 +211,15 @@ class StagedPushes:
         if not self._closing.wait(AGAIN_S):
             self._post(NotFetched(push))
 
-    def _attempts(self, offer: Offer, part: Part) -> str:
-        """Tries as long as anything comes; "" once all is here, else why not."""
+    def _attempts(self, offer: Offer, part: Part, sources: Counter[str]) -> str:
+        """Tries as long as anything comes; "" once all is here, else why not. Counts verified bytes by source."""
         told_at, moved = time.monotonic(), True
+        so_far: dict[str, int] = {}
 
         def tell(progress: Progress) -> None:
             nonlocal told_at, moved
             moved = True
+            so_far.update((each.member, each.nbytes) for each in progress.sources)  # who is gone stays in it
             if time.monotonic() - told_at > TELL_S and math.isfinite(progress.remaining_s):
                 told_at = time.monotonic()
                 self._post(Progressed(offer.push, progress.remaining_s))
@@ -209,11 +227,15 @@ class StagedPushes:
         reason = "this follower ends"
         while moved and not self._closing.is_set():
             moved = False
+            donors = self._lines.donors(str(offer.push.incarnation))
             try:
-                fetch_push(offer, part, self._dial, deadline_s=ATTEMPT_S, progress=tell)
+                fetch_push(offer, part, self._lines.dial, deadline_s=ATTEMPT_S, donors=donors, progress=tell)
                 return ""
             except (ChaosError, OSError) as error:
                 reason = str(error)
+            finally:
+                sources.update(so_far)
+                so_far.clear()
         return reason
 
     def _holds(self, push: PushId) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from chaos_lightning.control.channel import END_OF_STREAM
+from chaos_lightning.control.streams import both_ways
 from chaos_lightning.errors import WireError
 from chaos_lightning.machine.process_table import host_identity, process_state
 from chaos_lightning.outer import outer_pb2
@@ -140,17 +141,10 @@ class ClientStreams:
         stream.outbox.put_nowait(stream.pulse)  # says that this one leads
         self._standing[stream.conn] = stream
         patience = asyncio.get_running_loop().call_later(self._hello_timeout_s, self._expect_hello, stream)
-        tasks: list[asyncio.Task[Any]] = []
         try:
-            # Before anything is written: a first message that is written meanwhile sends the same metadata.
-            await context.send_initial_metadata(())
-            tasks += (
-                asyncio.create_task(self._read(stream, context)),
-                asyncio.create_task(self._write(stream, context)),
-                asyncio.create_task(stream.cut.wait()),
-            )
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks[:2]:
+            for task in await both_ways(
+                context, lambda: self._read(stream, context), lambda: self._write(stream, context), stream.cut
+            ):
                 if task.done():
                     task.result()
         except WireError as error:
@@ -158,8 +152,6 @@ class ClientStreams:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             patience.cancel()
-            for task in tasks:
-                task.cancel()
             del self._standing[stream.conn]
             if stream.name:
                 self._tell(stream, up=False)

@@ -66,6 +66,8 @@ class Type(enum.IntEnum):
     """Told, not asked: the sender holds the first `offset` bytes of the snapshot."""
     HAVE_RESULT = 10
     """Told, not asked: the sender holds the reduced bytes of this slot."""
+    PACE = 11
+    """Told, not asked: at most `offset` bytes a second are to come on this connection from now on; 0: no bound."""
     ROUTE = 12
     """Everything that follows on this connection is for another member; the payload says the way (forward.py)."""
     SAVE = 13
@@ -107,6 +109,7 @@ _LIMITS = {
     Type.GET_BUFFERS: 0,
     Type.HAVE_STATE: 0,
     Type.HAVE_RESULT: 0,
+    Type.PACE: 0,
     Type.PLACES: MAX_CONTROL_NBYTES,
     Type.BUFFERS: MAX_NOTE_NBYTES,
     Type.ENTRY: MAX_CONTROL_NBYTES,

@@ -45,6 +45,7 @@ from chaos_lightning.replication.memory import in_place, region, synchronize
 from chaos_lightning.replication.pace import Pace
 from chaos_lightning.replication.published import Published, RefusalError, lay_out
 from chaos_lightning.replication.snapshot import Snapshot, available_nbytes
+from chaos_lightning.transport.pacing import pace
 
 HOLD = 0.6
 """So much of a usual step learners have for reading a state or sums in place, before a copy is made for them."""
@@ -411,6 +412,9 @@ class StateServer:
                     return f"{peer} closed the connection"
                 if request.type is Type.ROUTE and self.forwarder is not None:
                     return self.forwarder.relay(channel, request)
+                if request.type is Type.PACE:
+                    pace(sock, 8 * request.offset or None)
+                    continue
                 if request.type not in (*bulk.REQUESTS, *bulk.NEIGHBOURLY, Type.ROUTE, Type.SAVE):
                     raise WireError(f"{peer} sent {request.type.name} where a request was expected")
                 attends |= request.type is Type.GET_BUFFERS

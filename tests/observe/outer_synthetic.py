@@ -89,7 +89,8 @@ class OuterScript:
         return line
 
     def opened(self, source: str, role: str) -> None:
-        self.say(source, "opened", pid=self.pid, host="box", role=role, format=1)
+        pid = 100 * self.pid + len(self.lines)  # each file is another process's
+        self.say(source, "opened", pid=pid, host="box", role=role, format=1)
 
     def lead(self, name: str) -> None:
         self.term += 1

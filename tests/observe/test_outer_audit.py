@@ -569,13 +569,20 @@ def test_a_lost_store_is_no_new_job_while_anybody_of_the_old_one_goes_on(tmp_pat
     assert "two entries at position 1" in found[6].details[0]
 
 
-def test_a_folder_with_an_elastic_cluster_is_judged_both_ways(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_one_file", [False, True])
+def test_a_folder_with_an_elastic_cluster_is_judged_both_ways(tmp_path: Path, in_one_file: bool) -> None:
+    """A rank writes what it does in its cluster into a file of its own, or into the one of the inner job."""
     run, inner = outer_story(), Script()
     inner.found(["a", "b"])
     inner.steps(20)
     inner.close()
     source = inner.sources["a~1"]
-    inner.lines[source] += [line for line in run.lines.pop(run.member("home")) if line["name"] != "opened"]
+    home = run.lines.pop(run.member("home"))
+    if in_one_file:
+        inner.lines[source] += [line for line in home if line["name"] != "opened"]
+    else:
+        home[0]["pid"] = inner.pid
+        run.lines["cluster-home.jsonl"] = home
     run.write(tmp_path)
     outer, members = audit_folder(inner.write(tmp_path))
     assert (outer.title, {f.verdict for f in outer.findings}) == ("outer job", {OK})

@@ -270,7 +270,7 @@ def travels(ends: Ends) -> None:
     ends.served.hold("version", 0, [("part", whole.data)], {})
     part.data.zero_()
     host, _, port = ends.listener.endpoint.partition(":")
-    fetch("version", Endpoint("f0", host, int(port)), ends.lines.dial, part.data, deadline_s=LIMIT_S)
+    fetch("version", [Endpoint("f0", host, int(port))], ends.lines.dial, part.data, deadline_s=LIMIT_S)
     assert torch.equal(part.data, whole.data)
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import math
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from random import Random
 
@@ -19,20 +23,35 @@ from chaos_lightning.outer import export
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.codec import FP32, Part, codec_named
 from chaos_lightning.outer.content import OuterContent
+from chaos_lightning.outer.gates import MeasuredPush
 from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.kernel import OuterState, RoundUpdate, freeze
+from chaos_lightning.outer.judging import judge
+from chaos_lightning.outer.kernel import OuterState, RoundUpdate, freeze, products
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.shard_files import ShardFiles
-from chaos_lightning.outer.types import Factors, Founded, Offer, RolledBack, Round
+from chaos_lightning.outer.types import Counters, Factors, Founded, GateState, Offer, RolledBack, Round
 from chaos_lightning.outer.vocabulary import entry_of
 
 ROUNDS, STEPS = 10, 3
 SYNC = OuterSettings(policy="sync", inner_steps=STEPS, batch=16, heartbeat_s=2.0)
 
 
+def keep_pushes(pushes: str) -> None:
+    """From now on this process leaves a copy of each push in that folder."""
+    encode = OuterContent.encode
+
+    def encode_and_keep(content: OuterContent) -> Part:
+        push, part = content.pending, encode(content)
+        torch.save(part.data.clone(), Path(pushes) / str(push).replace("/", ":"))
+        return part
+
+    OuterContent.encode = encode_and_keep
+
+
 def train_locally(server: str, name: str, logs: str, go: str, out: str, rounds: int = ROUNDS) -> None:
-    """A cluster with its own data; waits for `go` once it is in."""
+    """A cluster with its own data; waits for `go` once it is in. Its pushes are kept beside `go`."""
+    keep_pushes(str(Path(go).parent / "pushes"))
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = open_session(server, name, model, logs, SYNC, codec="fp32", overlap=False)
@@ -100,6 +119,8 @@ def trained(path: Path) -> torch.Tensor:
 @pytest.mark.parametrize("followers", [1, 3])
 def test_sync_in_fp32_is_diloco_bit_for_bit(tmp_path: Path, followers: int) -> None:
     names = ["a", "b"]
+    pushes = tmp_path / "pushes"
+    pushes.mkdir()
     with Harness(tmp_path, deadline_s=120) as harness:
         job = OuterJob(harness, followers).start()
         go = tmp_path / "go"
@@ -114,6 +135,7 @@ def test_sync_in_fp32_is_diloco_bit_for_bit(tmp_path: Path, followers: int) -> N
     for name in names:
         assert torch.equal(trained(tmp_path / f"{name}.pt"), expected)
     assert torch.allclose(expected, with_torch(names), atol=1e-6)
+    assert torch.allclose(expected, by_robust(*chain_of(tmp_path / "chain.sqlite", pushes)), rtol=0, atol=1e-6)
 
 
 SHARED = OuterSettings(inner_steps=4, batch=8, epochs=2, heartbeat_s=1.0, reconnect_s=30.0, lease_ahead_s=2.0)
@@ -125,14 +147,7 @@ def train_shared(server: str, name: str, logs: str, pushes: str, pause_s: float,
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = open_session(server, name, model, logs, SHARED, length=LENGTH)
-    encode = OuterContent.encode
-
-    def encode_and_keep(content: OuterContent) -> Part:
-        push, part = content.pending, encode(content)
-        torch.save(part.data.clone(), Path(pushes) / str(push).replace("/", ":"))
-        return part
-
-    OuterContent.encode = encode_and_keep
+    keep_pushes(pushes)
     step = 0
     try:
         session.start(120)
@@ -150,20 +165,64 @@ def train_shared(server: str, name: str, logs: str, pushes: str, pause_s: float,
         session.close()
 
 
-def replayed(store: Path, pushes: Path, shards: int) -> tuple[OuterChain, list[str]]:
-    """The chain, and the digests of its last version, computed from the clusters' own copies of their pushes."""
+PartOf = Callable[[Offer], Part]
+
+
+def chain_of(store: Path, pushes: Path) -> tuple[OuterChain, PartOf]:
+    """The chain, and what gives the clusters' own copies of their pushes."""
     chain = OuterChain()
     with SqliteStore(store, read_only=True) as log:
         for record in log.read()[1]:
             chain.follow(entry_of(record, chain.hash))
     assert chain.agreement is not None
-    grid = Grid(tuple(t.elements for t in chain.agreement.tensors), chain.agreement.block)
+    whole = grid_of(chain).whole
     codec = codec_named(chain.agreement.codec)
 
     def part(offer: Offer) -> Part:
         data = torch.load(pushes / str(offer.push).replace("/", ":"))
-        return Part(grid.whole, codec.format_of(offer.base), data)
+        return Part(whole, codec.format_of(offer.base), data)
 
+    return chain, part
+
+
+def grid_of(chain: OuterChain) -> Grid:
+    assert chain.agreement is not None
+    return Grid(tuple(t.elements for t in chain.agreement.tensors), chain.agreement.block)
+
+
+def by_robust(chain: OuterChain, part: PartOf) -> torch.Tensor:
+    """What `robust` makes of the same pushes, everybody in: it refuses none, and its parameters, flat."""
+    whole, robust = grid_of(chain).whole, replace(SYNC, policy="robust")
+    state, counters, gate = OuterState(whole, torch.zeros(whole.elements)), Counters(), GateState()
+    for version in [*chain.line()][::-1]:
+        body = version.entry.body
+        if isinstance(body, Founded):
+            state = OuterState(whole, part(body.offer).decoded())
+        elif isinstance(body, Round):
+            parts = {one.offer.push: part(one.offer) for one in body.accepted}
+            momentum = Part.of(whole, state.momentum)
+            measured = [
+                MeasuredPush(
+                    one.offer,
+                    one.staleness,
+                    True,
+                    math.fsum(products(parts[one.offer.push], momentum)),
+                    math.fsum(products(parts[one.offer.push], parts[one.offer.push])),
+                )
+                for one in body.accepted
+            ]
+            pairs = {(a, b): math.fsum(products(parts[a], parts[b])) for a, b in combinations(sorted(parts), 2)}
+            made = judge(measured, pairs, len(parts), counters, gate, robust, "all are in")
+            assert not made.rejected
+            RoundUpdate(state, [(one.factor, parts[one.offer.push]) for one in made.accepted], made.factors).run()
+            counters, gate = made.counters, made.gate
+    return state.theta
+
+
+def replayed(store: Path, pushes: Path, shards: int) -> tuple[OuterChain, list[str]]:
+    """The chain, and the digests of its last version, computed from the clusters' own copies of their pushes."""
+    chain, part = chain_of(store, pushes)
+    grid = grid_of(chain)
     state: OuterState | None = None
     for version in [*chain.line()][::-1]:
         match version.entry.body:

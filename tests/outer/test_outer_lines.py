@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -34,6 +35,7 @@ from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.lines import SERVING, DataListener, ParkedLines
 from chaos_lightning.outer.messages import Holder
 from chaos_lightning.outer.types import IncarnationId, Offer, PushId, VersionId
+from chaos_lightning.replication.bulk import Type
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.transport.handshake import Greeting, dial
@@ -225,6 +227,105 @@ def test_a_cluster_that_dies_in_the_middle_ends_the_fetch_and_the_next_one_goes_
     fetch_push(offer, part, follower.listener.dial, deadline_s=LIMIT_S, progress=lambda p: seen.append(p.done_nbytes))
     assert torch.equal(part.data, whole.data)
     assert seen[0] > 0, "what had come is not fetched again"
+
+
+def sent_by(home: Home) -> int:
+    return sum(home.server.served_nbytes.values())
+
+
+def of_ranks(stage: Any, follower: Follower, count: int) -> list[Home]:
+    """Processes of one incarnation, each with a connection parked."""
+    ranks = [stage(Home(count=1)) for _ in range(count)]
+    for each in ranks:
+        each.lines.follow([follower.holder])
+    until(lambda: standing(follower) == count, "parked connections")
+    return ranks
+
+
+def test_all_processes_of_a_cluster_send_a_part_of_a_push(stage: Any) -> None:
+    follower = stage(Follower("f0"))
+    ranks = of_ranks(stage, follower, 3)
+    donors = follower.listener.donors(str(HOME))
+    assert len(donors) == 3
+    assert {d.member.partition("/")[0] for d in donors} == {str(HOME)}
+    whole, part = random_part(), Part.empty(GRID.whole, BF16)
+    part.data.zero_()
+    (offer,) = {offered(each, whole, 1) for each in ranks}
+    barrier = threading.Barrier(3, timeout=LIMIT_S)  # nobody is done before all have begun
+    for each in ranks:
+        hold_back(each, barrier)
+    fetch_push(offer, part, follower.listener.dial, donors=donors, deadline_s=LIMIT_S)
+    assert torch.equal(part.data, whole.data)
+    assert all(sent_by(each) for each in ranks)
+    assert sum(map(sent_by, ranks)) == whole.data.numel(), "nothing comes twice"
+
+
+def hold_back(home: Home, barrier: threading.Barrier) -> None:
+    """Its first bytes are sent when those of all others are, too."""
+    answer, first = home.server._answer, threading.Event()
+
+    def held(channel: Any, request: Any, peer: str) -> None:
+        if request.type is Type.GET_STATE and not first.is_set():
+            first.set()
+            barrier.wait()
+        answer(channel, request, peer)
+
+    home.server._answer = held
+
+
+def test_what_a_process_that_dies_was_to_send_the_others_do(stage: Any) -> None:
+    follower = stage(Follower("f0"))
+    dying, other = of_ranks(stage, follower, 2)
+    donors = follower.listener.donors(str(HOME))
+    whole, part, seen = random_part(), Part.empty(GRID.whole, BF16), list[int]()
+    part.data.zero_()
+    (offer,) = {offered(each, whole, 1) for each in (dying, other)}
+    barrier = threading.Barrier(2, timeout=LIMIT_S)
+    for each in (dying, other):
+        hold_back(each, barrier)
+
+    def progress(told: Any) -> None:
+        seen.append(told.done_nbytes)
+        if len(seen) == 2:
+            dying.close()
+
+    fetch_push(offer, part, follower.listener.dial, donors=donors, deadline_s=LIMIT_S, progress=progress)
+    assert torch.equal(part.data, whole.data)
+    assert seen == sorted(seen), "what had come stays"
+    assert seen[-1] == whole.data.numel()
+
+
+def test_processes_of_a_cluster_share_its_rate(stage: Any) -> None:
+    followers = [stage(Follower(name)) for name in ("f0", "f1")]
+    home = stage(Home(count=1, rate_bps=8e6))
+    home.lines.follow([f.holder for f in followers])
+    until(lambda: len(paced(home)) == 2, "connections")
+    assert paced(home) == [500_000, 500_000]
+    home.lines.share(4)
+    assert paced(home) == [125_000, 125_000]
+    followers[0].listener.take(str(HOME), LIMIT_S).close()
+    until(lambda: standing(followers[0]) == 1 and len(paced(home)) == 2, "another connection")
+    assert paced(home) == [125_000, 125_000]
+
+
+def paced(home: Home) -> list[int]:
+    """Bytes a second that its connections may send."""
+    lines_ = [line for each in home.lines._lines.values() for line in each]
+    socks = [line._sock for line in lines_ if line._sock is not None]
+    return [struct.unpack("=Q", s.getsockopt(socket.SOL_SOCKET, 47, 8))[0] for s in socks]
+
+
+def test_a_process_with_other_bytes_under_a_pushs_name_is_passed_over(stage: Any) -> None:
+    """As where a commit was taken back: what it holds is not what was offered."""
+    follower = stage(Follower("f0"))
+    strange, other = of_ranks(stage, follower, 2)
+    offered(strange, random_part(1), 1)
+    whole, part = random_part(), Part.empty(GRID.whole, BF16)
+    offer = offered(other, whole, 1)
+    donors = sorted(follower.listener.donors(str(HOME)), key=lambda d: strange.lines._mark not in d.member)
+    fetch_push(offer, part, follower.listener.dial, donors=donors, deadline_s=LIMIT_S)
+    assert torch.equal(part.data, whole.data)
+    assert sent_by(strange) == 0
 
 
 def test_a_follower_that_dies_in_the_middle_of_a_version_ends_the_fetch_and_the_next_one_goes_on(stage: Any) -> None:
@@ -477,5 +578,29 @@ def test_a_part_is_fetched_by_its_name_with_its_manifest(stage: Any) -> None:
     follower.server.hold("anything", 0, [("part", torch.arange(9, dtype=torch.uint8))], {"a": [1, 2]})
     into = torch.zeros(9, dtype=torch.uint8)
     where = Endpoint("f0", "127.0.0.1", follower.port)
-    assert fetch("anything", where, home.lines.dial, into, deadline_s=LIMIT_S) == {"a": [1, 2]}
+    assert fetch("anything", [where], home.lines.dial, into, deadline_s=LIMIT_S) == {"a": [1, 2]}
     assert into.tolist() == list(range(9))
+
+
+def test_pushes_and_versions_are_paced(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the setting, by what is enough if that is less, and shared among the processes that send."""
+    paced: dict[str, list[float | None]] = {"lines": [], "server": []}
+    monkeypatch.setattr("chaos_lightning.outer.lines.pace", lambda _, rate_bps: paced["lines"].append(rate_bps))
+    monkeypatch.setattr("chaos_lightning.replication.server.pace", lambda _, rate_bps: paced["server"].append(rate_bps))
+    followers = [stage(Follower(name)) for name in ("f0", "f1")]
+    home = stage(Home(count=1, rate_bps=8e9))
+    holders = [f.holder for f in followers]
+    home.lines.follow(holders)
+    until(lambda: all(standing(f) == 1 for f in followers), "a connection at each follower")
+    assert paced["lines"] == [4e9, 4e9]
+    home.lines.spread(16e9)
+    home.lines.spread(4e9)
+    home.lines.share(2)
+    assert paced["lines"][2:] == [4e9] * 2 + [2e9] * 2 + [1e9] * 2
+    version = random_part()
+    for follower, shard in zip(followers, GRID.cut(2), strict=True):
+        hold_version(follower.server, VERSION, Part(shard, BF16, slice_of(version, shard)))
+    got = Part.empty(GRID.whole, BF16)
+    fetch_version(VERSION, GRID.cut(2), BF16, holders, got, home.lines.dial, deadline_s=LIMIT_S)
+    assert torch.equal(got.data, version.data)
+    assert set(paced["server"]) == {2e9}

@@ -89,7 +89,7 @@ def rank(spec: dict[str, Any]) -> None:
 
     Args:
         spec: As of `cluster`; "cluster" (its name), "port" (of the inner job's scheduler), "min_nodes", "options" (of
-            the inner strategy), "poison" (after that step).
+            the inner strategy), "poison" (after that step), "ckpt_path".
     """
     out = Path(spec["out"])
     torch.set_num_threads(1)
@@ -106,7 +106,8 @@ def rank(spec: dict[str, Any]) -> None:
     strategy = DiLoCoStrategy(inner=inner, name=spec["cluster"], server=spec["server"], **told)
     callbacks = [follows, Poison(spec.get("poison", -1))]
     trainer = models.trainer(out / spec["name"], strategy=strategy, callbacks=callbacks, **spec.get("trainer", {}))
-    trainer.fit(model, models.loader(spec.get("samples", 240)), models.loader(8, batch_size=8))
+    loaders = models.loader(spec.get("samples", 240)), models.loader(8, batch_size=8)
+    trainer.fit(model, *loaders, ckpt_path=spec.get("ckpt_path"))
     session = strategy.session
     report = {
         "weights": models.weights(model),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import strategy_models as models
 import torch
 from forked_support import patient, run, scheduler
 
+from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.events.registry import problems
 from chaos_lightning.lab.harness import Harness
@@ -20,6 +23,9 @@ from chaos_lightning.machine.listener import free_port
 from chaos_lightning.observe.audit import VIOLATED
 from chaos_lightning.observe.outer_audit import audit_folder
 from chaos_lightning.protocol.spans import count, normalise
+from chaos_lightning.security import keyfiles
+from chaos_lightning.security.keyfiles import NODES, KeyHolder
+from chaos_lightning.security.roles import CLUSTER, FOLLOWER
 from chaos_lightning.strategies import ChaosStrategy, DiLoCoStrategy
 
 
@@ -30,14 +36,16 @@ class ElasticJob:
         self.harness, self.out = harness, out
         self.server = f"127.0.0.1:{free_port()}"
         self._schedulers: dict[str, Any] = {}
+        self._options: dict[str, SchedulerOptions] = {}
 
-    def serve(self) -> None:
-        """A leader and a follower."""
+    def serve(self, keys: Path | None = None) -> None:
+        """A leader and a follower; `keys` has a folder for each."""
         logs = ["--log-dir", str(self.harness.logs)]
         chain, where = str(self.out / "chain-of-versions.sqlite"), str(self.out / "follower")
         leader = ["--listen", self.server, "--store", chain, "--followers", "1", *logs]
         follower = ["--server", self.server, "--name", "follower", "--dir", where, "--bind", "127.0.0.1", *logs]
         for name, arguments in (("leader", leader), ("follower", follower)):
+            arguments += ["--keys-dir", str(keys / name)] if keys is not None else []
             module, environment = f"chaos_lightning.outer.{name}_main", dict(self.harness.environment())
             self.harness.start_function(name, run, module, arguments, environment)
 
@@ -50,12 +58,21 @@ class ElasticJob:
             folder.mkdir()
             options = patient(folder)
             rules = replace(options.settings, min_nodes=spec.get("min_nodes", 1))
-            self._schedulers[cluster] = scheduler(replace(options, settings=rules, log_dir=""))
+            self._options[cluster] = replace(options, settings=rules, log_dir="")
+            self._schedulers[cluster] = scheduler(self._options[cluster])
         port = split_endpoint(self._schedulers[cluster].endpoint)[1]
         quick = {"heartbeat_s": 0.3, "log_dir": str(self.harness.logs)}
         told = {"inner_steps": 8, "options": {**quick, **spec.pop("rules", {})}, **spec.pop("told", {})}
         given = {"name": name, "cluster": cluster, "server": self.server, "out": str(self.out), "port": port}
         self.harness.start_function(name, rank, {**given, "told": told, **spec})
+
+    def kill_scheduler(self, cluster: str = "home") -> None:
+        """Of the inner job."""
+        os.kill(self._schedulers.pop(cluster).pid, signal.SIGKILL)
+
+    def start_scheduler(self, cluster: str = "home") -> None:
+        """Again, on its chain."""
+        self._schedulers[cluster] = scheduler(self._options[cluster])
 
     def finish(self, *names: str) -> list[dict[str, Any]]:
         for name in names:
@@ -194,7 +211,7 @@ def test_a_cluster_of_one_process_beside_it(job: ElasticJob) -> None:
     a, b, solo = job.finish("a", "b", "solo")
     assert torch.equal(a["weights"], b["weights"])
     assert torch.equal(a["weights"], solo["weights"])
-    assert counted(job)[0] == 4 * 240
+    assert counted(job)[0] > 2 * 240, "both train"
     assert {path.relative_to(job.out).parts[0] for path in job.out.rglob("*.ckpt")} == {"solo"}
     audited(job)
 
@@ -312,5 +329,98 @@ def test_what_a_rejection_gives_back_is_dealt_again(job: ElasticJob) -> None:
     assert rejected
     assert spent(job) == {0: 400, 1: 400}
     assert any(r["outright"] and r["progress_steps"] for r in job.harness.records if r.name == "version_adopted")
+    hashes(job)
+    audited(job)
+
+
+def test_without_overlap_ranks_stand_still_for_each_version(job: ElasticJob) -> None:
+    job.serve()
+    for name in ("a", "b"):
+        job.rank(name, min_nodes=2, trainer={"max_epochs": 1}, told={"overlap": False, "codec": "fp32"})
+    a, b = job.finish("a", "b")
+    assert torch.equal(a["weights"], b["weights"])
+    assert counted(job) == (240, 30)
+    adopted = [r for r in job.harness.records if r.name == "version_adopted"]
+    assert [r["steps"] for r in adopted] == [0] * len(adopted)
+    assert all(r["waited_s"] > 0 for r in adopted)
+    assert any(r["loss"] for r in job.harness.records if r.name == "inner_steps")
+    hashes(job)
+    audited(job)
+
+
+def test_all_ranks_send_a_part_of_a_push_by_keys_of_the_leader(job: ElasticJob, tmp_path: Path) -> None:
+    """The folders of keys are the outer job's alone; each rank has one of its own."""
+    keys = tmp_path / "keys"
+    holders = [KeyHolder("leader"), KeyHolder("follower", FOLLOWER), KeyHolder("a", CLUSTER), KeyHolder("b", CLUSTER)]
+    keyfiles.init(keys, holders)
+    job.serve(keys / NODES)
+    for name in ("a", "b"):
+        rules = {"keys_dir": str(keys / NODES / name)}
+        job.rank(name, min_nodes=2, step_s=0.02, trainer={"max_epochs": 1}, rules=rules)
+    a, b = job.finish("a", "b")
+    assert torch.equal(a["weights"], b["weights"])
+    assert counted(job) == (240, 30)
+    sources = {who for r in job.harness.records if r.name == "push_staged" for who in r["sources"]}
+    assert len(sources) == 2
+    assert not [r for r in job.harness.records if r.name == "refused"]
+
+
+def test_a_checkpoint_founds_a_cluster_of_ranks_that_goes_on_from_it(job: ElasticJob, tmp_path: Path) -> None:
+    trained = models.trainer(tmp_path / "before", max_epochs=1)
+    trained.fit(models.Regression(lr=0.01), models.loader(240))
+    trained.save_checkpoint(tmp_path / "before.ckpt")
+    job.serve()
+    for name in ("a", "b"):
+        job.rank(name, min_nodes=2, trainer={"max_epochs": 2}, ckpt_path=str(tmp_path / "before.ckpt"))
+    a, b = job.finish("a", "b")
+    assert torch.equal(a["weights"], b["weights"])
+    assert counted(job) == (240, 30)
+    for each in (a, b):
+        assert next(line for line in each["lines"] if line[0] == "step") == ("step", 1, 61)
+        assert each["step"] == 90
+    audited(job)
+
+
+def test_the_scheduler_of_the_ranks_dies_and_training_goes_on(job: ElasticJob) -> None:
+    """While it is away pushes and versions go on; then the first rank dies, and the next scheduler replaces it."""
+    job.serve()
+    harness = job.harness
+    for name in ("a", "b"):
+        job.rank(name, step_s=0.02, samples=2400, trainer={"max_epochs": 1}, rules={"heartbeat_s": 2.0})
+        joined = harness.wait_for("joined", node=name)
+    adopted = harness.wait_for("version_adopted", after=joined)
+    job.kill_scheduler()
+    away = harness.wait_for("push_frozen", after=adopted)
+    harness.wait_for("version_adopted", after=away)
+    job.start_scheduler()
+    harness.declare("a")
+    harness.kill("a")
+    (b,) = job.finish("b")
+    samples, steps = counted(job)
+    assert samples == 2400
+    assert steps == b["step"]
+    assert len(job.entries("Joined")) == 1
+    audited(job)
+
+
+def test_a_dismissed_cluster_comes_in_again(job: ElasticJob) -> None:
+    """All its ranks are frozen for longer than the leader waits: what they had not pushed is lost, and told."""
+    job.serve()
+    harness = job.harness
+    rules = {"last_holder_timeout_s": 0.5}
+    for name in ("a", "b"):
+        job.rank(name, min_nodes=2, step_s=0.02, samples=2400, trainer={"max_epochs": 1}, rules=rules)
+    harness.wait_for("version_adopted", lambda r: r["progress_steps"] > 0)
+    for name in ("a", "b"):
+        harness.stop(name)
+    harness.wait_for("entry", lambda r: r["kind"] == "Removed")
+    for name in ("a", "b"):
+        harness.cont(name)
+    a, b = job.finish("a", "b")
+    assert torch.equal(a["weights"], b["weights"])
+    assert [str(r["incarnation"]) for r in harness.records if r.name == "cluster_welcomed"] == ["home~1", "home~2"]
+    assert [r["again"] for r in harness.records if r.name == "cluster_over"] == [True, False]
+    committed = max(r["step"] for r in harness.records if r.name == "committed")
+    assert 0 < counted(job)[1] <= committed
     hashes(job)
     audited(job)

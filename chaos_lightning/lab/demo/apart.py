@@ -32,12 +32,9 @@ from chaos_lightning.outer.control_client import fetch_facts
 from chaos_lightning.outer.types import Round
 
 SERVERS = ("server-1", "server-2", "server-3")
-ELASTIC: tuple[str, ...] = ("edge-1", "edge-2", "edge-3")
-"""Nodes of the cluster `edge`: two that found it, and one that joins, ("edge-1", "edge-2", "edge-3"). None: it is a
-single process, since an elastic cluster cannot share its data with other clusters (strategies/elastic.py)."""
 FAST, BENDS, DIES, LATE = (
     FarCluster(name="home", pause_s=0.05),
-    FarCluster(name="edge", pause_s=0.09, nodes=ELASTIC),
+    FarCluster(name="edge", pause_s=0.09, nodes=("edge-1", "edge-2", "edge-3")),
     FarCluster(name="van", pause_s=0.26),
     FarCluster(name="lab", pause_s=0.14),
 )
@@ -82,7 +79,7 @@ class Story:
             self.clusters_start,
             self.one_comes_late,
             self.one_dies,
-            *((self.a_rank_dies,) if BENDS.nodes else ()),
+            self.a_rank_dies,
             self.a_follower_dies,
             self.the_leader_dies,
             self.all_of_the_server_dies,

@@ -44,8 +44,7 @@ class Plot:
         late: Joins while the others train.
         dies: Gets SIGKILL.
         bends: Is elastic.
-        ranks: Its nodes: two found it, of which the second one is killed, and the third one joins. None: it is a
-            single process in place of an elastic cluster.
+        ranks: Its nodes: two found it, of which the second one is killed, and the third one joins.
         candidates: Machines that may lead.
     """
 
@@ -113,10 +112,7 @@ def trained(f: FarEvidence) -> Check:
     paces = {name: pace for name in plot.clusters if (log := f.log(name)) and (pace := _pace(log.inner))}
     slowest = min(paces.values(), default=1.0)
     text = ", ".join(f"{name} {pace:.1f} steps a second ({pace / slowest:.1f})" for name, pace in paces.items())
-    if plot.ranks:
-        text += f'; {plot.bends} is inner="chaos" with two ranks at first, {len(plot.ranks)} in all'
-    else:
-        text += f"; NOT SHOWN: {plot.bends} is a single process in place of an elastic cluster"
+    text += f'; {plot.bends} is inner="chaos" with two ranks at first, {len(plot.ranks)} in all'
     return Check(what, text, f.all_there and len(paces) == len(plot.clusters))
 
 
@@ -312,7 +308,7 @@ def learned(f: FarEvidence) -> Check:
 
 
 def ended(f: FarEvidence) -> Check:
-    killed = {f.plot.dies, *f.plot.ranks[1:2]}
+    killed = {f.plot.dies, *f.plot.ranks[1]}
     good = bool(f.e.codes) and all(code == 0 for name, code in f.e.codes.items() if name not in killed)
     return Check("all others end with exit code 0", words_of(f.e.codes), good)
 
@@ -333,6 +329,6 @@ def audited(f: FarEvidence) -> list[Check]:
 def prove(e: Evidence, plot: Plot) -> list[Check]:
     """Everything that must be true of this demo."""
     f = FarEvidence(e, plot)
-    story = [trained(f), late(f), died(f), *([rank(f)] if plot.ranks else []), follower(f), leader(f), everything(f)]
+    story = [trained(f), late(f), died(f), rank(f), follower(f), leader(f), everything(f)]
     kept = [versions(f), pushes(f), samples(f), inner_steps(f), removed(f), states(f), learned(f), ended(f)]
     return [*story, *kept, *audited(f)]
