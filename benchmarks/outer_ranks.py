@@ -156,15 +156,6 @@ class NestedScene(OuterScene):
             worker.kill()
             raise RuntimeError(f"rank {name} ended with {worker.process.exitcode} when it was asked to leave")
 
-    def far_nbytes(self) -> int:
-        """That have passed the far link, both ways."""
-        return sum(self.relay.passed().values())
-
-    def newest(self, name: str, since_ns: int = 0) -> Record | None:
-        """The last such event since then."""
-        found = (r for r in reversed(self.watch.records) if r.name == name and r.mono * 1e9 > since_ns)
-        return next(found, None)
-
     def next(self, name: str, since_ns: int, **fields: Any) -> Record:
         """The first such event after `since_ns`, waited for."""
 

@@ -36,7 +36,7 @@ def build_trainer(args: argparse.Namespace) -> L.Trainer:
     return L.Trainer(
         strategy=strategy,
         accelerator=args.accelerator,
-        devices=1,
+        devices=getattr(args, "devices", 1),
         max_epochs=args.max_epochs,
         max_steps=args.max_steps,
         accumulate_grad_batches=args.accumulate,

@@ -3,6 +3,8 @@
     python examples/diloco_text.py                    # the first cluster; it starts the server of this machine
     python examples/diloco_text.py                    # in a second terminal, at any time: the second cluster
 
+A cluster may have several devices: --devices 2; its batch is that of all of them, and equal in all clusters.
+
 Each cluster trains its own part of an epoch with its own optimizer. After `--inner-steps` steps it pushes what it
 gained, and takes the new version over while it trains on. Ctrl+C leaves once what was trained is durable. Elsewhere:
 
@@ -27,6 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     options.set_defaults(strategy="chaos_diloco")
     options.add_argument("--server", help="HOST:PORT of the parameter server (default: CHAOS_PS, or this machine's)")
     options.add_argument("--name", help="of this cluster, unique in the job")
+    options.add_argument("--devices", type=int, default=1, help="processes of this cluster, kept in step by ddp")
     options.add_argument("--inner-steps", type=int, default=32, help="steps from one push to the next")
     options.add_argument("--source", default="stdlib", help="stdlib, python-doc, a file, or WikiText's folder")
     options.add_argument("--block", type=int, default=64, help="context in bytes")

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
@@ -140,12 +141,33 @@ class Launcher(_Launcher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        session = self._session()
-        if trainer is not None and session is not None and session.departed:
-            trainer.state.status = TrainerStatus.INTERRUPTED
-            # Not sooner: Lightning aborts where it reads this within fit.
-            trainer._signal_connector.received_sigterm |= session.terminated
+        _tell_departure(trainer, self._session())
         return result
 
     def kill(self, signum: Any) -> None:
         """There are no processes of ours."""
+
+
+class RankLauncher(_SubprocessScriptLauncher):
+    """Lightning's own, for ranks of ddp.
+
+    Args:
+        session: As of `Launcher`.
+    """
+
+    def __init__(self, session: Callable[[], Leaver | None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._session = session
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        result = super().launch(function, *args, trainer=trainer, **kwargs)
+        _tell_departure(trainer, self._session())
+        return result
+
+
+def _tell_departure(trainer: pl.Trainer | None, session: Leaver | None) -> None:
+    """The Trainer was interrupted, if it was."""
+    if trainer is not None and session is not None and session.departed:
+        trainer.state.status = TrainerStatus.INTERRUPTED
+        # Not sooner: Lightning aborts where it reads this within fit.
+        trainer._signal_connector.received_sigterm |= session.terminated

@@ -2,127 +2,70 @@
 
 Theory of operation. Clusters that are far apart train one model. Each trains by itself for some steps, with its own
 optimizer, and a parameter server makes versions of what they gained (docs/outer.md). The strategy is Lightning's own
-for one device, with a part in such a job for the time of fit: `OuterFit`. It comes in when the model is on its device,
-so everything after that, `on_fit_start` and the sanity check included, sees the job's newest version.
+for one device, or for several (ddp), with a part in such a job for the time of fit: `OuterFit`. It comes in when the
+model is on its device, so everything after that, `on_fit_start` and the sanity check included, sees the job's newest
+version.
+
+How many devices there are is known only once the Trainer has looked. So an object begins as one for a single process,
+and its class becomes `DDPRanks` when it is told of several devices.
 
 Only the oldest cluster of a job logs and writes files, as rank 0 does elsewhere; each draws its own progress bar.
 """
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.connectors.data_connector import _worker_check
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 
 from chaos_lightning.data.leased import LeasedLoader
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.member.training import reduced_buffers
+from chaos_lightning.machine.orphan import VARIABLE as UNDER_OUR_TORCHRUN
+from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import OuterSession, agreement_of
 from chaos_lightning.outer.strategy_options import ARGUMENTS, DiLoCoOptions, build
-from chaos_lightning.strategies.companion import Launcher
-from chaos_lightning.strategies.elastic import OuterTerms
+from chaos_lightning.outer.types import Agreement
+from chaos_lightning.strategies.companion import Launcher, RankLauncher
+from chaos_lightning.strategies.elastic import OuterTerms, replica_of, words_of
 from chaos_lightning.strategies.environment import ChaosEnvironment
 from chaos_lightning.strategies.fingerprint import seed_of
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.outer_fit import OuterCompanion, OuterFit, SharedLoader
-from chaos_lightning.strategies.outer_refusals import OUTER_TABLE, refuse_inner
+from chaos_lightning.strategies.outer_ranks import RankedSession, RankGroup
+from chaos_lightning.strategies.outer_refusals import OUTER_TABLE, refuse_inner, refuse_one_process
 from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders
 from chaos_lightning.strategies.session import DataMode
 from chaos_lightning.strategies.strategy import ChaosStrategy
 
 NAME = "chaos_diloco"
+MARGIN_S = 60.0
+"""By so much longer than rank 0 waits for anything, other ranks wait for its word."""
 
 
-class DiLoCoStrategy(SingleDeviceStrategy):
-    """One of several clusters that train one model, each by itself, through a parameter server.
+class ClusterStrategy(Strategy):
+    """What strategies of one process and of several ranks have in common: a part in an outer job for the time of fit.
 
-    Args:
-        inner: How this cluster trains: "single" is one process with one device; "auto" takes it. "chaos", or a
-            `ChaosStrategy` with settings of its own: this process is one of its ranks, which come and go.
-        server: The parameter server as HOST:PORT, several with commas. Without it (and without the environment's
-            CHAOS_PS) the first process of a machine starts one there.
-        name: This cluster's name, unique in the job; the same at all its ranks.
-        inner_steps: Steps of a usual cluster from one push to the next.
-        outer_lr: Learning rate of the server.
-        outer_momentum: Momentum of the server.
-        policy: When a round is decided and which pushes count: robust, sync, async or di_ps.
-        codec: How pushes and versions travel: bf16, fp32 or int8.
-        data: "shared" (the default): all clusters have the same data set, and each sample counts once per epoch.
-            "local": each has data of its own.
-        overlap: Whether to train on while a push and its answer travel.
-        options: `DiLoCoOptions` or a mapping of its fields.
-
-    Arguments that are None come from the environment (CHAOS_INNER_STEPS and so on), else they have their defaults. Two
-    things are read from the LightningModule if it has them: `chaos_buffers`, names of buffers that forward passes
-    change and that are to be averaged, and `chaos_words`, a mapping of what else must be equal in all clusters, such as
-    a tokenizer's hash.
+    Attributes:
+        options: The user's.
+        data: "shared" or "local".
+        fit: The part.
     """
 
     strategy_name = NAME
 
-    def __new__(
-        cls,
-        inner: str | ChaosStrategy = "auto",
-        server: str | None = None,
-        name: str | None = None,
-        inner_steps: int | None = None,
-        outer_lr: float | None = None,
-        outer_momentum: float | None = None,
-        policy: str | None = None,
-        codec: str | None = None,
-        data: DataMode | None = None,
-        overlap: bool | None = None,
-        options: DiLoCoOptions | dict[str, Any] | None = None,
-    ) -> Any:
-        """With `chaos` it is the inner strategy itself, with this cluster's part in the outer job around it."""
-        if inner != "chaos" and not isinstance(inner, ChaosStrategy):
-            return super().__new__(cls)
-        given = (server, name, inner_steps, outer_lr, outer_momentum, policy, codec, data, overlap)
-        terms = OuterTerms(DiLoCoOptions.of(options), dict(zip(ARGUMENTS, given, strict=True)))
-        strategy = inner if isinstance(inner, ChaosStrategy) else ChaosStrategy()
-        strategy.outer = terms
-        return strategy
-
-    def __init__(
-        self,
-        inner: str | ChaosStrategy = "auto",
-        server: str | None = None,
-        name: str | None = None,
-        inner_steps: int | None = None,
-        outer_lr: float | None = None,
-        outer_momentum: float | None = None,
-        policy: str | None = None,
-        codec: str | None = None,
-        data: DataMode | None = None,
-        overlap: bool | None = None,
-        options: DiLoCoOptions | dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__()
-        assert isinstance(inner, str)
-        refuse_inner(inner, devices=1)
-        self.inner = inner
-        self.options = DiLoCoOptions.of(options)
-        self._given = {
-            "server": server,
-            "name": name,
-            "inner_steps": inner_steps,
-            "outer_lr": outer_lr,
-            "outer_momentum": outer_momentum,
-            "policy": policy,
-            "codec": codec,
-            "data": data,
-            "overlap": overlap,
-        }
-        self.data = build(self.options, self._given)[1].data
-        self.parallel_devices: list[torch.device] | None = None
-        """Lightning puts there what it found."""
-        self.environment = ChaosEnvironment()
+    def _take(self, options: DiLoCoOptions, given: dict[str, Any]) -> None:
+        """What the user has set."""
+        self.options, self._given = options, given
+        self.data = build(options, given)[1].data
         self.fit: OuterFit | None = None
         self._manual_steps = 0
 
@@ -130,30 +73,26 @@ class DiLoCoStrategy(SingleDeviceStrategy):
         """A copy of a Trainer has no part in the job."""
         return {**super().__getstate__(), "fit": None}
 
-    # ------------------------------------------------------------------ where this process runs
-
-    @property
-    def root_device(self) -> torch.device:
-        return self.parallel_devices[0] if self.parallel_devices else self._root_device
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.environment.global_rank() == 0
-
-    @property
-    def global_rank(self) -> int:
-        """Of who writes it is 0; the world has one process all the same."""
-        return self.environment.global_rank()
-
-    @global_rank.setter
-    def global_rank(self, rank: int) -> None:
-        """Lightning's default, which is said elsewhere here."""
-
-    def _configure_launcher(self) -> None:
-        self._launcher = Launcher(self._present_fit)
-
     def _present_fit(self) -> OuterFit | None:
         return self.fit
+
+    # ------------------------------------------------------------------ what one process and several ranks differ in
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This process's rank in the cluster, and how many there are."""
+        raise NotImplementedError
+
+    def writes(self, oldest: bool) -> bool:
+        """Takes in whether the cluster is the oldest one, which logs and writes files.
+
+        Returns:
+            Whether it has become that by it.
+        """
+        raise NotImplementedError
+
+    def _session(self, replica: Replica, agreement: Agreement, options: ClusterOptions) -> OuterSession | RankedSession:
+        raise NotImplementedError
 
     # ------------------------------------------------------------------ set-up
 
@@ -164,14 +103,13 @@ class DiLoCoStrategy(SingleDeviceStrategy):
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         check_host_version(NAME)
-        self.fit = OuterFit(trainer, self.environment, self.options.patience_s)
+        self.fit = OuterFit(trainer, self.writes, self.options.patience_s, self.place[1])
         # Last: teardown takes it out where there is a fit.
         trainer.callbacks[:] = [OuterCompanion(self.fit), *_others(trainer)]
 
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.fit is not None:
-            refuse_inner(self.inner, len(self.parallel_devices or ()))
             refuse(self.fit.trainer, early=True, table=OUTER_TABLE, strategy=NAME)
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -188,24 +126,14 @@ class DiLoCoStrategy(SingleDeviceStrategy):
     def _come_in(self, fit: OuterFit) -> None:
         batch = fit.batch if self.options.batch is None else 0
         settings, options = build(self.options, {**self._given, **({"batch": batch} if batch else {})})
-        module = fit.trainer.lightning_module
-        buffers = reduced_buffers(module, getattr(module, "chaos_buffers", ()), named_by="chaos_buffers")
-        replica = Replica(
-            [(n, p) for n, p in module.named_parameters() if p.requires_grad],
-            [(n, b) for n, b in buffers if b.is_floating_point()],
-        )
-        loaded = fit.trainer._checkpoint_connector._loaded_checkpoint
-        words = {
-            "trained before": f"{loaded.get('global_step', 0)} steps, {loaded.get('epoch', 0)} epochs",
-            **{f"chaos_words.{name}": str(word) for name, word in getattr(module, "chaos_words", {}).items()},
-        }
+        replica = replica_of(fit.trainer.lightning_module)
+        words = words_of(fit.trainer)
         length = 0
         if fit.loader is not None:
             length = fit.loader.leased.length
             words |= fit.loader.leased.words
         agreement = agreement_of(replica, options, settings, length=length, words=words)
-        events = EventLog.in_directory(options.log_dir or None, options.name, role="cluster")
-        fit.start(OuterSession(replica, agreement, options, events), self.options.start_timeout_s)
+        fit.start(self._session(replica, agreement, options), self.options.start_timeout_s)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The training loader of shared data deals what is leased; all others are the user's."""
@@ -215,7 +143,7 @@ class DiLoCoStrategy(SingleDeviceStrategy):
         # Lightning checks what it gets from here, which is no DataLoader of torch's.
         _worker_check(fit.trainer, dataloader, "train_dataloader")
         who = self._given["name"] or ""
-        leased = LeasedLoader(dataloader, seed=seed_of(self.options.seed), source=fit, who=str(who))
+        leased = LeasedLoader(dataloader, seed=seed_of(self.options.seed), source=fit, who=str(who), part=self.place)
         return fit.share(SharedLoader(leased, fit.trainer, fit))
 
     def on_train_start(self) -> None:
@@ -266,12 +194,9 @@ class DiLoCoStrategy(SingleDeviceStrategy):
         fit = self.fit
         if fit is None or not fit.in_step or fit.shows_base:
             return super().lightning_module_state_dict()
-        fit.show_base()
-        try:
+        with fit.showing_base():
             state = super().lightning_module_state_dict()
             return {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
-        finally:
-            fit.show_own()
 
     # ------------------------------------------------------------------ the end
 
@@ -285,6 +210,199 @@ class DiLoCoStrategy(SingleDeviceStrategy):
             self.fit.close()
             self.fit.trainer.callbacks[:] = _others(self.fit.trainer)
         super().teardown()
+
+
+class DiLoCoStrategy(ClusterStrategy, SingleDeviceStrategy):
+    """One of several clusters that train one model, each by itself, through a parameter server.
+
+    Args:
+        inner: How this cluster trains: "single" is one process with one device. "ddp", or a `DDPStrategy` with settings
+            of its own: a process per device of this machine. "chaos", or a `ChaosStrategy`: this process is one of its
+            ranks, which come and go. "auto" takes chaos under torchrun's backend chaos, ddp for several devices, else
+            one process.
+        server: The parameter server as HOST:PORT, several with commas. Without it (and without the environment's
+            CHAOS_PS) the first process of a machine starts one there.
+        name: This cluster's name, unique in the job; the same at all its ranks.
+        inner_steps: Steps of a usual cluster from one push to the next.
+        outer_lr: Learning rate of the server.
+        outer_momentum: Momentum of the server.
+        policy: When a round is decided and which pushes count: robust, sync, async or di_ps.
+        codec: How pushes and versions travel: bf16, fp32 or int8.
+        data: "shared" (the default): all clusters have the same data set, and each sample counts once per epoch.
+            "local": each has data of its own.
+        overlap: Whether to train on while a push and its answer travel.
+        options: `DiLoCoOptions` or a mapping of its fields.
+
+    Arguments that are None come from the environment (CHAOS_INNER_STEPS and so on), else they have their defaults. Two
+    things are read from the LightningModule if it has them: `chaos_buffers`, names of buffers that forward passes
+    change and that are to be averaged, and `chaos_words`, a mapping of what else must be equal in all clusters, such as
+    a tokenizer's hash.
+    """
+
+    def __new__(
+        cls,
+        inner: str | ChaosStrategy | DDPStrategy = "auto",
+        server: str | None = None,
+        name: str | None = None,
+        inner_steps: int | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        policy: str | None = None,
+        codec: str | None = None,
+        data: DataMode | None = None,
+        overlap: bool | None = None,
+        options: DiLoCoOptions | dict[str, Any] | None = None,
+    ) -> Any:
+        """With `chaos` it is the inner strategy itself, with this cluster's part in the outer job around it."""
+        if inner == "auto" and UNDER_OUR_TORCHRUN in os.environ:
+            inner = "chaos"
+        if inner != "chaos" and not isinstance(inner, ChaosStrategy):
+            return super().__new__(cls)
+        given = (server, name, inner_steps, outer_lr, outer_momentum, policy, codec, data, overlap)
+        terms = OuterTerms(DiLoCoOptions.of(options), dict(zip(ARGUMENTS, given, strict=True)))
+        strategy = inner if isinstance(inner, ChaosStrategy) else ChaosStrategy()
+        strategy.outer = terms
+        return strategy
+
+    def __init__(
+        self,
+        inner: str | ChaosStrategy | DDPStrategy = "auto",
+        server: str | None = None,
+        name: str | None = None,
+        inner_steps: int | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        policy: str | None = None,
+        codec: str | None = None,
+        data: DataMode | None = None,
+        overlap: bool | None = None,
+        options: DiLoCoOptions | dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        refuse_inner(inner)
+        self.inner = inner
+        given = (server, name, inner_steps, outer_lr, outer_momentum, policy, codec, data, overlap)
+        self._take(DiLoCoOptions.of(options), dict(zip(ARGUMENTS, given, strict=True)))
+        self.environment = ChaosEnvironment()
+        self.cluster_environment = None
+        """Lightning puts there what it found, and what it found in `parallel_devices`."""
+        self._devices: list[torch.device] | None = None
+        if inner == "ddp" or isinstance(inner, DDPStrategy):
+            self._become(inner if isinstance(inner, DDPStrategy) else DDPStrategy())
+
+    def __getnewargs__(self) -> tuple[str]:
+        """For a copy."""
+        return ("single",)
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._devices = devices
+        if self.inner == "auto" and len(devices or ()) > 1:
+            self._become(
+                DDPStrategy(
+                    self._accelerator, devices, self.cluster_environment, self._checkpoint_io, self._precision_plugin
+                )
+            )
+
+    def _become(self, ddp: DDPStrategy) -> None:
+        """From here on this is a process of several."""
+        vars(self).update(vars(ddp))
+        self.__class__ = DDPRanks  # type: ignore[assignment]
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[0] if self.parallel_devices else self._root_device
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.environment.global_rank() == 0
+
+    @property
+    def global_rank(self) -> int:
+        """Of who writes it is 0; the world has one process all the same."""
+        return self.environment.global_rank()
+
+    @global_rank.setter
+    def global_rank(self, rank: int) -> None:
+        """Lightning's default, which is said elsewhere here."""
+
+    def _configure_launcher(self) -> None:
+        self._launcher = Launcher(self._present_fit)
+
+    def setup_environment(self) -> None:
+        if self.fit is not None:
+            refuse_one_process(len(self.parallel_devices or ()))
+        super().setup_environment()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return 0, 1
+
+    def writes(self, oldest: bool) -> bool:
+        return self.environment.place(0 if oldest else 1, 1)
+
+    def _session(self, replica: Replica, agreement: Agreement, options: ClusterOptions) -> OuterSession:
+        return OuterSession(replica, agreement, options, _events(options))
+
+
+class DDPRanks(ClusterStrategy, DDPStrategy):
+    """A cluster of several processes on one machine, which Lightning's DDP keeps in step; see `DiLoCoStrategy`.
+
+    Its processes hold equal parameters after each optimizer step, so rank 0 alone is the member of the outer job
+    (outer_ranks.py). A `DiLoCoStrategy` becomes one.
+    """
+
+    _oldest = True
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.global_rank, self.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self._oldest and self.global_rank == 0
+
+    def writes(self, oldest: bool) -> bool:
+        promoted = oldest and not self._oldest
+        self._oldest = oldest
+        rank_zero_only.rank = self.global_rank + (0 if oldest else self.world_size)  # type: ignore[attr-defined]
+        return promoted
+
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        self.writes(self._oldest)
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = RankLauncher(
+            self._present_fit, self.cluster_environment, self.num_processes, num_nodes=self.num_nodes
+        )
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.fit is not None and self.data == "shared":
+            # Lightning would have ranks share the training samples out; the loader of leased samples does.
+            connector = trainer._data_connector
+            asked = connector._requires_distributed_sampler
+            vars(connector)["_requires_distributed_sampler"] = lambda loader: not trainer.training and asked(loader)
+        super().setup(trainer)
+
+    def _session(self, replica: Replica, agreement: Agreement, options: ClusterOptions) -> RankedSession:
+        patience = timedelta(seconds=self.options.patience_s + self.options.start_timeout_s + MARGIN_S)
+        member = OuterSession(replica, agreement, options, _events(options)) if self.global_rank == 0 else None
+        return RankedSession(member, replica, RankGroup(self.global_rank, patience), shared=self.data == "shared")
+
+    def teardown(self) -> None:
+        if self.fit is not None:
+            vars(self.fit.trainer._data_connector).pop("_requires_distributed_sampler", None)
+        super().teardown()
+
+
+def _events(options: ClusterOptions) -> EventLog:
+    return EventLog.in_directory(options.log_dir or None, options.name, role="cluster")
 
 
 def _others(trainer: Trainer) -> list[pl.Callback]:

@@ -44,6 +44,8 @@ from chaos_lightning.strategies.outer_clock import JobClock
 _log = logging.getLogger("chaos_lightning")
 
 MEETING = "outer sync"
+CHECKPOINT = "checkpoint (ckpt_path)"
+"""What a job goes on from, as clusters compare it."""
 SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
 """Of what ranks agree on about their data, what clusters do, too."""
 Meet = Callable[[str, bytes], list[tuple[str, bytes]] | None]
@@ -96,9 +98,19 @@ def words_of(trainer: Trainer) -> dict[str, str]:
     loaded = trainer._checkpoint_connector._loaded_checkpoint
     module = trainer.lightning_module
     return {
-        "trained before": f"{loaded.get('global_step', 0)} steps, {loaded.get('epoch', 0)} epochs",
+        CHECKPOINT: f"of {loaded.get('global_step', 0)} steps, {loaded.get('epoch', 0)} epochs" if loaded else "none",
         **{f"chaos_words.{name}": str(word) for name, word in getattr(module, "chaos_words", {}).items()},
     }
+
+
+def explained(refusal: str) -> str:
+    """Why the job will not have this cluster, with what to do."""
+    if f"its {CHECKPOINT} is" not in refusal:
+        return refusal
+    return (
+        f"{refusal}. A job goes on from one checkpoint, which all clusters are started with. Who joins a job that runs "
+        "needs none: it takes the newest version, and its inner optimizer begins anew"
+    )
 
 
 def refuse_ranks(config: EngineConfig, data: str, terms: OuterTerms) -> None:
@@ -223,11 +235,11 @@ class ElasticPart:
             output: What the optimizer's closure gave: as a rule the loss.
         """
         tape, trainer = self.cluster.tape, self._trainer
-        if trainer.global_step % max(1, trainer.log_every_n_steps) == 0:
-            self.cluster.saw(float(output) if isinstance(output, Tensor) and output.numel() == 1 else None)
+        told = trainer.global_step % max(1, trainer.log_every_n_steps) == 0
+        loss = float(output) if told and isinstance(output, Tensor) and output.numel() == 1 else None
         spent = ledger.spent_spans(header.ledger, ledger.SHARED, tape.number) if tape is not None else ()
         ranks = [share.member for share in header.contributors]
-        self._take(self.cluster.commit(ranks, header.answers, steps=1, spent=spent), in_batch=True)
+        self._take(self.cluster.commit(ranks, header.answers, steps=1, spent=spent, loss=loss), in_batch=True)
 
     def begin(self) -> None:
         """Before the first batch: Lightning's counters and schedules go by the job's clock from here on."""
@@ -286,7 +298,7 @@ class ElasticPart:
             return False
         self._take(cluster.commit([member for member, _ in answers], [said for _, said in answers]), in_batch=in_batch)
         if cluster.over and not self._was_in:
-            raise ConfigurationError(cluster.over)
+            raise ConfigurationError(explained(cluster.over))
         return True
 
     @property

@@ -20,11 +20,12 @@ next batch, without the hooks that judge an epoch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -34,15 +35,16 @@ from torch import Tensor
 
 from chaos_lightning.data.feeds import Tag, batch_length
 from chaos_lightning.data.leased import LeasedLoader
-from chaos_lightning.errors import DeadlineError
+from chaos_lightning.errors import ConfigurationError, DeadlineError
 from chaos_lightning.machine.signals import ExitSignals, aside, end_by, say
 from chaos_lightning.outer.session import Boundary, OuterSession
 from chaos_lightning.outer.types import Covered
 from chaos_lightning.strategies.data import themselves
-from chaos_lightning.strategies.environment import ChaosEnvironment
+from chaos_lightning.strategies.elastic import explained
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import ENDLESS, batches_begun, epoch_of, refit, skip_validation, unfinish_epoch
 from chaos_lightning.strategies.outer_clock import JobClock
+from chaos_lightning.strategies.outer_ranks import RankedSession
 from chaos_lightning.strategies.session import handlers_of_user
 from chaos_lightning.strategies.writer import open_loggers
 
@@ -58,8 +60,9 @@ class OuterFit:
 
     Args:
         trainer: Whose fit this is.
-        environment: Told who this process is.
+        writes: Told whether this cluster is the oldest one, which logs and writes; says whether it has become that.
         patience_s: How long to wait for samples, or for the job's end.
+        ranks: How many processes the cluster has.
 
     Attributes:
         loader: The training loader, where clusters share the data.
@@ -68,16 +71,17 @@ class OuterFit:
         closed: fit is over.
     """
 
-    def __init__(self, trainer: Trainer, environment: ChaosEnvironment, patience_s: float) -> None:
+    def __init__(self, trainer: Trainer, writes: Callable[[bool], bool], patience_s: float, ranks: int = 1) -> None:
         self.trainer = trainer
-        self._environment = environment
+        self.ranks = ranks
+        self._writes = writes
         self.loader: SharedLoader | None = None
         self.departed = self.terminated = self.closed = False
         self._patience_s = patience_s
-        self._session: OuterSession | None = None
+        self._session: OuterSession | RankedSession | None = None
         self._clock: JobClock | None = None
         self._signals = ExitSignals(self._on_signal, again=self._on_further_signal)
-        self._leaving = False
+        self._asked = False
         self._ended = ""
         """Why it stops in the middle of an epoch."""
         self._local_samples = 0
@@ -88,7 +92,7 @@ class OuterFit:
     # ------------------------------------------------------------------ coming in
 
     @property
-    def session(self) -> OuterSession:
+    def session(self) -> OuterSession | RankedSession:
         assert self._session is not None, "this cluster has not come in yet"
         return self._session
 
@@ -109,7 +113,7 @@ class OuterFit:
         sizes = (
             [getattr(loader, "batch_size", None) or 0 for loader in combined.flattened] if combined is not None else []
         )
-        return sum(sizes) * self.trainer.accumulate_grad_batches
+        return sum(sizes) * self.trainer.accumulate_grad_batches * self.ranks
 
     def share(self, loader: SharedLoader) -> SharedLoader:
         """These batches are what it trains, in place of those before."""
@@ -120,11 +124,14 @@ class OuterFit:
         self.loader = loader
         return loader
 
-    def start(self, session: OuterSession, timeout_s: float) -> None:
+    def start(self, session: OuterSession | RankedSession, timeout_s: float) -> None:
         """Comes in: the parameters are the job's newest version afterwards, or found it."""
         self._session = session
-        session.start(timeout_s)
-        self._environment.place(0 if session.oldest else 1, 1)
+        try:
+            session.start(timeout_s)
+        except ConfigurationError as error:
+            raise ConfigurationError(explained(str(error))) from error
+        self._writes(session.oldest)
 
     def begin(self, leave_on_signals: bool) -> None:
         """Before the first batch: the loops stand where the job does."""
@@ -178,6 +185,11 @@ class OuterFit:
         """Between the optimizer's step and the batch's end."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return progress.ready > progress.completed
+
+    @property
+    def _leaving(self) -> bool:
+        """Ranks stop together: what one of them was asked all must know."""
+        return self._asked if self.ranks == 1 else self.session.leaving
 
     @property
     def _stops(self) -> bool:
@@ -256,7 +268,7 @@ class OuterFit:
         if self._stops:
             self._ended = self._ended or self.session.over or "it was asked to leave"
             raise StopIteration
-        if self._environment.place(0 if self.session.oldest else 1, 1):
+        if self._writes(self.session.oldest):
             open_loggers(self.trainer, self.session.incarnation, fresh=False)
 
     @property
@@ -282,12 +294,25 @@ class OuterFit:
     def shows_base(self) -> bool:
         return self._shows_base
 
+    @contextlib.contextmanager
+    def showing_base(self) -> Iterator[None]:
+        """Likewise inside, in this process alone: of several ranks only the first one has the base."""
+        member = self.session.member if isinstance(self.session, RankedSession) else self.session
+        if member is not None:
+            member.show_base()
+        try:
+            yield
+        finally:
+            if member is not None:
+                member.show_own()
+
     # ------------------------------------------------------------------ going
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
         """The first Ctrl+C or SIGTERM."""
-        say(f"{number.name}: leaving the job after the present step, once what was trained is durable")
-        self._leaving = True
+        if self._speaks:
+            say(f"{number.name}: leaving the job after the present step, once what was trained is durable")
+        self._asked = True
         self.terminated |= number == signal.SIGTERM
         aside(lambda _: self.session.leave(), number.name)
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
@@ -297,10 +322,16 @@ class OuterFit:
         """The second one says what it may cost; the third ends."""
         for each in self._signals.before:
             signal.signal(each, lambda which, _: end_by(signal.Signals(which)))
-        say(
-            f"{number.name}: still waiting for the parameter server. To end now may cost {self.session.at_risk} inner "
-            "steps of this cluster, which no durable version holds; once more ends"
-        )
+        if self._speaks:
+            say(
+                f"{number.name}: still waiting for the parameter server. To end now may cost {self.session.at_risk} "
+                "inner steps of this cluster, which no durable version holds; once more ends"
+            )
+
+    @property
+    def _speaks(self) -> bool:
+        """A terminal's Ctrl+C reaches all ranks, and one line about it is enough."""
+        return not isinstance(self.session, RankedSession) or self.session.member is not None
 
     def finish(self) -> None:
         """The loop is over: stays until what was trained is durable, and if others are not too far behind, until the
@@ -380,7 +411,7 @@ class SharedLoader:
 
     def __len__(self) -> int:
         """Before training what one cluster alone would need; then nobody knows."""
-        return ENDLESS if self._fit.in_step else len(self.leased)
+        return ENDLESS // self._fit.ranks if self._fit.in_step else len(self.leased)  # Lightning adds up the ranks'
 
     def used(self) -> tuple[int, tuple[Covered, ...]]:
         """What the batches since the last call were."""

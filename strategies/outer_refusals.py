@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
@@ -20,40 +21,65 @@ from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.refusals import Refusal, of_callbacks, of_modules, of_optimizers
 
-INNER = ("auto", "single", "chaos")
-"""What `inner` may be."""
-
-_LATER = {
-    "ddp": "start one process per device and cluster instead, each with devices=1 and a name of its own",
-}
+INNER = ("auto", "single", "ddp", "chaos")
+"""What `inner` may be, but for a strategy of class `DDPStrategy` or `ChaosStrategy`."""
 _SHARDED = ("fsdp", "deepspeed", "model_parallel", "xla_fsdp")
+_SHARDED_KINDS = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 
 
-def refuse_inner(inner: str, devices: int) -> None:
-    """UnsupportedError unless one process can be the whole cluster.
+def refuse_inner(inner: object) -> None:
+    """UnsupportedError unless a cluster can train this way.
 
     Args:
         inner: As the user gave it.
+    """
+    if isinstance(inner, _SHARDED_KINDS) or str(inner).startswith(_SHARDED):
+        raise UnsupportedError(
+            f"inner={_named(inner)} is not supported by strategy chaos_diloco: each cluster pushes and adopts whole "
+            "parameters, which a sharded strategy has in no process. Use inner='ddp' or 'single', with a model that "
+            "fits one device"
+        )
+    if type(inner) is DDPStrategy:
+        _refuse_ddp(inner)
+    elif inner not in INNER:
+        raise UnsupportedError(
+            f"inner={_named(inner)} is not supported by strategy chaos_diloco: expected one of {', '.join(INNER)}, a "
+            "DDPStrategy or a ChaosStrategy"
+        )
+
+
+def _named(inner: object) -> str:
+    return repr(inner) if isinstance(inner, str) else type(inner).__name__
+
+
+def _refuse_ddp(inner: DDPStrategy) -> None:
+    if inner._start_method != "popen":
+        raise UnsupportedError(
+            f"DDPStrategy(start_method={inner._start_method!r}) is not supported inside strategy chaos_diloco: ranks "
+            "are started as Lightning starts scripts. Leave start_method out, and in a notebook use inner='single'"
+        )
+    if inner._model_averaging_period is not None:
+        raise UnsupportedError(
+            "DDPStrategy(model_averaging_period=...) is not supported inside strategy chaos_diloco: rank 0 pushes what "
+            "all ranks hold, and between two averages they differ. Clusters of one process each do what it does"
+        )
+
+
+def refuse_one_process(devices: int) -> None:
+    """UnsupportedError unless this process is the whole cluster.
+
+    Args:
         devices: How many the Trainer found.
     """
-    if any(inner.startswith(name) for name in _SHARDED):
-        raise UnsupportedError(
-            f"inner={inner!r} is not supported by strategy chaos_diloco: each cluster pushes and adopts whole "
-            "parameters, which a sharded strategy has in no process. Use inner='single', with a model that fits one "
-            "device"
-        )
-    if inner not in INNER:
-        what = _LATER.get(inner, f"expected one of {', '.join(INNER)}")
-        raise UnsupportedError(f"inner={inner!r} is not supported by strategy chaos_diloco: {what}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UnsupportedError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: torchrun has started several processes, and strategy chaos_diloco "
-            f"has clusters of one process each; {_LATER['ddp']}"
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: several processes were started, and this Trainer has one device, "
+            "so that each would be a cluster of its own. Give it as many devices as there are processes on this "
+            "machine, or use torchrun's backend chaos"
         )
     if devices > 1:
         raise UnsupportedError(
-            f"the Trainer found {devices} devices, and strategy chaos_diloco has clusters of one process with one "
-            f"device each; {_LATER['ddp']}"
+            f"the Trainer found {devices} devices, and inner='single' is one process with one device; use inner='ddp'"
         )
 
 
@@ -105,7 +131,7 @@ RANKS_TABLE: tuple[Refusal, ...] = (
 OUTER_TABLE: tuple[Refusal, ...] = (
     Refusal(
         "several nodes",
-        "each process is a cluster of its own; start this script once per cluster, with num_nodes=1",
+        "a cluster is on one machine; start this script once per machine, with num_nodes=1, or use inner='chaos'",
         lambda t: f"num_nodes={n}" if (n := t._accelerator_connector._num_nodes_flag) > 1 else "",
     ),
     Refusal(

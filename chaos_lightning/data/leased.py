@@ -12,6 +12,9 @@ next one's, or with nothing, if the epoch is over or this cluster is to train no
 (`known`) may turn out to be the pass's last one. Whoever accumulates gradients takes the step with it, says what it
 covered (`used`), and then asks whether there is more (`more`): what is not covered ends no epoch.
 
+A cluster of several ranks claims batches of all of them together, so that the ranks' loaders go in step; each loads its
+own part.
+
 What was handed out and never used is handed out again in the next pass. After a rejection, or where this process came
 in anew, nothing is leased to it any more: `forget`.
 """
@@ -30,6 +33,7 @@ from chaos_lightning.data.order import Orders
 from chaos_lightning.data.source import Stats
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.planning import orders
+from chaos_lightning.planning.tape import Tape
 from chaos_lightning.protocol.spans import count, normalise
 
 
@@ -59,6 +63,8 @@ class LeasedLoader:
         source: Leases.
         who: This cluster; keys its workers' randomness.
         first: Number of the job's first epoch; where a job goes on from a checkpoint, it is not 0.
+        part: (rank, ranks) of this process in the cluster. All ranks claim the same positions, and each loads its part
+            of a batch of all of them.
 
     Attributes:
         loader: The user's.
@@ -67,7 +73,16 @@ class LeasedLoader:
         epoch: Of the present pass.
     """
 
-    def __init__(self, loader: Any, *, seed: int, source: LeaseSource, who: str = "", first: int = 0) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        seed: int,
+        source: LeaseSource,
+        who: str = "",
+        first: int = 0,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
         if not isinstance(loader, DataLoader):
             raise UnsupportedError(
                 f"the training loader is a {type(loader).__name__}, whose samples have no positions that clusters "
@@ -79,9 +94,12 @@ class LeasedLoader:
         self.first = first
         self.begun = False
         self.epoch = 0
-        self._who = who
+        self._who = f"{who}/{part[0]}" if part[0] else who
         self._source = source
+        self._part = part
         self._units = Orders(loader, seed=seed, stream="")
+        self._units.warn_of_drop_last()
+        self._quota = self._units.quota * part[1]
         self._feed = MapFeed(loader, self._units, seed=seed, stats=self.stats)
         self._ahead: deque[Tag] = deque()
         """Claimed and not handed out, a batch each."""
@@ -119,7 +137,7 @@ class LeasedLoader:
             self._resync = False
             self._feed.resync(self._forecast())
         try:
-            data = self._feed.fetch(self._keyed(tag))
+            data = self._feed.fetch(self._mine(tag))
         except BaseException:
             self._resync = True
             raise
@@ -140,7 +158,7 @@ class LeasedLoader:
 
     def __len__(self) -> int:
         """Batches of an epoch if this cluster were the only one."""
-        whole, rest = divmod(self.length, self._units.quota)
+        whole, rest = divmod(self.length, self._quota)
         return whole + (rest > 0)
 
     # ------------------------------------------------------------------ what became of batches
@@ -194,9 +212,20 @@ class LeasedLoader:
         """The same positions under the number that keys the order."""
         return (tag[0] + self.first, tag[1])
 
+    def _mine(self, tag: Tag) -> Tag:
+        """This rank's part of a batch, keyed. Where there are fewer positions than ranks, some are loaded by two,
+        as with torch's DistributedSampler."""
+        epoch, spans = self._keyed(tag)
+        rank, ranks = self._part
+        if ranks == 1:
+            return epoch, spans
+        size = count(spans)
+        start, stop = size * rank // ranks, size * (rank + 1) // ranks
+        return epoch, Tape(pieces=spans).positions(((start, max(stop, start + 1)),))
+
     def _claim(self, *, wait: bool) -> bool:
         """Claims a batch, whole if there is enough; False if there is nothing."""
-        quota, size = self._units.quota, 0
+        quota, size = self._quota, 0
         batch: tuple[int, Part] | None = None
         while size < quota:
             within = self.epoch if self.begun else -1
@@ -219,6 +248,6 @@ class LeasedLoader:
         """From the next batch on: what is claimed, and what else there is by then."""
         place = self._place
         while place < self._place + len(self._ahead) or self._claim(wait=False):
-            yield self._keyed(self._ahead[place - self._place])
+            yield self._mine(self._ahead[place - self._place])
             place += 1
         self._resync = True

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -127,6 +128,16 @@ class Orders:
             part = order[start:stop]
             out.extend(part.tolist() if isinstance(part, np.ndarray) else part)
         return out
+
+    def warn_of_drop_last(self) -> None:
+        """Where clusters share the data, what the user's loader drops is not dropped."""
+        if self.drop_last:
+            warnings.warn(
+                "drop_last=True is not honoured where clusters share the data: an epoch is over when each of its "
+                "samples counts, so the last batch of what a cluster is dealt may be smaller. If the model cannot take "
+                "that, as BatchNorm cannot take a single sample, give each cluster its own data (data='local')",
+                stacklevel=4,
+            )
 
     def samples(self, keys: Sequence[Any]) -> int:
         """How many samples these units are."""

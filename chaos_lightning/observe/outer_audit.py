@@ -31,6 +31,7 @@ from chaos_lightning.observe.outer_fold import (
     HeardAnswer,
     InnerSteps,
     OuterRun,
+    TookLast,
     split,
 )
 from chaos_lightning.observe.spans import size
@@ -204,8 +205,9 @@ class _OuterJudge:
             for shard, (name, digest) in enumerate(zip(mark.followers, mark.digests, strict=False)):
                 follower = self.run.followers.get(name)
                 saved = {one.digest for one in follower.saved if one.version == version} if follower else set()
-                if saved - {digest}:
-                    other = ", ".join(sorted(saved - {digest}))
+                others = {one for one in saved - {digest} if (version, one) not in self.chain.recut}
+                if others and not mark.recut:  # else they may be of the shard that it held before
+                    other = ", ".join(sorted(others))
                     bad.append(f"follower {name} saved shard {shard} of {version} as {other}; the mark says {digest}")
                 matched += digest in saved
                 missing += not saved
@@ -313,7 +315,7 @@ class _OuterJudge:
                     discarded += found.discarded
                     bad += [f"{cluster.name}: {text}" for text in found.bad]
         text = f"{steps} inner steps in {compared} pushes, each in one"
-        text += f"; rejections discarded {discarded} that were in none" if discarded else ""
+        text += f"; rejections and the job's end discarded {discarded} that were in none" if discarded else ""
         return self._finding(11, compared > 0, text if not bad else "see below", bad, remarks)
 
 
@@ -391,7 +393,7 @@ class _Counted:
     Attributes:
         compared: Pushes that could be compared.
         steps: That they cover.
-        discarded: Steps that rejections discarded.
+        discarded: Steps that rejections discarded, or the job's end.
         bad: What is wrong.
     """
 
@@ -433,7 +435,7 @@ def _counted(told: Sequence[Happening]) -> _Counted:
                 void = pushes.pop(one.push, None)
                 if void is not None and left is not None:
                     left = left[0] + void.steps, left[1] + void.samples
-            case HeardAnswer(answer=PushAnswer.REJECTED.value) | Adoption(outright=True):
+            case HeardAnswer(answer=PushAnswer.REJECTED.value) | Adoption(outright=True) | TookLast():
                 found.discarded += left[0] if left is not None else 0
                 left, recent = (0, 0), []
             case _:

@@ -79,7 +79,7 @@ class OuterBoard:
 
 
 def _cluster_row(log: ClusterLog, now: float) -> Row:
-    told = max(log.told.values(), key=len, default=[])
+    told = log.history
     recent = log.inner[-_RECENT:]
     steps = sum(one.steps for one in recent[1:])
     base = next((one for one in reversed(told) if isinstance(one, Adoption)), None)
@@ -100,7 +100,7 @@ def _cluster_row(log: ClusterLog, now: float) -> Row:
         log.name,
         None,
         "left" if over else "training" if base is not None else "joining",
-        max(log.steps.values(), default=None),
+        log.steps or None,
         None if over else max(0.0, now - log.last),
         step_time_s=(recent[-1].t - recent[0].t) / steps if steps else None,
         wait_share=min(1.0, log.waited_s / there) if there > 0 and base is not None else None,

@@ -142,12 +142,13 @@ class MadeVersion:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A durable mark: digests in shard order, and who held the shards then."""
+    """A durable mark: digests in shard order, who held the shards then, and whether others did when it was made."""
 
     version: ot.VersionId
     digests: tuple[str, ...]
     followers: tuple[str, ...]
     t: float
+    recut: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,8 @@ class JobEntries:
     marks: list[Mark] = field(default_factory=list)
     durable: list[Mark] = field(default_factory=list)
     """Those whose version stands."""
+    recut: set[tuple[str, str]] = field(default_factory=set)
+    """Versions that were cut into other shards, with the digests of these."""
     rollbacks: list[Rollback] = field(default_factory=list)
     leases: LeaseBook = field(default_factory=LeaseBook)
     ended: ot.Ended | None = None
@@ -213,6 +216,8 @@ class JobEntries:
     _gap: int = 0
     """Last position of the latest gap."""
     _cut: tuple[str, ...] = ()
+    _recut_at: int = 0
+    """Position of the last cut."""
     _marked: int = 0
     """Position of the newest mark."""
     _versioned: int = 0
@@ -269,14 +274,16 @@ class JobEntries:
 
     def _fold(self, told: ToldEntry, entry: ot.Entry) -> None:
         body = entry.body
-        if self.ended is not None and isinstance(body, ot.Founded | ot.Round | ot.RolledBack):
-            self._say("chain", f"{entry.version} was made after the job had ended (O16)", self._position)
+        if self.ended is not None:
+            text = f"entry {self._position}, {type(body).__name__}, was stored after the job had ended (O16)"
+            self._say("chain", text, self._position)
         match body:
             case ot.JobOpened():
                 self.opened = body
                 self.leases.length = body.agreement.length
-            case ot.Cut(followers):
-                self._cut = followers
+            case ot.Cut(followers, durable):
+                self._recut_at, self._cut = self._position, followers
+                self.recut |= {(str(mark.version), digest) for mark in durable for digest in mark.digests}
             case ot.Joined(incarnation, _, first):
                 if incarnation in self.members:
                     self._say("chain", f"{incarnation} joins at entry {self._position} a second time", self._position)
@@ -286,9 +293,7 @@ class JobEntries:
                 for text, since in self.leases.lease(body):
                     self._say("samples", f"entry {self._position} {text}", since)
             case ot.Removed(incarnation, reason):
-                if (member := self.members.get(incarnation)) is not None:
-                    member.over, member.over_t = reason, told.t
-                self.leases.remove(incarnation)
+                self._remove(told, incarnation, reason)
             case ot.Voided(offer, _):
                 self._answer(offer, ot.PushAnswer.VOID, ot.NO_VERSION)
             case ot.Founded(number, offer):
@@ -301,12 +306,24 @@ class JobEntries:
                 self._roll_back(told, entry.version, body)
             case ot.Durable():
                 self._mark(told, body)
-            case ot.Ended(version, _):
-                self.ended = body
-                if version not in {mark.version for mark in self.durable}:
-                    self._say("durable", f"the job ended with {version}, which is not durable (O16)", 1)
-            case ot.Started():
+            case ot.Ended():
+                self._end(told, body)
+            case ot.Started() | ot.Summary():
                 pass
+
+    def _end(self, told: ToldEntry, body: ot.Ended) -> None:
+        self.ended = body
+        if body.version not in {mark.version for mark in self.durable}:
+            self._say("durable", f"the job ended with {body.version}, which is not durable (O16)", 1)
+        for offer in body.voided:
+            self._answer(offer, ot.PushAnswer.VOID, ot.NO_VERSION)
+        for who in [who for who, member in self.members.items() if not member.over]:
+            self._remove(told, who, f"the job has ended: {body.reason}")
+
+    def _remove(self, told: ToldEntry, who: ot.IncarnationId, reason: str) -> None:
+        if (member := self.members.get(who)) is not None:
+            member.over, member.over_t = reason, told.t
+        self.leases.remove(who)
 
     def line(self) -> Iterator[MadeVersion]:
         """The versions that the newest comes from, as far as the logs have them; the newest first."""
@@ -444,7 +461,9 @@ class JobEntries:
         if self._cut and len(body.digests) != len(self._cut):
             text = f"{version} is marked with {len(body.digests)} digests of {len(self._cut)} shards"
             self._say("durable", text, self._position)
-        mark = Mark(version, body.digests, self._cut, told.t)
+        made = self.versions.get(version)
+        recut = made is not None and made.told.position < self._recut_at
+        mark = Mark(version, body.digests, self._cut, told.t, recut)
         self.marks.append(mark)
         self.durable.append(mark)
         self._marked = self._position

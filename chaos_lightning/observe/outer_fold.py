@@ -15,6 +15,7 @@ chains disagree, which an audit must see.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -144,6 +145,14 @@ class Fetch(NamedTuple):
     seconds: float
 
 
+class TookLast(NamedTuple):
+    """A `last_taken`."""
+
+    t: float
+    version: str
+    steps: int
+
+
 class InnerSteps(NamedTuple):
     """An `inner_steps`."""
 
@@ -153,7 +162,7 @@ class InnerSteps(NamedTuple):
     loss: float | None
 
 
-Happening = FrozenPush | HeardAnswer | Adoption | Fetch | InnerSteps
+Happening = FrozenPush | HeardAnswer | Adoption | Fetch | TookLast | InnerSteps
 
 
 @dataclass(slots=True)
@@ -164,10 +173,10 @@ class ClusterLog:
         name: The incarnation.
         first: Its first word, wall time in s.
         last: Its last word.
-        told: What happened, by file in order; an elastic cluster writes several.
-        steps: Inner steps in all, by file.
+        told: What happened, by file in order; of an elastic cluster each rank writes while it is the first one.
+        steps: Inner steps in all.
         answers: How often it heard each answer.
-        waits: That training stood still in all, s, by file.
+        waited_s: That training stood still in all, s.
         over: When it was over, by its own word or the chain's; None: it is not.
         reason: Why.
         again: Whether the cluster was to come in again.
@@ -177,9 +186,9 @@ class ClusterLog:
     first: float
     last: float = 0.0
     told: dict[str, list[Happening]] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
     answers: dict[str, int] = field(default_factory=dict)
-    waits: dict[str, float] = field(default_factory=dict)
+    waited_s: float = 0.0
     over: float | None = None
     reason: str = ""
     again: bool = False
@@ -189,18 +198,18 @@ class ClusterLog:
         self.told.setdefault(source, []).append(one)
         match one:
             case InnerSteps():
-                self.steps[source] = self.steps.get(source, 0) + one.steps
+                self.steps += one.steps
             case HeardAnswer():
                 self.answers[one.answer] = self.answers.get(one.answer, 0) + 1
             case Adoption():
-                self.waits[source] = self.waits.get(source, 0.0) + one.waited_s
+                self.waited_s += one.waited_s
             case _:
                 pass
 
     @property
-    def waited_s(self) -> float:
-        """Of the process that waited longest."""
-        return max(self.waits.values(), default=0.0)
+    def history(self) -> list[Happening]:
+        """All that happened, whoever told it, in order."""
+        return list(heapq.merge(*self.told.values(), key=lambda one: one.t))
 
     @property
     def pushes(self) -> dict[str, FrozenPush]:
@@ -210,13 +219,13 @@ class ClusterLog:
 
     @property
     def adoptions(self) -> list[Adoption]:
-        """Of the file that tells of most."""
-        return max(([x for x in t if isinstance(x, Adoption)] for t in self.told.values()), key=len, default=[])
+        """In order."""
+        return [one for one in self.history if isinstance(one, Adoption)]
 
     @property
     def inner(self) -> list[InnerSteps]:
-        """Of the file that tells of most."""
-        return max(([x for x in t if isinstance(x, InnerSteps)] for t in self.told.values()), key=len, default=[])
+        """In order."""
+        return [one for one in self.history if isinstance(one, InnerSteps)]
 
     @property
     def fetched(self) -> int:
@@ -310,7 +319,7 @@ class OuterRun:
                 self._follower(r)
             case "cluster_welcomed" | "push_frozen" | "push_answered" | "version_fetched" | "version_adopted":
                 self._cluster(r)
-            case "cluster_over" | "inner_steps":
+            case "cluster_over" | "inner_steps" | "last_taken":
                 self._cluster(r)
         event = known().get(r.name)
         if event is not None and event.note:
@@ -404,6 +413,8 @@ def _happening(r: Record) -> Happening | None:
             progress = number("progress_samples"), number("progress_steps")
             waited_s = f.number(r.get("waited_s"))
             return Adoption(r.t, version, bool(r.get("outright")), number("steps"), waited_s, *progress)
+        case "last_taken":
+            return TookLast(r.t, version, number("steps"))
         case "inner_steps":
             loss = f.number(r.get("loss"), math.nan)
             return InnerSteps(r.t, number("steps"), number("samples"), loss if math.isfinite(loss) else None)

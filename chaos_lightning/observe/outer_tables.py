@@ -223,7 +223,7 @@ def _clusters(run: OuterRun, chain: JobEntries) -> list[ClusterRow]:
 
 def _account(row: ClusterRow, log: ClusterLog, answered: set[str]) -> None:
     """What its own log adds."""
-    row.steps, row.samples = max(log.steps.values(), default=0), sum(x.samples for x in log.inner)
+    row.steps, row.samples = log.steps, sum(x.samples for x in log.inner)
     row.open = sum(push not in answered for push in log.pushes)
     row.pushed, row.fetched = sum(push.nbytes for push in log.pushes.values()), log.fetched
     row.waited_s = log.waited_s

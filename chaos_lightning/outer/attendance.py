@@ -7,13 +7,23 @@ takeover clusters have a while to come back. One that alone holds what a shard m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from chaos_lightning.outer.leader_desk import LeaderDesk
 from chaos_lightning.outer.messages import Beat, ClusterHello, Dismissed, Eldest, Paced, ToCluster
 from chaos_lightning.outer.pace import local_steps
-from chaos_lightning.outer.types import NO_VERSION, IncarnationId, JobOpened, Joined, Offer, PushId, Removed, VersionId
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    IncarnationId,
+    JobOpened,
+    Joined,
+    Offer,
+    PacedCluster,
+    PushId,
+    Removed,
+    VersionId,
+)
 
 MISSED = 3
 """Heartbeats that a cluster may miss (Di-PS 4.3)."""
@@ -60,6 +70,8 @@ class Attendance:
         self._conns: dict[int, IncarnationId] = {}
         self._hellos: dict[str, tuple[int, ClusterHello]] = {}
         """Clusters that wait to be let in, by name."""
+        self._why = ""
+        """Of the paces that were decided last."""
         self.clusters: dict[IncarnationId, ClusterState] = {}
 
     # ------------------------------------------------------------------ questions
@@ -116,6 +128,8 @@ class Attendance:
         """The stream of a known incarnation."""
         now = self._desk.now
         cluster = self.clusters.setdefault(who, ClusterState(conn, now))
+        if (known := self._desk.chain.paced.get(who)) is not None and not cluster.steps:
+            cluster.steps, cluster.rate, cluster.step_rate = known.steps, known.rate, known.step_rate
         cluster.conn, cluster.heard_s, cluster.nonce, cluster.base = conn, now, hello.nonce, hello.base
         cluster.kept = frozenset(hello.kept)
         self._conns[conn] = who
@@ -178,8 +192,7 @@ class Attendance:
                 words += ": give this one another name"
                 self._desk.send(conn, Dismissed(self._desk.term, words, again=False))
             elif not same:
-                number = 1 + max((who.number for who in chain.incarnations), default=0)
-                return Joined(IncarnationId(name, number), hello.place)
+                return Joined(IncarnationId(name, chain.joined + 1), hello.place)
         return None
 
     def next_removal(self) -> Removed | None:
@@ -235,14 +248,21 @@ class Attendance:
             self._conns.pop(cluster.conn, None)
         return cluster.offer
 
-    def pace(self) -> None:
-        """Local steps that follow each cluster's measured speed, so that all arrive together."""
-        if self._desk.settings.policy != "robust":
-            return
-        training = {who: self.clusters[who].step_rate for who in sorted(self.training())}
-        before = {who: self.clusters[who].steps for who in training if self.clusters[who].steps}
-        steps, reason = local_steps(training, before, self._desk.settings.inner_steps)
-        for who, number in steps.items():
-            if number != self.steps_of(self.clusters[who]):
-                self.tell(who, Paced(self._desk.term, number, reason))
-            self.clusters[who].steps = number
+    def paced(self) -> tuple[PacedCluster, ...]:
+        """Who trains, and with which pace from the next round on: where that is the policy, all arrive together."""
+        training = {who: self.clusters[who] for who in sorted(self.training())}
+        steps = {who: cluster.steps for who, cluster in training.items()}
+        if self._desk.settings.policy == "robust":
+            rates = {who: cluster.step_rate for who, cluster in training.items()}
+            before = {who: number for who, number in steps.items() if number}
+            steps, self._why = local_steps(rates, before, self._desk.settings.inner_steps)
+        return tuple(PacedCluster(who, steps[who], c.rate, c.step_rate) for who, c in training.items())
+
+    def pace(self, paced: Iterable[PacedCluster]) -> None:
+        """The round that says so is stored."""
+        for each in paced:
+            cluster = self.clusters.get(each.incarnation)
+            if cluster is not None and each.steps:
+                if each.steps != self.steps_of(cluster):
+                    self.tell(each.incarnation, Paced(self._desk.term, each.steps, self._why))
+                cluster.steps = each.steps

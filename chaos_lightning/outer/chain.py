@@ -12,17 +12,25 @@ all that is ever asked is whether two versions hold the same.
 answer. A rollback takes acceptances back, so numbers may be open again below others that stay rejected.
 
 *Durable.* The two newest durable versions; what the older one holds can never be asked for again.
+
+*Summaries.* A `Summary` takes the place of all entries before it (O1a): the chain goes on from what it says. What was
+cut is known by its number alone: a version below `floor`, an incarnation up to `joined`, a push below `cut`.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import assert_never
 
+from chaos_lightning.outer.arrivals import UNTAUGHT, ArrivalRates
 from chaos_lightning.outer.leases import Leases, chunk_size
+from chaos_lightning.outer.plain import built
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Agreement,
@@ -40,12 +48,14 @@ from chaos_lightning.outer.types import (
     Joined,
     Leased,
     Offer,
+    PacedCluster,
     PushAnswer,
     PushId,
     Removed,
     RolledBack,
     Round,
     Started,
+    Summary,
     VersionId,
     Voided,
 )
@@ -78,6 +88,8 @@ class Incarnation:
         answers: By number.
         rejected: How often in a row its pushes were rejected.
         low: All numbers below it are answered.
+        cut: So are those below it, and what was said is not known any more.
+        tally: How many of each answer stand.
     """
 
     id: IncarnationId
@@ -87,11 +99,13 @@ class Incarnation:
     answers: dict[int, GivenAnswer] = field(default_factory=dict)
     rejected: int = 0
     low: int = 0
+    cut: int = 0
+    tally: dict[PushAnswer, int] = field(default_factory=dict)
 
     @property
     def next(self) -> int:
         """The number of its next push to be answered."""
-        self.low = max(self.low, self.first)
+        self.low = max(self.low, self.first, self.cut)
         while self.low in self.answers:
             self.low += 1
         return self.low
@@ -111,13 +125,11 @@ class Version:
         entry: What made it.
         before: The version whose state it is computed from: of a round the one before it, of a rollback the one whose
             content it has.
-        holds: By incarnation a digest of the numbers of its pushes that this version holds.
     """
 
     id: VersionId
     entry: Entry
     before: VersionId
-    holds: dict[IncarnationId, str]
 
     @property
     def pushes(self) -> tuple[PushId, ...]:
@@ -125,53 +137,132 @@ class Version:
         return tuple(offer.push for offer in self.entry.offers)
 
 
+@dataclass(frozen=True, slots=True)
+class RoundState:
+    """What a rollback to a version goes back to; and the epoch whose positions were leased with it."""
+
+    counters: Counters
+    gate: GateState
+    epoch: int = 0
+
+
+BEGINNING = RoundState(Counters(), GateState())
+
+
+Holds = dict[IncarnationId, str]
+"""By incarnation a digest of the numbers of its pushes that a version holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummedChain:
+    """A chain behind which entries may be cut: `OuterChain`'s attributes of these names, and `leases` as a text."""
+
+    agreement: Agreement | None
+    by: str
+    leases: str
+    newest: VersionId
+    durable: tuple[tuple[VersionId, tuple[str, ...]], ...]
+    safe: VersionId
+    joined: int
+    floor: int
+    incarnations: tuple[Incarnation, ...]
+    starts: dict[str, str]
+    cut: tuple[str, ...]
+    counters: Counters
+    gate: GateState
+    rates: ArrivalRates
+    paced: dict[IncarnationId, PacedCluster]
+    rounds: int
+    rollbacks: int
+    tally: dict[PushAnswer, int]
+    versions: tuple[Version, ...]
+    bases: dict[VersionId, Holds]
+    states: dict[VersionId, RoundState]
+    reopened: dict[PushId, Offer]
+
+    @classmethod
+    def of(cls, body: Summary) -> SummedChain:
+        """What a summary says.
+
+        Raises:
+            ValueError: It is none.
+        """
+        try:
+            given = json.loads(zlib.decompress(base64.b64decode(body.state, validate=True)))
+            found: SummedChain = built(cls, given)
+        except (zlib.error, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"this summary cannot be read: {error!r}") from error
+        return found
+
+
 class OuterChain:
     """See the module.
+
+    Args:
+        whole: Summaries are passed over: it keeps all that it has followed.
 
     Attributes:
         position: Of the last entry.
         hash: Of the last entry.
         last: That entry; None: there is none.
-        versions: All of them, by id.
+        summed: Position of the last summary; 0: there is none.
+        versions: By id; of those before the last summary, the ones that followers may compute from.
+        bases: What each version holds that a push may have for its base.
+        floor: Of versions with a number below it some are not known any more.
         newest: The last one; it stands.
         durable: The two newest durable ones with the digests of their shards, oldest first.
         safe: The second newest durable one, as it last was: what it holds is never asked for again, and no rollback
             goes behind it.
-        incarnations: All that ever joined.
+        incarnations: All that ever joined, but those that are over and were cut.
+        joined: The highest number of an incarnation.
         starts: Followers and the number of their last start.
         cut: Followers in shard order; empty before the first.
         counters: Of the outer optimizer.
         gate: What the gate has seen.
+        rates: What rounds taught of arrivals.
+        paced: What is known of the pace of those who live.
         agreement: What all clusters have in common; None before the first one has come.
         by: Where that one ran.
         leases: Who may train which samples; None where each cluster has its own data.
         ended: The last version and why; None while the job goes on.
-        rollbacks: How many there were.
+        last_in: Who was in when it ended.
+        rounds: How many there were.
+        rollbacks: Likewise.
+        tally: How many of each answer stand.
+        reopened: Pushes that were accepted once, rolled back, and are unanswered; of those who live.
+        states: What a rollback to a version goes back to, and the epoch that was leased then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
         self.agreement: Agreement | None = None
         self.by = ""
         self.leases: Leases | None = None
         self.position = 0
         self.hash = ""
         self.last: Entry | None = None
+        self.summed = 0
         self.versions: dict[VersionId, Version] = {}
+        self.bases: dict[VersionId, Holds] = {}
+        self.floor = 0
         self.newest = NO_VERSION
         self.durable: list[tuple[VersionId, tuple[str, ...]]] = []
         self.safe = NO_VERSION
         self.incarnations: dict[IncarnationId, Incarnation] = {}
+        self.joined = 0
         self.starts: dict[str, str] = {}
         self.cut: tuple[str, ...] = ()
         self.counters = Counters()
         self.gate = GateState()
+        self.rates = UNTAUGHT
+        self.paced: dict[IncarnationId, PacedCluster] = {}
         self.ended: Ended | None = None
+        self.last_in: frozenset[IncarnationId] = frozenset()
+        self.rounds = 0
         self.rollbacks = 0
-        self._founded = False
-        """Whether the first content stands."""
-        self._states = {NO_VERSION: (Counters(), GateState())}
-        """What a rollback to a version goes back to."""
-        self._epochs: dict[VersionId, int] = {}
+        self.tally: dict[PushAnswer, int] = {}
+        self.reopened: dict[PushId, Offer] = {}
+        self.states = {NO_VERSION: BEGINNING}
 
     # ------------------------------------------------------------------ questions
 
@@ -187,7 +278,31 @@ class OuterChain:
     @property
     def founded(self) -> bool:
         """Whether there is a version with content; a rollback may take the first one back."""
-        return self._founded
+        made = self.versions.get(self.newest)
+        return made is not None and (made.before != NO_VERSION or isinstance(made.entry.body, Founded))
+
+    def over(self, who: IncarnationId) -> str:
+        """Why this incarnation is over; "" while it is in.
+
+        Raises:
+            KeyError: It never joined.
+        """
+        if who not in self.incarnations and who.number <= self.joined:
+            return "it is over, and so long that nothing else is known of it"
+        return self.incarnations[who].over
+
+    def unanswered(self, push: PushId) -> bool:
+        """Whether a round may still take this push."""
+        known = self.incarnations.get(push.incarnation)
+        return known is not None and not known.over and known.next <= push.number not in known.answers
+
+    def lacks(self, version: VersionId) -> bool:
+        """Whether this version is none of this chain; one that was cut may be."""
+        return version != NO_VERSION and version not in self.bases and version.number >= self.floor
+
+    def forgot(self, base: VersionId) -> bool:
+        """Whether it is not known any more what this version holds."""
+        return base != NO_VERSION and base not in self.bases and base.number < self.floor
 
     @property
     def ahead(self) -> int:
@@ -229,13 +344,12 @@ class OuterChain:
 
     def held(self, version: VersionId, incarnation: IncarnationId) -> str:
         """Which pushes of this incarnation the version holds, as a digest."""
-        found = self.versions.get(version)
-        return found.holds.get(incarnation, "") if found is not None else ""
+        return self.bases.get(version, {}).get(incarnation, "")
 
     def progress(self, version: VersionId) -> JobProgress:
         """How far the job is with this version; nowhere with one that is not known."""
-        counters, _ = self._states.get(version, self._states[NO_VERSION])
-        return JobProgress(counters.samples, counters.ticks, self._epochs.get(version, 0))
+        state = self.states.get(version, BEGINNING)
+        return JobProgress(state.counters.samples, state.counters.ticks, state.epoch)
 
     def needed(self) -> set[PushId]:
         """Pushes whose bytes somebody may ask for: accepted, and not held by the second newest durable version (O5)."""
@@ -254,7 +368,8 @@ class OuterChain:
         Raises:
             ValueError: It does not follow: a bug, or a store that another leader wrote to.
         """
-        if (entry.position, entry.before) != (self.position + 1, self.hash):
+        begins = isinstance(entry.body, Summary) and not self.position
+        if not begins and (entry.position, entry.before) != (self.position + 1, self.hash):
             raise ValueError(f"entry {entry.position} after {entry.before[:6]} does not follow {self.position}")
         body = entry.body
         match body:
@@ -266,10 +381,13 @@ class OuterChain:
                 )
             case Started(follower, nonce):
                 self.starts[follower] = nonce
-            case Cut(followers):
+            case Cut(followers, durable):
                 self.cut = followers
+                if self.durable:  # of the former shards
+                    self.durable = [(mark.version, mark.digests) for mark in durable]
             case Joined(incarnation, place, first):
                 self.incarnations[incarnation] = Incarnation(incarnation, place, first)
+                self.joined = max(self.joined, incarnation.number)
                 if self.leases is not None:
                     self.leases.join(incarnation)
             case Founded() | Round() | RolledBack():
@@ -278,18 +396,32 @@ class OuterChain:
                 assert self.leases is not None, "each cluster has its own data"
                 self.leases.lease(body)
             case Removed(incarnation, reason):
-                self.incarnations[incarnation].over = reason
-                if self.leases is not None:
-                    self.leases.remove(incarnation)
+                self._remove(incarnation, reason)
             case Voided(offer, reason):
                 self._answer(offer, PushAnswer.VOID, NO_VERSION, reason)
             case Durable(version, digests):
                 self._mark(version, digests)
-            case Ended():
+            case Ended(_, reason, voided):
                 self.ended = body
+                for offer in voided:
+                    self._answer(offer, PushAnswer.VOID, NO_VERSION, reason)
+                self.last_in = frozenset(who for who, known in self.incarnations.items() if not known.over)
+                for who in self.last_in:
+                    self._remove(who, f"the job has ended: {reason}")
+            case Summary():
+                self.summed = entry.position
+                if not self._whole:
+                    self._begin(body)
             case _:
                 assert_never(body)
         self.position, self.hash, self.last = entry.position, entry.hash, entry
+
+    def _remove(self, who: IncarnationId, reason: str) -> None:
+        self.incarnations[who].over = reason
+        self.paced.pop(who, None)
+        self.reopened = {push: offer for push, offer in self.reopened.items() if push.incarnation != who}
+        if self.leases is not None:
+            self.leases.remove(who)
 
     def _mark(self, version: VersionId, digests: tuple[str, ...]) -> None:
         self.durable = [*self.durable, (version, digests)][-2:]
@@ -308,26 +440,27 @@ class OuterChain:
             before = body.before if isinstance(body, Round) else NO_VERSION
             if before != (self.newest if self.founded else NO_VERSION):
                 raise ValueError(f"version {made} is made of {before}, not of {self.newest}")
-            holds = dict(self.versions[before].holds) if before in self.versions else {}
+            holds = dict(self.bases.get(before, {}))
             for offer in entry.offers:
                 self._answer(offer, PushAnswer.ACCEPTED, made, "")
                 holds[offer.push.incarnation] = with_push(holds.get(offer.push.incarnation, ""), offer.push.number)
             if isinstance(body, Round):
                 for refusal in body.rejected:
                     self._answer(refusal.offer, PushAnswer.REJECTED, made, refusal.reason)
-                self.counters, self.gate = body.counters, body.gate
-            self.versions[made] = Version(made, entry, before, holds)
+                self.counters, self.gate, self.rounds = body.counters, body.gate, self.rounds + 1
+                self.rates = body.rates
+                self.paced |= {each.incarnation: each for each in body.paced}
+            self.versions[made], self.bases[made] = Version(made, entry, before), holds
         self.newest = made
-        if not isinstance(body, Round):
-            self._founded = any(isinstance(v.entry.body, Founded) for v in self.line())
-        self._states[made] = (self.counters, self.gate)
-        self._epochs[made] = self.leases.epoch if self.leases is not None else 0
+        self.states[made] = RoundState(self.counters, self.gate, self.leases.epoch if self.leases is not None else 0)
 
     def _answer(self, offer: Offer, answer: PushAnswer, version: VersionId, reason: str) -> None:
         incarnation = self.incarnations[offer.push.incarnation]
         if offer.push.number != incarnation.next:
             raise ValueError(f"push {offer.push} is answered out of turn: {incarnation.next} is next (O3)")
         incarnation.answers[offer.push.number] = GivenAnswer(offer, answer, version, reason)
+        self.reopened.pop(offer.push, None)
+        self._count(incarnation, answer, 1)
         incarnation.rejected = incarnation.rejected + 1 if answer is PushAnswer.REJECTED else 0
         if self.leases is None:
             return
@@ -339,25 +472,40 @@ class OuterChain:
         else:
             self.leases.void(offer)
 
+    def _count(self, incarnation: Incarnation, answer: PushAnswer, more: int) -> None:
+        for tally in (self.tally, incarnation.tally):
+            tally[answer] = tally.get(answer, 0) + more
+
     def _roll_back(self, made: VersionId, entry: Entry, body: RolledBack) -> None:
         """Acceptances of the versions behind go; joins, rejections and voids stand (O5a)."""
         for version in self.since(body.to):
             for push in version.pushes:
                 incarnation = self.incarnations[push.incarnation]
                 answers, incarnation.low = incarnation.answers, 0
+                given = answers.pop(push.number)
+                self._count(incarnation, PushAnswer.ACCEPTED, -1)
                 if push in body.lost:
-                    given = answers[push.number]
                     reason = "its bytes were lost, and the job went back"
                     answers[push.number] = GivenAnswer(given.offer, PushAnswer.VOID, made, reason)
-                else:
-                    del answers[push.number]
+                    self._count(incarnation, PushAnswer.VOID, 1)
+                elif not incarnation.over:
+                    self.reopened[push] = given.offer
         self.rollbacks += 1
         if self.leases is not None:
             self.leases.rollback(body)
-        self.counters, self.gate = self._states[body.to]
-        holds = self.versions[body.to].holds if body.to in self.versions else {}
-        self.versions[made] = Version(made, entry, body.to, dict(holds))
+        self.counters, self.gate = self.states[body.to].counters, self.states[body.to].gate
+        self.versions[made], self.bases[made] = Version(made, entry, body.to), dict(self.bases.get(body.to, {}))
         self.durable = [(v, d) for v, d in self.durable if self._comes_from(made, v)]
+
+    def _begin(self, body: Summary) -> None:
+        """Goes on from what a summary says."""
+        summed = SummedChain.of(body)
+        for name in set(SummedChain.__slots__) - {"leases", "durable", "incarnations", "versions"}:
+            setattr(self, name, getattr(summed, name))
+        self.leases = Leases.decode(json.loads(summed.leases)) if summed.leases else None
+        self.durable = [*summed.durable]
+        self.incarnations = {known.id: known for known in summed.incarnations}
+        self.versions = {version.id: version for version in summed.versions}
 
     def _comes_from(self, version: VersionId, other: VersionId) -> bool:
         return any(v.id == other for v in self.line(version))

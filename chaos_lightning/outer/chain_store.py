@@ -2,7 +2,8 @@
 
 Theory of operation. A record of the store is an entry: its kind is the name of what the entry says, its body that in
 the bytes of outer/vocabulary.py. Position and term are the same; what an entry names as its predecessor is the hash of
-the entry before, and what a record names is that of the record before. Both stores and chain compare (O1).
+the entry before, and what a record names is that of the record before. Both stores and chain compare (O1). A summary
+is written as a cut: it takes the place of all records before it (O1a).
 
 A store that takes nothing is asked again for some seconds, and then fails the leader: a process that starts anew knows
 all that was stored, and clusters train on meanwhile.
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 from chaos_lightning.control.store import EMPTY, Appended, Store, StoreFactory
 from chaos_lightning.errors import StoreError
 from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.types import Entry
+from chaos_lightning.outer.types import Entry, Summary
 from chaos_lightning.outer.vocabulary import body_bytes, entry_of
 
 T = TypeVar("T")
@@ -114,7 +115,8 @@ class ChainStore:
     def _append(self, entry: Entry) -> Appended:
         assert self._store is not None, "take() comes first"
         assert (entry.position, entry.term) == (self._end.position + 1, self._store.term), "an entry out of turn"
-        outcome = self._store.append(type(entry.body).__name__, body_bytes(entry.body), self._end)
+        body, cut = entry.body, isinstance(entry.body, Summary)
+        outcome = self._store.append(type(body).__name__, body_bytes(body), self._end, cut=cut)
         if outcome.ok:
             self._end = outcome.end
         return outcome

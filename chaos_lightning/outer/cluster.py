@@ -10,13 +10,15 @@ An accepted push is *kept*, since followers may have to fetch it again, until th
 kept pushes unanswered again: they are offered anew, in order, before the open one (O5a).
 
 When its own loop is over it pushes what is left, and once all is answered and adopted it says its verdict, until the
-job ends. What a push covers is counted here; the bytes are the shell's. What the leader said is said again, so hearing
-it twice changes nothing.
+job ends. The end may come in the midst of a round. Then the cluster takes the job's last version outright, as all do;
+what it trained beyond that is discarded. What a push covers is counted here; the bytes are the shell's. What the leader
+said is said again, so hearing it twice changes nothing.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -159,6 +161,21 @@ class ReachHolders:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeLast:
+    """The job is over: base and parameters are its last version, which is the base already or was got.
+
+    Attributes:
+        version: Which.
+        steps: Inner steps that it lacks, which are gone.
+        samples: That they used.
+    """
+
+    version: VersionId
+    steps: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class Over:
     """This incarnation is over; `again`: the process comes in as a new one."""
 
@@ -166,7 +183,7 @@ class Over:
     again: bool
 
 
-ClusterEffect = Say | Freeze | FetchVersion | Adopt | Settle | Free | ReachHolders | Over | OuterNote
+ClusterEffect = Say | Freeze | FetchVersion | Adopt | Settle | Free | ReachHolders | TakeLast | Over | OuterNote
 
 
 class Phase(enum.StrEnum):
@@ -174,6 +191,7 @@ class Phase(enum.StrEnum):
 
     WAITING = "waiting"
     TRAINING = "training"
+    ENDING = "ending"
     GONE = "gone"
 
 
@@ -199,6 +217,24 @@ class Unpushed:
         return tuple(Covered(epoch, spans) for epoch, spans in sorted(self.spans.items()))
 
 
+def reckon(job: JobProgress, samples: int, steps: int, usual: int, paced: int) -> JobProgress:
+    """How far a job is that a cluster has trained on in by itself.
+
+    Args:
+        job: With its base.
+        samples: That it has trained since.
+        steps: Inner steps, likewise.
+        usual: Steps of a usual cluster from one push to the next.
+        paced: Of this one.
+    """
+    ticks = steps * TICKS * usual // max(1, paced)
+    return JobProgress(job.samples + samples, job.ticks + ticks, job.epoch)
+
+
+LAST_S = 60.0
+"""For so long after the job's end a cluster tries to get the last version; followers serve it as long."""
+_AWAY, _CONNECTED, _WELCOME = range(3)
+"""How a cluster stands with the leader; a welcome is an answer to its hello."""
 _GIVEN = frozenset({"name", "place", "nonce", "agreement", "process", "overlap", "shared", "_out", "_resting"})
 """What a machine is made with, or holds during an event alone."""
 
@@ -269,8 +305,10 @@ class ClusterMachine:
         self._in: dict[PushId, VersionId] = {}
         """Kept pushes: the version that holds each."""
         self._fetching = self._here = NO_VERSION
+        self._last: tuple[VersionId, str, int] | None = None
+        """The job is over: with this version, why, and how many heartbeats may go by until it is here."""
         self._resting = True
-        self._connected = self._welcome = False
+        self._stream = _AWAY
         self._founded = True
         self._out: list[ClusterEffect] = []
 
@@ -324,7 +362,7 @@ class ClusterMachine:
 
     @property
     def since_base(self) -> tuple[int, int]:
-        """(samples, inner steps) that it has trained and that its base does not hold."""
+        """(samples, inner steps) that it has trained since its base, and that no round has accepted."""
         samples = self.unpushed.samples + self._covered.samples
         steps = self.unpushed.steps + self._covered.steps
         if self.open is not None:
@@ -332,17 +370,26 @@ class ClusterMachine:
         return samples, steps
 
     @property
+    def ahead(self) -> tuple[int, int]:
+        """The same, and what is accepted in a version that it has yet to adopt."""
+        samples, steps = self.since_base
+        for push, offer in self.kept.items():
+            if self._in.get(push, self.base) > self.base:
+                samples, steps = samples + offer.samples, steps + offer.steps
+        return samples, steps
+
+    @property
     def reckoned(self) -> JobProgress:
         """How far the job is by this cluster's own reckoning: its base, and what it has trained since at its pace."""
-        samples, steps = self.since_base
-        ticks = steps * TICKS * self._usual_steps // max(1, self.inner_steps)
-        return JobProgress(self.job.samples + samples, self.job.ticks + ticks, self.job.epoch)
+        return reckon(self.job, *self.ahead, self._usual_steps, self.inner_steps)
 
     @property
     def waits_for(self) -> str:
         """What must come before it trains on, or may go, in words."""
         if self.incarnation is None:
             return "the parameter server to let it in"
+        if self._last is not None:
+            return "the job's last version"
         if self.phase is not Phase.TRAINING:
             return "the newest version" if self.base != NO_VERSION or self.fetching != NO_VERSION else "a first version"
         if self.open is not None:
@@ -387,10 +434,10 @@ class ClusterMachine:
             return []
         match event:
             case Connected():
-                self._connected, self._welcome = True, False
+                self._stream = _CONNECTED
                 self._say(self.hello())
             case Disconnected():
-                self._connected = self._welcome = False
+                self._stream = _AWAY
             case Told(message):
                 self._hear(message)  # type: ignore[arg-type]
             case Trained(samples, covers, steps):
@@ -407,7 +454,9 @@ class ClusterMachine:
                 pass
             case TimePassed():
                 self._beat()
-        if not self.gone:
+        if self._last is not None:
+            self._take_last(*self._last)
+        elif not self.gone:
             if resting:
                 self._take_got()
             self._turn()
@@ -419,11 +468,13 @@ class ClusterMachine:
         return self.phase is Phase.GONE
 
     def _say(self, message: FromCluster) -> None:
-        if self._connected:
+        if self._stream != _AWAY:
             self._out.append(Say(message))
 
     def _beat(self) -> None:
-        if self.incarnation is not None and self._welcome:
+        if self._last is not None:
+            self._last = (*self._last[:2], self._last[2] - 1)
+        if self.incarnation is not None and self._stream == _WELCOME:
             left = sum(count(spans) for spans in self.free_spans().values())
             samples, leaving = self.unpushed.samples, self.leaving or bool(self.verdict)
             self._say(Beat(self.incarnation, self.rate, self.step_rate, self.base, left, samples, leaving))
@@ -469,15 +520,38 @@ class ClusterMachine:
                 self.leased = {each.epoch: each.spans for each in leased}
             case Dismissed(_, reason, again):
                 self._end(reason, again=again)
-            case JobFinished(_, _, reason):
-                self._end(reason, again=False)
+            case JobFinished(_, version, reason):
+                self._on_finished(version, reason)
+
+    def _on_finished(self, version: VersionId, reason: str) -> None:
+        if self.base == NO_VERSION or version == NO_VERSION:
+            self._end(reason, again=False)
+        elif self._last is None:
+            beats = math.ceil(LAST_S / OuterSettings.of_words(self.agreement.settings).heartbeat_s)
+            self.phase, self._last = Phase.ENDING, (version, reason, beats)
+            if version not in (self.base, self._here, self._fetching):
+                self._fetching = version
+                self._out.append(FetchVersion(version))
+
+    def _take_last(self, version: VersionId, reason: str, beats: int) -> None:
+        if self.gone or not self._resting:
+            return
+        if version in (self.base, self._here):
+            samples, steps = self.since_base
+            self.base, self.open, self._freezing = version, None, None
+            self.unpushed, self._covered = Unpushed(), Unpushed()
+            self.job = self._progress.get(version, self.job)
+            self._out.append(TakeLast(version, steps, samples))
+            self._end(reason, again=False)
+        elif beats <= 0:
+            self._end(f"{reason}. Its last version, {version}, could not be had: this model is older", again=False)
 
     def _end(self, reason: str, *, again: bool) -> None:
         self.phase = Phase.GONE
         self._out.append(Over(reason, again))
 
     def _on_welcome(self, incarnation: IncarnationId, first: int) -> None:
-        self._welcome, self.leased = True, {}
+        self._stream, self.leased = _WELCOME, {}
         if self.incarnation is None:
             self.incarnation, self._next = incarnation, first
         self._offer()
@@ -497,7 +571,7 @@ class ClusterMachine:
     def _offer(self) -> None:
         """The first that is unanswered; said again with each heartbeat, as any word may be lost."""
         waiting = self._unanswered()
-        if waiting and self._welcome:
+        if waiting and self._stream == _WELCOME:
             self._say(Offered(waiting[0]))
 
     def _on_frozen(self, push: PushId, manifest: str) -> None:
@@ -575,11 +649,11 @@ class ClusterMachine:
         self._beat()  # who waits for all that train waits for this one from now on
 
     def _turn(self) -> None:
-        if self.incarnation is None or (not self._welcome and self.phase is Phase.WAITING):
+        if self.incarnation is None or (self._stream != _WELCOME and self.phase is Phase.WAITING):
             return
         if self._freezing is None and not self._unanswered():
             self._turn_idle()
-        if self.leaving and self._may_go():
+        if self.leaving and self._resting and self._may_go():  # else a step is under way that it will hear of
             self._say(Goodbye(self.incarnation, "it was asked to leave"))
             self._end("it was asked to leave", again=False)
 
@@ -592,7 +666,7 @@ class ClusterMachine:
         if self._due is not None or not self._resting:
             return
         # Enough is pushed from the base that there is: where newer ones come all the time, it would never be.
-        founds = self.base == NO_VERSION and self._welcome and not self._founded
+        founds = self.base == NO_VERSION and self._stream == _WELCOME and not self._founded
         hurries = self.dry or self.leaving or bool(self.verdict)
         enough = self.unpushed.steps >= self.inner_steps or (self.unpushed.steps > 0 and hurries)
         if founds or (self.base != NO_VERSION and enough):

@@ -275,8 +275,9 @@ class ElasticCluster:
         self._content.forget()
         for push in list(self._content.pushes):
             self._free(push)
+        self._drop_encoded()
         with self._changed:
-            self._fetched, self._encoding, self._encoded, self._sent = None, None, None, 0
+            self._fetched, self._sent = None, 0
             self._news.clear()
 
     # ------------------------------------------------------------------ the state that travels
@@ -340,11 +341,6 @@ class ElasticCluster:
         """This rank's part of the coming step has used so many more."""
         self._step.samples += samples
 
-    def saw(self, loss: float | None) -> None:
-        """Of this rank's part of the coming step, if it has one; None: nobody told it."""
-        if self._step.samples:
-            self._step.loss = loss
-
     def answer(self) -> bytes:
         """What this rank says in the coming commit."""
         with self._changed:
@@ -385,7 +381,13 @@ class ElasticCluster:
         return self.commit([self._me], [self.meeting()])
 
     def commit(
-        self, ranks: Sequence[str], answers: Sequence[bytes], *, steps: int = 0, spent: Sequence[Span] = ()
+        self,
+        ranks: Sequence[str],
+        answers: Sequence[bytes],
+        *,
+        steps: int = 0,
+        spent: Sequence[Span] = (),
+        loss: float | None = None,
     ) -> Boundary:
         """A commit of the inner job, when the optimizer has stepped.
 
@@ -394,6 +396,7 @@ class ElasticCluster:
             answers: Theirs; none where the commit carries none.
             steps: Inner steps that it is: 1, or 0.
             spent: Places on the tape that are spent with it, if it is a step.
+            loss: Of this rank's part of the step, for the log; None: nobody told it.
 
         Raises:
             StateError: This rank's push is not the others', or a rank cannot go on.
@@ -409,6 +412,7 @@ class ElasticCluster:
         found = Boundary()
         self._take_place(ranks)
         if steps:
+            self._step.loss = loss if loss is not None and self._step.samples else self._step.loss
             self._measure(sum(each.samples for each in said), steps, began)
         for effect in state.commit(ranks, said, steps, spent):
             found = self._carry_out(effect, found)
@@ -459,6 +463,14 @@ class ElasticCluster:
                 self._reach(holders)
             case cl.FetchVersion():
                 self._drop_fetched()
+            case cl.TakeLast(version, steps, samples):
+                self._tell_steps()
+                self._content.end_with(version, self._fetched)
+                self._drop_fetched()
+                self._tell(
+                    "last_taken", version=str(version), steps=steps, samples=samples, incarnation=self._who()
+                )  # fmt: skip
+                return Boundary(version, True, found.reset_optimizer)
             case cl.Over(reason, again):
                 self._end_of_life(reason, again=again)
                 return Boundary(found.adopted, True, found.reset_optimizer)
@@ -471,8 +483,8 @@ class ElasticCluster:
     def _resume_encoding(self) -> None:
         """A push that is frozen, and that not all ranks are known to have encoded, is encoded here."""
         push = self.machine.freezing
-        if push is None or (self._encoding is not None and self._encoding[0] == push):
-            return
+        if push is None or self._closing.is_set() or (self._encoding is not None and self._encoding[0] == push):
+            return  # the last commit of a rank that leaves is told after its farewell
         began = time.monotonic()
         future = self._worker.submit(self._content.encode)
         self._encoding = (push, future)
@@ -494,10 +506,15 @@ class ElasticCluster:
                 "push_frozen", push=str(push), base=str(base), steps=steps, samples=samples,
                 nbytes=part.data.numel(), seconds=round(time.monotonic() - began, 6),
             )  # fmt: skip
+            # Here, not in the training thread, for it is hashed. Nobody asks for it before it is offered, which is
+            # when the next commit is known.
+            self._serving.serve({push: part})
             with self._changed:
-                if self._encoding is not None and self._encoding[0] == push:
+                if self._encoding is not None and self._encoding[1] is encoded:
                     self._encoded = (push, part, manifest)
                     self._changed.notify_all()
+                elif push not in self._content.pushes:
+                    self._serving.drop(push)
 
         future.add_done_callback(done)
 
@@ -508,8 +525,14 @@ class ElasticCluster:
             raise StateError(f"push {push} is {own} at rank {self._me}, and {manifest} at the first one")
         self._encoding = self._encoded = None
         self._content.pushes[push] = part
-        # Nobody asks for it before it is offered, which is when the next commit is known.
-        self._serving.serve(self._content.pushes)
+        self._serving.serve(self._content.pushes)  # else there was nobody yet who could ask
+
+    def _drop_encoded(self) -> None:
+        """What no commit has made known as frozen."""
+        with self._changed:
+            encoded, self._encoding, self._encoded = self._encoded, None, None
+        if encoded is not None:
+            self._serving.drop(encoded[0])
 
     def _free(self, push: PushId) -> None:
         self._content.pushes.pop(push, None)
@@ -654,7 +677,8 @@ class ElasticCluster:
         (steps, samples), self._untold = self._untold, (0, 0)
         self._steps_told = time.monotonic()
         if steps:
-            self._tell("inner_steps", steps=steps, samples=samples, loss=self._step.loss, incarnation=self._who())
+            loss, self._step.loss = self._step.loss, None
+            self._tell("inner_steps", steps=steps, samples=samples, loss=loss, incarnation=self._who())
 
     def _who(self) -> str:
         """The incarnation's name; "" before there is one."""
@@ -711,7 +735,7 @@ class ElasticCluster:
         for push in set(self._content.pushes) - set(self.machine.kept):
             self._free(push)
         self._drop_fetched()
-        self._encoding = self._encoded = None
+        self._drop_encoded()
         self._hello = self.machine.anew().hello()
         if self._attendant is not None:
             self._leave_off()

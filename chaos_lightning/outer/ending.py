@@ -2,7 +2,8 @@
 
 Theory of operation. The job ends when its epochs are over, when the oldest cluster says so, or when an operator asks.
 From then on nothing is decided but what makes the newest version durable; then the end is stored with that version, and
-only then anybody hears of it. A leader that finds the end in its chain tells it to whoever comes, for a while.
+only then anybody hears of it. It voids the pushes that are open, and all incarnations and leases end with it. A leader
+that finds the end in its chain tells it to whoever comes, for a while.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Ending:
         newest = chain.durable[-1][0] if chain.durable else NO_VERSION
         if not self.reason or newest != chain.newest or self._awaited(newest):
             return None
-        return Ended(newest, self.reason)
+        return Ended(newest, self.reason, tuple(sorted(self._attendance.offers(), key=lambda offer: offer.push)))
 
     def _awaited(self, newest: VersionId) -> bool:
         """Somebody whose loop is over is about to take the last version over; for a while that is waited for."""

@@ -178,6 +178,16 @@ EVENTS = (
         _INCARNATION,
     ),
     Event(
+        "last_taken",
+        "the job is over, and a cluster's model is its last version",
+        {
+            "version": "which",
+            "steps": "inner steps of the cluster that it lacks, which are discarded",
+            "samples": "that they used",
+        },
+        _INCARNATION,
+    ),
+    Event(
         "cluster_over",
         "an incarnation is over",
         {"reason": "why", "again": "whether the cluster comes in again"},

@@ -36,6 +36,8 @@ from chaos_lightning.replication.table import DIGEST_NBYTES, StateTable
 
 STALL_S = 3.0
 """A connection on which nothing comes for so long is given up, and another one is tried."""
+GRACE_S = 0.25
+"""A process that has not answered for so long is not waited for by those who have; it may join them later."""
 _TENSOR = "part"
 _DIGESTS = "digests"
 
@@ -141,6 +143,7 @@ def fetch(
         deadline_s=deadline_s,
         stall_timeout_s=STALL_S,
         redial_s=0.0,
+        survey_grace_s=GRACE_S,
         redial_silent=len(donors) == 1,  # else the others go on at once
         prove=check is None,
     )

@@ -83,7 +83,7 @@ class FollowerMachine:
     Attributes:
         term: The highest that it has heard of.
         version: Where the state stands; NO_VERSION: there is none.
-        disk: Versions and digests of its files.
+        disk: Its files; of a version that was cut anew there are two.
         shard: Which one it holds; -1: none yet.
         agreement: Of the job; None before its first cluster has come.
         lost: Why its shard cannot be had any more; "" as long as it can.
@@ -103,7 +103,7 @@ class FollowerMachine:
         self.process = process
         self.term = 0
         self.version = NO_VERSION
-        self.disk = {file.version: file.digest for file in disk}
+        self.disk = {*disk}
         self.shard = -1
         self.shards = 0
         self.agreement: Agreement | None = None
@@ -147,7 +147,7 @@ class FollowerMachine:
         match event:
             case Connected():
                 self._connected = True
-                files = tuple(ShardFile(version, digest) for version, digest in sorted(self.disk.items()))
+                files = tuple(sorted(self.disk, key=lambda file: file.version))
                 self._say(
                     FollowerHello(self.name, self.nonce, self.term, files, self.version, self.endpoint, self.process)
                 )
@@ -175,7 +175,7 @@ class FollowerMachine:
                 self._stand(version, momentum)
             case Saved(version, digest):
                 self._saving = NO_VERSION
-                self.disk[version] = digest
+                self.disk.add(ShardFile(version, digest))
                 self._say(Written(self.name, version, digest))
             case Loaded():
                 self._on_loaded(event)
@@ -211,7 +211,7 @@ class FollowerMachine:
             self._stand(loaded.version, loaded.momentum)
             return
         self._busy = False
-        self.disk.pop(loaded.version, None)  # a mark may have deleted it meanwhile
+        self.disk = {file for file in self.disk if file.version != loaded.version}
         self._out.append(OuterNote("file_damaged", (("version", str(loaded.version)), ("reason", loaded.reason))))
 
     # ------------------------------------------------------------------ the leader's word
@@ -290,9 +290,9 @@ class FollowerMachine:
     def _mark(self, durable: tuple[ShardFile, ...], base: VersionId) -> None:
         """These are durable; what neither they nor what follows needs goes (O5, O6)."""
         self._durable, self._base = durable, base
-        for version in [v for v in self.disk if v < base]:
-            del self.disk[version]
-            self._out.append(Delete(version))
+        gone = {file.version for file in self.disk if file.version < base}
+        self.disk = {file for file in self.disk if file.version not in gone}
+        self._out += [Delete(version) for version in sorted(gone)]
         made = [e.version for e in self._entries]
         if base in made:
             before = self._needed()
@@ -332,18 +332,19 @@ class FollowerMachine:
                 self._out.append(FetchPush(offer))
         if self._busy:
             return
-        if self._keep == self.version != NO_VERSION and self.version not in self.disk and self._saving != self.version:
+        saved = any(file.version == self.version for file in self.disk)
+        if self._keep == self.version != NO_VERSION and not saved and self._saving != self.version:
             if self._saving != NO_VERSION:
                 return  # one that was rolled back since is still being written: this one waits for its turn
             self._saving = self.version
             self._out.append(Save(self.version))  # before the state moves on: the shell copies it at once
         self._advance()
 
-    def _start(self) -> tuple[int, VersionId | None, list[Entry]]:
+    def _start(self) -> tuple[int, ShardFile | None, list[Entry]]:
         """From where it goes on.
 
         Returns:
-            How many entries of the way lie behind it; -1: it has nothing to begin with. The version to load for that;
+            How many entries of the way lie behind it; -1: it has nothing to begin with. The file to load for that;
             None: the state as it stands will do. The way.
         """
         line = self._line()
@@ -352,8 +353,8 @@ class FollowerMachine:
         load = None
         for file in self._durable:
             at = places.get(file.version, -1)
-            if at > place and self.disk.get(file.version) == file.digest:
-                place, load = at, file.version
+            if at > place and file in self.disk:
+                place, load = at, file
         return place, load, line
 
     def _lacking(self) -> set[PushId]:
@@ -379,7 +380,7 @@ class FollowerMachine:
             self._say(Trouble(self.name, ""))
         if load is not None:
             self._busy = True
-            self._out.append(Load(load, self.disk[load]))
+            self._out.append(Load(load.version, load.digest))
             return
         if place < 0 and not self.lost:
             self._give_up()

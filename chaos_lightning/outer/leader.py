@@ -63,6 +63,7 @@ from chaos_lightning.outer.pushes import Pushes
 from chaos_lightning.outer.rounds import Rounds
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.shards import Follower, Shards
+from chaos_lightning.outer.summaries import Summaries
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Agreement,
@@ -103,6 +104,7 @@ class LeaderMachine:
         self.pushes = Pushes(desk, shards, attendance)
         self.dealer = Dealer(desk, attendance)
         self.end = Ending(desk, attendance)
+        self.summaries = Summaries(desk, attendance)
 
     # ------------------------------------------------------------------ questions
 
@@ -225,7 +227,7 @@ class LeaderMachine:
     def _on_cluster(self, conn: int, hello: ClusterHello) -> None:
         desk, chain, who = self.desk, self.chain, hello.resume
         lacking = desk.lacks(hello.term, hello.base, hello.newest)
-        if not lacking and who is not None and who not in chain.incarnations:
+        if not lacking and who is not None and who not in chain.incarnations and who.number > chain.joined:
             lacking = f"incarnation {who}"
         if lacking:
             desk.end(f"{hello.cluster} knows {lacking}, which this chain lacks: it is an older copy, or another's")
@@ -243,8 +245,8 @@ class LeaderMachine:
             return
         if (told := self.end.told()) is not None:
             desk.send(conn, told)
-        elif who is not None and chain.incarnations[who].over:
-            desk.send(conn, Dismissed(desk.term, chain.incarnations[who].over, again=True))
+        elif who is not None and (over := chain.over(who)):
+            desk.send(conn, Dismissed(desk.term, over, again=True))
         elif who is not None:
             self._take_over(conn, who, hello)
         else:
@@ -302,6 +304,7 @@ class LeaderMachine:
             or self.attendance.next_removal()
             or self.pushes.next_rollback()
             or self.shards.next_mark()
+            or self.summaries.next_summary()
             or self.pushes.next_founding()
             or (self.pushes.next_round() if not ends else None)
             or (self.dealer.next_lease() if not ends else None)
@@ -353,7 +356,10 @@ class LeaderMachine:
     def _on_end(self, ended: Ended) -> None:
         told = self.end.told()
         assert told is not None, "the chain has its end"
-        self.attendance.tell_all(told)
+        for offer in ended.voided:
+            self.pushes.answer(offer, PushAnswer.VOID, NO_VERSION, ended.reason)
+        for who in self.clusters:
+            self.attendance.tell(who, told)
         for conn in self.attendance.waiting():
             self.desk.send(conn, told)
         for follower in self.followers.values():
@@ -372,7 +378,7 @@ class LeaderMachine:
                 self._answer(offer, PushAnswer.ACCEPTED, entry.version, "it founded the job")
             case Round() as decided:
                 self.rounds.decided(self.desk.now, entry.version, len(decided.accepted) + len(decided.rejected))
-                self.attendance.pace()
+                self.attendance.pace(decided.paced)
                 for weighed in decided.accepted:
                     self._answer(weighed.offer, PushAnswer.ACCEPTED, entry.version, decided.reason)
                 for refusal in decided.rejected:

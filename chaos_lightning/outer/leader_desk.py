@@ -6,7 +6,7 @@ from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.effects import Done, LeaderEffect, OuterNote, SendTo, StoreEntry
 from chaos_lightning.outer.messages import ToCluster, ToFollower
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION, Body, Entry, VersionId
+from chaos_lightning.outer.types import Body, Entry, VersionId
 
 
 class LeaderDesk:
@@ -76,5 +76,5 @@ class LeaderDesk:
         """What somebody knows and this chain lacks, in words; "": nothing."""
         if term > self.term:
             return f"a leader with term {term}"
-        unknown = [v for v in versions if v != NO_VERSION and v not in self.chain.versions]
+        unknown = [version for version in versions if self.chain.lacks(version)]
         return f"version {unknown[0]}" if unknown else ""

@@ -36,9 +36,10 @@ class LeaderOptions:
     )
     job: str = same_as(Settings, "job")
     followers: int = setting(
-        1,
-        "So many followers hold a shard of the outer state each. A job that has begun keeps its number.",
-        check=at_least(1, "a number of followers"),
+        0,
+        "So many followers hold a shard of the outer state each. 0: as many as the job has; one, if it is new. For "
+        "another number `ps up` cuts the shards of a job anew, if all of its followers' folders are on this machine.",
+        check=at_least(0, "a number of followers, or 0"),
         metavar="N",
     )
     store: str = setting(

@@ -9,6 +9,7 @@ takes a part of the time that there is until the next one, so that a far link ca
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ _VERSION_NBYTES = 2
 
 
 class PushServing:
-    """See the module. One thread at a time, but for `dial`.
+    """See the module. `serve`, `drop` and `dial` may be called by any thread, all else by one at a time.
 
     Args:
         options: Of the cluster.
@@ -50,6 +51,7 @@ class PushServing:
     ) -> None:
         self.holders: tuple[Holder, ...] = ()
         self._grid, self._me = grid, me
+        self._lock = threading.Lock()
         self._cuts: dict[PushId, tuple[Shard, ...]] = {}
         """How those that are served are cut."""
         self._spread = options.spread if options.overlap else 0.0
@@ -84,16 +86,17 @@ class PushServing:
     def serve(self, pushes: Mapping[PushId, Part]) -> None:
         """These can be asked for, as far as it is known how they are cut; their bytes must not change."""
         shards = self.shards
-        for push, part in pushes.items():
-            cut = self._cuts.get(push)
-            if cut == shards or not shards:
-                continue
-            if cut is not None:
-                drop_push(self._server, push, cut)
-            elif self._spread:
-                self._spread_over(part)
-            hold_push(self._server, push, part, shards)
-            self._cuts[push] = shards
+        for push, part in pushes.items() if shards else ():
+            with self._lock:
+                cut = self._cuts.get(push)
+                if cut == shards:
+                    continue
+                if cut is not None:
+                    drop_push(self._server, push, cut)
+                elif self._spread:
+                    self._spread_over(part)
+                hold_push(self._server, push, part, shards)
+                self._cuts[push] = shards
 
     def _spread_over(self, part: Part) -> None:
         """By the shortest of the last pauses between two pushes: one that was long says nothing of the coming one."""
@@ -106,9 +109,10 @@ class PushServing:
 
     def drop(self, push: PushId) -> None:
         """Nobody asks for it any more."""
-        cut = self._cuts.pop(push, None)
-        if cut is not None:
-            drop_push(self._server, push, cut)
+        with self._lock:
+            cut = self._cuts.pop(push, None)
+            if cut is not None:
+                drop_push(self._server, push, cut)
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
         """A connection to a follower, for versions. Any thread."""

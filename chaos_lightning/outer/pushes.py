@@ -9,6 +9,7 @@ the version before it (O5a).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from chaos_lightning.outer.attendance import Attendance
 from chaos_lightning.outer.chain import AHEAD
@@ -63,11 +64,7 @@ class Pushes:
 
     def reopened(self, who: IncarnationId) -> list[PushId]:
         """Pushes of it that were accepted once, rolled back, and are unanswered."""
-        chain = self._desk.chain
-        if not chain.rollbacks:
-            return []  # asked with each event, so it must not cost more with every version
-        held = {push for version in chain.versions.values() for push in version.pushes if push.incarnation == who}
-        return sorted(push for push in held if push.number not in chain.incarnations[who].answers)
+        return sorted(push for push in self._desk.chain.reopened if push.incarnation == who)
 
     # ------------------------------------------------------------------ hearing
 
@@ -84,7 +81,7 @@ class Pushes:
                 return False
             desk.send(cluster.conn, PushAnswered(desk.term, offer.push, given.answer, given.version, given.reason))
             return given.answer is not PushAnswer.ACCEPTED  # it drops its leases when it hears that
-        if number != known.next or (offer.base not in desk.chain.versions and offer.base != NO_VERSION):
+        if number != known.next or desk.chain.lacks(offer.base):
             self._refuse(offer, f"number {known.next} is next, base {offer.base}")
             return False
         before = cluster.offer
@@ -108,7 +105,7 @@ class Pushes:
             return None
         served = {push for who in self._attendance.living() for push in clusters[who].kept}
         # Only what the chain holds: a follower may name a push that there never was.
-        lost = {push for push in missing & chain.needed() - served if chain.incarnations[push.incarnation].over}
+        lost = {push for push in missing & chain.needed() - served if chain.over(push.incarnation)}
         if not lost:
             return None
         line = [*chain.line()][::-1]
@@ -138,11 +135,13 @@ class Pushes:
         for offer in attendance.offers():
             if offer.base == NO_VERSION:
                 return Voided(offer, "another cluster has founded the job")
+            if chain.forgot(offer.base):
+                return Voided(offer, f"its base {offer.base} is so old that nothing is known of it any more")
         offers = self.staged()
         rows = {offer.push: [f.staged[offer.push] for f in self._shards.up()] for offer in offers}
         in_s = {w: max(c.in_s.values()) for w, c in attendance.clusters.items() if c.offer is not None and c.in_s}
         again = {push for who in attendance.living() for push in self.reopened(who)}
-        return self.rounds.next(
+        decided = self.rounds.next(
             self._desk.now,
             offers,
             rows,
@@ -151,6 +150,7 @@ class Pushes:
             again=again,
             settings=self._desk.settings,
         )
+        return replace(decided, paced=attendance.paced()) if isinstance(decided, Round) else decided
 
     # ------------------------------------------------------------------ what follows
 
@@ -188,6 +188,8 @@ class Pushes:
         for who in whom:
             own = [i for i in chain.incarnations if i.cluster == who.cluster]  # earlier ones' are kept, too (O3a)
             accepted = [push for i in own for push in chain.incarnations[i].accepted(KEPT)]
+            kept = self._attendance.clusters[who].kept if who in self._attendance.clusters else ()
+            accepted += [push for push in kept if push.incarnation not in chain.incarnations]  # cut: nobody needs it
             free = tuple(push for push in accepted if push not in needed)
             if free:
                 self._attendance.tell(who, Freed(self._desk.term, free))

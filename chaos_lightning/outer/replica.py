@@ -60,6 +60,11 @@ class Replica:
         buffers = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
         return cls(trained, buffers)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The model's own, in order."""
+        return [tensor for _, tensor in self._named]
+
     def grid(self, block: int) -> Grid:
         """Of these tensors."""
         return Grid(tuple(spec.elements for spec in self.specs), block)

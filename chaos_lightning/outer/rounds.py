@@ -1,8 +1,8 @@
 """The leader's decision on staged pushes: when a window closes, and what the round says.
 
-Theory of operation. Nothing here is durable: a new leader opens a new window with a full deadline (O12), and what
-followers have told of pushes is told again. Which pushes count is judging.py's to say, from norms and products that are
-exact sums over all shards.
+Theory of operation. A window is nothing durable: a new leader opens a new one with a full deadline, by the estimates of
+the last round (O12), and what followers have told of pushes is told again. Which pushes count is judging.py's to say,
+from norms and products that are exact sums over all shards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chaos_lightning.outer.judging import judge
 from chaos_lightning.outer.messages import Staged
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import IncarnationId, Offer, PushId, Rejection, Round, VersionId, Voided
-from chaos_lightning.outer.window import ArrivalRates, Window
+from chaos_lightning.outer.window import Window
 
 Rows = Mapping[PushId, Sequence[Staged]]
 """What the followers say of each push, in shard order."""
@@ -39,13 +39,14 @@ class Rounds:
         chain: Of the job.
 
     Attributes:
+        rates: What rounds taught of arrivals.
         waits: Why no round is decided at the moment; "" if nothing is staged.
     """
 
     def __init__(self, chain: OuterChain) -> None:
         self._chain = chain
         self._window: Window | None = None
-        self._rates = ArrivalRates()
+        self.rates = chain.rates
         self._last: Answered | None = None
         self._before_s = 0.0
         self.waits = ""
@@ -77,7 +78,7 @@ class Rounds:
             self._window, self.waits = None, ""
             return None
         if self._window is None:
-            self._window = Window.opened(now_s, training | staged, self._rates, settings)
+            self._window = Window.opened(now_s, training | staged, self.rates, settings)
         due = self._window.due(now_s, training | staged, staged, in_s)
         self.waits = "" if due.closes else due.reason
         if not due.closes:
@@ -123,6 +124,7 @@ class Rounds:
             found.counters,
             found.gate,
             found.reason,
+            self.rates,
         )
 
     def _objection(self, offer: Offer) -> str:
@@ -141,7 +143,7 @@ class Rounds:
         """All shards serve this version: what its round teaches of arrivals is known."""
         last = self._last
         if last is not None and last.version == version and self._before_s:
-            self._rates = self._rates.after(last.pushes, last.at_s - self._before_s, now_s - last.at_s)
+            self.rates = self.rates.after(last.pushes, last.at_s - self._before_s, now_s - last.at_s)
 
 
 def _product(rows: Rows, one: PushId, other: PushId) -> float:

@@ -2,8 +2,9 @@
 
 One supervisor (outer/supervisor.py) runs the leader, the followers and a warm spare. All that must not be lost lies in
 one folder: the chain, and a folder for each follower. Whoever starts a server on that folder again continues the job
-(O5); a lock keeps a second one off it. The folder of a job that has ended is put away first, unless it is to be kept.
-outer/hosting.py runs this detached, so that it outlives the training that needed it first.
+(O5), with another number of followers, too (O15); a lock keeps a second one off it. The folder of a job that has ended
+is put away first, unless it is to be kept. outer/hosting.py runs this detached, so that it outlives the training that
+needed it first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import fcntl
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,9 +21,10 @@ from pathlib import Path
 
 from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE, HelpFormat, detach
 from chaos_lightning.declared import add_options, command_line, declared, read_options
-from chaos_lightning.errors import ChaosError, ConfigurationError, StoreError
+from chaos_lightning.errors import ChaosError, ConfigurationError, StateError, StoreError
 from chaos_lightning.machine.addresses import WILDCARDS, join_endpoint, split_endpoint
 from chaos_lightning.machine.terminal import printable
+from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.leader_main import EXIT_IDLE
 from chaos_lightning.outer.options import LeaderOptions, ServerOptions
 from chaos_lightning.outer.supervisor import Supervisor
@@ -79,6 +82,47 @@ def put_away(options: ServerOptions) -> str:
     return str(place)
 
 
+def followers_of(options: ServerOptions) -> list[str]:
+    """The names of the followers to run; for another number of them than the job had its shards are cut anew (O15).
+
+    Raises:
+        ConfigurationError: Files of a follower that holds a shard are not here.
+        StateError: They are damaged, or new ones cannot be written.
+        StoreError: The chain cannot be read.
+    """
+    names = [f"{options.name}-{number}" for number in range(options.followers or 1)]
+    path = options.store_path
+    if path is None or not path.exists():
+        return names
+    from chaos_lightning.control.sqlite_store import SqliteStore
+    from chaos_lightning.outer.chain_store import load_chain
+
+    with SqliteStore(path, options.job) as store:
+        chain = load_chain(store)
+    if not chain.cut or chain.ended is not None:
+        return names
+    _clear_up(chain, options.folder)
+    if not options.followers:
+        return [name for name in chain.cut if (options.folder / name).is_dir()] or names
+    if options.followers != len(chain.cut):
+        command = [sys.executable, "-m", "chaos_lightning.outer.recut", str(path), options.job, str(options.folder)]
+        done = subprocess.run([*command, *names], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise (ConfigurationError if done.returncode == EXIT_USAGE else StateError)(done.stderr.strip())
+        _say(f"job {options.job}: {done.stdout.strip()}")
+    return names
+
+
+def _clear_up(chain: OuterChain, folder: Path) -> None:
+    """Files of followers that have no shard any more go once no durable version needs them."""
+    for place in folder.iterdir():
+        if place.is_dir() and place.name not in chain.cut:
+            files = {path: int(path.name[1:].partition("-")[0]) for path in place.glob("*/v*-*.safetensors")}
+            if max(files.values(), default=0) < chain.safe.number:
+                for path in files:
+                    path.unlink(missing_ok=True)
+
+
 def _leader(options: ServerOptions) -> list[str]:
     """The leader's command. What has ended since it began is its followers' to serve, and not to be put away."""
     given = {name: getattr(options, name) for name in declared(LeaderOptions)}
@@ -112,7 +156,7 @@ def run(options: ServerOptions) -> int:
         if place := put_away(options):
             _say(f"job {options.job} had ended; its folder is put away as {place}")
         options.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        names = [f"{options.name}-{number}" for number in range(options.followers)]
+        names = followers_of(options)
         _say(f"server of job {options.job} at {options.listen}: {', '.join(names)}, files in {options.folder}")
         with EventLog.in_directory(options.log_dir or None, options.job, role="server") as events:
             followers = {name: _follower(options, name) for name in names}

@@ -214,6 +214,29 @@ class OuterSession:
         return self._life.machine.inner_steps
 
     @property
+    def usual_steps(self) -> int:
+        """From one push to the next, of a usual cluster."""
+        return self._settings.inner_steps
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """(samples, inner steps) that it has trained and that the base does not hold."""
+        with self._changed:
+            return self._life.machine.ahead
+
+    def idle_steps(self, seconds: float) -> int:
+        """So many inner steps `boundary` may be told of together: no push is due sooner, nor do they take longer.
+
+        Args:
+            seconds: Of training, as it was measured.
+        """
+        with self._changed:
+            machine = self._life.machine
+            due = machine.inner_steps - machine.unpushed.steps
+            most = int(seconds * machine.step_rate)
+            return max(1, min(most, due) if due > 0 else most)
+
+    @property
     def reckoned(self) -> JobProgress:
         """How far the job is by this cluster's own reckoning."""
         with self._changed:
@@ -292,7 +315,7 @@ class OuterSession:
             if found is None or self._life.machine.phase is not Phase.TRAINING:
                 return ()
             epoch, spans = found
-            taken = _first(spans, positions)
+            taken = first_positions(spans, positions)
             self._claimed[epoch] = normalise([*self._claimed.get(epoch, ()), *taken])
             return (Covered(epoch, taken),)
 
@@ -305,7 +328,12 @@ class OuterSession:
     def ending(self) -> bool:
         """This cluster is to train no more."""
         machine = self._life.machine
-        return bool(self.over or machine.leaving or machine.verdict)
+        return bool(self.over or machine.leaving or machine.verdict or machine.phase is Phase.ENDING)
+
+    @property
+    def leaving(self) -> bool:
+        """It was asked to leave."""
+        return self._life.machine.leaving
 
     def show_base(self) -> None:
         """The model's parameters are the base's until `show_own`; nothing may be trained meanwhile."""
@@ -408,6 +436,9 @@ class OuterSession:
                     found = Boundary(version, found.outright or outright, found.reset_optimizer or reset)
                 case cl.Free(push):
                     self._free_push(push)
+                case cl.TakeLast(version, steps, samples):
+                    self._take_last(version, steps, samples)
+                    found = Boundary(version, True, found.reset_optimizer)
                 case cl.Over(reason, again):
                     self._end_of_life(reason, again)
                     found = Boundary(found.adopted, True, found.reset_optimizer)
@@ -473,6 +504,18 @@ class OuterSession:
             progress_samples=self.progress.samples,
             progress_steps=self.progress.steps,
         )
+
+    def _take_last(self, version: VersionId, steps: int, samples: int) -> None:
+        self._tell_steps()
+        self._content.end_with(version, self._fetched)
+        self._fetched = None
+        with self._changed:
+            self.progress = self._life.machine.job
+            self._claimed.clear()
+        self._events.emit("last_taken", version=str(version), steps=steps, samples=samples)
+        if steps:
+            _log.warning("cluster %s: the job is over, and its last version, %s, lacks %d inner steps of this cluster",
+                         self.options.name, version, steps)  # fmt: skip
 
     def _end_of_life(self, reason: str, again: bool) -> None:
         self._tell_steps()
@@ -654,7 +697,7 @@ class OuterSession:
                 self._feed(life, cl.Got(wanted))
 
 
-def _first(spans: Sequence[Span], positions: int) -> tuple[Span, ...]:
+def first_positions(spans: Sequence[Span], positions: int) -> tuple[Span, ...]:
     """At most so many positions from the front."""
     found: list[Span] = []
     for start, stop in spans:
@@ -696,4 +739,4 @@ def agreement_of(
     )
 
 
-__all__ = ["Boundary", "OuterSession", "agreement_of"]
+__all__ = ["Boundary", "OuterSession", "agreement_of", "first_positions"]

@@ -4,7 +4,8 @@ Theory of operation. A follower keeps a folder per job. A file has the form of s
 (8 bytes), the header, and then `theta`, `momentum` and `buffer`, fp32, end to end. So other tools can read it. The
 header's metadata says which job, version, grid and shard it is of, and the digest of the content
 (`OuterState.digest`); it has a checksum of its own. The file's name holds the version's number and hash: contents of
-two branches of a chain never have one name.
+two branches of a chain never have one name. Where a version was cut into other shards (outer/recut.py) there are two
+files of it, and the name of the one that came later has the digest, too.
 
 A file is written beside its place, synced, renamed, and the folder is synced; then it is read back, past the page
 cache where the system allows that, and compared with the digest. Only then is it reported (O6). Whatever a crash leaves
@@ -45,7 +46,7 @@ TENSORS = ("theta", "momentum", "buffer")
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_NBYTES = 64 << 20
 _PIECE_NBYTES = 4 << 20
-_NAME = re.compile(r"v([0-9]{8,12})-([0-9a-f]{32})\.safetensors")
+_NAME = re.compile(r"v([0-9]{8,12})-([0-9a-f]{32})(-[0-9a-f]{32})?\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,9 @@ class ShardFiles:
         except OSError as error:
             raise ConfigurationError(f"the follower's folder {self.folder} cannot be used: {error}") from error
 
-    def path(self, version: VersionId) -> Path:
-        """Where this version's file lies, or is to lie."""
-        return self.folder / f"v{version.number:08d}-{version.hash}.safetensors"
+    def path(self, version: VersionId, digest: str = "") -> Path:
+        """Where this version's file lies, or is to lie; with a digest, the one beside that of other shards."""
+        return self.folder / f"v{version.number:08d}-{version.hash}{digest and f'-{digest}'}.safetensors"
 
     def look(self) -> FolderContents:
         """Reads and compares all that lies there."""
@@ -148,13 +149,14 @@ class ShardFiles:
         strange += [(name, "it is no file of a follower") for name in others if not name.endswith(".part")]
         return FolderContents(tuple(sorted(whole, key=lambda file: file.version)), tuple(strange))
 
-    def save(self, version: VersionId, state: OuterState, counters: Counters) -> str:
+    def save(self, version: VersionId, state: OuterState, counters: Counters, *, beside: bool = False) -> str:
         """Writes a version, durably, and reads it back; see the module.
 
         Args:
             version: Which.
             state: Its content, which nobody changes meanwhile.
             counters: Of the job with it.
+            beside: A file of it may be there, of another shard.
 
         Returns:
             The digest.
@@ -163,7 +165,7 @@ class ShardFiles:
             StateError: It cannot be written, such as on a full disk, or other bytes came back. It may be tried again.
         """
         head = ShardHead(self.job, version, state.shard, counters, state.digest)
-        path = self.path(version)
+        path = self.path(version, head.digest if beside else "")
         part = part_of(path)
         try:
             try:
@@ -185,7 +187,8 @@ class ShardFiles:
         Raises:
             StateError: Its file is gone, damaged, or has another digest.
         """
-        path = self.path(version)
+        path = self.path(version, digest)
+        path = path if path.exists() else self.path(version)
         with _opened(path) as file:
             head = self._head(path, file)
             tensors = torch.empty(len(TENSORS), head.shard.elements).unbind()
@@ -199,7 +202,22 @@ class ShardFiles:
     def delete(self, version: VersionId) -> None:
         """This version's file is needed no more. A file that cannot be deleted is found again at the next start."""
         with contextlib.suppress(OSError):
-            self.path(version).unlink(missing_ok=True)
+            for path in [path for path in self._named() if path.name.startswith(self.path(version).stem)]:
+                path.unlink(missing_ok=True)
+
+    def delete_beyond(self, number: int) -> None:
+        """Files of all versions above this number go, durably.
+
+        Raises:
+            StateError: One cannot be deleted.
+        """
+        try:
+            for path in self._named():
+                if int(path.name[1:].partition("-")[0]) > number:
+                    path.unlink(missing_ok=True)
+            _sync_folder(self.folder)
+        except OSError as error:
+            raise StateError(f"files in {self.folder} cannot be deleted: {error.strerror or error}") from error
 
     # ------------------------------------------------------------------ within
 
@@ -245,7 +263,8 @@ class ShardFiles:
             again = json.loads(head.encode()[_LENGTH.size :])
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise StateError(f"{path} is damaged: its header says nothing that can be read ({error!r})") from error
-        if again != {**tables, "__metadata__": words} or head.job != self.job or self.path(version) != path:
+        places = self.path(version), self.path(version, head.digest)
+        if again != {**tables, "__metadata__": words} or head.job != self.job or path not in places:
             raise StateError(f"{path} is damaged: its header is not the one of such a file")
         expected = file.tell() + len(TENSORS) * shard.nbytes(4)
         if (size := os.fstat(file.fileno()).st_size) != expected:

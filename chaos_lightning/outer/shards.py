@@ -201,10 +201,14 @@ class Shards:
 
     def marked(self) -> None:
         """A durable version is stored: files and bytes that nobody needs may go."""
-        for shard, name in enumerate(self._desk.chain.cut):
+        chain, needed = self._desk.chain, self._desk.chain.needed()
+        for shard, name in enumerate(chain.cut):
             follower = self.followers.get(name)
+            if follower is not None:
+                follower.disk = {version: digest for version, digest in follower.disk.items() if version >= chain.safe}
+                follower.staged = {p: s for p, s in follower.staged.items() if p in needed or chain.unanswered(p)}
             if follower is not None and follower.obeys:
-                marked = Marked(self._desk.term, self._durable_of(shard), self._desk.chain.safe)
+                marked = Marked(self._desk.term, self._durable_of(shard), chain.safe)
                 self._desk.send(follower.conn, marked)
 
     def save(self) -> None:

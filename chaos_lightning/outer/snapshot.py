@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from chaos_lightning.outer.attendance import ClusterState
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.types import NO_VERSION, IncarnationId, PushAnswer, RolledBack, Round
+from chaos_lightning.outer.types import NO_VERSION, IncarnationId, PushAnswer
 
 
 def snapshot(machine: LeaderMachine, now_s: float) -> dict[str, Any]:
@@ -19,7 +19,6 @@ def snapshot(machine: LeaderMachine, now_s: float) -> dict[str, Any]:
         now_s: By the clock that it is fed with.
     """
     chain = machine.chain
-    rounds = [v for v in chain.versions.values() if isinstance(v.entry.body, Round)]
     return {
         "term": machine.term,
         "position": chain.position,
@@ -38,9 +37,9 @@ def snapshot(machine: LeaderMachine, now_s: float) -> dict[str, Any]:
         ],
         "followers": _followers(machine),
         "versions": _versions(machine),
-        "rounds": len(rounds),
-        "rollbacks": sum(1 for v in chain.versions.values() if isinstance(v.entry.body, RolledBack)),
-        **_answers(chain),
+        "rounds": chain.rounds,
+        "rollbacks": chain.rollbacks,
+        **_answers(chain.tally),
         "leases": _leases(machine),
         "window": machine.rounds.waits,
     }
@@ -59,9 +58,9 @@ def phase(machine: LeaderMachine) -> str:
 
 
 def untold(machine: LeaderMachine) -> bool:
-    """Whether a cluster lives, as far as the chain knows, that cannot be told anything at the moment."""
-    living = [who for who, known in machine.chain.incarnations.items() if not known.over]
-    return any(who not in machine.clusters or machine.clusters[who].conn is None for who in living)
+    """Whether a cluster was in at the job's end that cannot be told of it at the moment."""
+    clusters = machine.clusters
+    return any(who not in clusters or clusters[who].conn is None for who in machine.chain.last_in)
 
 
 def _missing(machine: LeaderMachine) -> list[str]:
@@ -88,7 +87,6 @@ def _reason(machine: LeaderMachine) -> str:
 
 
 def _cluster(chain: OuterChain, who: IncarnationId, state: ClusterState, now_s: float) -> dict[str, Any]:
-    answers = Counter(given.answer for given in chain.incarnations[who].answers.values())
     return {
         "name": who.cluster,
         "incarnation": who.number,
@@ -103,7 +101,7 @@ def _cluster(chain: OuterChain, who: IncarnationId, state: ClusterState, now_s: 
         "leaving": state.leaving,
         "connected": state.conn is not None,
         "silent_s": round(max(0.0, now_s - state.heard_s), 3),
-        **{answer.value: answers[answer] for answer in PushAnswer},
+        **_answers(chain.incarnations[who].tally),
     }
 
 
@@ -143,10 +141,9 @@ def _versions(machine: LeaderMachine) -> dict[str, Any]:
     }
 
 
-def _answers(chain: OuterChain) -> dict[str, int]:
-    """How often the chain gave each answer, of all that ever joined."""
-    given = Counter(a.answer for known in chain.incarnations.values() for a in known.answers.values())
-    return {answer.value: given[answer] for answer in PushAnswer}
+def _answers(tally: Mapping[PushAnswer, int]) -> dict[str, int]:
+    """How many of each answer stand."""
+    return {answer.value: tally.get(answer, 0) for answer in PushAnswer}
 
 
 def _leases(machine: LeaderMachine) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from chaos_lightning.outer.arrivals import UNTAUGHT, ArrivalRates
 from chaos_lightning.protocol.types import Span
 
 
@@ -167,6 +168,23 @@ class GateState:
 
 
 @dataclass(frozen=True, slots=True)
+class PacedCluster:
+    """How fast a cluster is, and what is asked of it.
+
+    Attributes:
+        incarnation: Who.
+        steps: Inner steps from one of its pushes to the next (H_j); 0: as agreed.
+        rate: Samples a second, as it measured; 0.0: not known.
+        step_rate: Inner steps a second, likewise.
+    """
+
+    incarnation: IncarnationId
+    steps: int
+    rate: float
+    step_rate: float
+
+
+@dataclass(frozen=True, slots=True)
 class JobProgress:
     """How far the job is with a version.
 
@@ -263,9 +281,16 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Who holds which shard, in shard order; the grid says where they are cut (O15)."""
+    """Who holds which shard, in shard order; the grid says where they are cut (O15).
+
+    Attributes:
+        followers: In shard order.
+        durable: Where others held other shards before: durable versions that lie whole on the disks of these, oldest
+            first, with the digests of the new shards.
+    """
 
     followers: tuple[str, ...]
+    durable: tuple[Durable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +348,8 @@ class Round:
         counters: After it.
         gate: After it.
         reason: Why it was decided now, and by what.
+        rates: What the rounds before it taught of arrivals (O12).
+        paced: Clusters that train, from it on (O12).
     """
 
     number: int
@@ -333,6 +360,8 @@ class Round:
     counters: Counters
     gate: GateState
     reason: str
+    rates: ArrivalRates = UNTAUGHT
+    paced: tuple[PacedCluster, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,13 +391,47 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The job is over with this version, which is durable (O16)."""
+    """The job is over with this version, which is durable, and so is each incarnation (O16).
+
+    Attributes:
+        version: The last one.
+        reason: Why it ended.
+        voided: Pushes that were offered and are not in it.
+    """
 
     version: VersionId
     reason: str
+    voided: tuple[Offer, ...] = ()
 
 
-Body = JobOpened | Started | Cut | Joined | Founded | Leased | Removed | Voided | Round | Durable | RolledBack | Ended
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What all entries before it fold to, which the store has no more (O1a).
+
+    Attributes:
+        after: Hash of the entry before.
+        state: A text (outer/summaries.py).
+    """
+
+    after: str
+    state: str
+
+
+Body = (
+    JobOpened
+    | Started
+    | Cut
+    | Joined
+    | Founded
+    | Leased
+    | Removed
+    | Voided
+    | Round
+    | Durable
+    | RolledBack
+    | Ended
+    | Summary
+)
 MAKES_VERSION = (Founded, Round, RolledBack)
 
 

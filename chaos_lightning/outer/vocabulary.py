@@ -8,7 +8,7 @@ from chaos_lightning.control.store import StoreRecord
 from chaos_lightning.errors import StoreError, WireError
 from chaos_lightning.outer import messages, outer_pb2, types
 from chaos_lightning.outer.messages import FromCluster, FromFollower, ToCluster, ToFollower
-from chaos_lightning.outer.types import Body, Entry
+from chaos_lightning.outer.types import Body, Entry, Summary
 from chaos_lightning.protocol.codec import Vocabulary
 
 MAX_ENTRY_NBYTES = 1 << 20
@@ -64,12 +64,13 @@ def entry_of(record: StoreRecord, before: str) -> Entry:
 
     Args:
         record: Its position, term and kind are the entry's.
-        before: Hash of the entry before.
+        before: Hash of the entry before; a summary names it itself, for that one may be cut.
 
     Raises:
         StoreError: It is damaged, or another version of this package wrote it.
     """
     try:
-        return Entry(record.position, record.term, _body(record.kind, record.body), before)
+        body = _body(record.kind, record.body)
+        return Entry(record.position, record.term, body, body.after if isinstance(body, Summary) else before)
     except (WireError, TypeError, ValueError) as error:
         raise StoreError(f"record {record.position} is no entry of outer sync's chain: {error}") from error

@@ -27,6 +27,7 @@ EVERY = (
     "kill",
     "links_secure",
     "outer_convergence",
+    "outer_nested",
     "outer_recovery",
     "outer_server",
     "overlay",

@@ -54,6 +54,30 @@ class Dealer:
             self.free = [(0, self.length)] if self.epoch < self.epochs else []
 
 
+def test_drop_last_is_not_honoured_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="drop_last=True is not honoured where clusters share the data"):
+        loader = LeasedLoader(data(drop_last=True), seed=0, source=Dealer(epochs=0))
+    assert sum(len(batch) for (batch,) in loader) == LENGTH
+
+
+@pytest.mark.parametrize("size", [6, 5, 1])
+def test_ranks_of_a_cluster_share_each_batch_out(size: int) -> None:
+    """All positions are loaded; where there are fewer than ranks, one of them by several."""
+    dealers = [Dealer(length=LENGTH, epochs=1) for _ in range(3)]
+    for dealer in dealers:
+        dealer.free = [(0, 12), (12, 12 + size)]
+        dealer.epochs = 0
+    ranks = [LeasedLoader(data(), seed=0, source=d, part=(rank, 3)) for rank, d in enumerate(dealers)]
+    whole = Orders(data(), seed=0, stream="").keys(0, ((0, 12), (12, 12 + size)))
+    first, rest = ([batch.tolist() for (batch,) in map(next, ranks)] for _ in range(2))
+    assert [key for part in first for key in part] == whole[:12]
+    assert len(ranks[0]) == 2
+    assert all(rest)
+    assert sorted({key for part in rest for key in part}) == sorted(whole[12:])
+    assert max(map(len, rest)) <= 2
+    assert [loader.used() for loader in ranks] == [(12 + size, ((0, ((0, 12 + size),)),))] * 3
+
+
 def data(**kwargs: object) -> DataLoader:
     return DataLoader(TensorDataset(torch.arange(LENGTH)), **{"batch_size": 4, "shuffle": True, **kwargs})
 

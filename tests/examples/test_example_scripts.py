@@ -146,6 +146,19 @@ def test_diloco_loop_trains(tmp_path: Path) -> None:
     assert "of the job: loss" in said
 
 
+def test_a_cluster_of_two_devices_is_started_by_lightning(tmp_path: Path) -> None:
+    """The script starts its second rank, and rank 0 the server; auto takes ddp."""
+    log, server = tmp_path / "log", f"127.0.0.1:{free_port()}"
+    brief = ["--max-steps", "12", "--inner-steps", "4", "--batch-size", "4", "--quick"]
+    said = script(
+        tmp_path, "diloco_text.py", *TINY_GPT, *brief, "--devices", "2", CHAOS_PS=server, CHAOS_LOG_DIR=str(log)
+    )
+    assert "MEMBER: 2/2" in said
+    assert [e["reason"].split(": ")[1] for e in told(log, "cluster_over")] == ["max_steps=12 reached"]
+    assert sum(e["steps"] for e in told(log, "inner_steps")) == 12
+    assert 12 * 4 < sum(e["samples"] for e in told(log, "inner_steps")) <= 12 * 2 * 4
+
+
 def test_two_typed_lines_train_two_clusters(tmp_path: Path) -> None:
     """The first one starts the server, both find it, and end together."""
     server, log = f"127.0.0.1:{free_port()}", tmp_path / "log"

@@ -180,7 +180,7 @@ CHAIN: dict[Callable[[OuterScript], None], str] = {
     number_left_out: "follows v2-",
     made_of_an_older: "was the newest",
     founded_twice: "founds the job a second time",
-    after_the_end: "was made after the job had ended",
+    after_the_end: "was stored after the job had ended",
     back_to_nowhere: "goes back to v1-ababab, from which v2-",
 }
 

@@ -18,7 +18,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.reader import read_events
 from chaos_lightning.observe import commands, outer_charts
 from chaos_lightning.observe.outer_board import OuterBoard
-from chaos_lightning.observe.outer_fold import OuterRun, split
+from chaos_lightning.observe.outer_fold import Adoption, ClusterLog, InnerSteps, OuterRun, split
 from chaos_lightning.observe.outer_report import outer_summary, write_reports
 from chaos_lightning.observe.outer_tables import OuterFacts, lost_in
 from chaos_lightning.observe.render import draw
@@ -226,6 +226,17 @@ def test_a_board_of_a_long_run_keeps_the_latest_and_the_totals(tmp_path: Path) -
     assert len(board.run.entries) == 3
     assert {len(told) for log in board.run.clusters.values() for told in log.told.values()} == {3}
     assert re.search(r"home~1 +left +30 ", screen(board, board.run.stop))
+
+
+def test_ranks_of_an_elastic_cluster_tell_one_after_the_other() -> None:
+    """Whichever is the first one; so what they tell is added."""
+    log = ClusterLog("home~1", T0)
+    for rank, t in (("a", 1.0), ("b", 3.0)):
+        log.take(rank, InnerSteps(T0 + t, 8, 64, 1 / t))
+        log.take(rank, Adoption(T0 + t + 1, f"v{t:g}", False, 8, 0.5, 64, 8))
+    assert (log.steps, log.waited_s) == (16, 1.0)
+    assert [one.version for one in log.adoptions] == ["v1", "v3"]
+    assert [one.loss for one in log.inner] == [1.0, 1 / 3]
 
 
 def test_another_job_begins_an_empty_board(tmp_path: Path) -> None:

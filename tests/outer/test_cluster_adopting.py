@@ -1,4 +1,4 @@
-"""When a cluster takes a version over, with and without overlap."""
+"""When a cluster takes a version over, with and without overlap, and at the job's end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import pytest
 
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer.cluster import ClusterMachine
-from chaos_lightning.outer.effects import Connected, Told
-from chaos_lightning.outer.messages import PushAnswered, Served, Welcomed
+from chaos_lightning.outer.effects import Connected, TimePassed, Told
+from chaos_lightning.outer.messages import JobFinished, OnDisk, PushAnswered, Served, Welcomed
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
+    TICKS,
     Agreement,
     IncarnationId,
     JobProgress,
@@ -83,3 +84,58 @@ def test_after_a_void_the_next_push_has_a_newer_base(*, overlap: bool) -> None:
     assert machine.base == V2
     assert machine.unpushed.steps == 0, "what the void push covered is frozen again, with the new base"
     assert machine.covering.steps == 2
+
+
+def test_the_end_of_the_job_takes_back_what_its_last_version_lacks() -> None:
+    machine = training(overlap=True)
+    over = machine.on(Told(JobFinished(1, V1, "it ends")), resting=False)
+    assert over == [], "the model is being trained"
+    assert machine.on(cl.AtRest()) == [cl.TakeLast(V1, 1, 1), cl.Over("it ends", again=False)]
+    assert machine.since_base == (0, 0)
+
+
+def test_at_the_end_of_the_job_its_last_version_is_fetched_also_with_an_open_push() -> None:
+    machine = training(overlap=True)
+    machine.on(cl.Trained(1))
+    machine.on(cl.Frozen(PushId(WHO, 1), "manifest"))
+    machine.on(cl.Trained(1))
+    assert machine.on(Told(JobFinished(1, V3, "it ends"))) == [cl.FetchVersion(V3)]
+    assert not machine.may_train
+    assert machine.on(cl.Got(V3)) == [cl.TakeLast(V3, 3, 3), cl.Over("it ends", again=False)]
+    assert machine.base == V3
+
+
+def test_a_last_version_that_nobody_gives_is_waited_for_a_while() -> None:
+    machine = training(overlap=True)
+    machine.on(Told(JobFinished(1, V3, "it ends")))
+    beats = 0
+    while not machine.gone:
+        beats += 1
+        (*_, last) = machine.on(TimePassed()) or [None]
+    assert beats == cl.LAST_S / RULES.heartbeat_s
+    assert isinstance(last, cl.Over)
+    assert f"Its last version, {V3}, could not be had" in last.reason
+
+
+def test_who_is_asked_to_leave_within_a_step_says_goodbye_after_it() -> None:
+    """Nothing was left to push, so it left at once, and the step that was under way was in no push."""
+    machine = training(overlap=True)
+    answered(machine, PushAnswer.ACCEPTED, V2)
+    machine.on(Told(Served(1, V2, JobProgress())))
+    machine.on(cl.Got(V2))
+    machine.on(Told(OnDisk(1, V2)))
+    machine.on(cl.LeaveAsked(), resting=False)
+    assert not machine.gone
+    frozen = [effect for effect in machine.on(cl.Trained(1)) if isinstance(effect, cl.Freeze)]
+    assert frozen == [cl.Freeze(PushId(WHO, 2), V2)]
+
+
+def test_the_clock_does_not_stand_still_between_a_round_and_its_version() -> None:
+    """What the round accepted was in neither, so a job went beyond its last step."""
+    machine = training(overlap=True)
+    answered(machine, PushAnswer.ACCEPTED, V2)
+    machine.on(cl.Trained(1))
+    assert (machine.reckoned.steps, machine.reckoned.samples) == (3, 3)
+    machine.on(Told(Served(1, V2, JobProgress(2, 2 * TICKS))))
+    assert V2 in adopted(machine.on(cl.Got(V2)))
+    assert (machine.reckoned.steps, machine.reckoned.samples) == (3, 3)

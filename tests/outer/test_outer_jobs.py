@@ -19,6 +19,8 @@ from outer_job_support import FOLLOWER, OuterJob, inner_step, open_session, smal
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.harness import Harness
+from chaos_lightning.observe.audit import VIOLATED
+from chaos_lightning.observe.outer_audit import audit_folder
 from chaos_lightning.outer import export
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.codec import FP32, Part, codec_named
@@ -27,6 +29,7 @@ from chaos_lightning.outer.gates import MeasuredPush
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.judging import judge
 from chaos_lightning.outer.kernel import OuterState, RoundUpdate, freeze, products
+from chaos_lightning.outer.recut import recut
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.shard_files import ShardFiles
@@ -136,6 +139,43 @@ def test_sync_in_fp32_is_diloco_bit_for_bit(tmp_path: Path, followers: int) -> N
         assert torch.equal(trained(tmp_path / f"{name}.pt"), expected)
     assert torch.allclose(expected, with_torch(names), atol=1e-6)
     assert torch.allclose(expected, by_robust(*chain_of(tmp_path / "chain.sqlite", pushes)), rtol=0, atol=1e-6)
+
+
+def train_beyond_the_end(server: str, name: str, logs: str, out: str, go: str) -> None:
+    """A cluster that ends the job once `go` is there, or ("late") has trained a step when another one does."""
+    model, settings = small_model(), OuterSettings(policy="async", inner_steps=STEPS, batch=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = open_session(server, name, model, logs, settings)
+    try:
+        session.start()
+        if name != "late":
+            wait_for_file(Path(go))
+        for step in range(1 if name == "late" else 2 * STEPS):
+            inner_step(model, optimizer, name, step)
+            session.boundary(16)
+        if name == "late":
+            Path(go).touch()
+        while name == "late" and not session.boundary(0, steps=0).over:
+            session.pause(0.1)
+        session.finish("it is through", 60)
+        torch.save([p.detach().clone() for p in model.parameters()], out)
+    finally:
+        session.close()
+
+
+def test_who_is_cut_off_by_the_end_has_the_jobs_last_version(tmp_path: Path) -> None:
+    """What it had trained since the last freezing is in no version, and was left in its model."""
+    with Harness(tmp_path, deadline_s=120) as harness:
+        job = OuterJob(harness).start()
+        arguments = train_beyond_the_end, job.server
+        go = str(tmp_path / "go")
+        harness.start_function("first", *arguments, "first", str(harness.logs), str(tmp_path / "first.pt"), go)
+        harness.wait_for("version_adopted", node="first")
+        harness.start_function("late", *arguments, "late", str(harness.logs), str(tmp_path / "late.pt"), go)
+        harness.wait_all()
+        taken = {r.node: r["steps"] for r in harness.records if r.name == "last_taken"}
+    assert taken == {"first": 0, "late": 1}
+    assert torch.equal(trained(tmp_path / "first.pt"), trained(tmp_path / "late.pt"))
 
 
 SHARED = OuterSettings(inner_steps=4, batch=8, epochs=2, heartbeat_s=1.0, reconnect_s=30.0, lease_ahead_s=2.0)
@@ -341,3 +381,30 @@ def test_a_job_that_was_stopped_goes_on_from_its_files(tmp_path: Path) -> None:
     assert written["global_step"] == chain.progress(chain.ended.version).steps > 0
     with pytest.raises(ConfigurationError, match="durable are v"):
         export.main(["99999", str(checkpoint), "--dir", str(tmp_path)])
+
+
+def test_a_job_goes_on_with_another_number_of_followers(tmp_path: Path) -> None:
+    pushes = tmp_path / "pushes"
+    pushes.mkdir()
+    with Harness(tmp_path, deadline_s=150) as harness:
+        job = OuterJob(harness, 2).start()
+        for name, pause_s in (("a", 0.01), ("b", 0.02)):
+            harness.start_function(name, train_shared, job.server, name, str(harness.logs), str(pushes), pause_s)
+        marked = None
+        for followers in (3, 1):
+            for _ in range(3):
+                marked = harness.wait_for("entry", lambda r: r["kind"] == "Durable", after=marked)
+            job.kill_server()
+            job.followers = [f"f{number}" for number in range(followers)]
+            with SqliteStore(tmp_path / "chain.sqlite") as store:
+                assert "cut anew" in recut(store, tmp_path, "default", job.followers)
+            job.start()
+        harness.wait_all()
+    chain, digests = replayed(tmp_path / "chain.sqlite", pushes, 1)
+    assert chain.ended is not None
+    assert chain.cut == ("f0",)
+    assert chain.durable[-1] == (chain.ended.version, tuple(digests))
+    assert chain.counters.samples == 2 * LENGTH
+    assert chain.rollbacks == 0
+    (judged,) = audit_folder(harness.logs)
+    assert [str(finding) for finding in judged.findings if finding.verdict == VIOLATED] == []

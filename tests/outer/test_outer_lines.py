@@ -165,6 +165,7 @@ def test_a_version_is_fetched_from_all_followers_at_once(stage: Any) -> None:
     drop_version(followers[1].server, VERSION, Part(shards[1], BF16, slice_of(whole, shards[1])))
     with pytest.raises(NoDonorError, match=r"f1.*is not served here any more"):
         fetch_version(VERSION, shards, BF16, holders, mine, home.lines.dial, deadline_s=LIMIT_S)
+    hold_version(followers[1].server, VERSION, Part(shards[1], BF16, slice_of(whole, shards[1])))
     holders[2] = Holder("f2", "")
     with pytest.raises(NoDonorError, match="follower f2 is away"):
         fetch_version(VERSION, shards, BF16, holders, mine, home.lines.dial, deadline_s=LIMIT_S)
@@ -244,14 +245,14 @@ def of_ranks(stage: Any, follower: Follower, count: int) -> list[Home]:
 
 def test_all_processes_of_a_cluster_send_a_part_of_a_push(stage: Any) -> None:
     follower = stage(Follower("f0"))
-    ranks = of_ranks(stage, follower, 3)
+    ranks = of_ranks(stage, follower, 2)
     donors = follower.listener.donors(str(HOME))
-    assert len(donors) == 3
+    assert len(donors) == 2
     assert {d.member.partition("/")[0] for d in donors} == {str(HOME)}
     whole, part = random_part(), Part.empty(GRID.whole, BF16)
     part.data.zero_()
     (offer,) = {offered(each, whole, 1) for each in ranks}
-    barrier = threading.Barrier(3, timeout=LIMIT_S)  # nobody is done before all have begun
+    barrier = threading.Barrier(2, timeout=LIMIT_S)  # of three pieces nobody is asked for more than two at once
     for each in ranks:
         hold_back(each, barrier)
     fetch_push(offer, part, follower.listener.dial, donors=donors, deadline_s=LIMIT_S)
@@ -293,6 +294,25 @@ def test_what_a_process_that_dies_was_to_send_the_others_do(stage: Any) -> None:
     assert torch.equal(part.data, whole.data)
     assert seen == sorted(seen), "what had come stays"
     assert seen[-1] == whole.data.numel()
+
+
+def test_a_process_that_is_frozen_holds_up_no_other(stage: Any) -> None:
+    follower = stage(Follower("f0"))
+    frozen, other = of_ranks(stage, follower, 2)
+    thawed, answer = threading.Event(), frozen.server._answer
+
+    def held(channel: Any, request: Any, peer: str) -> None:
+        thawed.wait(LIMIT_S)
+        answer(channel, request, peer)
+
+    frozen.server._answer = held
+    whole, part = random_part(), Part.empty(GRID.whole, BF16)
+    (offer,) = {offered(each, whole, 1) for each in (frozen, other)}
+    donors = follower.listener.donors(str(HOME))
+    fetch_push(offer, part, follower.listener.dial, donors=donors, deadline_s=LIMIT_S)
+    thawed.set()
+    assert torch.equal(part.data, whole.data)
+    assert sent_by(other) == whole.data.numel()
 
 
 def test_processes_of_a_cluster_share_its_rate(stage: Any) -> None:

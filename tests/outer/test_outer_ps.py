@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 from outer_served import ScriptedCluster, ScriptedFollower, at_once, outer_serving
+from recut_support import Stopped
 from until_support import until
 
+from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ChaosError, ConfigurationError, SchedulerUnreachableError, StoreError
 from chaos_lightning.events.events import read_events
 from chaos_lightning.lab.processes import Child, start_command
@@ -84,6 +86,23 @@ def up(folder: Path, *more: str, port: int = 0) -> Iterator[Up]:
         running.child.end_group()
         until(lambda: not running.child.running, "the end of the supervisor")
         running.child.release()
+
+
+def test_a_server_is_started_with_another_number_of_followers(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    stopped = Stopped(folder, 2, lambda: SqliteStore(folder / "chain.sqlite", "job"))
+    newest = stopped.chain.durable[-1][0]
+    with up(tmp_path, "--job=job", f"--store={folder / 'chain.sqlite'}", "--followers=3") as server:
+        until(lambda: server.connected(3), "three followers", STARTS_S)
+        assert "were cut anew for follower-0, follower-1, follower-2" in server.child.tail()
+
+        def stand() -> list[tuple[int, str]]:
+            return [(f["shard"], f["version"]) for f in fetch_facts(server.endpoint, b"")["followers"]]
+
+        until(lambda: stand() == [(shard, str(newest)) for shard in range(3)], "the durable version")
+    stopped.check()
+    (entry,) = [event for event in read_events(tmp_path / "events") if event.name == "entry" and event["kind"] == "Cut"]
+    assert entry["body"]["followers"] == ["follower-0", "follower-1", "follower-2"]
 
 
 def test_what_dies_is_started_again_and_sigterm_ends_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

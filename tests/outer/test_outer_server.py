@@ -31,7 +31,7 @@ from chaos_lightning.outer.control_client import ask_end, fetch_facts
 from chaos_lightning.outer.effects import Heard
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.outer_pb2_grpc import ParameterServerStub
-from chaos_lightning.outer.types import NO_VERSION, Ended, IncarnationId, JobOpened, Joined, PushId, Round
+from chaos_lightning.outer.types import NO_VERSION, Ended, IncarnationId, JobOpened, Joined, PushAnswer, PushId, Round
 from chaos_lightning.outer.vocabulary import FROM_CLUSTER
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder
@@ -102,6 +102,34 @@ def test_a_job_is_founded_goes_on_under_a_second_leader_and_ends(kind: str, tmp_
     assert {JobOpened.__name__, Joined.__name__, Round.__name__, Ended.__name__} <= {e["kind"] for e in entries}
     assert {(e["of"], e["up"]) for e in seen if e.name == "cluster_stream"} == {("home", True), ("home", False)}
     assert {(e["of"], e["up"]) for e in seen if e.name == "follower_stream"} == {("one", True), ("one", False)}
+
+
+class SlowFollower(ScriptedFollower):
+    """It gets the first push alone."""
+
+    def answer(self, message: Any) -> None:
+        if not (isinstance(message, say.Stage) and message.offer.push.number > 1):
+            super().answer(message)
+
+
+def test_the_end_voids_open_pushes_and_ends_incarnations_and_leases() -> None:
+    shelf = Shelf()
+    with outer_serving(lambda: MemoryStore(shelf=shelf)) as served:
+        follower, cluster = SlowFollower(served.endpoint), ScriptedCluster(served.endpoint)
+        with at_once(follower, cluster):
+            cluster.served(1)
+            cluster.push()
+            until(lambda: fetch_facts(served.endpoint, b"")["clusters"][0]["offered"] != "", "the offer")
+            ask_end(served.endpoint, "enough", b"", PATIENCE_S)
+            answer = cluster.heard.wait(lambda m: isinstance(m, say.PushAnswered) and m.push.number == 2)
+            assert (answer.answer, answer.reason) == (PushAnswer.VOID, "enough")
+            cluster.heard.wait(finished)
+            assert follower.heard.wait_for(say.DropPush).push == answer.push
+            assert fetch_facts(served.endpoint, b"")["void"] == 1
+    chain = load_chain(MemoryStore(shelf=shelf))
+    assert chain.ended is not None
+    assert [offer.push for offer in chain.ended.voided] == [answer.push]
+    assert [known.over for known in chain.incarnations.values()] == ["the job has ended: enough"]
 
 
 def test_who_comes_after_the_end_is_told(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,39 @@ class Paced(models.Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(self.step_s)
         return super().training_step(batch, batch_idx)
+
+
+class Rough(Paced):
+    """Two optimizers by hand and statistics that are averaged."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.01, norm=True, sync=True)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.net.children()
+        rest = [p for other in others for p in other.parameters()]
+        return [torch.optim.Adam(first.parameters(), 0.01), torch.optim.SGD(rest, 0.01)]
+
+
+class Another(Paced):
+    """Not the model of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.Linear(3, 3)
+
+
+KINDS: dict[str, Any] = {"paced": partial(Paced, lr=0.01, sync=True), "rough": Rough, "another": Another}
 
 
 class Follows(pl.Callback):
@@ -62,26 +96,48 @@ def cluster(spec: dict[str, Any]) -> None:
     """One cluster.
 
     Args:
-        spec: "name", "server", "out", "trainer" (arguments), "told" (of the strategy), "samples", "step_s", "gates".
+        spec: "name", "server", "out", "trainer" (arguments), "told" (of the strategy), "samples", "step_s", "gates",
+            "ckpt".
     """
-    out = Path(spec["out"])
-    model, follows = Paced(lr=0.01), Follows()
+    gates = Gates(spec.get("gates", {}), {}, "", spec.get("batches", {}))
+    run(spec, Path(spec["out"]), Paced(lr=0.01), [gates])
+
+
+def run(spec: dict[str, Any], out: Path, model: Paced, callbacks: list[pl.Callback], **trainer: Any) -> None:
+    """Fits and reports."""
+    follows = Follows()
     model.step_s = spec.get("step_s", 0.0)
     strategy = DiLoCoStrategy(name=spec["name"], server=spec["server"], **spec.get("told", {}))
-    gates = Gates(spec.get("gates", {}), {}, "", spec.get("batches", {}))
-    trainer = models.trainer(
-        out / spec["name"], strategy=strategy, callbacks=[gates, follows], **spec.get("trainer", {})
+    run = models.trainer(
+        out / spec["name"], strategy=strategy, callbacks=[*callbacks, follows], **trainer, **spec.get("trainer", {})
     )
-    trainer.fit(model, models.loader(spec.get("samples", 240)), models.loader(8, batch_size=8))
+    train, validate = models.loader(spec.get("samples", 240)), models.loader(8, batch_size=4)
+    run.fit(model, train, validate, ckpt_path=spec.get("ckpt"))
     report = {
         "weights": models.weights(model),
         "lines": follows.lines,
-        "step": trainer.global_step,
-        "epoch": trainer.current_epoch,
-        "status": str(trainer.state.status),
+        "seen": torch.cat(model.seen) if model.seen else torch.zeros(0, 4),
+        "step": run.global_step,
+        "epoch": run.current_epoch,
+        "status": str(run.state.status),
         "over": strategy.fit.session.over if strategy.fit is not None else "",
     }
     torch.save(report, out / f"{spec['name']}.pt")
+
+
+def ddp(spec: dict[str, Any]) -> None:
+    """One process of a cluster whose ranks are DDP's, as Lightning's launcher starts it.
+
+    Args:
+        spec: As of `cluster`; "rank", "ranks", "port" (of their group), "kind" (of model), "keep" (checkpoints).
+    """
+    os.environ |= {"LOCAL_RANK": str(spec["rank"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec["port"])}
+    torch.set_num_threads(1)
+    out = Path(spec["out"]) / f"rank-{spec['rank']}"
+    out.mkdir(exist_ok=True)
+    keep, more = spec.get("keep", ""), {"enable_checkpointing": True} if spec.get("keep") else {}
+    callbacks = [pl.callbacks.ModelCheckpoint(keep, monitor="val_loss", save_top_k=-1)] if keep else []
+    run(spec, out, KINDS[spec.get("kind", "paced")](), callbacks, devices=spec["ranks"], **more)
 
 
 def rank(spec: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer, loggers
 from lightning.pytorch.callbacks import (
     EarlyStopping,
@@ -21,7 +22,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
@@ -48,6 +49,7 @@ def bare(tmp_path: Path) -> Trainer:
     [
         "_accelerator_connector.use_distributed_sampler",
         "_accelerator_connector._num_nodes_flag",
+        "_data_connector._requires_distributed_sampler",
         "_signal_connector.received_sigterm",
         "_val_check_time_interval",
         "should_stop",
@@ -122,6 +124,9 @@ def test_trainer_has(bare: Trainer, path: str) -> None:
         (LightningOptimizer, ("step", "toggle_model")),
         (call, ("_call_callback_hooks", "_call_lightning_module_hook", "_call_callbacks_state_dict")),
         (trainer_module, ("_log_hyperparams",)),
+        (DDPStrategy(), ("_start_method", "_model_averaging_period", "_accelerator", "_checkpoint_io",
+                         "_precision_plugin", "set_world_ranks", "num_processes")),
+        (torch.distributed, ("_broadcast_coalesced",)),
     ],
     ids=lambda v: type(v).__name__ if not isinstance(v, tuple) else "",
 )  # fmt: skip

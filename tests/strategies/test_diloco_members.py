@@ -197,3 +197,20 @@ def test_own_data_in_step_and_exact_until_max_steps_of_the_job(job: OuterJob) ->
     assert one["step"] == two["step"] >= 48
     assert one["over"] == two["over"]
     assert "max_steps=48 reached" in one["over"]
+
+
+def test_a_checkpoint_that_one_cluster_alone_was_given_is_refused_with_what_to_do(job: OuterJob) -> None:
+    import strategy_models as models
+
+    trainer = models.fitted(job.out, models.Regression(), models.loader(), strategy="auto")
+    trainer.save_checkpoint(job.out / "old.ckpt")
+    job.serve()
+    job.cluster("one", told=told(job), batches={2: job.gate("one")}, trainer={"max_epochs": 1})
+    job.harness.wait_for("version_adopted", node="one")
+    job.cluster("two", told=told(job), ckpt=str(job.out / "old.ckpt"), trainer={"max_epochs": 3})
+    job.harness.declare("two")
+    assert job.harness.wait_exit("two") == 1
+    said = (job.out / "out" / "two.0.log").read_text()
+    assert "its checkpoint (ckpt_path) is of 12 steps, 2 epochs, the job's is none. A job goes on from one" in said
+    job.open("one")
+    job.finish("one")

@@ -25,13 +25,15 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from strategy_models import Regression
 from torch import nn
 from torch.utils.data import DataLoader
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.outer.strategy_options import build
-from chaos_lightning.strategies import DiLoCoOptions, DiLoCoStrategy
+from chaos_lightning.strategies import ChaosStrategy, DiLoCoOptions, DiLoCoStrategy
+from chaos_lightning.strategies.diloco import DDPRanks
 from chaos_lightning.strategies.outer_refusals import OUTER_TABLE
 
 # Lightning 2.6 calls an old name of jsonargparse.
@@ -130,13 +132,53 @@ def test_fabric_is_told_what_to_use_instead() -> None:
     [
         ("fsdp", "whole parameters, which a sharded strategy has in no process"),
         ("deepspeed_stage_2", "whole parameters"),
-        ("ddp", "start one process per device and cluster"),
-        ("dpp", "expected one of auto, single, chaos"),
+        ("dpp", "expected one of auto, single, ddp, chaos"),
     ],
 )
 def test_other_inner_strategies_are_refused_by_name(inner: str, words: str) -> None:
     with pytest.raises(UnsupportedError, match=f"inner='{inner}' is not supported.*{words}"):
         DiLoCoStrategy(inner=inner)
+
+
+@pytest.mark.parametrize(
+    ("inner", "words"),
+    [
+        (FSDPStrategy(), "inner=FSDPStrategy is not supported.*whole parameters"),
+        (SingleDeviceStrategy(), "inner=SingleDeviceStrategy is not supported.*expected one of auto"),
+        (DDPStrategy(start_method="spawn"), r"DDPStrategy\(start_method='spawn'\) is not supported"),
+        (DDPStrategy(model_averaging_period=2), r"DDPStrategy\(model_averaging_period=...\) is not supported"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_strategies_that_cannot_be_inner_ones_are_refused_by_name(inner: Any, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        DiLoCoStrategy(inner=inner)
+
+
+def test_several_devices_take_ddp_unless_told_otherwise(tmp_path: Path) -> None:
+    for given in ("chaos_diloco", DiLoCoStrategy(), DiLoCoStrategy(inner="ddp"), DiLoCoStrategy(inner=DDPStrategy())):
+        run = models.trainer(tmp_path, strategy=given, devices=2)
+        assert isinstance(run.strategy, DDPRanks)
+        assert (run.strategy.place, run.num_devices, run.is_global_zero) == ((0, 2), 2, True)
+        assert isinstance(pickle.loads(pickle.dumps(run.strategy)), DDPRanks)
+    alone = models.trainer(tmp_path, strategy="chaos_diloco", devices=1).strategy
+    assert isinstance(alone, DiLoCoStrategy)
+    assert isinstance(pickle.loads(pickle.dumps(alone)), DiLoCoStrategy)
+
+
+def test_ddps_own_settings_stay(tmp_path: Path) -> None:
+    inner = DDPStrategy(find_unused_parameters=True, process_group_backend="gloo")
+    run = models.trainer(tmp_path, strategy=DiLoCoStrategy(inner=inner), devices=2)
+    assert run.strategy._ddp_kwargs == {"find_unused_parameters": True}
+    assert run.strategy.process_group_backend == "gloo"
+
+
+def test_under_torchruns_backend_chaos_auto_is_chaos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHAOS_AGENT", "1:2")
+    assert isinstance(DiLoCoStrategy(name="home"), ChaosStrategy)
+    with pytest.raises(ConfigurationError, match="needs name="):
+        DiLoCoStrategy()
+    assert isinstance(pickle.loads(pickle.dumps(DiLoCoStrategy(inner="single"))), DiLoCoStrategy)
 
 
 def with_net(net: nn.Module) -> Regression:
@@ -181,12 +223,15 @@ def test_what_no_cluster_can_serve_is_named(tmp_path: Path, row: Any) -> None:
     assert row.why in str(caught.value)
 
 
-def test_several_devices_and_torchrun_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedError, match="found 2 devices"):
-        models.trainer(tmp_path, strategy="chaos_diloco", devices=2).fit(Regression(), models.loader())
+def test_several_devices_or_processes_that_do_not_fit_the_inner_strategy_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = DiLoCoStrategy(inner="single")
+    with pytest.raises(UnsupportedError, match="found 2 devices, and inner='single' is one process"):
+        models.trainer(tmp_path, strategy=strategy, devices=2).fit(Regression(), models.loader())
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UnsupportedError, match="torchrun has started several processes"):
-        DiLoCoStrategy()
+    with pytest.raises(UnsupportedError, match="WORLD_SIZE=2: several processes were started"):
+        models.trainer(tmp_path, strategy="chaos_diloco", devices=1).fit(Regression(), models.loader())
 
 
 def test_loaders_that_clusters_cannot_share_are_refused(tmp_path: Path) -> None:

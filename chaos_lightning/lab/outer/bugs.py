@@ -65,6 +65,11 @@ class Bug:
 BUGS = {
     "O1-early": Bug("O1", "answers are told before they are stored", Machines(leader=bad.EarlyLeader)),
     "O1-waits": Bug("O1", "records wait for the disk as rounds do", Machines(leader=bad.WaitingLeader)),
+    "O1a-forgotten": Bug(
+        "O1a",
+        "a summary forgets what a cluster has for its base",
+        Machines(leader=_with(summaries=bad.ForgetfulSummaries)),
+    ),
     "O2-one-shard": Bug(
         "O2", "a round takes a push that one shard has", Machines(leader=_with(pushes=bad.OneShardPushes)), "fragile"
     ),

@@ -27,6 +27,7 @@ from chaos_lightning.outer.types import (
     PushId,
     RolledBack,
     Round,
+    Summary,
     VersionId,
     Voided,
 )
@@ -69,6 +70,7 @@ class Oracle:
         self.frozen_at: dict[PushId, float] = {}
         self.answers: set[tuple[PushId, PushAnswer]] = set()
         """All that the chain ever gave."""
+        self.ended = False
         self.made = {NO_VERSION}
         """All versions that were ever stored."""
         self.discarded: set[int] = set()
@@ -97,6 +99,10 @@ class Oracle:
         durable = chain.durable[-1][0] if chain.durable else NO_VERSION  # an operator may end what has not begun
         if isinstance(entry.body, Ended) and not (entry.body.version == durable == chain.newest):
             raise Violation(f"the job ends with {entry.body.version}, which is not durable (O16)")
+        if isinstance(entry.body, Ended) and (
+            any(not known.over for known in chain.incarnations.values()) or (chain.leases and chain.leases.living)
+        ):
+            raise Violation("somebody is in, or has leases, after the job's end (O16)")
         if isinstance(entry.body, Round) and not (entry.body.accepted or entry.body.rejected):
             raise Violation(f"{entry.version} is a round on nothing")
         for offer in entry.offers:
@@ -104,6 +110,8 @@ class Oracle:
                 raise Violation(f"{entry.version} takes {offer}, which was made on another base, or of others (O3, O4)")
             if lacking := [name for name in chain.cut if (name, offer.push) not in self.staged]:
                 raise Violation(f"{entry.version} takes {offer.push}, which {lacking[0]} has never had (O2)")
+        if isinstance(entry.body, Summary):
+            self._sums(chain, entry)
         if entry.version != NO_VERSION:
             self._counts(chain)
 
@@ -111,6 +119,7 @@ class Oracle:
         """What the chain says of pushes."""
         body = entry.body
         self.made.add(entry.version)
+        self.ended = self.ended or isinstance(body, Ended)
         self.answers.update((offer.push, PushAnswer.ACCEPTED) for offer in entry.offers)
         if isinstance(body, Voided):
             self.answers.add((body.offer.push, PushAnswer.VOID))
@@ -128,6 +137,32 @@ class Oracle:
                 f"{before.count} (O12)"
             )
 
+    def _sums(self, chain: OuterChain, entry: Entry) -> None:
+        """A summary says what the entries before it do, and all that somebody may ask for (O1a)."""
+        said = OuterChain()
+        said.follow(entry)
+        for name in (
+            "newest", "durable", "safe", "joined", "cut", "starts", "counters", "gate", "rates", "paced", "agreement",
+            "founded", "ahead", "reopened", "rounds", "rollbacks", "tally", "hash",
+        ):  # fmt: skip
+            if (found := getattr(said, name)) != (has := getattr(chain, name)):
+                raise Violation(f"the summary at {entry.position} has {name} {found}, the chain {has} (O1a)")
+        if chain.leases is not None and (said.leases is None or said.leases.encode() != chain.leases.encode()):
+            raise Violation(f"the summary at {entry.position} has other leases than the chain (O1a)")
+        if said.since(said.safe) != chain.since(chain.safe):
+            raise Violation(f"the summary at {entry.position} has other versions since {chain.safe} (O1a)")
+        for who, known in chain.incarnations.items():
+            if not known.over and said.incarnations[who].next != known.next:
+                raise Violation(f"the summary at {entry.position} lacks answers of {who} (O1a)")
+        for base, holds in said.bases.items():
+            if any(chain.held(base, who) != digest for who, digest in holds.items()):
+                raise Violation(f"the summary at {entry.position} is wrong about what {base} holds (O1a)")
+            if any(
+                not known.over and (who in chain.bases[base]) != (who in holds)
+                for who, known in chain.incarnations.items()
+            ):
+                raise Violation(f"the summary at {entry.position} lacks what {base} holds of those who live (O1a)")
+
     def _on_disk(self, cut: Sequence[str], mark: Durable, disks: Mapping[str, Disk]) -> None:
         """What is marked is there (O6), but where it was damaged since."""
         for name, digest in zip(cut, mark.digests, strict=True):
@@ -138,7 +173,8 @@ class Oracle:
         """A cluster hears what became of its push."""
         if message.version not in self.made:
             raise Violation(f"{message.push} is told {message.version}, which is not stored (O1)")
-        if (message.push, message.answer) not in self.answers:
+        voided = self.ended and message.answer is PushAnswer.VOID  # by the end, which names no push
+        if not voided and (message.push, message.answer) not in self.answers:
             raise Violation(f"{message.push} is told to be {message.answer}, which no entry says (O3)")
 
     def _counts(self, chain: OuterChain) -> None:

@@ -54,6 +54,11 @@ class Plan:
     answer_s: float = 0.0
     limit_s: float = 200.0
 
+    @property
+    def sums(self) -> tuple[int, int]:
+        """Entries from one summary of the chain to the next, and how many versions one has (outer/summaries.py)."""
+        return 20 + self.seed % 31, 2 + self.seed % 7
+
 
 def any_plan(seed: int) -> Plan:
     """A plan of this seed."""

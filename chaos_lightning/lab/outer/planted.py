@@ -15,11 +15,12 @@ from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.leader_desk import LeaderDesk
 from chaos_lightning.outer.leases import Leases
-from chaos_lightning.outer.messages import ClusterHello, Freed, PushAnswered
+from chaos_lightning.outer.messages import ClusterHello, Freed, PushAnswered, ShardFile
 from chaos_lightning.outer.pushes import Pushes
 from chaos_lightning.outer.rounds import Rounds, Rows
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.shards import Shards
+from chaos_lightning.outer.summaries import Summaries, summary_of
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Body,
@@ -35,6 +36,7 @@ from chaos_lightning.outer.types import (
     RolledBack,
     Round,
     Started,
+    Summary,
     VersionId,
     Voided,
 )
@@ -363,7 +365,7 @@ class OpenStore(ChainStore):
 class PassedFollower(FollowerMachine):
     """If a mark passes the version where it stands, it computes on from there."""
 
-    def _start(self) -> tuple[int, VersionId | None, list[Entry]]:
+    def _start(self) -> tuple[int, ShardFile | None, list[Entry]]:
         place, load, line = super()._start()
         return place, load if self.version == NO_VERSION else None, line
 
@@ -371,25 +373,26 @@ class PassedFollower(FollowerMachine):
 class NewestFileFollower(FollowerMachine):
     """It starts from its own newest file."""
 
-    def _start(self) -> tuple[int, VersionId | None, list[Entry]]:
+    def _start(self) -> tuple[int, ShardFile | None, list[Entry]]:
         place, load, line = super()._start()
-        newest = max(self.disk, default=NO_VERSION)
+        newest = max(self.disk, key=lambda file: file.version, default=None)
         known = {entry.version: number + 1 for number, entry in enumerate(line)}
-        if self.version != NO_VERSION or newest not in known:
+        if self.version != NO_VERSION or newest is None or newest.version not in known:
             return place, load, line
-        return known[newest], newest, line
+        return known[newest.version], newest, line
 
 
 class NumberedFollower(NewestFileFollower):
     """It starts from its own newest file, and tells versions apart by their numbers alone."""
 
-    def _start(self) -> tuple[int, VersionId | None, list[Entry]]:
+    def _start(self) -> tuple[int, ShardFile | None, list[Entry]]:
         place, load, line = super()._start()
-        at = self.version if self.version != NO_VERSION else max(self.disk, default=NO_VERSION)
+        newest = max(self.disk, key=lambda file: file.version, default=None)
+        begins = self.version == NO_VERSION and newest is not None
+        at = newest.version if newest is not None and begins else self.version
         if at.number <= self._base.number or at in {entry.version for entry in line}:
             return place, load, line
-        passed = sum(entry.version.number <= at.number for entry in line)
-        return passed, at if self.version == NO_VERSION else None, line
+        return sum(entry.version.number <= at.number for entry in line), newest if begins else None, line
 
 
 class NewestBaseCluster(ClusterMachine):
@@ -407,3 +410,11 @@ class UnorderedCluster(ClusterMachine):
 
     def _unanswered(self) -> list[Offer]:
         return super()._unanswered()[::-1]
+
+
+class ForgetfulSummaries(Summaries):
+    """A summary of what is left has the newest versions alone, whatever clusters have for their base."""
+
+    def next_summary(self) -> Summary | None:
+        found = super().next_summary()
+        return summary_of(self._desk.chain, (), 1) if found is not None else None

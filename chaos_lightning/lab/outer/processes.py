@@ -62,6 +62,7 @@ class Job(Protocol):
     codec: str
     length: int
     shards: int
+    sums: tuple[int, int]
 
     @property
     def clusters(self) -> Mapping[str, Cluster]: ...
@@ -189,6 +190,7 @@ class LeaderProcess(Process):
         for entry in job.store.entries:
             self.chain.follow(entry)
         self.machine = job.machines.leader(self.chain, self.term, job.shards)
+        self.machine.summaries.every, self.machine.summaries.window = job.sums
         self.streams: dict[int, Stream] = {}
         self.die_at_effect = -1
         self._deadline_s = 0.0
@@ -238,11 +240,11 @@ class LeaderProcess(Process):
 
     def _write(self, entry: Entry) -> None:
         """It may be on its way while its leader dies."""
-        store, before = self.job.store, len(self.job.store.entries)
+        store, again = self.job.store, self.job.store.holds(entry)
         if not self.alive and (store.down or self.kernel.random.random() < 0.5):
             return
         refused = "" if store.down else store.append(entry)
-        stored = len(store.entries) > before
+        stored = not again and store.holds(entry)
         if stored:
             self.job.stored(entry)
         if store.down or (stored and store.doubtful):
@@ -549,7 +551,7 @@ class ClusterProcess(Client):
                 self.say(message)
             case cl.FetchVersion(version):
                 self.timer(self.kernel.between(0.01, 0.1) + self.spec.fetch_s, lambda: self._fetch(version))
-            case fx.OuterNote():
+            case fx.OuterNote() | cl.TakeLast():
                 pass
             case _ if self._busy:
                 self._todo.append(effect)

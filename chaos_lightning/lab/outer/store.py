@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from chaos_lightning.outer.messages import ShardFile
-from chaos_lightning.outer.types import Entry, VersionId
+from chaos_lightning.outer.types import Entry, Summary, VersionId
 
 
 @dataclass(slots=True)
 class ChainStore:
-    """The chain as it is durable; compares term and predecessor (O1)."""
+    """The chain as it is durable; compares term and predecessor (O1). A summary takes the place of all before (O1a)."""
 
     term: int = 0
     entries: list[Entry] = field(default_factory=list)
@@ -34,6 +34,8 @@ class ChainStore:
         last = self.entries[-1].hash if self.entries else ""
         if entry.before != last:
             return "another entry is there"
+        if isinstance(entry.body, Summary):
+            self.entries.clear()
         self.entries.append(entry)
         return ""
 
@@ -41,10 +43,11 @@ class ChainStore:
         """Whether it is the last one that was stored."""
         return bool(self.entries) and self.entries[-1] == entry
 
-    def go_back(self, count: int) -> None:
-        """Somebody puts an older copy in its place: so many entries, and the term of its last writer."""
-        self.entries = self.entries[:count]
-        self.term = self.entries[-1].term if self.entries else 0
+    def go_back(self, entries: Sequence[Entry]) -> None:
+        """Somebody puts an older copy in its place, with these of all that it ever took; the last one's term rules."""
+        sums = [at for at, entry in enumerate(entries) if isinstance(entry.body, Summary)]
+        self.entries = [*entries[sums[-1] if sums else 0 :]]
+        self.term = entries[-1].term if entries else 0
 
 
 @dataclass(slots=True)

@@ -66,10 +66,12 @@ class World:
         self.kernel = Kernel(plan.seed)
         self.store = self.machines.store()
         self.oracle = Oracle()
-        self.chain = OuterChain()
-        """What the store holds, folded once more."""
+        self.chain = OuterChain(whole=True)
+        """All that was stored, folded once more."""
+        self.entries: list[Entry] = []
         self.settings = plan.settings
         self.length, self.codec, self.shards = plan.length, plan.codec, plan.followers
+        self.sums = plan.sums
         self.disks = {f"f{i}": Disk(synced_first=self.machines.syncs_first) for i in range(plan.followers)}
         self.followers: dict[str, FollowerProcess] = {}
         self.clusters: dict[str, ClusterProcess | RanksJob] = {}
@@ -108,6 +110,7 @@ class World:
             raise Violation(f"entry {entry.position} of term {entry.term} is written in term {self.store.term} (O7)")
         gate = self.chain.gate
         self.chain.follow(entry)
+        self.entries.append(entry)
         self.on_entry(entry)
         self.oracle.stored(self.chain, entry, self.disks)
         body = entry.body
@@ -117,6 +120,8 @@ class World:
             self._check_waits()
         if isinstance(body, Removed):
             self._check_removal(body)
+        if isinstance(body, Voided) and self.leader is not None and self.leader.chain.forgot(body.offer.base):
+            self._check_forgotten(body)
         if isinstance(body, Joined) and self.clusters[body.incarnation.cluster].machine.agreement != (
             self.chain.agreement
         ):
@@ -140,6 +145,13 @@ class World:
                 waited_s = self.kernel.now - self.oracle.frozen_at[offer.push]
                 if waited_s > self.plan.answer_s:
                     raise Violation(f"{name} has waited {waited_s:.1f} s for an answer to {offer.push} (O13)")
+
+    def _check_forgotten(self, body: Voided) -> None:
+        """What a summary does not know is no base that its cluster has told of long ago (O1a)."""
+        cluster = self.clusters[body.offer.push.incarnation.cluster]
+        calm_s = self.kernel.now - max(cluster.thawed_at, cluster.cut_at, self._struck_at)
+        if cluster.alive and not cluster.frozen and calm_s > CALM_S:
+            raise Violation(f"{body.offer.push} is void, for a summary has forgotten {body.offer.base} (O1a)")
 
     def _check_removal(self, body: Removed) -> None:
         """Who lives and is heard is removed only if it asked, or must come in anew (O14)."""
@@ -292,11 +304,11 @@ class World:
 
     def _go_back(self) -> None:
         """An older copy takes the store's place, and another leader reads it."""
-        count = self.kernel.random.randrange(1 + len(self.store.entries))
+        self.entries = self.entries[: self.kernel.random.randrange(1 + len(self.entries))]
         self.went_back = True
-        self.store.go_back(count)
-        self.chain = OuterChain()
-        for entry in self.store.entries:
+        self.store.go_back(self.entries)
+        self.chain = OuterChain(whole=True)
+        for entry in self.entries:
             self.chain.follow(entry)
         if self.leader is not None:
             self.leader.crash()
@@ -323,6 +335,8 @@ class World:
                     raise Violation(f"{name} gives its shard up: {follower.machine.lost} (O6)")
                 return
         for name, cluster in self.clusters.items():
+            if cluster.left == self.finished and cluster.machine.base not in (NO_VERSION, self.chain.newest):
+                raise Violation(f"{name} ends with {cluster.machine.base}, and the job with {self.chain.newest} (O16)")
             if cluster.machine.agreement != self.chain.agreement and "cannot join" not in cluster.left:
                 raise Violation(f"{name} has another model and was not told")
             if missing := cluster.unaccounted() - self.oracle.counted:
@@ -339,7 +353,7 @@ class World:
         except (Violation, ValueError, AssertionError, KeyError) as found:
             violation = f"at {self.kernel.now:.3f} s: {type(found).__name__}: {found}"
         chain = self.chain
-        bodies = [entry.body for entry in self.store.entries]
+        bodies = [entry.body for entry in self.entries]
         rounds = [body for body in bodies if isinstance(body, Round)]
         return Outcome(
             self.plan.seed,
@@ -365,7 +379,9 @@ class World:
         ]
         for name, follower in self.followers.items():
             machine = follower.machine
-            lines.append(f"{name} {machine.version} alive={follower.alive} disk={[str(v) for v in machine.disk]}")
+            lines.append(
+                f"{name} {machine.version} alive={follower.alive} disk={[str(file.version) for file in machine.disk]}"
+            )
         for name, cluster in self.clusters.items():
             c = cluster.machine
             lines.append(

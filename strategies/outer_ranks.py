@@ -1,0 +1,321 @@
+"""A cluster whose processes are ranks of Lightning's DDP: rank 0 is its member of the outer job, the others follow.
+
+Theory of operation. Ranks of DDP hold equal parameters after each optimizer step. So one session is enough
+(outer/session.py): rank 0 has it, and `RankedSession` has its interface at every rank. Where something may happen all
+ranks *meet*: rank 0 does it and tells the outcome over a process group of their own, on the CPU, so that no device
+waits. If a version was adopted, its tensors follow by the group of the gradients, and all ranks hold rank 0's bits.
+
+All ranks must take the same branches. So what a session is asked between two meetings (how far the job is, whether the
+cluster is to go on) is answered by every rank from what was told at the last one, never from what rank 0 knows by now.
+
+Most steps bring nothing, and a meeting takes about a millisecond. So rank 0 says at each one how many steps go by
+until the next: until the next push is due, or for about `MEET_S` of training. Positions of shared data are claimed for
+as long ahead. What a rank is asked by a signal goes up with the next meeting.
+
+What rank 0 cannot do (the server refuses the cluster, a wait was too long) all ranks raise. A rank that dies ends the
+group, as with DDP alone: its peers' collectives fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chaos_lightning.errors import ChaosError
+from chaos_lightning.outer.cluster import reckon
+from chaos_lightning.outer.replica import Replica
+from chaos_lightning.outer.session import Boundary, OuterSession, first_positions
+from chaos_lightning.outer.types import NO_VERSION, Covered, JobProgress, VersionId
+from chaos_lightning.protocol.spans import subtract
+
+MEET_S = 0.1
+"""Ranks meet about so often; a meeting of two took 1 ms on a busy machine."""
+_BUCKET = 64 << 20
+"""Bytes of a version that are sent at once."""
+
+
+class RankGroup:
+    """The ranks' own process group, on the CPU.
+
+    Args:
+        rank: Of this process.
+        timeout: How long rank 0 may be silent.
+    """
+
+    def __init__(self, rank: int, timeout: timedelta) -> None:
+        self.rank = rank
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def tell(self, make: Callable[[], Any]) -> Any:
+        """What rank 0 made.
+
+        Raises:
+            ChaosError: It could not; the same at all ranks.
+        """
+        said: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                said[0] = make()
+            except ChaosError as error:
+                said[1] = error
+        dist.broadcast_object_list(said, 0, group=self._group)
+        if said[1] is not None:
+            raise said[1]
+        return said[0]
+
+    def sum(self, *numbers: int) -> list[int]:
+        """Of all ranks."""
+        summed = torch.tensor(numbers)
+        dist.all_reduce(summed, group=self._group)
+        return summed.tolist()  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.no_grad()
+    def share(tensors: Sequence[Tensor]) -> None:
+        """All ranks' tensors are rank 0's, bit for bit."""
+        whole = dist.group.WORLD
+        assert whole is not None
+        dist._broadcast_coalesced(whole, [t.detach() for t in tensors], _BUCKET, 0)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """What all ranks know of the cluster between two meetings.
+
+    Attributes:
+        job: How far the job is with the base.
+        ahead: Samples and inner steps that the base does not hold.
+        steps: From one push to the next: as usual, and as the leader paces this cluster.
+        meet_in: The next meeting is after so many steps.
+    """
+
+    incarnation: str = ""
+    base: VersionId = NO_VERSION
+    job: JobProgress = field(default_factory=JobProgress)
+    ahead: tuple[int, int] = (0, 0)
+    steps: tuple[int, int] = (1, 1)
+    oldest: bool = True
+    leaving: bool = False
+    ending: bool = False
+    over: str = ""
+    meet_in: int = 1
+
+
+@dataclass(slots=True)
+class _Untold:
+    """What was trained since the last meeting; samples of this rank alone where each has data of its own."""
+
+    samples: int = 0
+    covers: tuple[Covered, ...] = ()
+    steps: int = 0
+    loss: float | None = None
+
+
+class RankedSession:
+    """See the module; the interface of `OuterSession`. Methods are the training thread's, but for `leave` and `close`.
+
+    Args:
+        member: Rank 0's session; None at the other ranks.
+        replica: What of the model travels.
+        group: The ranks.
+        shared: Clusters share the data, so that all ranks count the same samples.
+
+    Attributes:
+        member: As given.
+    """
+
+    def __init__(self, member: OuterSession | None, replica: Replica, group: RankGroup, *, shared: bool) -> None:
+        self.member = member
+        self._replica, self._group, self._shared = replica, group, shared
+        self._facts = ClusterFacts()
+        self._untold = _Untold()
+        self._claimed: list[Covered] = []
+        """Ahead of what the loader has asked for."""
+        self._asked = False
+        self._own: list[Tensor] | None = None
+
+    # ------------------------------------------------------------------ as told last
+
+    @property
+    def incarnation(self) -> str:
+        """Who this cluster is."""
+        return self._facts.incarnation
+
+    @property
+    def base(self) -> VersionId:
+        """The version that was adopted last."""
+        return self._facts.base
+
+    @property
+    def progress(self) -> JobProgress:
+        """The job's, with the base."""
+        return self._facts.job
+
+    @property
+    def reckoned(self) -> JobProgress:
+        """How far the job is by this cluster's own reckoning."""
+        told, untold = self._facts, self._untold
+        samples = untold.samples * (1 if self._shared else dist.get_world_size())
+        return reckon(told.job, told.ahead[0] + samples, told.ahead[1] + untold.steps, *told.steps)
+
+    @property
+    def oldest(self) -> bool:
+        """Whether it came before all others that are in."""
+        return self._facts.oldest
+
+    @property
+    def leaving(self) -> bool:
+        """It was asked to leave, and all ranks know."""
+        return self._facts.leaving
+
+    @property
+    def ending(self) -> bool:
+        """This cluster is to train no more."""
+        return self._facts.ending
+
+    @property
+    def over(self) -> str:
+        """Why this cluster's part is over; "" while it goes on."""
+        return self._facts.over
+
+    @property
+    def at_risk(self) -> int:
+        """Inner steps of this cluster that no durable version holds, as far as this rank knows."""
+        return self.member.at_risk if self.member is not None else self._untold.steps
+
+    # ------------------------------------------------------------------ meetings
+
+    def start(self, timeout_s: float) -> None:
+        """Founds the job, or takes its newest version over, in place.
+
+        Raises:
+            ChaosError: As `OuterSession.start`.
+        """
+        self._meet(lambda member: _nothing(member.start(timeout_s)))
+        self._share()
+
+    def boundary(
+        self, samples: int, covers: Sequence[Covered] = (), steps: int = 1, loss: float | None = None
+    ) -> Boundary:
+        """After each inner step, and while the cluster waits (no steps): a meeting, if it is time for one."""
+        untold = self._untold
+        untold.samples, untold.steps = untold.samples + samples, untold.steps + steps
+        untold.covers = (*untold.covers, *covers)
+        untold.loss = loss if loss is not None else untold.loss
+        if steps and untold.steps < self._facts.meet_in:
+            return Boundary()
+        return self._tell_steps()
+
+    def _tell_steps(self) -> Boundary:
+        untold, self._untold = self._untold, _Untold()
+        own = untold.samples if not self._shared or self.member is not None else 0
+        samples, asked = self._group.sum(own, int(self._asked))
+
+        def step(member: OuterSession) -> Boundary:
+            if asked:
+                member.leave()
+            return member.boundary(samples, untold.covers, untold.steps, untold.loss)
+
+        found: Boundary = self._meet(step)
+        if found.outright:
+            self._claimed.clear()
+        if found.adopted is not None:
+            self._share()
+        return found
+
+    def _meet(self, act: Callable[[OuterSession], Any]) -> Any:
+        def make() -> tuple[Any, ClusterFacts]:
+            member = self.member
+            assert member is not None, "rank 0 has the session"
+            return act(member), _facts_of(member)
+
+        found, self._facts = self._group.tell(make)
+        return found
+
+    def _share(self) -> None:
+        self._group.share(self._replica.tensors)
+
+    def claim(self, positions: int) -> tuple[Covered, ...]:
+        """The next positions of the shared data that this cluster trains, of all its ranks together."""
+        if not self._claimed:
+            ahead = positions * max(1, self._facts.meet_in)
+            self._claimed = list(self._meet(lambda member: member.claim(ahead)))
+        if not self._claimed:
+            return ()
+        found = self._claimed[0]
+        taken = first_positions(found.spans, positions)
+        left = subtract(found.spans, taken)
+        self._claimed[:1] = [replace(found, spans=left)] if left else []
+        return (Covered(found.epoch, taken),)
+
+    def pause(self, timeout_s: float) -> None:
+        """Rank 0 waits for news; the others, for rank 0 in what comes next."""
+        if self.member is not None:
+            self.member.pause(timeout_s)
+
+    # ------------------------------------------------------------------ what is judged
+
+    def show_base(self) -> None:
+        """The model's parameters are the base's at all ranks until `show_own`."""
+        if self._own is None:
+            if self.member is not None:
+                self.member.show_base()
+            self._own = self._replica.copies() if self.member is None else []
+            self._share()
+
+    def show_own(self) -> None:
+        """The parameters are what is trained again. Idempotent."""
+        own, self._own = self._own, None
+        if own is not None and self.member is not None:
+            self.member.show_own()
+        elif own is not None:
+            self._replica.restore(own)
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self, reason: str, timeout_s: float) -> None:
+        """The ranks' loops are over: pushes the rest, and stays until the job ends, or until it has left.
+
+        Raises:
+            DeadlineError: It has not ended by then.
+        """
+        if self._untold.steps:
+            self._tell_steps()
+        self._meet(lambda member: member.finish(reason, timeout_s))
+        self._share()
+
+    def leave(self) -> None:
+        """Asks to go. Any thread; the ranks stop training together, after their next meeting."""
+        self._asked = True
+        if self.member is not None:
+            self.member.leave()
+
+    def close(self) -> None:
+        """Of this rank alone: ends threads and connections. Idempotent."""
+        if self.member is not None:
+            self.member.close()
+
+
+def _nothing(_: object) -> None:
+    """What need not travel."""
+
+
+def _facts_of(member: OuterSession) -> ClusterFacts:
+    return ClusterFacts(
+        member.incarnation,
+        member.base,
+        member.progress,
+        member.ahead,
+        (member.usual_steps, member.inner_steps),
+        member.oldest,
+        member.leaving,
+        member.ending,
+        member.over,
+        member.idle_steps(MEET_S),
+    )

@@ -1,0 +1,58 @@
+"""The benchmark of elastic clusters: how long a step is, which way ranks dial, and what is counted when."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.common import MIB
+from benchmarks.outer_nested import INNER_STEPS, between, pace_s, passed, proof, push_part
+from benchmarks.outer_ranks import CLUSTER, FAR_BPS, FOLLOWERS, FarLinks, NestedScene
+from chaos_lightning.events.events import Record
+from chaos_lightning.machine.listener import free_port
+
+
+def record(name: str, mono: float, **fields: Any) -> Record:
+    return Record(t=mono, mono=mono, member="", name=name, fields=fields)
+
+
+def scene(records: list[Record], ways: dict[tuple[str, str], int] | None = None, ranks: int = 2) -> NestedScene:
+    watch, relay = SimpleNamespace(records=records, look=lambda: None), SimpleNamespace(passed=lambda: ways)
+    worker: Any = SimpleNamespace(process=SimpleNamespace(exitcode=None))
+    given: Any = {"server": None, "context": None, "told": {}, "watch": watch, "relay": relay}
+    return NestedScene(CLUSTER, clusters={f"r{n}": worker for n in range(ranks)}, **given)
+
+
+def test_a_push_takes_half_of_the_steps_of_a_round() -> None:
+    push_s = 8 * (24 * MIB / 2) / FAR_BPS
+    assert pace_s(24.0) * INNER_STEPS == pytest.approx(2 * push_s)
+
+
+def test_ranks_reach_followers_alone_through_the_relay() -> None:
+    links = FarLinks(f"127.0.0.1:{free_port()}")
+    with socket.create_server(("127.0.0.1", 0)) as near:
+        links.connect("127.0.0.1", near.getsockname()[1], me="r1~1", peer="r2~2", timeout_s=5.0).close()
+        with pytest.raises(ConnectionRefusedError):
+            links.connect("127.0.0.1", near.getsockname()[1], me="home~1", peer=FOLLOWERS[0], timeout_s=5.0)
+
+
+def test_bytes_are_told_by_direction() -> None:
+    ways = {(CLUSTER, "follower-0"): 3, (CLUSTER, "follower-1"): 4, ("follower-0", CLUSTER): 5, ("x", "y"): 9}
+    assert passed(scene([], ways)) == (7, 5)
+
+
+def test_what_lies_between_two_events_is_counted_up_to_the_last() -> None:
+    records = [record("push_frozen", t, push=f"p{t:g}") for t in (1.0, 2.0, 3.0, 4.0)]
+    assert between(scene(records), "push_frozen", records[0], records[2]) == records[1:3]
+    staged = [record("push_staged", t + 0.25, push=f"p{t:g}") for t in (2.0, 3.0)]
+    assert push_part(scene(records + staged), records[1:3], 1.0) == pytest.approx(0.25)
+
+
+def test_a_proof_is_one_that_all_ranks_told_of() -> None:
+    since = record("joined", 1.0)
+    told = [(0.5, 3, "old"), (1.5, 4, "a"), (2.0, 5, "b"), (2.1, 5, "c")]
+    records = [since, *(record("state_hash", t, seq=seq, hash=found) for t, seq, found in told)]
+    assert proof(scene(records), since) == {"b", "c"}

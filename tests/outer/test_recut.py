@@ -1,0 +1,159 @@
+"""Another number of followers: whoever dies while shards are cut anew leaves a job that goes on (O15)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recut_support import GRID, Stopped
+
+from chaos_lightning.control.memory_store import MemoryStore, Shelf
+from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.errors import ConfigurationError, StateError
+from chaos_lightning.outer import recut as recutting
+from chaos_lightning.outer.export import read_version
+from chaos_lightning.outer.options import ServerOptions
+from chaos_lightning.outer.server_main import followers_of
+from chaos_lightning.outer.shard_files import FolderContents, ShardFiles
+from chaos_lightning.outer.types import (
+    Durable,
+)
+
+
+class Killed(BaseException):
+    """The process ends here: nothing cleans up."""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., Stopped]:
+    def make(followers: int) -> Stopped:
+        shelf = Shelf()
+        return Stopped(tmp_path / "job", followers, lambda: MemoryStore("job", shelf))
+
+    return make
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3), (3, 2), (1, 100)])
+def test_both_durable_versions_are_cut_anew(job: Callable[..., Stopped], before: int, after: int) -> None:
+    stopped = job(before)
+    words = stopped.cut(after)
+    assert f"{before} shards of follower-0" in words
+    chain = stopped.check()
+    assert len(chain.cut) == min(after, GRID.blocks)
+    assert len(chain.durable) == 2
+    beyond = chain.newest.number
+    for name in {*chain.cut, *stopped.chain.cut}:
+        assert all(file.version.number < beyond for file in stopped.files(name).look().whole)
+        assert stopped.files(name).look().strange == ()
+    assert stopped.cut(after) == "", "there is nothing to do any more"
+    tensors, _ = read_version(chain, stopped.folder, "job", "newest")
+    newest = stopped.contents[chain.durable[-1][0]]
+    assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in tensors.values()]), newest.theta)
+    stopped.cut(before)
+    assert stopped.check().cut == stopped.chain.cut, "and back again, over the files that are still there"
+
+
+def test_whoever_dies_between_any_two_steps_leaves_a_job_that_goes_on(
+    job: Callable[..., Stopped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped, left = job(2), [0]
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def count() -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+
+        def step(*given: Any, **more: Any) -> Any:
+            count()
+            result = real(*given, **more)
+            count()
+            return result
+
+        return step
+
+    for owner, name in ((ShardFiles, "save"), (ShardFiles, "delete_beyond"), (MemoryStore, "append")):
+        monkeypatch.setattr(owner, name, dying(getattr(owner, name)))
+    deaths = 0
+    while True:
+        left[0] = deaths + 1
+        try:
+            stopped.cut(3)
+            break
+        except Killed:
+            deaths += 1
+        chain = stopped.check()
+        if len(chain.cut) == 3:
+            break  # it died behind the record
+    assert deaths > 10
+    assert len(stopped.check().durable) == 2
+
+
+def test_a_follower_whose_files_are_elsewhere_is_named(job: Callable[..., Stopped]) -> None:
+    stopped = job(3)
+    (stopped.folder / "follower-1").rename(stopped.folder.parent / "elsewhere")
+    with pytest.raises(ConfigurationError, match="follower follower-1 holds shard 1 of 3"):
+        stopped.cut(2)
+    (stopped.folder.parent / "elsewhere").rename(stopped.folder / "follower-1")
+    stopped.check()
+    assert stopped.cut(2)
+
+
+def test_of_a_damaged_version_the_one_before_is_cut_anew(job: Callable[..., Stopped]) -> None:
+    stopped = job(2)
+    (older, _), (newest, _) = stopped.chain.durable
+    path = stopped.files("follower-1").path(newest)
+    path.write_bytes(path.read_bytes()[:-1])
+    stopped.cut(3)
+    assert [version for version, _ in stopped.check().durable] == [older]
+    for name in stopped.now.cut:
+        for file in stopped.files(name).folder.iterdir():
+            file.unlink()
+    with pytest.raises(StateError, match="cannot be cut anew"):
+        stopped.cut(1)
+
+
+def test_a_job_of_which_nothing_is_durable_yet_is_cut_anew_too(tmp_path: Path) -> None:
+    shelf = Shelf()
+    stopped = Stopped(tmp_path, 2, lambda: MemoryStore("job", shelf), durable=False)
+    assert "nothing is durable yet" in stopped.cut(1)
+    assert (stopped.now.cut, stopped.now.durable) == (("follower-0",), [])
+    assert stopped.files("follower-0").look() == stopped.files("follower-1").look() == FolderContents((), ())
+
+
+def test_a_server_cuts_anew_only_for_a_number_that_it_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "job"
+    stopped = Stopped(folder, 3, lambda: SqliteStore(folder / "chain.sqlite", "job"))
+    given = {"dir": str(folder), "job": "job", "store": str(folder / "chain.sqlite")}
+    assert followers_of(ServerOptions(**given)) == ["follower-0", "follower-1", "follower-2"]
+    assert stopped.now.position == stopped.chain.position
+    monkeypatch.setattr("subprocess.run", lambda command, **_: _in_this_process(command))
+    assert followers_of(ServerOptions(followers=2, **given)) == ["follower-0", "follower-1"]
+    assert "3 shards of follower-0, follower-1, follower-2 were cut anew" in capsys.readouterr().out
+    assert stopped.check().cut == ("follower-0", "follower-1")
+    old = stopped.files("follower-2").folder
+    assert len([*old.iterdir()]) == 2, "the old files stay"
+    for _ in range(3):
+        stopped.round()
+        stopped.put(Durable(stopped.chain.newest, stopped.save(stopped.chain.newest, 2)))
+    assert followers_of(ServerOptions(**given)) == ["follower-0", "follower-1"]
+    assert [*old.iterdir()] == [], "until no durable version needs them"
+    (folder / "follower-1").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigurationError, match="follower follower-1 holds shard 1 of 2"):
+        followers_of(ServerOptions(followers=3, **given))
+
+
+def _in_this_process(command: list[str]) -> Any:
+    """What the server runs; importing torch takes seconds."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = recutting.main(command[3:])
+    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
