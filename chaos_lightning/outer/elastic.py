@@ -426,7 +426,8 @@ class ElasticCluster:
 
     def _say_known(self) -> None:
         for message in self.state.known():
-            self._say(message)
+            if self._attendant is not None:
+                self._attendant.say(message)
 
     def _take_place(self, ranks: Sequence[str]) -> None:
         """Who is first, from the contributors; the news that it told are told."""
@@ -662,10 +663,6 @@ class ElasticCluster:
         self._attendant = Attendant(
             self.options, self._secret, self._settings.heartbeat_s, hello=hello, happened=happened, refused=refused
         )
-
-    def _say(self, message: Any) -> None:
-        if self._attendant is not None:
-            self._attendant.say(message)
 
     def _tell(self, name: str, **fields: Any) -> None:
         """Into the cluster's log, which the first rank writes."""
