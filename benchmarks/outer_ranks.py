@@ -3,7 +3,8 @@
 The server is what a user starts (lab/far_server.py), the inner job has a scheduler of its own. Ranks are children of a
 fork server that has torch and Lightning imported; each runs `Trainer.fit` with `DiLoCoStrategy(inner="chaos")` over
 rows that it draws, with a pause that stands for heavier computing. What they dial at followers goes through a relay,
-which bounds the rate and counts bytes; what they say to each other does not.
+which bounds the rate and counts bytes; what they say to each other does not. The policy is `sync`: no gate judges
+pushes of a cluster whose batches change with its ranks.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def rank(pipe: Connection, told: dict[str, Any]) -> None:
     outer = {"log_dir": told["events"], "host_server": False, "batch": 1}
     strategy = DiLoCoStrategy(
         inner=inner, name=CLUSTER, server=told["server"], data="local", inner_steps=told["inner_steps"],
-        overlap=told["overlap"], options=outer,
+        overlap=told["overlap"], policy="sync", options=outer,
     )  # fmt: skip
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,

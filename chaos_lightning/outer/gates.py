@@ -6,7 +6,8 @@ state, so that no judgement depends on a name. A gate stops accidents, not attac
 
 `careful` (policy robust) knows two kinds of accidents:
 
-- *Too long.* x = ln |D| - 1/2 ln h, so that pushes of unequal inner steps compare. z = (x - mean) / max(std, 0.1) must
+- *Too long.* x = ln |D| - 1/2 ln h, so that pushes of unequal inner steps compare, and less where the steps had fewer
+  samples than usual, so that a cluster may shrink. z = (x - mean) / max(std, 0.1) must
   not be above the limit. Mean and variance are moving averages over accepted pushes only: a refused one would raise
   what is usual until it is let in. Until enough pushes were accepted nobody is refused for this. If everything is
   refused for a while, it is what is usual that is wrong (the learning rate was raised, say), and it is learned anew.
@@ -140,9 +141,19 @@ def careful(pushes: Sequence[MeasuredPush], products: Products, gate: GateState,
     return Sifted(rejected, GateState(), warning)
 
 
-def _size(push: MeasuredPush) -> float:
-    """x: the logarithm of the norm, as if it were of one inner step."""
-    return 0.5 * math.log(push.norm2) - 0.5 * math.log(max(1, push.offer.steps))
+def _size(push: MeasuredPush, gate: GateState) -> float:
+    """x: the logarithm of the norm, as if it were of one inner step, and of no fewer samples than usual.
+
+    Steps of fewer samples are noisier: n goes by the root of H / B at most. So a cluster whose ranks have left is no
+    outlier. One of more samples is not expected to be shorter, for an inner optimizer may make all steps of one length.
+    """
+    size = 0.5 * math.log(push.norm2) - 0.5 * math.log(max(1, push.offer.steps))
+    return size + 0.5 * min(0.0, _batch(push) - gate.batch) if gate.count else size
+
+
+def _batch(push: MeasuredPush) -> float:
+    """The logarithm of an inner step's samples."""
+    return math.log(max(1, push.offer.samples) / max(1, push.offer.steps))
 
 
 def _too_long(pushes: Sequence[MeasuredPush], gate: GateState, settings: OuterSettings) -> dict[PushId, str]:
@@ -151,7 +162,7 @@ def _too_long(pushes: Sequence[MeasuredPush], gate: GateState, settings: OuterSe
     rejected = {}
     std = max(math.sqrt(gate.variance), STD_FLOOR)
     for push in pushes:
-        z = (_size(push) - gate.mean) / std if push.norm2 else -math.inf
+        z = (_size(push, gate) - gate.mean) / std if push.norm2 else -math.inf
         if z > settings.gate_limit:
             rejected[push.name] = (
                 f"its norm {push.norm:.4g} over {push.offer.steps} steps is {z:.1f} standard deviations above what is "
@@ -193,15 +204,19 @@ def _with_the_others(push: MeasuredPush, standing: Sequence[MeasuredPush], produ
 
 def _learned(gate: GateState, accepted: Sequence[MeasuredPush]) -> GateState:
     """A plain average at first, later a moving one."""
-    count, mean, variance = gate.count, gate.mean, gate.variance
     for push in accepted:
         if push.norm2:
-            count += 1
+            count = gate.count + 1
             weight = max(1 / count, 1 / MEMORY)
-            ahead = _size(push) - mean
-            mean += weight * ahead
-            variance = (1 - weight) * (variance + weight * ahead * ahead)
-    return replace(gate, count=count, mean=mean, variance=variance, in_a_row=0)
+            ahead = _size(push, gate) - gate.mean
+            gate = replace(
+                gate,
+                count=count,
+                mean=gate.mean + weight * ahead,
+                variance=(1 - weight) * (gate.variance + weight * ahead * ahead),
+                batch=gate.batch + weight * (_batch(push) - gate.batch),
+            )
+    return replace(gate, in_a_row=0)
 
 
 # ------------------------------------------------------------------------------------------------ the others

@@ -5,7 +5,7 @@ import warnings
 
 from chaos_lightning.outer import outer_pb2 as chaos__lightning_dot_outer_dot_outer__pb2
 
-GRPC_GENERATED_VERSION = '1.72.2'
+GRPC_GENERATED_VERSION = '1.72.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 

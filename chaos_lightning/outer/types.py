@@ -150,7 +150,7 @@ TICKS = 720720
 
 @dataclass(frozen=True, slots=True)
 class GateState:
-    """What the gate has seen of accepted pushes: x_j = ln n_j - 1/2 ln H_j.
+    """What the gate has seen of accepted pushes: x_j (gates.py).
 
     Attributes:
         count: How many since it began to warm up.
@@ -158,6 +158,7 @@ class GateState:
         variance: Moving variance of x.
         in_a_row: Rejections since the last acceptance.
         scores: Recent scores, for the paper's own gate.
+        batch: Moving average of the logarithm of an inner step's samples.
     """
 
     count: int = 0
@@ -165,6 +166,7 @@ class GateState:
     variance: float = 0.0
     in_a_row: int = 0
     scores: tuple[float, ...] = ()
+    batch: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -381,6 +381,18 @@ def test_pushes_of_unequal_inner_steps_compare() -> None:
     assert len(server.judge(offers, 4).rejected) == 4
 
 
+def test_a_cluster_whose_ranks_have_left_is_no_outlier() -> None:
+    """A quarter of the samples in each step makes twice the noise. The same norm of full steps is an explosion."""
+    server = Server(rules(policy="robust"))
+    warm(server, 10)
+    twice = [scaled(delta, 2) for delta in alike(10)]
+    left = {offer(f"c{n}", 99, samples=FULL // 4): delta for n, delta in enumerate(twice)}
+    assert not server.judge(left, 4).rejected
+    assert len(server.judge({offer(f"c{n}", 99): delta for n, delta in enumerate(twice)}, 4).rejected) == 4
+    exploded = {offered: scaled(delta, 4) for offered, delta in left.items()}
+    assert len(server.judge(exploded, 4).rejected) == 4
+
+
 def test_rejected_pushes_do_not_raise_what_is_usual() -> None:
     """Planted: statistics updated by rejected pushes let the same explosion in after a while."""
     server = Server(rules(policy="robust", gate_again=1000))

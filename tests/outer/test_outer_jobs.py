@@ -18,6 +18,7 @@ from outer_job_support import FOLLOWER, OuterJob, inner_step, open_session, smal
 
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.events.events import Record
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.observe.audit import VIOLATED
 from chaos_lightning.observe.outer_audit import audit_folder
@@ -61,11 +62,13 @@ def train_locally(server: str, name: str, logs: str, go: str, out: str, rounds: 
     try:
         session.start()
         wait_for_file(Path(go))
-        for step in range(rounds * STEPS):
+        last = rounds * STEPS - 1
+        for step in range(last + 1):
             inner_step(model, optimizer, name, step)
-            assert not session.boundary(16).over
-        torch.save([p.detach().clone() for p in model.parameters()], out)
+            over = session.boundary(16).over
+            assert not over or step == last, over  # where the other cluster is through, and the last version is there
         session.finish("its rounds are over", 60)
+        torch.save([p.detach().clone() for p in model.parameters()], out)
     finally:
         session.close()
 
@@ -182,11 +185,13 @@ SHARED = OuterSettings(inner_steps=4, batch=8, epochs=2, heartbeat_s=1.0, reconn
 LENGTH = 1600
 
 
-def train_shared(server: str, name: str, logs: str, pushes: str, pause_s: float, leave: str = "never") -> None:
+def train_shared(
+    server: str, name: str, logs: str, pushes: str, pause_s: float, leave: str = "never", policy: str = "robust"
+) -> None:
     """A cluster that shares the data, and keeps a copy of each push; it leaves once the file `leave` is there."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session = open_session(server, name, model, logs, SHARED, length=LENGTH)
+    session = open_session(server, name, model, logs, replace(SHARED, policy=policy), length=LENGTH)
     keep_pushes(pushes)
     step = 0
     try:
@@ -322,18 +327,23 @@ def follow_on_a_full_disk(full: str, arguments: list[str]) -> None:
 def test_a_follower_and_the_only_holder_of_a_push_die(tmp_path: Path) -> None:
     pushes, full = tmp_path / "pushes", tmp_path / "full"
     pushes.mkdir()
-    full.touch()
     with Harness(tmp_path, deadline_s=120) as harness:
         job = OuterJob(harness, 2)
         job.start_leader()
         job.start_follower("f0")
         harness.start_function("f1", follow_on_a_full_disk, str(full), job.arguments_of("f1"))
+        told = str(pushes), 0.02, "never", "sync"
         for name in "ab":
-            harness.start_function(name, train_shared, job.server, name, str(harness.logs), str(pushes), 0.02)
+            harness.start_function(name, train_shared, job.server, name, str(harness.logs), *told)
+
+        def has_b(record: Record) -> bool:
+            return record["kind"] == "Round" and "'cluster': 'b'" in str(record["body"]["accepted"])
+
+        both = harness.wait_for("entry", has_b)
         # Nothing is durable while one disk is full, and no more than three versions are decided beyond that.
-        of_b = harness.wait_for(
-            "entry", lambda r: r["kind"] == "Round" and "'cluster': 'b'" in str(r["body"]["accepted"])
-        )
+        full.touch()
+        trouble = harness.wait_for("disk_trouble", after=both)
+        of_b = harness.wait_for("entry", has_b, after=trouble)
         for name in ("b", "f0"):
             harness.declare(name)
             harness.kill(name)

@@ -12,6 +12,7 @@ from chaos_lightning.lab.outer.plans import FAMILIES, any_plan
 from chaos_lightning.lab.outer.world import World
 
 SHOWED = {
+    "O1a-forgotten": 10,
     "O3-order": 11,
     "O4-older": 8,
     "O5a-samples": 24,
@@ -78,6 +79,7 @@ def test_the_command_tells_what_it_found() -> None:
         ("damaged", 1715),
         ("strange", 42),
         ("elastic", 40029),
+        ("recut", 14),
         ("elastic", 40059),
     ],
 )

@@ -27,10 +27,10 @@ class Paced(models.Regression):
 
 
 class Rough(Paced):
-    """Two optimizers by hand and statistics that are averaged."""
+    """Two optimizers by hand."""
 
     def __init__(self) -> None:
-        super().__init__(lr=0.01, norm=True, sync=True)
+        super().__init__(lr=0.01, sync=True)
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -61,7 +61,7 @@ def test_a_ddp_cluster_and_a_single_process_train_one_model(ranks: RanksJob) -> 
 
 
 def test_leftovers_of_an_odd_number_of_samples_count_once(ranks: RanksJob) -> None:
-    """And where ranks step by hand, with BatchNorm."""
+    """And where ranks step by hand."""
     ranks.serve()
     ranks.ranks("many", told=told(ranks), samples=61, kind="rough", trainer={"max_epochs": 2})
     first, second = ranks.ended("many")

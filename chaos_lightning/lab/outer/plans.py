@@ -19,9 +19,10 @@ class Fault:
     """"leader", "follower", "cluster" (killed; a follower is started again), "leader-effect", "follower-effect",
     "cluster-effect" (killed between two effects), "again" (a cluster is killed and started again), "freeze-leader",
     "freeze-follower", "freeze-cluster", "stream" (a cluster's is cut), "store" (fails), "doubt" (it stores, and its
-    answers are lost), "older" (an older copy takes its place), "server" (leader and all followers are killed), "full"
-    (a disk), "damage" (the newest durable file; "damage-both": both), "leave", "end" (an operator asks for it); of an
-    elastic cluster: "rank" (killed), "rank-effect", "freeze-rank", "rank-join", "take-back" (a commit goes back)."""
+    answers are lost), "older" (an older copy takes its place), "server" (leader and all followers are killed), "recut"
+    (the same, and so many followers from then on), "full" (a disk), "damage" (the newest durable file; "damage-both":
+    both), "leave", "end" (an operator asks for it); of an elastic cluster: "rank" (killed), "rank-effect",
+    "freeze-rank", "rank-join", "take-back" (a commit goes back)."""
     name: str = ""
     lasts: float = 0.0
 
@@ -169,6 +170,13 @@ def damaged_plan(seed: int) -> Plan:
     return replace(plan, faults=(*plan.faults, *faults))
 
 
+def recut_plan(seed: int) -> Plan:
+    """The server is stopped and started with another number of followers."""
+    random, plan = Random(seed), any_plan(seed)
+    faults = [Fault(random.uniform(0.5, 8.0), "recut", str(random.randint(1, 4))) for _ in range(3)]
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
 def passed_plan(seed: int) -> Plan:
     """Followers die again and again, also between what they write and what they say of it."""
     random, plan = Random(seed), any_plan(seed)
@@ -266,6 +274,7 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "own": own_plan,
     "strange": strange_plan,
     "damaged": damaged_plan,
+    "recut": recut_plan,
     "passed": passed_plan,
     "thawed": thawed_plan,
     "holders": holders_plan,

@@ -123,6 +123,11 @@ class Disk:
         file = self._files.get(version)
         return file.content if file is not None and file.named else None
 
+    def whole(self, version: VersionId) -> bool:
+        """Whether its file is there, and is what it was."""
+        file = self._files.get(version)
+        return file is not None and file.named and digest_of(file.content) == file.digest
+
     def safe(self, version: VersionId, digest: str) -> bool:
         """Whether power could be lost now, and what was written under this digest would be there."""
         file = self._files.get(version)

@@ -7,7 +7,7 @@ which is a violation too, since every plan leaves a leader, all followers and on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -15,12 +15,13 @@ from chaos_lightning.lab.outer.oracle import Oracle, Violation
 from chaos_lightning.lab.outer.plans import Fault, Plan
 from chaos_lightning.lab.outer.processes import ClusterProcess, ClusterSpec, FollowerProcess, LeaderProcess, Machines
 from chaos_lightning.lab.outer.ranks import RanksJob
-from chaos_lightning.lab.outer.store import Disk
+from chaos_lightning.lab.outer.store import Disk, digest_of
 from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.effects import EndAsked
 from chaos_lightning.outer.types import (
     NO_VERSION,
+    Cut,
     Durable,
     Entry,
     IncarnationId,
@@ -245,11 +246,13 @@ class World:
             case "freeze-follower":
                 self.followers[fault.name].freeze()
                 after(fault.lasts, self.followers[fault.name].thaw)
-            case "server":
+            case "server" | "recut":
                 if leader is not None:
                     leader.crash()
                 for follower in list(self.followers.values()):
                     follower.kill()
+                if fault.action == "recut" and not self.store.down:
+                    self._recut([f"f{number}" for number in range(int(fault.name))])
             case "store" | "doubt":
                 self.store.down, self.store.doubtful = fault.action == "store", True
                 after(fault.lasts, self._store_is_back)
@@ -288,6 +291,34 @@ class World:
         """It has woken, and sees that its lease has ended."""
         if self.leader is not leader:
             leader.crash()
+
+    def _recut(self, names: Sequence[str]) -> None:
+        """While the server stands its shards are cut anew, or somebody dies on the way (outer/recut.py)."""
+        chain, disks = self.chain, self.disks
+        if not chain.cut or chain.ended is not None or len(names) == len(chain.cut):
+            return
+        whole = [v for v, _ in chain.durable if all(disks[n].whole(v) for n in chain.cut)]
+        if chain.durable and not whole:
+            return
+        newest, term = chain.durable[-1][0] if chain.durable else NO_VERSION, self.store.take_term()
+        for name in names:
+            if name not in disks:
+                disks[name] = Disk(synced_first=self.machines.syncs_first)
+                self.kernel.after(0.1, lambda n=name: self._follow(n))  # type: ignore[misc]
+        for disk in disks.values():
+            for file in disk.found():
+                if file.version.number > newest.number:
+                    disk.delete(file.version)
+        lives = self.kernel.random.randrange(8)
+        for version, name in ((version, name) for version in whole for name in names):
+            if not lives:
+                return
+            lives -= 1
+            disks[name].write(version, disks[chain.cut[0]].read(version) or "")  # all shards have one content here
+        marks = tuple(Durable(v, tuple(digest_of(disks[name].read(v) or "") for name in names)) for v in whole)
+        entry = chain.entry(term, Cut(tuple(names), marks))
+        if not self.store.append(entry):
+            self.stored(entry)
 
     def _damage(self, fault: Fault) -> None:
         """A follower's durable files, while nobody reads them; it is started again, and so it reads them."""
