@@ -134,14 +134,21 @@ class Attendance:
         cluster.kept = frozenset(hello.kept)
         self._conns[conn] = who
 
-    def on_beat(self, beat: Beat) -> None:
-        """It lives."""
+    def on_beat(self, conn: int, beat: Beat) -> bool:
+        """It lives; returns whether it must be told all again, since the stream on which it was told is gone.
+
+        Where a cluster has several ranks, one that was put out may say hello last, and go.
+        """
         cluster = self.clusters.get(beat.incarnation)
         if cluster is None:
-            return
+            return False
         cluster.heard_s, cluster.base = self._desk.now, beat.base
         cluster.rate, cluster.step_rate = beat.rate, beat.step_rate
         cluster.left, cluster.pending, cluster.leaving = beat.left, beat.pending, beat.leaving
+        if cluster.conn is not None or cluster.gone:
+            return False
+        cluster.conn, self._conns[conn] = conn, beat.incarnation
+        return True
 
     def closed(self, conn: int, *, proof: bool) -> None:
         """A stream is gone; `proof`: its process is known to be dead."""

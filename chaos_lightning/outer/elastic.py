@@ -27,7 +27,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -53,7 +53,8 @@ from chaos_lightning.outer.fetching import (
 )
 from chaos_lightning.outer.messages import ClusterHello, Holder, PushAnswered, Welcomed
 from chaos_lightning.outer.push_serving import PushServing
-from chaos_lightning.outer.ranks_say import RankSays, event_of, read_text, text_of, tree_of, value_of, words_of_event
+from chaos_lightning.outer.ranks_machine import RanksEffect, RanksMachine, Sealed
+from chaos_lightning.outer.ranks_say import RankSays, read_text, text_of, tree_of, value_of, words_of_event
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import AGAIN_S, FETCH_S, STEPS_TOLD_S, Boundary
 from chaos_lightning.outer.settings import OuterSettings
@@ -61,13 +62,11 @@ from chaos_lightning.outer.training_rates import TrainingRates
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Agreement,
-    Covered,
     JobProgress,
     PushId,
     VersionId,
 )
 from chaos_lightning.planning.tape import Tape
-from chaos_lightning.protocol.spans import count, normalise, subtract
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Dial, Endpoint
@@ -124,37 +123,6 @@ class _Step:
         self.since, self.kept_at = now, 0.0
 
 
-@dataclass(slots=True)
-class _Leased:
-    """What is leased to the cluster, and which places on that tape steps have used."""
-
-    tape: Tape = field(default_factory=Tape)
-    spent: tuple[Span, ...] = ()
-
-    @property
-    def used_up(self) -> bool:
-        return count(self.spent) >= self.tape.length
-
-    def cover(self, spent: Sequence[Span]) -> tuple[Covered, ...]:
-        """Positions that a step has used; `spent` are places, with those before."""
-        new, self.spent = subtract(spent, self.spent), tuple(spent)
-        return (Covered(self.tape.epoch, normalise(self.tape.positions(new))),) if new else ()
-
-    def grow(self, free: Mapping[int, Sequence[Span]], *, anew: bool) -> None:
-        """What is leased by now lies on the tape.
-
-        Args:
-            free: Leased positions that no push covers, by epoch.
-            anew: What was leased before is not any more.
-        """
-        epoch = min(free, default=self.tape.epoch)
-        if (anew and self.tape.pieces) or (epoch != self.tape.epoch and self.used_up):
-            self.tape, self.spent = self.tape.next(epoch), ()
-        unused = subtract([(0, self.tape.length)] if self.tape.pieces else (), self.spent)
-        more = subtract(free.get(self.tape.epoch, ()), normalise(self.tape.positions(unused)))
-        self.tape = self.tape.longer(more) if more else self.tape
-
-
 class ElasticCluster:
     """See the module. One rank's part; methods are the training thread's, but for `close`.
 
@@ -172,8 +140,6 @@ class ElasticCluster:
         self, replica: Replica, agreement: Agreement, options: ClusterOptions, inner: InnerJob, events: EventLog
     ) -> None:
         self.options, self.agreement = options, agreement
-        self.over = ""
-        """Why this cluster's part is over; "" while it goes on."""
         self._replica, self._inner, self._events = replica, inner, events
         self._grid = replica.grid(agreement.block)
         self._codec = codec_named(agreement.codec)
@@ -181,11 +147,9 @@ class ElasticCluster:
         self._settings = OuterSettings.of_words(agreement.settings)
         self._secret = Credentials.load(options.keys_dir, options.token_file)
         self._changed = threading.Condition(threading.RLock())
-        self._machine: ClusterMachine | None = None
+        self._state: RanksMachine | None = None
         self._landing: Tensor | None = None
         """While the state of others arrives: their machine, as text."""
-        self._leased = _Leased() if agreement.length else None
-        """None where the cluster has its own data."""
         self._first = False
         self._attendant: Attendant | None = None
         self._hello: ClusterHello | None = None
@@ -193,15 +157,11 @@ class ElasticCluster:
         """What the first rank's next answer tells the machines."""
         self._sent = 0
         """So many of these stand in an answer that was given."""
-        self._later: list[Callable[[], None]] = []
-        """What the next commit makes known to all."""
         self._encoding: tuple[PushId, Future[Part]] | None = None
         self._encoded: tuple[PushId, Part, str] | None = None
         self._fetched: tuple[VersionId, Part] | None = None
         self._told: tuple[Any, Any] = (None, None)
         """What of these the last answer said."""
-        self._having: tuple[str, ...] = ()
-        """Ranks that have the version which is wanted."""
         self._me, self._ranks = "", 1
         self._serving = PushServing(options, self._secret, self._grid, self._who, events.emit)
         self._step = _Step()
@@ -217,14 +177,24 @@ class ElasticCluster:
     # ------------------------------------------------------------------ questions
 
     @property
+    def state(self) -> RanksMachine:
+        """What all ranks hold alike."""
+        assert self._state is not None, "this rank is not in the cluster yet"
+        return self._state
+
+    @property
     def machine(self) -> ClusterMachine:
-        assert self._machine is not None, "this rank is not in the cluster yet"
-        return self._machine
+        return self.state.machine
+
+    @property
+    def over(self) -> str:
+        """Why this cluster's part is over; "" while it goes on."""
+        return self._state.over if self._state is not None else ""
 
     @property
     def founded(self) -> bool:
         """Whether this rank stands in the cluster."""
-        return self._machine is not None
+        return self._state is not None
 
     @property
     def shows_base(self) -> bool:
@@ -245,12 +215,12 @@ class ElasticCluster:
     @property
     def dry(self) -> bool:
         """All that is leased is used: ranks train on when there is more."""
-        return self._leased is not None and self._leased.used_up
+        return self.state.leased is not None and self.state.leased.used_up
 
     @property
     def tape(self) -> Tape | None:
         """What is leased; None where the cluster has its own data."""
-        return self._leased.tape if self._leased is not None else None
+        return self.state.leased.tape if self.state.leased is not None else None
 
     @property
     def ends(self) -> bool:
@@ -272,8 +242,8 @@ class ElasticCluster:
 
     def found(self, nonce: str) -> None:
         """The ranks begin: nobody has any of this yet, unless the state that they begin with does."""
-        if self._machine is None:
-            self._machine = self._make(nonce)
+        if self._state is None:
+            self._state = self._make(nonce)
 
     def begin(self, me: str, *, first: bool) -> None:
         """This rank stands where the others do; from here on it answers.
@@ -292,22 +262,22 @@ class ElasticCluster:
         if first:
             self._attend()
 
-    def _make(self, nonce: str) -> ClusterMachine:
+    def _make(self, nonce: str) -> RanksMachine:
         # No process stands for the cluster, so none is named: the death of one proves nothing.
         options = self.options
-        return ClusterMachine(options.name, f"{options.name} (elastic)", nonce, self.agreement, overlap=options.overlap)
+        place = f"{options.name} (elastic)"
+        return RanksMachine(ClusterMachine(options.name, place, nonce, self.agreement, overlap=options.overlap))
 
     def forget(self) -> None:
         """This rank was put out; `begin` comes when it has the others' state again."""
         self._leave_off()
-        self._machine = None
+        self._state = None
         self._content.forget()
         for push in list(self._content.pushes):
             self._free(push)
         self._drop_encoded()
         with self._changed:
-            self._fetched, self._having = None, ()
-            self._later, self._sent = [], 0
+            self._fetched, self._sent = None, 0
             self._news.clear()
 
     # ------------------------------------------------------------------ the state that travels
@@ -321,17 +291,13 @@ class ElasticCluster:
         return [(name, tensor) for name, tensor in named if tensor is not None]
 
     def _facts(self) -> Tensor | None:
-        if self._machine is None:
+        if self._state is None:
             return None
-        leased = self._leased
         facts = {
-            "machine": self._machine.facts(),
-            "nonce": self._machine.nonce,
+            **self._state.facts(),
             "pending": self._content.pending,
             "rejections": self._content.rejections,
             "holders": [(h.name, h.endpoint, h.key_name, h.key) for h in self._serving.holders],
-            "over": self.over,
-            "tape": (leased.tape.number, leased.tape.epoch, leased.tape.pieces, leased.spent) if leased else None,
         }
         return torch.frombuffer(bytearray(text_of(facts)), dtype=torch.uint8)
 
@@ -361,17 +327,13 @@ class ElasticCluster:
     def adopt(self, manifest: Mapping[str, Any]) -> None:
         landing, self._landing = self._landing, None
         if landing is None:
-            self._machine = None
+            self._state = None
             return
         facts = read_text(bytes(landing.numpy()))
-        self._machine = self._make(facts["nonce"])
-        self._machine.restore(facts["machine"])
+        self._state = self._make(facts["nonce"])
+        self._state.restore(facts)
         self._content.pending, self._content.rejections = facts["pending"], facts["rejections"]
         self._serving.holders = tuple(Holder(*each) for each in facts["holders"])
-        self.over = facts["over"]
-        if facts["tape"] is not None:
-            *tape, spent = facts["tape"]
-            self._leased = _Leased(Tape(*tape), spent)
 
     # ------------------------------------------------------------------ commits
 
@@ -440,40 +402,32 @@ class ElasticCluster:
             StateError: This rank's push is not the others', or a rank cannot go on.
         """
         began = time.monotonic()
-        machine = self.machine
-        self._hello = machine.hello()
-        later, self._later = self._later, []
-        for known in later:
-            known()
+        state = self.state
+        self._hello = state.machine.hello()
+        self._say_known()
         if not answers:
             return Boundary()
         self._step.kept_at = self._step.kept_at or began
         said = [read_text(answer) if answer else RankSays() for answer in answers]
-        first, found = said[0], Boundary()
+        found = Boundary()
         self._take_place(ranks)
-        if first.rates[1]:
-            machine.rate, machine.step_rate = first.rates
         if steps:
             self._step.loss = loss if loss is not None and self._step.samples else self._step.loss
             self._measure(sum(each.samples for each in said), steps, began)
-            covers = self._leased.cover(spent) if self._leased is not None else ()
-            found = self._feed(cl.Trained(sum(each.samples for each in said), covers, steps), found)
-        for event in first.events:
-            found = self._feed(event_of(*event), found)
-        found = self._agree(ranks, said, found)
-        if failed := next((each.failed for each in said if each.failed), ""):
-            if self.base != NO_VERSION:
-                raise StateError(failed)
-            self.over = self.over or failed
-        if self._leased is not None:
-            self._leased.grow(self.machine.free_spans(), anew=found.outright)
+        for effect in state.commit(ranks, said, steps, spent):
+            found = self._carry_out(effect, found)
+        with self._changed:
+            self._changed.notify_all()  # who has the version that is wanted is known
         if len(ranks) == 1:
-            later, self._later = self._later, []
-            for known in later:
-                known()
+            self._say_known()
         now = time.monotonic()
         self._step.let_go(now)
         return dataclasses.replace(found, over=self.over, waited_s=now - began)
+
+    def _say_known(self) -> None:
+        for message in self.state.known():
+            if self._attendant is not None:
+                self._attendant.say(message)
 
     def _take_place(self, ranks: Sequence[str]) -> None:
         """Who is first, from the contributors; the news that it told are told."""
@@ -488,35 +442,12 @@ class ElasticCluster:
         if ranks[0] == self._me and not self._first:
             self._attend()
 
-    def _agree(self, ranks: Sequence[str], said: Sequence[RankSays], found: Boundary) -> Boundary:
-        """What all ranks have done is done."""
-        first, machine = said[0], self.machine
-        push, wanted = machine.freezing, machine.fetching
-        frozen = [each.frozen for each in said if each.frozen is not None and each.frozen[0] == push]
-        if push is not None and len(frozen) == len(said):
-            found = self._frozen(push, frozen[0][1], found)
-        with self._changed:
-            self._having = tuple(r for r, each in zip(ranks, said, strict=True) if each.holds == wanted != NO_VERSION)
-            self._changed.notify_all()
-        if wanted != NO_VERSION and all(each.holds == wanted for each in said):
-            found = self._feed(cl.Got(wanted), found)
-        if first.over and not self.machine.verdict and not self.machine.leaving:
-            found = self._feed(cl.LoopOver(first.over), found)
-        if first.leaves and not self.machine.leaving:
-            found = self._feed(cl.LeaveAsked(), found)
-        return self._feed(cl.AtRest(), found)
-
-    def _feed(self, event: cl.ClusterEvent, found: Boundary) -> Boundary:
-        if isinstance(event, fx.Told):
-            self._note(event.message)
-        for effect in self.machine.on(event):
-            found = self._carry_out(effect, found)
-        return found
-
-    def _carry_out(self, effect: cl.ClusterEffect, found: Boundary) -> Boundary:
+    def _carry_out(self, effect: RanksEffect, found: Boundary) -> Boundary:
         match effect:
-            case fx.Say(message):
-                self._later.append(lambda: self._say(message))
+            case fx.Told(message):
+                self._note(message)
+            case Sealed(push, manifest):
+                self._seal(push, manifest)
             case cl.Freeze(push, _):
                 self._tell_steps()
                 self._content.freeze(push)
@@ -588,7 +519,7 @@ class ElasticCluster:
 
         future.add_done_callback(done)
 
-    def _frozen(self, push: PushId, manifest: str, found: Boundary) -> Boundary:
+    def _seal(self, push: PushId, manifest: str) -> None:
         assert self._encoded is not None
         _, part, own = self._encoded
         if own != manifest:
@@ -596,7 +527,6 @@ class ElasticCluster:
         self._encoding = self._encoded = None
         self._content.pushes[push] = part
         self._serving.serve(self._content.pushes)  # else there was nobody yet who could ask
-        return self._feed(cl.Frozen(push, manifest), found)
 
     def _drop_encoded(self) -> None:
         """What no commit has made known as frozen."""
@@ -637,7 +567,7 @@ class ElasticCluster:
 
     def _drop_fetched(self) -> None:
         with self._changed:
-            fetched, self._fetched, self._having = self._fetched, None, ()
+            fetched, self._fetched, self.state.having = self._fetched, None, ()
             self._changed.notify_all()
         if fetched is not None:
             drop_version(self._inner.server, *fetched)
@@ -649,7 +579,8 @@ class ElasticCluster:
         while not self._closing.is_set():
             with self._changed:
                 self._changed.wait_for(lambda: self._closing.is_set() or self._sources() is not None, 0.5)
-                found, machine = self._sources(), self._machine
+                found, state = self._sources(), self._state
+                machine = state.machine if state is not None else None
             if found is None or machine is None or self._closing.is_set():
                 continue
             wanted, ranks, holders = found
@@ -678,7 +609,7 @@ class ElasticCluster:
                 continue
             hold_version(self._inner.server, wanted, part)
             with self._changed:
-                if self._machine is machine and machine.fetching == wanted:
+                if self._state is state and self.machine is machine and machine.fetching == wanted:
                     self._fetched, part = (wanted, part), None
                     self._changed.notify_all()
                 else:
@@ -686,10 +617,11 @@ class ElasticCluster:
 
     def _sources(self) -> tuple[VersionId, tuple[str, ...], tuple[Holder, ...]] | None:
         """What is to be got, and from whom: from ranks that have it, else (the first rank alone) from the followers."""
-        wanted = self._machine.fetching if self._machine is not None else NO_VERSION
-        if wanted == NO_VERSION or (self._fetched is not None and self._fetched[0] == wanted):
+        state = self._state
+        wanted = state.machine.fetching if state is not None else NO_VERSION
+        if state is None or wanted == NO_VERSION or (self._fetched is not None and self._fetched[0] == wanted):
             return None
-        others = tuple(rank for rank in self._having if rank != self._me)
+        others = tuple(rank for rank in state.having if rank != self._me)
         if others:
             return wanted, others, ()
         holders = self._serving.holders
@@ -732,10 +664,6 @@ class ElasticCluster:
             self.options, self._secret, self._settings.heartbeat_s, hello=hello, happened=happened, refused=refused
         )
 
-    def _say(self, message: Any) -> None:
-        if self._attendant is not None:
-            self._attendant.say(message)
-
     def _tell(self, name: str, **fields: Any) -> None:
         """Into the cluster's log, which the first rank writes."""
         if self._first:
@@ -751,7 +679,7 @@ class ElasticCluster:
 
     def _who(self) -> str:
         """The incarnation's name; "" before there is one."""
-        return str(self._machine.incarnation or "") if self._machine is not None else ""
+        return str(self.machine.incarnation or "") if self._state is not None else ""
 
     def _note(self, message: Any) -> None:
         match message:
@@ -798,17 +726,14 @@ class ElasticCluster:
         self._tell_steps()
         self._tell("cluster_over", reason=reason, again=again, incarnation=self._who())
         if not again:
-            self.over = reason
             return
         _log.warning("cluster %s comes in again: %s", self.options.name, reason)
-        self._machine = self.machine.anew()
         self._content.forget()
-        for push in set(self._content.pushes) - set(self._machine.kept):
+        for push in set(self._content.pushes) - set(self.machine.kept):
             self._free(push)
         self._drop_fetched()
         self._drop_encoded()
-        self._later.clear()
-        self._hello = self.machine.hello()
+        self._hello = self.machine.anew().hello()
         if self._attendant is not None:
             self._leave_off()
             self._attend()
@@ -820,9 +745,8 @@ class ElasticCluster:
 
     def close(self) -> None:
         """Ends threads and connections. Idempotent."""
-        for known in self._later:
-            known()
-        self._later = []
+        if self._state is not None:
+            self._say_known()
         self._closing.set()
         with self._changed:
             self._changed.notify_all()

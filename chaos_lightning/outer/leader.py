@@ -200,8 +200,9 @@ class LeaderMachine:
             case Offered(offer):
                 if self.pushes.on_offer(offer):
                     self.dealer.tell(offer.push.incarnation)
-            case Beat():
-                self.attendance.on_beat(message)
+            case Beat(incarnation):
+                if self.attendance.on_beat(conn, message):
+                    self._welcome(incarnation)
             case LoopEnded(incarnation, reason):
                 if incarnation in clusters:
                     clusters[incarnation].verdict = reason

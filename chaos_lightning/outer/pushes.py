@@ -100,13 +100,12 @@ class Pushes:
     def next_rollback(self) -> RolledBack | None:
         """Only where a follower that is up lacks its part of a decided push whose incarnation is over (O5a)."""
         chain, clusters = self._desk.chain, self._attendance.clusters
+        missing = {push for follower in self._shards.up() for push in follower.missing}
+        if not missing:
+            return None
         served = {push for who in self._attendance.living() for push in clusters[who].kept}
-        lost = {
-            push
-            for follower in self._shards.up()
-            for push in follower.missing
-            if push in chain.needed() and chain.over(push.incarnation) and push not in served
-        }
+        # Only what the chain holds: a follower may name a push that there never was.
+        lost = {push for push in missing & chain.needed() - served if chain.over(push.incarnation)}
         if not lost:
             return None
         line = [*chain.line()][::-1]

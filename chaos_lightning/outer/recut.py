@@ -94,6 +94,7 @@ def recut(store: Store, folder: Path, job: str, names: Sequence[str]) -> str:
     if len(wanted) == len(chain.cut):
         return ""
     end = store.take_term()
+    chain = load_chain(store)  # what a leader that was ending wrote until then, a mark perhaps
     old = _OldShards(chain, folder, job, grid)
     marks = [(version, digests, old.whole(version, digests)) for version, digests in chain.durable]
     whole = [(version, digests) for version, digests, trouble in marks if not trouble]

@@ -123,6 +123,7 @@ class ShardFiles:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _sync_folder(root)
             sweep(self.folder)
+            _sync_folder(self.folder)  # who was here before may have died between a file's name and this (O6)
             for path in self._named():
                 self._refuse_strangers(path)
         except OSError as error:

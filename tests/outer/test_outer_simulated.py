@@ -8,19 +8,29 @@ import sys
 import pytest
 
 from chaos_lightning.lab.outer.bugs import BUGS
-from chaos_lightning.lab.outer.world import FAMILIES, World, any_plan
+from chaos_lightning.lab.outer.plans import FAMILIES, any_plan
+from chaos_lightning.lab.outer.world import World
 
-SHOWED = {"O3a-strangers": 3, "O5-freed": 4, "O10a-given-up": 4}
-"""Tried first: seeds that showed a bug."""
+SHOWED = {
+    "O1a-forgotten": 10,
+    "O3-order": 11,
+    "O4-older": 8,
+    "O5a-samples": 24,
+    "O8-no-residual": 7,
+    "O8a-early": 22,
+    "O10-nan": 3,
+    "O10-sent": 11,
+}
+"""Tried first: seeds that showed a bug which the first three do not show."""
 BOUND = 40
 """Within so many seeds each bug must show."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outer_jobs_lose_nothing(family: str) -> None:
-    runs = [World(FAMILIES[family](seed)).run() for seed in range(8)]
+    runs = [World(FAMILIES[family](seed)).run() for seed in range(5)]
     assert [(run.seed, run.violation) for run in runs if run.violation] == []
-    assert sum(run.accepted for run in runs) > 60
+    assert sum(run.accepted for run in runs) > (0 if family == "older" else 20)
     assert family != "fragile" or any(run.rollbacks for run in runs)
 
 
@@ -36,6 +46,14 @@ def test_a_rule_that_is_broken_on_purpose_is_noticed(name: str) -> None:
     bug, first = BUGS[name], SHOWED.get(name, 0)
     seeds = [first, *(seed for seed in range(BOUND) if seed != first)]
     assert any(World(FAMILIES[bug.family](seed), bug.machines).run().violation for seed in seeds)
+
+
+@pytest.mark.parametrize("name", [name for name, bug in BUGS.items() if bug.control is not None])
+def test_only_the_guard_that_would_mask_a_bug_is_off_and_nothing_shows(name: str) -> None:
+    bug = BUGS[name]
+    seeds = [SHOWED.get(name, 0), *range(6)]
+    runs = [World(FAMILIES[bug.family](seed), bug.control).run() for seed in seeds]
+    assert [(run.seed, run.violation) for run in runs if run.violation] == []
 
 
 def test_an_outer_run_is_a_function_of_its_seed() -> None:
@@ -60,6 +78,9 @@ def test_the_command_tells_what_it_found() -> None:
         ("damaged", 13),
         ("damaged", 1715),
         ("strange", 42),
+        ("elastic", 40029),
+        ("recut", 14),
+        ("elastic", 40059),
     ],
 )
 def test_seeds_of_outer_jobs_that_once_showed_something_are_well(family: str, seed: int) -> None:

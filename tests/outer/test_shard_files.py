@@ -122,6 +122,24 @@ def test_the_steps_of_a_save_are_in_order(files: ShardFiles, monkeypatch: pytest
     assert seen == ["open", "fsync", "replace", "open", "fsync", "open", "posix_fadvise"]
 
 
+def test_a_start_syncs_the_folder_before_it_tells_what_lies_there(
+    files: ShardFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was here before may have been killed between a file's new name and the folder's sync."""
+    files.save(NEW, state(0), COUNTERS)
+    synced: list[str] = []
+    true = os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        true(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        restarted(files)
+    assert str(files.folder) in synced
+
+
 @pytest.mark.parametrize("at", range(7))
 def test_a_crash_between_any_two_steps_leaves_a_whole_file_or_none(
     files: ShardFiles, monkeypatch: pytest.MonkeyPatch, at: int

@@ -29,6 +29,9 @@ from chaos_lightning.lab.fuzz.readers import hello, wrapped
 from chaos_lightning.lab.fuzz.target import FindingError, Target, guarded
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.outer.messages import Missing
+from chaos_lightning.outer.types import IncarnationId, PushId
+from chaos_lightning.outer.vocabulary import FROM_FOLLOWER
 from chaos_lightning.protocol.types import NO_VIEW, Entered, FromMember, Ready, Settings, ViewId
 from chaos_lightning.transport.handshake import VERSION, Greeting, accept, dial
 
@@ -239,3 +242,9 @@ def test_a_scheduler_that_asks_for_odd_heartbeats_is_no_scheduler(interval_s: fl
 
     welcome = Welcome(Member("a~1", "a", "host", "127.0.0.1", 1), 1, "founder", "", interval_s, 0.5)
     TARGETS["agent"].run(mutate.joined([(0, wrapped(ToMember, welcome))]))
+
+
+def test_a_follower_that_misses_a_push_that_there_never_was_ends_no_leader() -> None:
+    target = TARGETS["outer-leader"]
+    strange = FROM_FOLLOWER.encode(Missing("f0", PushId(IncarnationId("b", 1000), 1)))
+    target.run(mutate.joined([*mutate.split(target.seeds()[0]), (0x12, strange), (0x40, b"")]))

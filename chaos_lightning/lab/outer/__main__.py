@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from chaos_lightning.lab.outer.batch import outcomes
 from chaos_lightning.lab.outer.bugs import BUGS
+from chaos_lightning.lab.outer.plans import FAMILIES
 from chaos_lightning.lab.outer.processes import Machines
-from chaos_lightning.lab.outer.world import FAMILIES, World
+from chaos_lightning.lab.outer.world import World
 
 _COUNTED = ("rounds", "accepted", "rejected", "voids", "durable", "rollbacks", "terms")
 
@@ -25,7 +26,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=200, metavar="N", help="how many runs (default 200)")
     parser.add_argument("--start", type=int, default=0, metavar="SEED", help="the first seed (default 0)")
     parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes (default 1)")
-    parser.add_argument("--family", default="any", choices=list(FAMILIES), help="draw from these plans alone")
+    parser.add_argument("--family", default="all", choices=list(FAMILIES), help="draw from these plans alone")
     parser.add_argument(
         "--bug", default="", choices=["", *BUGS], metavar="NAME", help="plant this bug; see --list-bugs"
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from chaos_lightning.lab.outer.bugs import BUGS
+from chaos_lightning.lab.outer.plans import FAMILIES
 from chaos_lightning.lab.outer.processes import Machines
-from chaos_lightning.lab.outer.world import FAMILIES, Outcome, World
+from chaos_lightning.lab.outer.world import Outcome, World
 from chaos_lightning.lab.simulate.batch import spread
 
 _CHUNK = 20

@@ -1,100 +1,21 @@
-"""Rules of docs/outer.md, each broken on purpose: the simulator must find every one of them."""
+"""Rules of docs/outer.md, each broken on purpose: the simulator must find every one of them.
+
+Theory of operation. A bug is a part of a machine, or of the shell around one, that breaks one rule (planted.py), and a
+family of plans in which that shows. Where another rule's guard would mask it, the guard is off, too; then `control` has
+the guard off alone, and must show nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from chaos_lightning.lab.outer import planted as bad
 from chaos_lightning.lab.outer.processes import Machines
-from chaos_lightning.outer.attendance import Attendance
+from chaos_lightning.lab.outer.store import SAVING
 from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.cluster import ClusterMachine
-from chaos_lightning.outer.effects import Connected
-from chaos_lightning.outer.ending import Ending
 from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import ClusterHello, Freed, PushAnswered
-from chaos_lightning.outer.pushes import Pushes
-from chaos_lightning.outer.summaries import Summaries, summary_of
-from chaos_lightning.outer.types import NO_VERSION, Ended, IncarnationId, Offer, PushAnswer, Round, Summary
-
-
-class EarlyLeader(LeaderMachine):
-    """It tells answers before they are stored."""
-
-    def _turn(self) -> None:
-        super()._turn()
-        entry = self.desk.persisting
-        if entry is not None and isinstance(entry.body, Round):
-            for weighed in entry.body.accepted:
-                push = weighed.offer.push
-                said = PushAnswered(self.term, push, PushAnswer.ACCEPTED, entry.version, "")
-                self.attendance.tell(push.incarnation, said)
-
-
-class OneShardPushes(Pushes):
-    """It takes a push that one shard has for one that all have."""
-
-    def staged(self) -> list[Offer]:
-        if not self._desk.chain.founded:
-            return super().staged()
-        offers = [o for o in self._attendance.offers() if o.base != NO_VERSION]
-        here = [o for o in offers if o.push.number == self._desk.chain.incarnations[o.push.incarnation].next]
-        shards = self._shards.up()
-        found = [o for o in here if any(o.push in f.staged for f in shards)]
-        for offer in found:  # what the others would have said
-            staged = next(f.staged[offer.push] for f in shards if offer.push in f.staged)
-            for follower in shards:
-                follower.staged.setdefault(offer.push, staged)
-        return sorted(found, key=lambda o: o.push)
-
-
-class FreeingPushes(Pushes):
-    """It frees pushes once a round has them."""
-
-    def free(self, whom: Iterable[IncarnationId]) -> None:
-        for who in whom:
-            pushes = tuple(self._desk.chain.incarnations[who].accepted(1000))
-            if pushes:
-                self._attendance.tell(who, Freed(self._desk.term, pushes))
-
-
-class HastyAttendance(Attendance):
-    """After a takeover it waits for nobody."""
-
-    def _patience_s(self, who: IncarnationId) -> float:
-        return 0.0
-
-
-class ForgetfulCluster(ClusterMachine):
-    """It gives its open push up when its stream breaks."""
-
-    def on(self, event: object) -> list:  # type: ignore[override,type-arg]
-        if isinstance(event, Connected):
-            self.open = None
-        return super().on(event)  # type: ignore[arg-type]
-
-
-class EarlyEnding(Ending):
-    """It does not wait for the disks."""
-
-    def next_end(self) -> Ended | None:
-        super().next_end()
-        return Ended(self._desk.chain.newest, self.reason) if self.reason else None
-
-
-class OpenAttendance(Attendance):
-    """Who waited before the job was opened is not compared with it."""
-
-    def again(self) -> list[tuple[int, ClusterHello]]:
-        return []
-
-
-class ForgetfulSummaries(Summaries):
-    """A summary of what is left has the newest versions alone, whatever clusters have for their base."""
-
-    def next_summary(self) -> Summary | None:
-        found = super().next_summary()
-        return summary_of(self._desk.chain, (), 1) if found is not None else None
+from chaos_lightning.outer.types import GateState
 
 
 def _with(**parts: type) -> Callable[[OuterChain, int, int], LeaderMachine]:
@@ -109,37 +30,164 @@ def _with(**parts: type) -> Callable[[OuterChain, int, int], LeaderMachine]:
     return made
 
 
+def _new_gate(chain: OuterChain, term: int, followers: int) -> LeaderMachine:
+    """What the gate has seen ends with its leader."""
+    chain.gate = GateState()
+    return LeaderMachine(chain, term, followers)
+
+
+def _reported(before: str) -> tuple[str, ...]:
+    """A file is reported before this step."""
+    steps = [step for step in SAVING if step != "report"]
+    at = steps.index(before)
+    return (*steps[:at], "report", *steps[at:])
+
+
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A rule that is broken, how, and by what."""
+    """One rule, broken.
+
+    Attributes:
+        rule: As docs/outer.md has it.
+        what: In words.
+        machines: Behave so.
+        family: Of plans in which it must show.
+        control: With the guard off that would mask it, and nothing else; None: nothing masks it.
+    """
 
     rule: str
     what: str
     machines: Machines
     family: str = "any"
+    control: Machines | None = None
 
 
 BUGS = {
+    "O1-early": Bug("O1", "answers are told before they are stored", Machines(leader=bad.EarlyLeader)),
+    "O1-waits": Bug("O1", "records wait for the disk as rounds do", Machines(leader=bad.WaitingLeader)),
     "O1a-forgotten": Bug(
-        "O1a", "a summary forgets what a cluster has for its base", Machines(leader=_with(summaries=ForgetfulSummaries))
+        "O1a",
+        "a summary forgets what a cluster has for its base",
+        Machines(leader=_with(summaries=bad.ForgetfulSummaries)),
+    ),
+    "O2-one-shard": Bug(
+        "O2", "a round takes a push that one shard has", Machines(leader=_with(pushes=bad.OneShardPushes)), "fragile"
+    ),
+    "O3-again": Bug(
+        "O3", "a push that was answered is taken once more", Machines(leader=_with(pushes=bad.RepeatingPushes))
+    ),
+    "O3-leader": Bug(
+        "O3",
+        "another leader takes a push that was answered once more",
+        Machines(leader=_with(pushes=bad.ForgetfulPushes)),
+        "frozen",
+    ),
+    "O3-bytes": Bug(
+        "O3",
+        "other bytes are taken under a number",
+        Machines(leader=_with(pushes=bad.ChangingPushes, shards=bad.LaxShards)),
+        "fickle",
+        Machines(leader=_with(shards=bad.LaxShards)),
+    ),
+    "O3-order": Bug(
+        "O3",
+        "pushes are offered, and taken, in any order",
+        Machines(leader=_with(pushes=bad.JumpingPushes), cluster=bad.UnorderedCluster),
+        "rolled",
+        Machines(leader=_with(pushes=bad.JumpingPushes)),
+    ),
+    "O3-unrecorded": Bug(
+        "O3", "a void push is told so without a record", Machines(leader=_with(pushes=bad.UnrecordedPushes))
     ),
     "O3a-strangers": Bug(
-        "O3a", "a cluster with another model comes in", Machines(leader=_with(attendance=OpenAttendance)), "strange"
+        "O3a",
+        "a cluster with another model comes in",
+        Machines(leader=_with(attendance=bad.OpenAttendance)),
+        "strange",
     ),
+    "O4-newest": Bug("O4", "a push is a delta to the newest version", Machines(cluster=bad.NewestBaseCluster)),
+    "O4-older": Bug(
+        "O4", "a leader decides on an older copy of the store", Machines(leader=_with(desk=bad.TrustingDesk)), "older"
+    ),
+    "O5-freed": Bug(
+        "O5", "pushes are freed when a round has them", Machines(leader=_with(pushes=bad.FreeingPushes)), "rolled"
+    ),
+    "O5-passed": Bug(
+        "O5", "a mark passes a follower, which computes on", Machines(follower=bad.PassedFollower), "passed"
+    ),
+    "O5a-samples": Bug(
+        "O5a",
+        "a rollback gives back samples of pushes that are kept",
+        Machines(chain=bad.chain_with(bad.GivingLeases)),
+        "fragile",
+    ),
+    "O5a-joins": Bug(
+        "O5a", "a rollback takes joins and their leases back", Machines(chain=bad.ForgettingChain), "fragile"
+    ),
+    "O5a-no-version": Bug("O5a", "a rollback makes no version", Machines(chain=bad.SilentChain), "fragile"),
+    "O6-unsynced": Bug("O6", "a file is reported before it is synced", Machines(saving=_reported("sync")), "passed"),
+    "O6-unnamed": Bug("O6", "a file is reported before it is renamed", Machines(saving=_reported("rename")), "passed"),
+    "O6-folder": Bug(
+        "O6", "a file is reported before its folder is synced", Machines(saving=_reported("sync-folder")), "passed"
+    ),
+    "O6-found": Bug("O6", "a file is reported as it was found", Machines(syncs_first=False), "passed"),
+    "O6-newest": Bug(
+        "O6",
+        "a follower starts from its own newest file",
+        Machines(follower=bad.NumberedFollower),
+        "rolled",
+        Machines(follower=bad.NewestFileFollower),
+    ),
+    "O6-damaged": Bug("O6", "a file is loaded as it lies there", Machines(compares=False), "damaged"),
+    "O7-unshown": Bug(
+        "O7", "a follower obeys before its start is stored", Machines(leader=_with(shards=bad.UnshownShards)), "frozen"
+    ),
+    "O7-terms": Bug("O7", "the store does not compare terms", Machines(store=bad.OpenStore), "frozen"),
+    "O8-apart": Bug("O8", "ranks adopt when they have the version", Machines(together=False), "elastic"),
+    "O8-no-base": Bug("O8", "a rank that comes gets no base", Machines(joiner_lacks="base"), "elastic"),
+    "O8-no-frozen": Bug("O8", "a rank that comes gets no f", Machines(joiner_lacks="frozen"), "elastic"),
+    "O8-no-pushes": Bug("O8", "a rank that comes gets no kept pushes", Machines(joiner_lacks="pushes"), "elastic"),
+    "O8-no-residual": Bug("O8", "a rank that comes gets no residual", Machines(joiner_lacks="residual"), "elastic"),
+    "O8a-early": Bug("O8a", "a push is offered before another commit is known", Machines(early=True), "elastic"),
     "O9-merged": Bug("O9", "the base is the merged parameters", Machines(merges=False)),
-    "O16-early": Bug("O16", "the end does not wait for the disks", Machines(leader=_with(end=EarlyEnding))),
-    "O1-early": Bug("O1", "answers are told before they are stored", Machines(leader=EarlyLeader)),
-    "O2-one-shard": Bug(
-        "O2", "a round takes a push that one shard has", Machines(leader=_with(pushes=OneShardPushes)), "fragile"
-    ),
-    "O5-freed": Bug("O5", "pushes are freed when a round has them", Machines(leader=_with(pushes=FreeingPushes))),
-    "O6-unsynced": Bug("O6", "a file is reported before it is on disk", Machines(syncs=False)),
     "O10-kept": Bug(
         "O10", "what was trained before a rejection is pushed all the same", Machines(discards=False), "poisoned"
     ),
-    "O10a-given-up": Bug("O10a", "a push is given up when the stream breaks", Machines(cluster=ForgetfulCluster)),
-    "O14-hasty": Bug(
-        "O14", "after a takeover everybody is removed", Machines(leader=_with(attendance=HastyAttendance)), "frozen"
+    "O10-sent": Bug("O10", "the residual changes when a push is sent", Machines(residual="sent")),
+    "O10-nan": Bug("O10", "the residual of a rejected push stays", Machines(residual="kept"), "poisoned"),
+    "O10a-given-up": Bug("O10a", "a push is given up when the stream breaks", Machines(cluster=bad.ForgetfulCluster)),
+    "O11-again": Bug(
+        "O11", "what is leased is leased again", Machines(chain=bad.chain_with(bad.GreedyLeases)), "newcomers"
     ),
+    "O11-thawed": Bug(
+        "O11",
+        "a push is taken of a cluster that was removed, and wakes",
+        Machines(leader=_with(pushes=bad.LatePushes, attendance=bad.LateAttendance, rounds=bad.LaxRounds)),
+        "thawed",
+        Machines(leader=_with(rounds=bad.LaxRounds)),
+    ),
+    "O12-rejected": Bug(
+        "O12", "the gate learns from what it rejects", Machines(leader=_with(rounds=bad.LearningRounds)), "poisoned"
+    ),
+    "O12-lost": Bug("O12", "what the gate has seen is lost with its leader", Machines(leader=_new_gate), "frozen"),
+    "O13-wound": Bug(
+        "O13", "each arrival puts the deadline off", Machines(leader=_with(rounds=bad.WindingRounds)), "windows"
+    ),
+    "O13-newcomer": Bug(
+        "O13",
+        "all wait for a newcomer that fetches",
+        Machines(leader=_with(attendance=bad.WaitingAttendance)),
+        "newcomers",
+    ),
+    "O14-hasty": Bug(
+        "O14",
+        "after a takeover everybody is removed",
+        Machines(leader=_with(attendance=bad.HastyAttendance)),
+        "frozen",
+    ),
+    "O14-holder": Bug(
+        "O14", "who alone holds a push is removed by its heartbeats", Machines(leader=bad.ImpatientLeader), "holders"
+    ),
+    "O16-early": Bug("O16", "the end does not wait for the disks", Machines(leader=_with(end=bad.EarlyEnding))),
 }
 """By name."""

@@ -11,20 +11,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
+from chaos_lightning.lab.outer.content import Pushed
 from chaos_lightning.lab.outer.store import Disk
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.messages import PushAnswered
+from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Durable,
     Ended,
     Entry,
     Founded,
+    GateState,
+    PushAnswer,
     PushId,
     RolledBack,
     Round,
     Summary,
     VersionId,
+    Voided,
 )
 from chaos_lightning.protocol.spans import count, normalise
 from chaos_lightning.protocol.types import Span
@@ -61,6 +66,13 @@ class Oracle:
     def __init__(self) -> None:
         self.pushes: dict[PushId, frozenset[int]] = {}
         self.manifests: dict[PushId, str] = {}
+        self.bases: dict[PushId, VersionId] = {}
+        self.frozen_at: dict[PushId, float] = {}
+        self.answers: set[tuple[PushId, PushAnswer]] = set()
+        """All that the chain ever gave."""
+        self.ended = False
+        self.made = {NO_VERSION}
+        """All versions that were ever stored."""
         self.discarded: set[int] = set()
         self.staged: set[tuple[str, PushId]] = set()
         """Followers and the pushes that each of them has ever had."""
@@ -68,19 +80,24 @@ class Oracle:
         self.counted: set[int] = set()
         """Inner steps that the newest version holds."""
 
-    def frozen(self, push: PushId, manifest: str, steps: frozenset[int]) -> None:
-        """A cluster has fixed the content of a push."""
-        if self.manifests.setdefault(push, manifest) != manifest:
+    def frozen(self, push: PushId, content: Pushed, now: float) -> None:
+        """A cluster, or a rank of one, has fixed the content of a push."""
+        if self.manifests.setdefault(push, content.manifest) != content.manifest:
             raise Violation(f"push {push} stands for two contents (O3)")
-        self.pushes[push] = steps
+        if len(set(content.steps)) < len(content.steps):
+            raise Violation(f"push {push} holds an inner step twice (O10)")
+        self.pushes[push], self.bases[push] = frozenset(content.steps), content.base
+        self.frozen_at.setdefault(push, now)
 
     def stored(self, chain: OuterChain, entry: Entry, disks: Mapping[str, Disk]) -> None:
         """An entry is durable; `chain` has followed it."""
+        self._answered(entry)
         if isinstance(entry.body, Durable):
             self._on_disk(chain.cut, entry.body, disks)
         if isinstance(entry.body, RolledBack) and entry.body.to < chain.safe:
             raise Violation(f"{entry.version} goes back behind the durable {chain.safe} (O5a)")
-        if isinstance(entry.body, Ended) and [entry.body.version] != [version for version, _ in chain.durable[-1:]]:
+        durable = chain.durable[-1][0] if chain.durable else NO_VERSION  # an operator may end what has not begun
+        if isinstance(entry.body, Ended) and not (entry.body.version == durable == chain.newest):
             raise Violation(f"the job ends with {entry.body.version}, which is not durable (O16)")
         if isinstance(entry.body, Ended) and (
             any(not known.over for known in chain.incarnations.values()) or (chain.leases and chain.leases.living)
@@ -89,12 +106,36 @@ class Oracle:
         if isinstance(entry.body, Round) and not (entry.body.accepted or entry.body.rejected):
             raise Violation(f"{entry.version} is a round on nothing")
         for offer in entry.offers:
+            if (offer.base, offer.manifest) != (self.bases[offer.push], self.manifests[offer.push]):
+                raise Violation(f"{entry.version} takes {offer}, which was made on another base, or of others (O3, O4)")
             if lacking := [name for name in chain.cut if (name, offer.push) not in self.staged]:
                 raise Violation(f"{entry.version} takes {offer.push}, which {lacking[0]} has never had (O2)")
         if isinstance(entry.body, Summary):
             self._sums(chain, entry)
         if entry.version != NO_VERSION:
             self._counts(chain)
+
+    def _answered(self, entry: Entry) -> None:
+        """What the chain says of pushes."""
+        body = entry.body
+        self.made.add(entry.version)
+        self.ended = self.ended or isinstance(body, Ended)
+        self.answers.update((offer.push, PushAnswer.ACCEPTED) for offer in entry.offers)
+        if isinstance(body, Voided):
+            self.answers.add((body.offer.push, PushAnswer.VOID))
+        if isinstance(body, Round):
+            self.answers.update((refusal.offer.push, PushAnswer.REJECTED) for refusal in body.rejected)
+
+    def judged(self, before: GateState, body: Round, settings: OuterSettings) -> None:
+        """What the gate has seen after a round, with the state from before it (O12)."""
+        if settings.policy != "robust":
+            return
+        anew = not body.accepted and before.in_a_row + len(body.rejected) >= settings.gate_again
+        if body.gate.count != before.count + len(body.accepted) and not (anew and body.gate == GateState()):
+            raise Violation(
+                f"round {body.number} accepts {len(body.accepted)}, and its gate knows {body.gate.count} pushes after "
+                f"{before.count} (O12)"
+            )
 
     def _sums(self, chain: OuterChain, entry: Entry) -> None:
         """A summary says what the entries before it do, and all that somebody may ask for (O1a)."""
@@ -125,13 +166,16 @@ class Oracle:
     def _on_disk(self, cut: Sequence[str], mark: Durable, disks: Mapping[str, Disk]) -> None:
         """What is marked is there (O6), but where it was damaged since."""
         for name, digest in zip(cut, mark.digests, strict=True):
-            if disks[name].digests.get(mark.version) != digest:
+            if not disks[name].safe(mark.version, digest):
                 raise Violation(f"{mark.version} is marked durable and is not on the disk of {name} (O6)")
 
-    def told(self, message: PushAnswered, chain: OuterChain) -> None:
+    def told(self, message: PushAnswered) -> None:
         """A cluster hears what became of its push."""
-        if message.version != NO_VERSION and message.version not in chain.versions:
+        if message.version not in self.made:
             raise Violation(f"{message.push} is told {message.version}, which is not stored (O1)")
+        voided = self.ended and message.answer is PushAnswer.VOID  # by the end, which names no push
+        if not voided and (message.push, message.answer) not in self.answers:
+            raise Violation(f"{message.push} is told to be {message.answer}, which no entry says (O3)")
 
     def _counts(self, chain: OuterChain) -> None:
         """Each push and each inner step in at most one round that stands, nothing discarded among them."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
-from chaos_lightning.lab.outer.oracle import Oracle, computed
-from chaos_lightning.lab.outer.store import ChainStore, Disk, digest_of
+from chaos_lightning.lab.outer.content import Content
+from chaos_lightning.lab.outer.oracle import Oracle, Violation, computed
+from chaos_lightning.lab.outer.store import SAVING, ChainStore, Disk, digest_of
 from chaos_lightning.lab.simulate.fabric import Pipe
 from chaos_lightning.lab.simulate.kernel import Kernel, Process
 from chaos_lightning.outer import cluster as cl
@@ -18,10 +19,9 @@ from chaos_lightning.outer.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import PushAnswered, PushProduct
+from chaos_lightning.outer.messages import Offered, PushAnswered, PushProduct
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
-    NO_VERSION,
     Agreement,
     Covered,
     Entry,
@@ -38,6 +38,15 @@ TICK_S = 0.1
 SILENT_S = 1.2
 
 
+class Cluster(Protocol):
+    """What processes see of a cluster."""
+
+    @property
+    def bytes(self) -> dict[PushId, str]: ...
+
+    def serves(self, push: PushId) -> bool: ...
+
+
 class Job(Protocol):
     """What processes see of the whole."""
 
@@ -48,12 +57,15 @@ class Job(Protocol):
     settings: OuterSettings
     leader: LeaderProcess | None
     followers: dict[str, FollowerProcess]
-    clusters: dict[str, ClusterProcess]
     disks: dict[str, Disk]
     machines: Machines
+    codec: str
     length: int
     shards: int
     sums: tuple[int, int]
+
+    @property
+    def clusters(self) -> Mapping[str, Cluster]: ...
 
     def number(self) -> int: ...
 
@@ -71,14 +83,28 @@ class Machines:
     """The machines' classes, and what their shells do in one point each; planted bugs replace them."""
 
     leader: Callable[[OuterChain, int, int], LeaderMachine] = LeaderMachine
+    chain: type[OuterChain] = OuterChain
+    store: type[ChainStore] = ChainStore
     follower: type[FollowerMachine] = FollowerMachine
     cluster: type[ClusterMachine] = ClusterMachine
-    syncs: bool = True
-    """A file is on disk before it is reported."""
+    saving: tuple[str, ...] = SAVING
+    """In this order a file is saved."""
+    syncs_first: bool = True
+    """A follower that starts syncs its folder before it tells what lies there."""
+    compares: bool = True
+    """A file that is loaded is compared with its digest."""
     discards: bool = True
     """After a rejection what was trained is gone."""
     merges: bool = True
     """The base is the version as received: what was trained since the freezing stays progress (O9)."""
+    residual: str = "answered"
+    """When the residual changes (lab/outer/content.py): "answered", "sent", or "kept": not after a rejection (O10)."""
+    together: bool = True
+    """Ranks of an elastic cluster adopt once all of them hold the version (O8)."""
+    joiner_lacks: str = ""
+    """What newcomers of it do not get: "base", "frozen", "pushes" or "residual"."""
+    early: bool = False
+    """A push of it counts as frozen, and is offered, at once (O8a)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +118,9 @@ class ClusterSpec:
         overlap: It trains while a push is under way.
         loop: So many inner steps are its whole loop; 0: it has no end of its own.
         strange: Its model is another one.
+        fetch_s: What it takes to fetch a version, beside what it takes all.
+        fickle: It offers other bytes under a number, too.
+        ranks: It is an elastic job of so many to begin with; 0: one process.
     """
 
     name: str
@@ -100,12 +129,15 @@ class ClusterSpec:
     overlap: bool = True
     loop: int = 0
     strange: bool = False
+    fetch_s: float = 0.0
+    fickle: bool = False
+    ranks: int = 0
 
 
-def agreement(settings: OuterSettings, length: int, prefix: str = "") -> Agreement:
+def agreement(settings: OuterSettings, length: int, codec: str = "bf16", prefix: str = "") -> Agreement:
     """Of a job whose epochs have so many positions."""
     tensors = (TensorSpec(f"{prefix}w", "float32", (4 * 64,)),)
-    return Agreement(tensors, block=64, length=length, settings=settings.words)
+    return Agreement(tensors, block=64, codec=codec, length=length, settings=settings.words)
 
 
 def said(words: str) -> float:
@@ -129,19 +161,20 @@ class Stream:
     """A connection to one life of the leader: two directions, each in order."""
 
     def __init__(self, job: Job, client: Client, leader: LeaderProcess) -> None:
-        self.conn = job.number()
+        self.conn, self.since = job.number(), job.kernel.now
         self.client = client
         self.leader = leader
         self.up = Pipe(job.kernel, 0.0005, 0.02)
+        self.up.lag = job.kernel.between(0.0, 0.2) if job.kernel.random.random() < 0.1 else 0.0
         self.down = Pipe(job.kernel, 0.0005, 0.02)
 
     def cut(self, *, proof: bool = False) -> None:
-        """Both ends learn that it is gone, each after a while; what is on the way is lost."""
+        """Both ends learn that it is gone, each after a while; what is on the way may be lost."""
         kernel = self.client.kernel
-        self.up.cut(kernel.now + kernel.between(0.0, 0.01))
-        self.down.cut(kernel.now + kernel.between(0.0, 0.01))
-        # The client may be back before its leader knows that the stream is gone.
+        # The client may be back before its leader knows that the stream is gone, or has heard all that it said there.
         noticed_s = kernel.between(0.02, 0.3)
+        self.up.cut(kernel.now + kernel.between(0.0, noticed_s))
+        self.down.cut(kernel.now + kernel.between(0.0, 0.01))
         kernel.after(noticed_s, lambda: self.leader.deliver(lambda: self.leader.closed(self, proof)))
         kernel.after(kernel.between(0.011, 0.05), lambda: self.client.deliver(lambda: self.client.lost(self)))
 
@@ -153,13 +186,14 @@ class LeaderProcess(Process):
         super().__init__(job.kernel, name)
         self.job = job
         self.term = job.store.take_term()
-        self.chain = OuterChain()
+        self.chain = job.machines.chain()
         for entry in job.store.entries:
             self.chain.follow(entry)
         self.machine = job.machines.leader(self.chain, self.term, job.shards)
         self.machine.summaries.every, self.machine.summaries.window = job.sums
         self.streams: dict[int, Stream] = {}
         self.die_at_effect = -1
+        self._deadline_s = 0.0
         self.timer(TICK_S, self._tick)
 
     def _tick(self) -> None:
@@ -173,10 +207,10 @@ class LeaderProcess(Process):
             self._send(event.conn, ended)
         for effect in self.machine.on(self.kernel.now + 1.0, event):
             if not self.alive:
-                return
+                break
             if self.die_at_effect == 0:
                 self.crash()
-                return
+                break
             self.die_at_effect -= 1
             match effect:
                 case fx.StoreEntry(entry):
@@ -187,23 +221,35 @@ class LeaderProcess(Process):
                     pass
                 case fx.Done(reason, finished):
                     self.job.led(self, reason, finished=finished)
+        self._watch_window()
+
+    def _watch_window(self) -> None:
+        """The deadline of a window that is open does not change (O13)."""
+        window = self.machine.rounds._window
+        deadline_s = window.deadline_s if window is not None else 0.0
+        if self._deadline_s and deadline_s and deadline_s != self._deadline_s:
+            raise Violation(f"the deadline of an open window was moved from {self._deadline_s} to {deadline_s} (O13)")
+        self._deadline_s = deadline_s
 
     def _send(self, conn: int, message: object) -> None:
         stream = self.streams.get(conn)
         if stream is not None:
             client = stream.client
-            stream.down.send(message, lambda m: client.deliver(lambda: client.told(stream, m)))
+            for _ in range(1 + (self.kernel.random.random() < 0.02)):
+                stream.down.send(message, lambda m: client.deliver(lambda: client.told(stream, m)))
 
     def _write(self, entry: Entry) -> None:
-        if not self.alive:
+        """It may be on its way while its leader dies."""
+        store, again = self.job.store, self.job.store.holds(entry)
+        if not self.alive and (store.down or self.kernel.random.random() < 0.5):
             return
-        job = self.job
-        refused = "the store is down" if job.store.down else job.store.append(entry)
-        if job.store.down:
+        refused = "" if store.down else store.append(entry)
+        stored = not again and store.holds(entry)
+        if stored:
+            self.job.stored(entry)
+        if store.down or (stored and store.doubtful):
             self.kernel.after(AGAIN_S, lambda: self._write(entry))
             return
-        if not refused:
-            job.stored(entry)
         self.deliver(lambda: self.feed(fx.EntryStored(not refused, refused)))
 
     def closed(self, stream: Stream, proof: bool) -> None:
@@ -309,6 +355,7 @@ class FollowerProcess(Client):
         self.served: dict[VersionId, str] = {}
         self.parts: dict[PushId, str] = {}
         self.troubled = False
+        self.born = job.kernel.now
         self.timer(TICK_S, self._tick)
         self.connect()
 
@@ -325,6 +372,9 @@ class FollowerProcess(Client):
 
     def hear(self, message: object) -> None:
         self.feed(fx.Told(message))  # type: ignore[arg-type]
+        started = self.job.chain.starts.get(self.name)
+        if self.alive and self.machine._obeys and started != self.machine.nonce:
+            raise Violation(f"{self.name} obeys, and the chain has its start {started}, not {self.machine.nonce} (O7)")
 
     def feed(self, event: fx.FollowerEvent) -> None:
         for effect in self.machine.on(event):
@@ -333,6 +383,8 @@ class FollowerProcess(Client):
             self._apply(effect)
 
     def killed(self) -> None:
+        if self.kernel.random.random() < 0.5:
+            self.disk.lose_power(self.kernel.random)
         self.job.follower_died(self.name)
 
     def _apply(self, effect: fx.FollowerEffect) -> None:
@@ -347,7 +399,7 @@ class FollowerProcess(Client):
                 self.timer(between(0.005, 0.05), lambda: self._compute(entry, parts))
             case fx.Save(version):
                 content = self.content
-                self.timer(between(0.02, 0.3), lambda: self._saved(version, content))
+                self._save(version, content, self.job.machines.saving)
             case fx.Load(version, digest):
                 self.timer(between(0.01, 0.1), lambda: self._load(version, digest))
             case fx.Delete(version):
@@ -368,11 +420,11 @@ class FollowerProcess(Client):
 
     def _fetched(self, offer: Offer) -> None:
         push = offer.push
-        holder = next((c for c in self.job.clusters.values() if c.serves(push)), None)
-        if holder is None or self.kernel.random.random() < 0.05:
+        found = [c.bytes[push] for c in self.job.clusters.values() if c.serves(push)]
+        if not found or self.kernel.random.random() < 0.05:
             self.feed(fx.NotFetched(push))
             return
-        self.parts[push] = holder.bytes[push]
+        self.parts[push] = offer.manifest if offer.manifest in found else found[0]
         self.job.oracle.staged.add((self.name, push))
         finite = not self.job.poisoned(push)
         products = tuple(PushProduct(p, product(push, p)) for p in sorted(self.parts)) if finite else ()
@@ -392,29 +444,42 @@ class FollowerProcess(Client):
         self.served = dict(sorted(self.served.items())[-2:])
         self.job.oracle.stands(version, self.machine.shard, content)
 
-    def _saved(self, version: VersionId, content: str) -> None:
+    def _save(self, version: VersionId, content: str, steps: Sequence[str]) -> None:
+        """The first of these steps, after a while, and then the others; a crash may come between any two."""
+        if steps:
+            self.timer(self.kernel.between(0.003, 0.06), lambda: self._save_on(version, content, steps))
+
+    def _save_on(self, version: VersionId, content: str, steps: Sequence[str]) -> None:
         if self.disk.full:
             if not self.troubled:
                 self.troubled = True
                 self.feed(fx.DiskTrouble("the disk is full"))
-            self.timer(0.3, lambda: self._saved(version, content))
+            self.timer(0.3, lambda: self._save_on(version, content, steps))
             return
         if self.troubled:
             self.troubled = False
             self.feed(fx.DiskTrouble(""))
-        if self.job.machines.syncs:
-            self.disk.write(version, content)
+        if steps[0] == "report":
+            self.feed(fx.Saved(version, digest_of(content)))
         else:
-            self.timer(1.0, lambda: self.disk.write(version, content))
-        self.feed(fx.Saved(version, digest_of(content)))
+            self.disk.step(steps[0], version, content)
+        self._save(version, content, steps[1:])
 
     def _load(self, version: VersionId, digest: str) -> None:
-        content = self.disk.synced.get(version)
-        if content is None or digest_of(content) != digest:
+        content = self.disk.read(version)
+        if content is None or (digest_of(content) != digest and self.job.machines.compares):
             self.feed(fx.Loaded(version, False))
             return
         self._stand(version, content)
         self.feed(fx.Loaded(version, True, self._leans(version)))
+
+
+def contents_of(job: Job, version: VersionId) -> list[str] | None:
+    """What the followers serve of a version; None: not all of them can be asked, and serve it."""
+    names = job.leader.chain.cut if job.leader is not None else ()
+    here = [f for name in names if (f := job.followers.get(name)) is not None and f.alive and not f.frozen]
+    found = [content for f in here if (content := f.served.get(version)) is not None]
+    return found if names and len(found) == len(names) else None
 
 
 class ClusterProcess(Client):
@@ -427,25 +492,31 @@ class ClusterProcess(Client):
             name,
             name,
             f"{name}-{job.number()}",
-            agreement(job.settings, job.length, "another" if spec.strange else ""),
+            agreement(job.settings, job.length, job.codec, "another" if spec.strange else ""),
             overlap=spec.overlap,
         )
-        self.bytes: dict[PushId, str] = {}
-        self.live: list[int] = []
-        """Inner steps since the last freezing."""
+        self.content = Content(job.codec == "int8", job.machines.residual)
         self.trained: set[int] = set()
         """Inner steps of this process."""
         self.given_up: set[int] = set()
         """Those of pushes that were open when an incarnation ended."""
         self.left = ""
         self._life = 0
+        self._busy = False
+        """In an inner step: nothing touches the parameters before it ends."""
+        self._todo: list[cl.ClusterEffect] = []
         self.timer(TICK_S, self._tick)
         self._train(0)
         self.connect()
 
     def serves(self, push: PushId) -> bool:
         """Whether its bytes can be had here now."""
-        return self.alive and not self.frozen and push in self.bytes
+        return self.alive and not self.frozen and push in self.content.pushes
+
+    @property
+    def bytes(self) -> dict[PushId, str]:
+        """Pushes that it holds."""
+        return {push: pushed.manifest for push, pushed in self.content.pushes.items()}
 
     def _tick(self) -> None:
         self.listen()
@@ -460,11 +531,16 @@ class ClusterProcess(Client):
 
     def hear(self, message: object) -> None:
         if isinstance(message, PushAnswered):
-            self.job.oracle.told(message, self.job.chain)
+            self.job.oracle.told(message)
         self.feed(fx.Told(message))  # type: ignore[arg-type]
 
+    def say(self, message: object) -> None:
+        super().say(message)
+        if self.spec.fickle and isinstance(message, Offered) and self.kernel.random.random() < 0.3:
+            super().say(Offered(replace(message.offer, manifest=f"{message.offer.manifest}!")))
+
     def feed(self, event: cl.ClusterEvent) -> None:
-        for effect in self.machine.on(event):
+        for effect in self.machine.on(event, resting=not self._busy):
             if self.dies():
                 return
             self._apply(effect)
@@ -473,58 +549,60 @@ class ClusterProcess(Client):
         match effect:
             case fx.Say(message):
                 self.say(message)
-            case cl.Freeze(push, base):
-                self._freeze(push, base)
             case cl.FetchVersion(version):
-                self.timer(self.kernel.between(0.01, 0.1), lambda: self._fetch(version))
-            case cl.Adopt(_, outright):
-                if outright:
-                    self.job.oracle.discarded.update(self.live)
-                    self.live = [] if self.job.machines.discards else self.live
-                elif not self.job.machines.merges:
-                    self.live = []
-            case cl.Settle(push, answer):
-                self._settle(push, answer)
-            case cl.Free(push):
-                self.bytes.pop(push, None)
-            case cl.Over(reason, again):
-                self._over(reason, again=again)
+                self.timer(self.kernel.between(0.01, 0.1) + self.spec.fetch_s, lambda: self._fetch(version))
             case fx.OuterNote() | cl.TakeLast():
                 pass
+            case _ if self._busy:
+                self._todo.append(effect)
+            case _:
+                self._carry_out(effect)
 
-    def _freeze(self, push: PushId, base: VersionId) -> None:
-        steps = frozenset(self.live) if base != NO_VERSION else frozenset()
-        self.live = [] if base != NO_VERSION else self.live
-        manifest = f"{push}:{base}:{sorted(steps)}"
-        self.bytes[push] = manifest
-        self.job.oracle.frozen(push, manifest, steps)
-        self.timer(0.002, lambda: self.feed(cl.Frozen(push, manifest)))
+    def _carry_out(self, effect: cl.ClusterEffect) -> None:
+        """Between two inner steps."""
+        match effect:
+            case cl.Freeze(push, _):
+                self._freeze(push)
+            case cl.Adopt(version, outright):
+                live = self.content.live
+                self._discard(self.content.adopt(version, outright=outright))
+                if outright and not self.job.machines.discards:
+                    self.content.live = live
+                elif not outright and not self.job.machines.merges:
+                    self.content.live = []
+            case cl.Settle(push, answer):
+                live = self.content.live
+                self._discard(self.content.settle(push, answer))
+                if answer is PushAnswer.REJECTED and not self.job.machines.discards:
+                    self.content.live = live
+            case cl.Free(push):
+                self.content.pushes.pop(push, None)
+            case cl.Over(reason, again):
+                self._over(reason, again=again)
 
-    def _settle(self, push: PushId, answer: PushAnswer) -> None:
-        steps = self.job.oracle.pushes[push]
-        if answer is PushAnswer.REJECTED:
-            self.job.oracle.discarded.update(steps, self.live)
-            self.live = [] if self.job.machines.discards else self.live
-        elif answer is PushAnswer.VOID:
-            self.live = [*sorted(steps), *self.live]
+    def _discard(self, steps: Iterable[int]) -> None:
+        self.job.oracle.discarded.update(steps)
+
+    def _freeze(self, push: PushId) -> None:
+        self.content.freeze(push)
+        pushed = self.content.pushes[push] = self.content.encoded()
+        self.job.oracle.frozen(push, pushed, self.kernel.now)
+        self.timer(0.002, lambda: self.feed(cl.Frozen(push, pushed.manifest)))
 
     def _fetch(self, version: VersionId) -> None:
         if self.machine.gone:
             return
-        chain = self.job.leader.chain if self.job.leader is not None else None
-        names = chain.cut if chain is not None else ()
-        here = [f for name in names if (f := self.job.followers.get(name)) is not None and f.alive and not f.frozen]
-        contents = [f.served.get(version) for f in here]
-        if not names or len(here) < len(names) or None in contents:
-            if self.machine._fetching == version:
+        contents = contents_of(self.job, version)
+        if contents is None:
+            if self.machine.fetching == version:
                 self.timer(AGAIN_S, lambda: self._fetch(version))
             return
-        self.job.oracle.adopted(version, [c for c in contents if c is not None])
+        self.job.oracle.adopted(version, contents)
         self.feed(cl.Got(version))
 
     def _over(self, reason: str, *, again: bool) -> None:
-        self.job.oracle.discarded.update(self.live)
-        self.live = []
+        self._discard(self.content.forget())
+        self._todo, self._busy = [], False
         self._life += 1
         if not again:
             self.left = reason
@@ -533,9 +611,8 @@ class ClusterProcess(Client):
                 self.stream.cut()
             return
         self.machine = self.machine.anew()
-        for push in [push for push in self.bytes if push not in self.machine.kept]:
-            self.given_up |= self.job.oracle.pushes[push]  # it may be accepted all the same
-            del self.bytes[push]
+        for push in [push for push in self.content.pushes if push not in self.machine.kept]:
+            self.given_up.update(self.content.pushes.pop(push).steps)  # it may be accepted all the same
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.cut()
@@ -544,9 +621,7 @@ class ClusterProcess(Client):
 
     def unaccounted(self) -> set[int]:
         """Inner steps of which it knows nothing any more, though it has not thrown them away."""
-        oracle = self.job.oracle
-        held = {step for push in self.bytes for step in oracle.pushes[push]}
-        return self.trained - held - self.given_up - set(self.live) - oracle.discarded
+        return self.trained - self.content.held - self.given_up - self.job.oracle.discarded
 
     def leave(self) -> None:
         """Ctrl+C."""
@@ -555,23 +630,37 @@ class ClusterProcess(Client):
     # ------------------------------------------------------------------ training
 
     def _train(self, life: int) -> None:
-        self.timer(self.spec.pace_s * self.kernel.between(0.7, 1.3), lambda: self._step(life))
-
-    def _step(self, life: int) -> None:
-        if life != self._life:
-            return
-        machine = self.machine
+        """An inner step begins, if one may; what is told meanwhile touches nothing."""
+        machine, pace_s = self.machine, self.spec.pace_s * self.kernel.between(0.7, 1.3)
         spans = self._share()
         if machine.phase is Phase.TRAINING and machine.may_train and spans is not None:
-            epoch, span = spans
-            step = self.job.number()
-            self.live.append(step)
-            self.trained.add(step)
-            machine.rate, machine.step_rate = 4 / self.spec.pace_s, 1 / self.spec.pace_s
-            self.feed(cl.Trained(span[1] - span[0], (Covered(epoch, (span,)),) if self.job.length else ()))
-            if len(self.trained) == self.spec.loop:
-                self.feed(cl.LoopOver("its loop is over"))
-        self._train(life)
+            self._busy = True
+            self.timer(pace_s, lambda: self._trained(life, *spans))
+        else:
+            self.timer(pace_s, lambda: self._train(life) if life == self._life else None)
+
+    def _trained(self, life: int, epoch: int, span: Span) -> None:
+        if life != self._life:
+            return
+        step = self.job.number()
+        self.content.live.append(step)
+        self.trained.add(step)
+        machine = self.machine
+        machine.rate, machine.step_rate = 4 / self.spec.pace_s, 1 / self.spec.pace_s
+        covers = (Covered(epoch, (span,)),) if self.job.length else ()
+        self._busy = False
+        for effect in [*self._todo, *machine.on(cl.Trained(span[1] - span[0], covers))]:
+            if self.dies():
+                return
+            self._apply(effect)
+        if life != self._life:
+            return
+        self._todo = []
+        self.feed(cl.AtRest())
+        if len(self.trained) == self.spec.loop:
+            self.feed(cl.LoopOver("its loop is over"))
+        if life == self._life:
+            self._train(life)
 
     def _share(self) -> tuple[int, Span] | None:
         if not self.job.length:

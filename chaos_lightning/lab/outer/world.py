@@ -8,21 +8,23 @@ which is a violation too, since every plan leaves a leader, all followers and on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 from chaos_lightning.lab.outer.oracle import Oracle, Violation
+from chaos_lightning.lab.outer.plans import Fault, Plan
 from chaos_lightning.lab.outer.processes import ClusterProcess, ClusterSpec, FollowerProcess, LeaderProcess, Machines
-from chaos_lightning.lab.outer.store import ChainStore, Disk
+from chaos_lightning.lab.outer.ranks import RanksJob
+from chaos_lightning.lab.outer.store import Disk, digest_of
 from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.effects import EndAsked
-from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Cut,
     Durable,
     Entry,
+    IncarnationId,
     Joined,
     PushId,
     Removed,
@@ -35,167 +37,8 @@ LEASE_S = 1.0
 """A leader that stands still for longer is replaced."""
 CALM_S = 2.0
 """A fault is an excuse for so long after it is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Something that goes wrong at a time (virtual s)."""
-
-    at: float
-    action: str
-    """"leader", "follower", "cluster" (killed; a follower is started again), "leader-effect", "follower-effect",
-    "cluster-effect" (killed between two effects), "again" (a cluster is killed and started again), "freeze-leader",
-    "freeze-follower", "freeze-cluster", "stream" (a cluster's is cut), "store" (fails), "server" (leader and all
-    followers are killed), "recut" (the same, and so many followers from then on), "full" (a disk), "damage" (the newest
-    durable file; "damage-both": both), "leave", "end" (an operator asks for it)."""
-    name: str = ""
-    lasts: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One run.
-
-    Attributes:
-        seed: Of all chance.
-        settings: Of the job.
-        followers: How many.
-        clusters: Likewise.
-        faults: What goes wrong.
-        poison: This part of all pushes is not finite.
-        length: Positions of an epoch; 0: each cluster has its own data.
-        limit_s: By then it must be over.
-    """
-
-    seed: int
-    settings: OuterSettings
-    followers: int
-    clusters: tuple[ClusterSpec, ...]
-    faults: tuple[Fault, ...]
-    poison: float = 0.0
-    length: int = 320
-    limit_s: float = 200.0
-
-    @property
-    def sums(self) -> tuple[int, int]:
-        """Entries from one summary of the chain to the next, and how many versions one has (outer/summaries.py)."""
-        return 20 + self.seed % 31, 2 + self.seed % 7
-
-
-def any_plan(seed: int) -> Plan:
-    """A plan of this seed."""
-    random = Random(seed)
-    settings = OuterSettings(
-        policy=random.choice(("robust", "robust", "sync", "async", "di_ps")),
-        inner_steps=4,
-        batch=4,
-        heartbeat_s=0.4,
-        last_holder_timeout_s=8.0,
-        reconnect_s=2.0,
-        lease_ahead_s=random.choice((1.0, 4.0)),
-        staleness_cap=random.choice((0, 2, 16)),
-        epochs=random.choice((1, 2)),
-    )
-    followers = random.randint(1, 3)
-    overlap = random.random() < 0.8
-    clusters = tuple(
-        ClusterSpec(f"c{i}", random.choice((0.0, 0.0, random.uniform(0.0, 4.0))), random.uniform(0.02, 0.1), overlap)
-        for i in range(random.randint(1, 4))
-    )
-    actions = [*_SERVER, *_CLUSTER] if len(clusters) > 1 else _SERVER
-    faults = tuple(_fault(random, random.choice(actions), clusters, followers) for _ in range(random.randint(0, 6)))
-    return Plan(seed, settings, followers, clusters, faults, random.choice((0.0, 0.0, 0.1)))
-
-
-_SERVER = (
-    "leader", "leader-effect", "freeze-leader", "follower", "follower-effect", "freeze-follower", "stream", "store",
-    "server", "full",
-)  # fmt: skip
-_CLUSTER = ("cluster", "cluster-effect", "freeze-cluster", "again", "leave")
-
-
-def _fault(random: Random, action: str, clusters: Sequence[ClusterSpec], followers: int) -> Fault:
-    # The first cluster stays: somebody must be there to the end.
-    names = [spec.name for spec in clusters[1:] or clusters]
-    on_follower = "follower" in action or action in ("full", "damage", "damage-both")
-    name = f"f{random.randrange(followers)}" if on_follower else random.choice(names)
-    return Fault(random.uniform(0.2, 8.0), action, name, random.uniform(0.2, 3.0))
-
-
-def fragile_plan(seed: int) -> Plan:
-    """Clusters die in the middle of pushes, and followers with them."""
-    random = Random(seed)
-    plan = any_plan(seed)
-    clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.05)) for i in range(4))
-    faults = [Fault(random.uniform(0.5, 3.0), random.choice(("cluster", "again")), spec.name) for spec in clusters[1:]]
-    faults += [Fault(random.uniform(0.5, 3.0), "follower", f"f{random.randrange(3)}") for _ in range(2)]
-    return replace(plan, followers=3, clusters=clusters, faults=tuple(faults))
-
-
-def frozen_plan(seed: int) -> Plan:
-    """Leaders stand still, others take over, and they wake; followers are started again meanwhile."""
-    random = Random(seed)
-    at, faults = 0.5, []
-    for _ in range(3):
-        lasts = random.uniform(1.2, 2.5)
-        faults.append(Fault(at, "freeze-leader", lasts=lasts))
-        faults.append(Fault(at + random.uniform(0.5, lasts), "follower", f"f{random.randrange(2)}"))
-        at += random.uniform(1.0, 3.0)
-    plan = any_plan(seed)
-    clusters = (ClusterSpec("c0", 0.0, 0.04), ClusterSpec("c1", 0.0, 0.05))
-    return replace(plan, followers=2, clusters=clusters, faults=tuple(faults))
-
-
-def poisoned_plan(seed: int) -> Plan:
-    """Many pushes are not finite."""
-    return replace(any_plan(seed), poison=0.25)
-
-
-def own_plan(seed: int) -> Plan:
-    """Each cluster has its own data: the oldest one's verdict ends the job, or an operator does."""
-    random, plan = Random(seed), any_plan(seed)
-    clusters = tuple(replace(spec, loop=random.randint(60, 160)) for spec in plan.clusters)
-    faults = plan.faults
-    if random.random() < 0.3:
-        faults = (*faults, Fault(random.uniform(1.0, 6.0), "end"))
-    return replace(plan, clusters=clusters, length=0, faults=faults)
-
-
-def strange_plan(seed: int) -> Plan:
-    """Clusters of another job come by."""
-    random, plan = Random(seed), any_plan(seed)
-    starts = [random.choice((0.0, random.uniform(0.0, 6.0))) for _ in range(2)]  # one may be the first of all
-    strangers = [ClusterSpec(f"x{i}", start, 0.05, strange=True) for i, start in enumerate(starts)]
-    return replace(plan, clusters=(*plan.clusters, *strangers))
-
-
-def damaged_plan(seed: int) -> Plan:
-    """Disks fill, and files are damaged while followers are away."""
-    random, plan = Random(seed), any_plan(seed)
-    actions = ["full", "damage", "damage", "damage", "server"]
-    faults = [_fault(random, random.choice(actions), plan.clusters, plan.followers) for _ in range(5)]
-    if random.random() < 0.2:
-        faults.append(_fault(random, "damage-both", plan.clusters, plan.followers))
-    return replace(plan, faults=(*plan.faults, *faults))
-
-
-def recut_plan(seed: int) -> Plan:
-    """The server is stopped and started with another number of followers."""
-    random, plan = Random(seed), any_plan(seed)
-    faults = [Fault(random.uniform(0.5, 8.0), "recut", str(random.randint(1, 4))) for _ in range(3)]
-    return replace(plan, faults=(*plan.faults, *faults))
-
-
-FAMILIES: dict[str, Callable[[int], Plan]] = {
-    "any": any_plan,
-    "fragile": fragile_plan,
-    "frozen": frozen_plan,
-    "poisoned": poisoned_plan,
-    "own": own_plan,
-    "strange": strange_plan,
-    "damaged": damaged_plan,
-    "recut": recut_plan,
-}
+HEARD_S = 0.5
+"""Whoever has been on a stream for so long was heard."""
 
 
 @dataclass(slots=True)
@@ -222,18 +65,21 @@ class World:
         self.plan = plan
         self.machines = machines or Machines()
         self.kernel = Kernel(plan.seed)
-        self.store = ChainStore()
+        self.store = self.machines.store()
         self.oracle = Oracle()
         self.chain = OuterChain(whole=True)
         """All that was stored, folded once more."""
         self.entries: list[Entry] = []
         self.settings = plan.settings
-        self.length, self.shards, self.sums = plan.length, plan.followers, plan.sums
-        self.disks = {f"f{i}": Disk() for i in range(plan.followers)}
+        self.length, self.codec, self.shards = plan.length, plan.codec, plan.followers
+        self.sums = plan.sums
+        self.disks = {f"f{i}": Disk(synced_first=self.machines.syncs_first) for i in range(plan.followers)}
         self.followers: dict[str, FollowerProcess] = {}
-        self.clusters: dict[str, ClusterProcess] = {}
+        self.clusters: dict[str, ClusterProcess | RanksJob] = {}
         self.leader: LeaderProcess | None = None
         self.finished = ""
+        self.went_back = False
+        """An older copy of the store took its place."""
         self.log: list[str] = []
         self.on_entry: Callable[[Entry], None] = lambda entry: None
         self._number = 0
@@ -261,22 +107,45 @@ class World:
 
     def stored(self, entry: Entry) -> None:
         """An entry is durable."""
+        if entry.term != self.store.term:
+            raise Violation(f"entry {entry.position} of term {entry.term} is written in term {self.store.term} (O7)")
+        gate = self.chain.gate
         self.chain.follow(entry)
         self.entries.append(entry)
         self.on_entry(entry)
         self.oracle.stored(self.chain, entry, self.disks)
-        if isinstance(entry.body, Removed):
-            self._check_removal(entry.body)
-        if (
-            isinstance(entry.body, Voided)
-            and self.leader is not None
-            and self.leader.chain.forgot(entry.body.offer.base)
+        body = entry.body
+        if isinstance(body, Round):
+            self.oracle.judged(gate, body, self.settings)
+            self._check_copy()
+            self._check_waits()
+        if isinstance(body, Removed):
+            self._check_removal(body)
+        if isinstance(body, Voided) and self.leader is not None and self.leader.chain.forgot(body.offer.base):
+            self._check_forgotten(body)
+        if isinstance(body, Joined) and self.clusters[body.incarnation.cluster].machine.agreement != (
+            self.chain.agreement
         ):
-            self._check_forgotten(entry.body)
-        if isinstance(entry.body, Joined):
-            who = entry.body.incarnation
-            if self.clusters[who.cluster].machine.agreement != self.chain.agreement:
-                raise Violation(f"{who} is in, and has another model")
+            raise Violation(f"{body.incarnation} is in, and has another model")
+
+    def _check_copy(self) -> None:
+        """Who leads on an older copy of the store decides nothing once somebody has told it more (O4)."""
+        if not self.went_back:
+            return
+        for name, cluster in self.clusters.items():
+            stream, known = cluster.stream, (cluster.machine.base, cluster.machine.newest)
+            heard = stream is not None and stream.leader is self.leader and self.kernel.now - stream.since > HEARD_S
+            if cluster.alive and heard and any(v != NO_VERSION and v not in self.chain.versions for v in known):
+                raise Violation(f"a round is decided on an older copy of the store, and {name} knows {known} (O4)")
+
+    def _check_waits(self) -> None:
+        """Where that is promised, each push is answered within moments (O13)."""
+        for name, cluster in self.clusters.items():
+            offer = cluster.machine.open
+            if self.plan.answer_s and offer is not None:
+                waited_s = self.kernel.now - self.oracle.frozen_at[offer.push]
+                if waited_s > self.plan.answer_s:
+                    raise Violation(f"{name} has waited {waited_s:.1f} s for an answer to {offer.push} (O13)")
 
     def _check_forgotten(self, body: Voided) -> None:
         """What a summary does not know is no base that its cluster has told of long ago (O1a)."""
@@ -287,20 +156,34 @@ class World:
 
     def _check_removal(self, body: Removed) -> None:
         """Who lives and is heard is removed only if it asked, or must come in anew (O14)."""
-        cluster = self.clusters.get(body.incarnation.cluster)
+        who = body.incarnation
+        cluster = self.clusters.get(who.cluster)
         silent = "heard" in body.reason or "come back" in body.reason
-        if cluster is None or not silent or cluster.machine.incarnation != body.incarnation:
+        if cluster is None or not silent or cluster.machine.incarnation != who or not cluster.alive:
             return
+        if cluster.frozen and self.kernel.now - cluster.frozen_since < self.settings.last_holder_timeout_s:
+            self._check_holder(cluster, who)
         # That another leader took over is no excuse for it: everybody comes to that one within moments.
         struck_at = max(cluster.cut_at, self._struck_at) if "heard" in body.reason else 0.0
         calm_s = self.kernel.now - max(cluster.thawed_at, struck_at)
-        if cluster.alive and not cluster.frozen and calm_s > CALM_S:
-            raise Violation(f"{body.incarnation} lives, and is removed: {body.reason} (O14)")
+        if not cluster.frozen and calm_s > CALM_S:
+            raise Violation(f"{who} lives, and is removed: {body.reason} (O14)")
+
+    def _check_holder(self, cluster: ClusterProcess | RanksJob, who: IncarnationId) -> None:
+        """Who alone holds what a shard lacks is not removed for its silence before long (O14)."""
+        for push in sorted(self.chain.needed()):
+            if push.incarnation != who or push not in cluster.bytes:
+                continue
+            for name in self.chain.cut:
+                follower = self.followers.get(name)
+                lacks = follower is not None and follower.alive and push not in follower.parts
+                if lacks and follower is not None and self.kernel.now - follower.born > HEARD_S:
+                    raise Violation(f"{who} is removed, and {name} lacks {push}, which nobody else holds (O14)")
 
     def led(self, leader: LeaderProcess, reason: str, *, finished: bool) -> None:
         """A leader decides nothing more; another one begins, unless the job is over."""
         self.say(f"leader {leader.term}: {reason}")
-        if finished:
+        if finished or (self.went_back and "an older copy" in reason):
             self.finished = reason
             return
         if leader is self.leader:
@@ -325,7 +208,7 @@ class World:
     def _cluster(self, spec: ClusterSpec) -> None:
         self._todo -= 1
         if not self.finished:
-            self.clusters[spec.name] = ClusterProcess(self, spec.name, spec)
+            self.clusters[spec.name] = (RanksJob if spec.ranks else ClusterProcess)(self, spec.name, spec)
 
     def follower_died(self, name: str) -> None:
         """It is started again after a while."""
@@ -363,28 +246,29 @@ class World:
             case "freeze-follower":
                 self.followers[fault.name].freeze()
                 after(fault.lasts, self.followers[fault.name].thaw)
-            case "server":
+            case "server" | "recut":
                 if leader is not None:
                     leader.crash()
                 for follower in list(self.followers.values()):
                     follower.kill()
-            case "recut" if not self.store.down:
-                if leader is not None:
-                    leader.crash()
-                for follower in list(self.followers.values()):
-                    follower.kill()
-                self._recut([f"f{number}" for number in range(int(fault.name))])
-            case "store":
-                self.store.down = True
+                if fault.action == "recut" and not self.store.down:
+                    self._recut([f"f{number}" for number in range(int(fault.name))])
+            case "store" | "doubt":
+                self.store.down, self.store.doubtful = fault.action == "store", True
                 after(fault.lasts, self._store_is_back)
+            case "older":
+                self._go_back()
             case _ if fault.name in self.clusters:
                 self._strike_cluster(fault, self.clusters[fault.name])
 
-    def _strike_cluster(self, fault: Fault, cluster: ClusterProcess) -> None:
+    def _strike_cluster(self, fault: Fault, cluster: ClusterProcess | RanksJob) -> None:
+        if isinstance(cluster, RanksJob) and fault.action not in ("cluster", "again", "leave"):
+            cluster.strike(fault.action, fault.lasts)
+            return
         match fault.action:
             case "cluster":
                 cluster.kill()
-            case "cluster-effect":
+            case "cluster-effect" if isinstance(cluster, ClusterProcess):
                 cluster.die_at_effect = self.kernel.random.randrange(12)
             case "again" if cluster.alive:
                 cluster.kill()
@@ -413,25 +297,26 @@ class World:
         chain, disks = self.chain, self.disks
         if not chain.cut or chain.ended is not None or len(names) == len(chain.cut):
             return
-        whole = [v for v, _ in chain.durable if all(v in disks[n].synced.keys() - disks[n].damaged for n in chain.cut)]
+        whole = [v for v, _ in chain.durable if all(disks[n].whole(v) for n in chain.cut)]
         if chain.durable and not whole:
             return
-        newest = chain.durable[-1][0] if chain.durable else NO_VERSION
+        newest, term = chain.durable[-1][0] if chain.durable else NO_VERSION, self.store.take_term()
         for name in names:
             if name not in disks:
-                disks[name] = Disk()
+                disks[name] = Disk(synced_first=self.machines.syncs_first)
                 self.kernel.after(0.1, lambda n=name: self._follow(n))  # type: ignore[misc]
         for disk in disks.values():
-            for version in [version for version in disk.synced if version.number > newest.number]:
-                disk.delete(version)
+            for file in disk.found():
+                if file.version.number > newest.number:
+                    disk.delete(file.version)
         lives = self.kernel.random.randrange(8)
         for version, name in ((version, name) for version in whole for name in names):
             if not lives:
                 return
             lives -= 1
-            disks[name].write(version, disks[chain.cut[0]].synced[version])  # all shards have one content here
-        marks = tuple(Durable(v, tuple(disks[name].digests[v] for name in names)) for v in whole)
-        entry = chain.entry(self.store.take_term(), Cut(tuple(names), marks))
+            disks[name].write(version, disks[chain.cut[0]].read(version) or "")  # all shards have one content here
+        marks = tuple(Durable(v, tuple(digest_of(disks[name].read(v) or "") for name in names)) for v in whole)
+        entry = chain.entry(term, Cut(tuple(names), marks))
         if not self.store.append(entry):
             self.stored(entry)
 
@@ -446,7 +331,18 @@ class World:
         self.disks[name].full = False
 
     def _store_is_back(self) -> None:
-        self.store.down = False
+        self.store.down = self.store.doubtful = False
+
+    def _go_back(self) -> None:
+        """An older copy takes the store's place, and another leader reads it."""
+        self.entries = self.entries[: self.kernel.random.randrange(1 + len(self.entries))]
+        self.went_back = True
+        self.store.go_back(self.entries)
+        self.chain = OuterChain(whole=True)
+        for entry in self.entries:
+            self.chain.follow(entry)
+        if self.leader is not None:
+            self.leader.crash()
 
     # ------------------------------------------------------------------ the run
 
@@ -458,12 +354,15 @@ class World:
             self._lost_at = self.kernel.now
         if self.kernel.now - self._lost_at > CALM_S:  # before that a mark may come that its disk has
             return True
-        return bool(self.finished) and not any(cluster.alive for cluster in self.clusters.values())
+        known = self.went_back or not any(cluster.alive for cluster in self.clusters.values())
+        return bool(self.finished) and known
 
     def _check_end(self) -> None:
+        if self.went_back:  # what was decided since is gone, and nobody promises more than to say so
+            return
         for name, follower in self.followers.items():
             if follower.alive and follower.machine.lost:
-                if not {version for version, _ in self.chain.durable} <= self.disks[name].damaged:
+                if not self.disks[name].damaged(version for version, _ in self.chain.durable):
                     raise Violation(f"{name} gives its shard up: {follower.machine.lost} (O6)")
                 return
         for name, cluster in self.clusters.items():

@@ -1,0 +1,122 @@
+"""What a simulated rank of a cluster holds of the outer state: as outer/content.py has it with tensors, here as sets.
+
+Theory of operation. Each inner step has a number. What was trained is a list of these, what a push holds is a set of
+them, and a codec with a residual leaves some out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from chaos_lightning.outer.types import NO_VERSION, PushAnswer, PushId, VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """The content of a push; a manifest tells all of it."""
+
+    base: VersionId
+    steps: tuple[int, ...]
+    manifest: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The push that was frozen last, until it is answered: what it takes in, and what the codec left out of that."""
+
+    push: PushId
+    base: VersionId
+    live: tuple[int, ...]
+    sent: tuple[int, ...]
+    left: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Content:
+    """See the module. Methods that throw inner steps away return them.
+
+    Attributes:
+        lossy: The codec has a residual.
+        residual_at: When that changes: "answered", "sent", or "kept": not after a rejection.
+        base: The version that was adopted last.
+        live: Inner steps since the last freezing.
+        residual: Inner steps that the codec left out.
+        pushes: Open and kept ones.
+    """
+
+    lossy: bool
+    residual_at: str = "answered"
+    base: VersionId = NO_VERSION
+    live: list[int] = field(default_factory=list)
+    residual: list[int] = field(default_factory=list)
+    last: _Last | None = None
+    pushes: dict[PushId, Pushed] = field(default_factory=dict)
+
+    def freeze(self, push: PushId) -> None:
+        """Fixes a push; `encoded` is its content. What founds a job holds no progress."""
+        founds = self.base == NO_VERSION
+        steps = () if founds else (*self.live, *self.residual)
+        left = tuple(s for s in steps if self.lossy and Random(f"{push} {s}").random() < 0.3)
+        sent = tuple(s for s in steps if s not in left)
+        self.last = _Last(push, self.base, () if founds else tuple(self.live), sent, left)
+        self.live = self.live if founds else []
+        if self.residual_at == "sent":
+            self.residual = list(left)
+
+    def encoded(self) -> Pushed:
+        """The content of the push that was frozen last."""
+        assert self.last is not None
+        last = self.last
+        return Pushed(last.base, last.sent, f"{last.push}:{last.base}:{sorted(last.sent)}")
+
+    def settle(self, push: PushId, answer: PushAnswer) -> list[int]:
+        """What becomes of progress and residual (O10)."""
+        last, steps = self.last, self.pushes[push].steps
+        own = last if last is not None and last.push == push else None
+        if own is not None:
+            self.last = None
+        if answer is PushAnswer.VOID:
+            self.live = [*(own.live if own is not None else steps), *self.live]
+        elif answer is PushAnswer.ACCEPTED:
+            self.residual = list(own.left) if own is not None else self.residual
+        else:
+            return self._rejected(steps, own)
+        return []
+
+    def _rejected(self, steps: Iterable[int], own: _Last | None) -> list[int]:
+        last = self.last if own is None else own
+        left = list(last.left) if last is not None else []
+        gone = [*steps, *self.live, *left]
+        if own is not None or last is None:
+            gone += self.residual
+        else:  # what was left out before is in that push
+            self.last = replace(last, left=())
+        self.live, self.residual = [], left if self.residual_at == "kept" else []
+        return gone
+
+    def adopt(self, version: VersionId, *, outright: bool) -> list[int]:
+        """Takes a version over."""
+        gone, self.live = (self.live, []) if outright else ([], self.live)
+        self.base = version
+        return gone
+
+    def forget(self) -> list[int]:
+        """A new incarnation has no base; what is kept stays."""
+        gone = [*self.live, *self.residual, *self._last_steps]
+        self.base, self.live, self.residual, self.last = NO_VERSION, [], [], None
+        return gone
+
+    @property
+    def held(self) -> set[int]:
+        """All inner steps that it knows of."""
+        pushed = {s for pushed in self.pushes.values() for s in pushed.steps}
+        return pushed | {*self.live, *self.residual, *self._last_steps}
+
+    @property
+    def _last_steps(self) -> tuple[int, ...]:
+        """Those of the push that was frozen last which `pushes` do not have."""
+        if self.last is None:
+            return ()
+        return self.last.left if self.last.push in self.pushes else (*self.last.sent, *self.last.left)

@@ -1,0 +1,189 @@
+"""What all ranks of an elastic cluster hold alike, as a pure state machine: how one commit of their job changes it.
+
+Theory of operation. Each rank holds one `RanksMachine`. A commit hands all ranks the same answers (`RankSays`), so all
+machines change alike: a push counts as frozen once all have encoded it, a version as there once all hold it (O8). What
+the cluster's machine would say because of a commit is kept back until the next one is known (O8a): by then all ranks
+had taken the former in, and it cannot be taken back. The simulator drives the same machines (lab/outer/ranks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from chaos_lightning.errors import StateError
+from chaos_lightning.outer import cluster as cl
+from chaos_lightning.outer import effects as fx
+from chaos_lightning.outer.cluster import ClusterMachine
+from chaos_lightning.outer.messages import FromCluster
+from chaos_lightning.outer.ranks_say import RankSays, event_of
+from chaos_lightning.outer.types import NO_VERSION, Covered, PushId
+from chaos_lightning.planning.tape import Tape
+from chaos_lightning.protocol.spans import count, normalise, subtract
+from chaos_lightning.protocol.types import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """All ranks have encoded this push: from here on each keeps and serves what it has, which is this content."""
+
+    push: PushId
+    manifest: str
+
+
+RanksEffect = cl.ClusterEffect | Sealed | fx.Told
+"""`Told`: the machines are about to hear this."""
+
+
+@dataclass(slots=True)
+class LeasedTape:
+    """What is leased to the cluster, and which places on that tape steps have used."""
+
+    tape: Tape = field(default_factory=Tape)
+    spent: tuple[Span, ...] = ()
+
+    @property
+    def used_up(self) -> bool:
+        return count(self.spent) >= self.tape.length
+
+    def cover(self, spent: Sequence[Span]) -> tuple[Covered, ...]:
+        """Positions that a step has used; `spent` are places, with those before."""
+        new, self.spent = subtract(spent, self.spent), tuple(spent)
+        return (Covered(self.tape.epoch, normalise(self.tape.positions(new))),) if new else ()
+
+    def grow(self, free: Mapping[int, Sequence[Span]], *, anew: bool) -> None:
+        """What is leased by now lies on the tape.
+
+        Args:
+            free: Leased positions that no push covers, by epoch.
+            anew: What was leased before is not any more.
+        """
+        epoch = min(free, default=self.tape.epoch)
+        if (anew and self.tape.pieces) or (epoch != self.tape.epoch and self.used_up):
+            self.tape, self.spent = self.tape.next(epoch), ()
+        unused = subtract([(0, self.tape.length)] if self.tape.pieces else (), self.spent)
+        more = subtract(free.get(self.tape.epoch, ()), normalise(self.tape.positions(unused)))
+        self.tape = self.tape.longer(more) if more else self.tape
+
+
+class RanksMachine:
+    """See the module.
+
+    Args:
+        machine: Of the cluster.
+
+    Attributes:
+        machine: Of the cluster; another one after its incarnation ended.
+        leased: Positions to train; None where the cluster has its own data.
+        over: Why the cluster's part is over; "" while it goes on.
+        having: Ranks that said in the last commit that they have the version which is wanted.
+    """
+
+    def __init__(self, machine: ClusterMachine) -> None:
+        self.machine = machine
+        self.leased = LeasedTape() if machine.agreement.length else None
+        self.over = ""
+        self.having: tuple[str, ...] = ()
+        self._unsaid: list[FromCluster] = []
+
+    def known(self) -> list[FromCluster]:
+        """The commit that was taken last is known to all: what is to be said because of it."""
+        unsaid, self._unsaid = self._unsaid, []
+        return unsaid
+
+    def commit(
+        self, ranks: Sequence[str], said: Sequence[RankSays], steps: int, spent: Sequence[Span]
+    ) -> Iterator[RanksEffect]:
+        """Takes a commit; each effect is carried out before the next one is asked for.
+
+        Args:
+            ranks: Who contributed, in rank order.
+            said: What each of them says.
+            steps: Inner steps that it is: 1, or 0.
+            spent: Places on the tape that are spent with it, if it is a step.
+
+        Raises:
+            StateError: A rank cannot go on.
+        """
+        outright = False
+        if said[0].rates[1]:
+            self.machine.rate, self.machine.step_rate = said[0].rates
+        for effect in self._changes(ranks, said, steps, spent):
+            if isinstance(effect, fx.Say):
+                self._unsaid.append(effect.message)  # type: ignore[arg-type]
+                continue
+            if isinstance(effect, cl.FetchVersion) and all(each.holds == effect.version for each in said):
+                continue  # it was got before, and a push was frozen: all have it still
+            yield effect
+            if isinstance(effect, cl.Over):
+                self._end(effect)
+            outright = outright or isinstance(effect, cl.Over) or (isinstance(effect, cl.Adopt) and effect.outright)
+        if failed := next((each.failed for each in said if each.failed), ""):
+            if self.machine.base != NO_VERSION:
+                raise StateError(failed)
+            self.over = self.over or failed
+        if self.leased is not None:
+            self.leased.grow(self.machine.free_spans(), anew=outright)
+
+    def _end(self, over: cl.Over) -> None:
+        if over.again:
+            self.machine = self.machine.anew()
+            self._unsaid.clear()
+        else:
+            self.over = over.reason
+
+    def _changes(
+        self, ranks: Sequence[str], said: Sequence[RankSays], steps: int, spent: Sequence[Span]
+    ) -> Iterator[RanksEffect]:
+        first = said[0]
+        if steps:
+            covers = self.leased.cover(spent) if self.leased is not None else ()
+            yield from self.machine.on(cl.Trained(sum(each.samples for each in said), covers, steps))
+        for words in first.events:
+            event = event_of(*words)
+            if isinstance(event, fx.Told):
+                yield event
+            yield from self.machine.on(event)
+        yield from self._agreed(ranks, said)
+        if first.over and not self.machine.verdict and not self.machine.leaving:
+            yield from self.machine.on(cl.LoopOver(first.over))
+        if first.leaves and not self.machine.leaving:
+            yield from self.machine.on(cl.LeaveAsked())
+        yield from self.machine.on(cl.AtRest())
+
+    def _agreed(self, ranks: Sequence[str], said: Sequence[RankSays]) -> Iterator[RanksEffect]:
+        """What all ranks have done is done."""
+        push, wanted = self.machine.freezing, self.machine.fetching
+        frozen = [each.frozen for each in said if each.frozen is not None and each.frozen[0] == push]
+        if push is not None and len(frozen) == len(said):
+            yield Sealed(push, frozen[0][1])
+            yield from self.machine.on(cl.Frozen(push, frozen[0][1]))
+        self.having = tuple(r for r, each in zip(ranks, said, strict=True) if each.holds == wanted != NO_VERSION)
+        if self._there(said):
+            yield from self.machine.on(cl.Got(wanted))
+
+    def _there(self, said: Sequence[RankSays]) -> bool:
+        """Whether the version that is wanted counts as there."""
+        wanted = self.machine.fetching
+        return wanted != NO_VERSION and all(each.holds == wanted for each in said)
+
+    # ------------------------------------------------------------------ for newcomers
+
+    def facts(self) -> dict[str, Any]:
+        """All of it, for `restore`: live objects."""
+        leased = self.leased
+        return {
+            "machine": self.machine.facts(),
+            "nonce": self.machine.nonce,
+            "over": self.over,
+            "tape": (leased.tape.number, leased.tape.epoch, leased.tape.pieces, leased.spent) if leased else None,
+        }
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Takes over what `facts` gave at another rank; the objects are this one's from here on."""
+        self.machine.restore(facts["machine"])
+        self.over = facts["over"]
+        if facts["tape"] is not None:
+            *tape, spent = facts["tape"]
+            self.leased = LeasedTape(Tape(*tape), spent)
