@@ -3,7 +3,8 @@
 Four clusters train one character model. The slowest takes 1 + eta / 100 times as long for a step as the fastest, legs
 jitter by 20%, and one in twenty takes four times as long. Modes are compared at equal samples, and by the time that
 they take to a loss: data-parallel, sync (DiLoCo), async (naive), Delayed Nesterov alone, di_ps (the paper to the
-letter), robust. Then 5% of the pushes are poisoned. With --out, beside the JSON: NAME-samples.png and NAME-time.png.
+letter), robust. A cluster of robust begins anew with a cold inner optimizer. Then 5% of the pushes are poisoned. With
+--out, beside the JSON: NAME-samples.png and NAME-time.png.
 """
 
 from __future__ import annotations
@@ -162,6 +163,21 @@ def claims(result: Result, cases: Cases, *, strict: bool) -> None:
     result.add("good pushes that robust rejected", sum(v.good_rejected for v in judged), "count", 0)
 
 
+def newcomer(result: Result, task: Task, seeds: int, total: int) -> None:
+    """A cluster of robust begins anew in mid-training, with a cold inner optimizer."""
+    refused, others = [], 0
+    for seed in range(seeds):
+        mode = next(mode for mode in modes(task) if mode.name == ROBUST)
+        job = VirtualJob(task, mode, 200, seed, total)
+        job.kernel.after(total / task.batch / 8, job.clusters[1].begin_cold)
+        reasons = job.run().verdicts.reasons
+        refused.append(sum(reason.startswith("c1~") for reason in reasons))
+        others += len(reasons) - refused[-1]
+    most = OuterSettings().gate_patience
+    result.add(f"a cold newcomer: pushes of it that robust rejected, worst of {seeds}", max(refused), "count", most)
+    result.add("a cold newcomer: good pushes of the others that robust rejected", others, "count", 0)
+
+
 # ------------------------------------------------------------------------------------------------ poison
 
 
@@ -251,6 +267,7 @@ def main() -> int:
     cases = clean_runs(result, MLP, etas, args.seeds, args.steps)
     cases |= clean_runs(result, SMALL_GPT, [200], args.gpt_seeds, args.gpt_steps)
     claims(result, cases, strict=strict)
+    newcomer(result, MLP, args.seeds, args.steps * MLP.batch)
     verdicts = poisoned_runs(result, MLP, etas, args.seeds, args.steps * MLP.batch, cases)
     if strict:
         verdicts.add(poisoned_runs(result, SMALL_GPT, [200], args.gpt_seeds, args.gpt_steps * SMALL_GPT.batch, cases))
