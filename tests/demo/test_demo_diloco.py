@@ -141,7 +141,7 @@ def never_came(lines: Lines) -> None:
         (none_in_its_place, "a follower gets kill -9: the warm spare makes another, which computes on"),
         (another_child_started, "a follower gets kill -9: the warm spare makes another, which computes on"),
         (
-            was_there_before,
+            killed_too_late,
             "a rank of edge dies in mid-push, and another joins: the push counts, and the cluster stays",
         ),
         (one_is_far_too_fast, "4 clusters of speeds 1 to 3 train one model"),
