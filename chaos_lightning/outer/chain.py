@@ -14,7 +14,7 @@ answer. A rollback takes acceptances back, so numbers may be open again below ot
 *Durable.* The two newest durable versions; what the older one holds can never be asked for again.
 
 *Summaries.* A `Summary` takes the place of all entries before it (O1a): the chain goes on from what it says. What was
-cut is known by its number alone: a version below `floor`, an incarnation up to `joined`, a push below `cut`.
+cut is known by its number alone: a version below `floor`, an incarnation up to `joined`, a push below `forgotten`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Incarnation:
         answers: By number.
         rejected: How often in a row its pushes were rejected.
         low: All numbers below it are answered.
-        cut: So are those below it, and what was said is not known any more.
+        forgotten: So are those below it, and what was said is not known any more.
         tally: How many of each answer stand.
     """
 
@@ -99,13 +99,13 @@ class Incarnation:
     answers: dict[int, GivenAnswer] = field(default_factory=dict)
     rejected: int = 0
     low: int = 0
-    cut: int = 0
+    forgotten: int = 0
     tally: dict[PushAnswer, int] = field(default_factory=dict)
 
     @property
     def next(self) -> int:
         """The number of its next push to be answered."""
-        self.low = max(self.low, self.first, self.cut)
+        self.low = max(self.low, self.first, self.forgotten)
         while self.low in self.answers:
             self.low += 1
         return self.low

@@ -7,7 +7,7 @@ on from it, too, so that its memory keeps within bounds.
 
 Nothing is cut that anybody may ask for. With their entries there are the second newest durable version and what was
 made since, for followers compute from there and no rollback goes behind it. Of older versions there is what they hold
-of the pushes of those who live, as long as a push may name them as its base: the last `window` ones, and whatever
+of the pushes of those who live, as long as a push may name them as its base: the last `versions` ones, and whatever
 somebody is known to have for its base. Of pushes there are the last answers of all who live, and all that a rollback
 could take back. Incarnations that are over stay as long as their pushes are needed. A base that was cut is old beyond
 measure, so a push from it is void (O10a); an incarnation that was cut is over.
@@ -29,7 +29,7 @@ from chaos_lightning.outer.types import NO_VERSION, PushId, Summary, VersionId
 
 EVERY = 2048
 """Entries from one summary to the next."""
-WINDOW = 64
+VERSIONS = 64
 """So many of the newest versions may be the base of a push, whoever's it is."""
 ANSWERS = 16
 """So many answers of each incarnation are kept: it asks for that to its last push alone, and frees what it keeps."""
@@ -37,13 +37,13 @@ MOST_CHARACTERS = 700_000
 """Of a summary: etcd takes no larger one."""
 
 
-def summary_of(chain: OuterChain, bases: Collection[VersionId], window: int = WINDOW) -> Summary:
+def summary_of(chain: OuterChain, bases: Collection[VersionId], versions: int = VERSIONS) -> Summary:
     """What this chain folds to.
 
     Args:
         chain: It has a second newest durable version, and has not ended.
         bases: What somebody may name as the base of its next push, beside the newest versions.
-        window: So many of these.
+        versions: So many of these.
     """
     kept = {version.id: version for version in chain.since(chain.safe)}
     if chain.safe in chain.versions:
@@ -51,7 +51,7 @@ def summary_of(chain: OuterChain, bases: Collection[VersionId], window: int = WI
     needed = {push for version in kept.values() for push in version.pushes if version.id != chain.safe}
     asked = {offer.base for version in kept.values() for offer in version.entry.offers}
     asked |= {offer.base for offer in chain.reopened.values()} | {*bases, *kept}
-    floor = max(chain.floor, chain.newest.number - window + 1)
+    floor = max(chain.floor, chain.newest.number - versions + 1)
     alive = {push.incarnation for push in needed} | {w for w, known in chain.incarnations.items() if not known.over}
     summed = SummedChain(
         agreement=chain.agreement,
@@ -88,9 +88,9 @@ def summary_of(chain: OuterChain, bases: Collection[VersionId], window: int = WI
 def _cut(known: Incarnation, needed: Collection[PushId]) -> Incarnation:
     """With the answers that may be asked for."""
     own = [push.number for push in needed if push.incarnation == known.id]
-    cut = max(known.cut, min([known.next - ANSWERS, *own]))
-    answers = {number: given for number, given in known.answers.items() if number >= cut}
-    return replace(known, cut=cut, low=0, answers=answers)
+    forgotten = max(known.forgotten, min([known.next - ANSWERS, *own]))
+    answers = {number: given for number, given in known.answers.items() if number >= forgotten}
+    return replace(known, forgotten=forgotten, low=0, answers=answers)
 
 
 class Summaries:
@@ -102,7 +102,7 @@ class Summaries:
 
     Attributes:
         every: Entries from one summary to the next.
-        window: See `summary_of`.
+        versions: See `summary_of`.
     """
 
     def __init__(self, desk: LeaderDesk, attendance: Attendance) -> None:
@@ -110,7 +110,7 @@ class Summaries:
         self._attendance = attendance
         self._not_before = 0
         self.every = EVERY
-        self.window = WINDOW
+        self.versions = VERSIONS
 
     def next_summary(self) -> Summary | None:
         """It is due, there is something to cut, and all who live have said what their base is."""
@@ -121,7 +121,7 @@ class Summaries:
             return None
         bases = {state.base for state in clusters.values()}
         bases |= {offer.base for offer in self._attendance.offers()}
-        found = summary_of(chain, bases, self.window)
+        found = summary_of(chain, bases, self.versions)
         if len(found.state) <= MOST_CHARACTERS:
             return found
         self._not_before = chain.position + self.every

@@ -462,6 +462,7 @@ def test_a_follower_that_comes_back_is_found_again(stage: Any) -> None:
     until(lambda: len(home.notes.all) == 2, "a note that nobody answers")
     again = stage(Follower("f0", port=follower.port))
     until(lambda: standing(again) == 2, "parked connections")
+    until(lambda: len(home.notes.all) == 3, "a note that it answers again")
     assert [fields["up"] for _, fields in home.notes.all] == [True, False, True]
 
 

@@ -179,7 +179,7 @@ def test_what_was_cut_is_over_or_old_and_ends_no_leader() -> None:
     assert (answer.push, answer.answer) == (offer.push, PushAnswer.VOID)
     assert "so old" in answer.reason
     known = told.chain.incarnations[HOME]
-    assert known.cut > 1
+    assert known.forgotten > 1
     assert known.next == 30
 
 

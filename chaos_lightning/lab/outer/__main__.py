@@ -1,4 +1,4 @@
-"""`python -m chaos_lightning.lab.outer`: simulated outer jobs, from seeds (docs/lab.md)."""
+"""`python -m chaos_lightning.lab.outer`: simulated outer jobs, from seeds (docs/outer.md)."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class LeaderProcess(Process):
         for entry in job.store.entries:
             self.chain.follow(entry)
         self.machine = job.machines.leader(self.chain, self.term, job.shards)
-        self.machine.summaries.every, self.machine.summaries.window = job.sums
+        self.machine.summaries.every, self.machine.summaries.versions = job.sums
         self.streams: dict[int, Stream] = {}
         self.die_at_effect = -1
         self._deadline_s = 0.0
