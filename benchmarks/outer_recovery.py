@@ -14,8 +14,9 @@ others lose nothing.
 In *shared* three leaders stand by for each other on etcd, all on one machine, where a standby sees that the leading
 process is gone. In *apart* each counts as on a machine of its own (CHAOS_HOST): SIGKILL is a process that dies on a
 machine that lives, and refuses connections from then on; SIGSTOP stands for a machine that falls silent, and nothing
-but the end of its lease tells, unless the supervisor beside it kills it first. *Another decides* with its first entry,
-which the bound is about; when it says that it leads, and its first round, are given.
+but the end of its lease tells, unless the supervisor beside it kills it first. *Another decides* with its first entry.
+That has a bound after SIGKILL; after SIGSTOP, when clusters and followers only notice by silence, that it leads has.
+When it leads, and its first round, are given.
 
 Training must notice nothing of the server's death: the longest inner step of any cluster from the strike until two
 rounds after the recovery is compared, run by run, with one in as long a time in which nobody is struck, while a process
@@ -274,7 +275,7 @@ def report(result: Result, scene_name: str, title: str, case: OuterCase) -> None
     warm = "cold" not in title
     bounds = {"noticed": BOUND_NOTICED_S, "served again": BOUND_SERVED_S} if warm else {}
     if scene_name in BOUND_DECIDES_S:
-        bounds["another decides"] = BOUND_DECIDES_S[scene_name]
+        bounds["another decides" if "SIGKILL" in title else "another leads"] = BOUND_DECIDES_S[scene_name]
     for what, seconds in case.times.items():
         result.add(f"{key}: {what}, median of {n}", median(seconds), "s")
         result.add(f"{key}: {what}, slowest of {n}", max(seconds), "s", bounds.get(what))
