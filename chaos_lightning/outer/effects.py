@@ -219,6 +219,13 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Empty:
+    """This version has no content, as nothing stands any more: the state goes, then `Computed`."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
     """Write a copy of the state, which is this version's, then `Saved`."""
 
@@ -255,4 +262,4 @@ class JobOver:
     reason: str
 
 
-FollowerEffect = Say | HoldShard | FetchPush | Compute | Save | Load | Delete | Forget | JobOver | OuterNote
+FollowerEffect = Say | HoldShard | FetchPush | Compute | Empty | Save | Load | Delete | Forget | JobOver | OuterNote

@@ -28,6 +28,7 @@ from chaos_lightning.outer.effects import (
     Delete,
     Disconnected,
     DiskTrouble,
+    Empty,
     Fetched,
     FetchPush,
     FollowerEffect,
@@ -387,6 +388,9 @@ class FollowerMachine:
         if place < 0 or place == len(line):
             return
         entry = line[place]
-        if all(offer.push in self._staged for offer in entry.offers):
+        if isinstance(entry.body, RolledBack) and entry.body.to == NO_VERSION:
+            self._busy = True
+            self._out.append(Empty(entry.version))
+        elif all(offer.push in self._staged for offer in entry.offers):
             self._busy = True
             self._out.append(Compute(entry))

@@ -36,6 +36,7 @@ from chaos_lightning.outer.effects import (
     Delete,
     Disconnected,
     DiskTrouble,
+    Empty,
     Fetched,
     FetchPush,
     FollowerEffect,
@@ -249,6 +250,13 @@ class _State:
             self._note("bits_differ", version=str(entry.version), digest=found, marked=marked)
         return Computed(entry.version, momentum)
 
+    def empty(self, version: VersionId) -> FollowerEvent:
+        """A version that has no content."""
+        self._state, self._counters, self._version = None, Counters(), version
+        self.versions.make_room()
+        self._note("version_computed", version=str(version), seconds=0.0, nbytes=0)
+        return Computed(version)
+
     def load(self, version: VersionId, digest: str) -> FollowerEvent:
         """A version from its file."""
         began, held = time.monotonic(), self._held
@@ -435,6 +443,8 @@ class FollowerProcess:
                 parts = [self._staged.part(offer.push) for offer in entry.offers]  # held, whatever is forgotten
                 marked = self._machine.marked(entry.version)
                 worker.do(lambda: self.post(state.compute(entry, parts, marked)))
+            case Empty(version):
+                worker.do(lambda: self.post(state.empty(version)))
             case Save(version):
                 worker.do(lambda: self._saver.inbox.put(state.copy(version)))
             case Load(version, digest):

@@ -457,6 +457,21 @@ def test_a_rollback_has_the_content_of_the_older_version(rig: Rig) -> None:
     assert rig.save(rig.chain.newest) == expected.digest
 
 
+def test_after_a_rollback_to_nothing_it_waits_without_a_state_and_is_founded_anew(rig: Rig) -> None:
+    lost, _ = rig.staged(HOME, 1, noise(0))
+    rig.chain.add(Founded(1, lost))
+    nothing = rig.chain.add(RolledBack(2, NO_VERSION, (lost.push,), "a test"))
+    rig.begin()  # it has no file, and nothing was durable
+    rig.leader.heard(Applied, version=nothing.version)
+    offer, staged = rig.staged(FAR, 1, noise(1))
+    assert staged.momentum == "0"
+    rig.apply(rig.chain.add(Founded(3, offer)))
+    push, _ = rig.staged(FAR, 2, noise(2, 0.1))
+    version = rig.apply(rig.chain.round(DELAYED, push)).version
+    assert rig.save(version) == rig.reference().state.digest
+    assert rig.noted("bits_differ") == []
+
+
 def test_a_rollback_to_a_durable_version_loads_it(rig: Rig) -> None:
     rig.found()
     founded = rig.chain.newest

@@ -74,6 +74,7 @@ def test_the_command_tells_what_it_found() -> None:
         ("poisoned", 67),
         ("damaged", 43),
         ("damaged", 111),
+        ("damaged", 112),
         ("damaged", 381),
         ("damaged", 13),
         ("damaged", 1715),

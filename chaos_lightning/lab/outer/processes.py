@@ -397,6 +397,8 @@ class FollowerProcess(Client):
             case fx.Compute(entry):
                 parts = [self.parts[offer.push] for offer in entry.offers]  # held, whatever is forgotten meanwhile
                 self.timer(between(0.005, 0.05), lambda: self._compute(entry, parts))
+            case fx.Empty(version):
+                self.timer(between(0.005, 0.05), lambda: self._empty(version))
             case fx.Save(version):
                 content = self.content
                 self._save(version, content, self.job.machines.saving)
@@ -437,6 +439,10 @@ class FollowerProcess(Client):
     def _compute(self, entry: Entry, parts: list[str]) -> None:
         self._stand(entry.version, computed(self.content, entry, parts))
         self.feed(fx.Computed(entry.version, self._leans(entry.version)))
+
+    def _empty(self, version: VersionId) -> None:
+        self.content = ""
+        self.feed(fx.Computed(version, self._leans(version)))
 
     def _stand(self, version: VersionId, content: str) -> None:
         self.content = content
