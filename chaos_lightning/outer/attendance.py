@@ -171,7 +171,7 @@ class Attendance:
         if self._desk.chain.agreement is not None or not self._hellos:
             return None
         name, (_, hello) = next(iter(self._hellos.items()))
-        return JobOpened(hello.agreement, f"{name} at {hello.place}")
+        return JobOpened(hello.agreement, f"{name} at {hello.place}", hello.nonce)
 
     def next_join(self, welcome: Callable[[int, IncarnationId, ClusterHello], None]) -> Joined | None:
         """Who comes in next.

@@ -262,4 +262,13 @@ class JobOver:
     reason: str
 
 
-FollowerEffect = Say | HoldShard | FetchPush | Compute | Empty | Save | Load | Delete | Forget | JobOver | OuterNote
+@dataclass(frozen=True, slots=True)
+class TurnedAway:
+    """A leader has no use for this process, and says why: it ends."""
+
+    reason: str
+
+
+FollowerEffect = (
+    Say | HoldShard | FetchPush | Compute | Empty | Save | Load | Delete | Forget | JobOver | TurnedAway | OuterNote
+)

@@ -53,6 +53,12 @@ EVENTS = (
         note="{of} is not let in: {reason}",
     ),
     Event(
+        "follower_refused",
+        "a follower is not let in",
+        {"of": "its name", "reason": "why"},
+        note="follower {of} is not let in: {reason}",
+    ),
+    Event(
         "outer_leader_ended",
         "a leader decides nothing more",
         {"reason": "why", "failed": "whether that is not how it should end"},

@@ -45,10 +45,12 @@ from chaos_lightning.outer.effects import (
     Saved,
     Say,
     Told,
+    TurnedAway,
 )
 from chaos_lightning.outer.messages import (
     Applied,
     Apply,
+    Dismissed,
     DropPush,
     FollowerHello,
     FromFollower,
@@ -88,6 +90,7 @@ class FollowerMachine:
         shard: Which one it holds; -1: none yet.
         agreement: Of the job; None before its first cluster has come.
         lost: Why its shard cannot be had any more; "" as long as it can.
+        job_id: Of the job that it obeys a leader of; "": none yet.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class FollowerMachine:
         self.shards = 0
         self.agreement: Agreement | None = None
         self.lost = ""
+        self.job_id = ""
         self._obeys = False
         """The leader of this term has shown it its own start."""
         self._connected = False
@@ -148,10 +152,7 @@ class FollowerMachine:
         match event:
             case Connected():
                 self._connected = True
-                files = tuple(sorted(self.disk, key=lambda file: file.version))
-                self._say(
-                    FollowerHello(self.name, self.nonce, self.term, files, self.version, self.endpoint, self.process)
-                )
+                self._say(self._hello())
             case Disconnected():
                 self._connected = False
             case Told(message):
@@ -182,6 +183,12 @@ class FollowerMachine:
                 self._on_loaded(event)
         self._turn()
         return self._out
+
+    def _hello(self) -> FollowerHello:
+        """The first word on a stream."""
+        files = tuple(sorted(self.disk, key=lambda file: file.version))
+        place, process = self.endpoint, self.process
+        return FollowerHello(self.name, self.nonce, self.term, files, self.version, place, process, self.job_id)
 
     def _say(self, message: FromFollower) -> None:
         if self._connected:
@@ -222,8 +229,8 @@ class FollowerMachine:
         if message.term < self.term:
             self._out.append(OuterNote("late_leader", (("term", message.term), ("known", self.term))))
             return False
-        if isinstance(message, JobFinished):
-            return True  # it is in the chain, where a late leader cannot put it
+        if isinstance(message, JobFinished | Dismissed):
+            return True  # the end is in the chain, where a late leader cannot put it
         if isinstance(message, Obey):
             return message.nonce == self.nonce
         return self._obeys and message.term == self.term
@@ -249,11 +256,13 @@ class FollowerMachine:
                     self._forget(push)
             case JobFinished(_, version, reason):
                 self._out.append(JobOver(version, reason))
+            case Dismissed(_, reason):
+                self._out.append(TurnedAway(reason))
             case LineKey():
                 pass  # the shell's
 
     def _obey(self, message: Obey) -> None:
-        self.term, self._obeys = message.term, True
+        self.term, self._obeys, self.job_id = message.term, True, message.job_id
         self._hold(message)
         before = self._needed()
         self._entries = []

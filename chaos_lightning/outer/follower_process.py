@@ -52,6 +52,7 @@ from chaos_lightning.outer.effects import (
     Saved,
     Say,
     Told,
+    TurnedAway,
 )
 from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.follower_options import has_port
@@ -455,6 +456,8 @@ class FollowerProcess:
                 self._staged.forget(push)
             case JobOver(version, reason):
                 self.end(f"the job is over with {version}: {reason}")
+            case TurnedAway(reason):
+                self.end(f"it was turned away: {reason}", failed=True)
             case OuterNote(name, fields):
                 self._note(name, **dict(fields))
 

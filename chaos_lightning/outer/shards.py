@@ -151,7 +151,7 @@ class Shards:
         durable = self._durable_of(shard)
         self._desk.send(
             follower.conn,
-            Obey(term, follower.nonce, shard, len(chain.cut), chain.agreement, durable, chain.safe, told),
+            Obey(term, follower.nonce, shard, len(chain.cut), chain.agreement, durable, chain.safe, told, chain.job_id),
         )
         for offer in offers:
             self._desk.send(follower.conn, Stage(term, offer))

@@ -148,7 +148,7 @@ class Oracle:
         said.follow(entry)
         for name in (
             "newest", "durable", "safe", "joined", "cut", "starts", "counters", "gate", "rates", "paced", "agreement",
-            "founded", "ahead", "reopened", "rounds", "rollbacks", "tally", "hash",
+            "job_id", "founded", "ahead", "reopened", "rounds", "rollbacks", "tally", "hash",
         ):  # fmt: skip
             if (found := getattr(said, name)) != (has := getattr(chain, name)):
                 raise Violation(f"the summary at {entry.position} has {name} {found}, the chain {has} (O1a)")

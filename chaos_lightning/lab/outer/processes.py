@@ -19,7 +19,7 @@ from chaos_lightning.outer.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import Offered, PushAnswered, PushProduct
+from chaos_lightning.outer.messages import ClusterHello, FollowerHello, Offered, PushAnswered, PushProduct
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     Agreement,
@@ -202,9 +202,10 @@ class LeaderProcess(Process):
 
     def feed(self, event: fx.LeaderEvent) -> None:
         """One event through the machine; its effects in order. Once the job is over, whoever comes is told so."""
-        ended = self.machine.end.told()
-        if self.machine.desk.done and ended is not None and isinstance(event, fx.Heard):
-            self._send(event.conn, ended)
+        hello = event.message if isinstance(event, fx.Heard) else None
+        done = self.machine.desk.done and isinstance(hello, ClusterHello | FollowerHello)
+        if done and (told := self.machine.farewell(hello)) is not None:  # type: ignore[arg-type]
+            self._send(event.conn, told)  # type: ignore[union-attr]
         for effect in self.machine.on(self.kernel.now + 1.0, event):
             if not self.alive:
                 break
@@ -408,6 +409,8 @@ class FollowerProcess(Client):
                 self.disk.delete(version)
             case fx.Forget(push):
                 self.parts.pop(push, None)
+            case fx.TurnedAway():
+                self.kill()  # and it is started again
             case fx.OuterNote():
                 pass
 

@@ -354,8 +354,10 @@ class World:
             self._lost_at = self.kernel.now
         if self.kernel.now - self._lost_at > CALM_S:  # before that a mark may come that its disk has
             return True
-        known = self.went_back or not any(cluster.alive for cluster in self.clusters.values())
-        return bool(self.finished) and known
+        alive = any(cluster.alive for cluster in self.clusters.values())
+        if self.went_back:  # to before the job was opened: then all of it are another job's
+            return bool(self.finished) or not alive
+        return bool(self.finished) and not alive
 
     def _check_end(self) -> None:
         if self.went_back:  # what was decided since is gone, and nobody promises more than to say so
