@@ -236,17 +236,14 @@ class Attendance:
         for who in self.living():
             self._desk.send(self.clusters[who].conn, message)
 
-    def removed(self, who: IncarnationId, reason: str) -> Offer | None:
-        """It is over; returns its open push, which no round takes any more."""
+    def removed(self, who: IncarnationId, reason: str) -> None:
+        """It is over."""
         cluster = self.clusters.pop(who, None)
         if (oldest := self.oldest()) is not None and oldest.number > who.number:
             self.tell_all(Eldest(self._desk.term, oldest))
-        if cluster is None:
-            return None
-        self._desk.send(cluster.conn, Dismissed(self._desk.term, reason, again=True))
-        if cluster.conn is not None:
+        if cluster is not None and cluster.conn is not None:
+            self._desk.send(cluster.conn, Dismissed(self._desk.term, reason, again=True))
             self._conns.pop(cluster.conn, None)
-        return cluster.offer
 
     def paced(self) -> tuple[PacedCluster, ...]:
         """Who trains, and with which pace from the next round on: where that is the policy, all arrive together."""

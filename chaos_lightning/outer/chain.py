@@ -354,6 +354,10 @@ class OuterChain:
         state = self.states.get(version, BEGINNING)
         return JobProgress(state.counters.samples, state.counters.ticks, state.epoch)
 
+    def open(self) -> tuple[PushId, ...]:
+        """The next push to be answered of each incarnation that is in; what comes after it is unanswered, too."""
+        return tuple(PushId(who, known.next) for who, known in self.incarnations.items() if not known.over)
+
     def needed(self) -> set[PushId]:
         """Pushes whose bytes somebody may ask for: accepted, and not held by the second newest durable version (O5)."""
         found: set[PushId] = set()

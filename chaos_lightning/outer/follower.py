@@ -251,9 +251,11 @@ class FollowerMachine:
                 self._keep = version
             case Marked(_, durable, base):
                 self._mark(durable, base)
-            case DropPush(_, push):
-                if push not in self._needed():
-                    self._forget(push)
+            case DropPush(_, push, later):
+                who, number = push.incarnation, push.number
+                here = [p for p in self._known() if p.incarnation == who and p.number >= number] if later else [push]
+                for dropped in sorted({*here} - self._needed()):
+                    self._forget(dropped)
             case JobFinished(_, version, reason):
                 self._out.append(JobOver(version, reason))
             case Dismissed(_, reason):
@@ -271,6 +273,10 @@ class FollowerMachine:
         self._mark(message.durable, message.base)
         for push in sorted(before - self._needed()):
             self._forget(push)  # of versions that are twice durable, or taken back: then it is offered anew
+        first = {push.incarnation: push.number for push in message.open}
+        for push in sorted(self._known() - self._needed()):
+            if push.number < first.get(push.incarnation, push.number + 1):
+                self._forget(push)  # answered, or of somebody who is over: told while it had no stream
         for _, fetched in sorted(self._staged.items()):  # a leader that is new has not heard of them
             self._tell_staged(fetched)
         if self.version != NO_VERSION:
@@ -313,6 +319,10 @@ class FollowerMachine:
     def _needed(self) -> set[PushId]:
         """Pushes that the versions on the way from the base to the newest are computed from."""
         return {offer.push for entry in self._line() for offer in entry.offers}
+
+    def _known(self) -> set[PushId]:
+        """Pushes that it has, or is to have."""
+        return {*self._offers, *self._staged}
 
     def _forget(self, push: PushId) -> None:
         self._offers.pop(push, None)

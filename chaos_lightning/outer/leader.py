@@ -80,6 +80,7 @@ from chaos_lightning.outer.types import (
     Leased,
     Offer,
     PushAnswer,
+    PushId,
     Removed,
     RolledBack,
     Round,
@@ -361,8 +362,9 @@ class LeaderMachine:
                 if (come := self.attendance.has_come(incarnation)) is not None:
                     self._take_over(come[0], incarnation, come[1])
             case Removed(incarnation, reason):
-                if (offer := self.attendance.removed(incarnation, reason)) is not None:
-                    self.shards.tell(DropPush(self.term, offer.push))
+                self.attendance.removed(incarnation, reason)
+                first = PushId(incarnation, self.chain.incarnations[incarnation].next)
+                self.shards.tell(DropPush(self.term, first, later=True))  # of one that never came back nobody knows
             case Voided(offer, reason):
                 self._answer(offer, PushAnswer.VOID, NO_VERSION, reason)
             case Founded() | Round() | RolledBack():

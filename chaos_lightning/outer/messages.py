@@ -406,6 +406,7 @@ class Obey:
         base: What this version holds is never asked for again (`OuterChain.safe`).
         entries: The versions that were made after it, oldest first.
         job_id: Of the job, which it names from now on; "" before the first cluster has come.
+        open: The next push to be answered of each incarnation that is in: no round takes others that no version holds.
     """
 
     term: int
@@ -417,6 +418,7 @@ class Obey:
     base: VersionId
     entries: tuple[Entry, ...]
     job_id: str = ""
+    open: tuple[PushId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,10 +456,11 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class DropPush:
-    """No round will ever take this push: its bytes may go."""
+    """No round will ever take this push: its bytes may go; `later`: nor any later one of its incarnation."""
 
     term: int
     push: PushId
+    later: bool = False
 
 
 @dataclass(frozen=True, slots=True)

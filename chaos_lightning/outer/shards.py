@@ -149,10 +149,9 @@ class Shards:
         told = tuple(v.entry for v in chain.since(chain.safe))
         follower.obeys = True
         durable = self._durable_of(shard)
-        self._desk.send(
-            follower.conn,
-            Obey(term, follower.nonce, shard, len(chain.cut), chain.agreement, durable, chain.safe, told, chain.job_id),
-        )
+        place = shard, len(chain.cut), chain.agreement
+        said = Obey(term, follower.nonce, *place, durable, chain.safe, told, chain.job_id, chain.open())
+        self._desk.send(follower.conn, said)
         for offer in offers:
             self._desk.send(follower.conn, Stage(term, offer))
         if self._keep != NO_VERSION:
