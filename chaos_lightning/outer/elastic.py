@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from chaos_lightning.errors import ChaosError, NoDonorError, StateError
+from chaos_lightning.errors import NoDonorError, StateError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
@@ -44,19 +44,14 @@ from chaos_lightning.outer.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.codec import Part, codec_named
 from chaos_lightning.outer.content import OuterContent
-from chaos_lightning.outer.fetching import (
-    drop_version,
-    fetch,
-    fetch_version,
-    hold_version,
-    version_name,
-)
+from chaos_lightning.outer.fetching import fetch, version_name
+from chaos_lightning.outer.getting import Sought, VersionGetter
 from chaos_lightning.outer.messages import ClusterHello, Holder, PushAnswered, Welcomed
-from chaos_lightning.outer.push_serving import PushServing
+from chaos_lightning.outer.push_serving import FETCH_S, PushServing
 from chaos_lightning.outer.ranks_machine import RanksEffect, RanksMachine, Sealed
 from chaos_lightning.outer.ranks_say import RankSays, read_text, text_of, tree_of, value_of, words_of_event
 from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.session import AGAIN_S, FETCH_S, STEPS_TOLD_S, Boundary
+from chaos_lightning.outer.session import STEPS_TOLD_S, Boundary
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.training_rates import TrainingRates
 from chaos_lightning.outer.types import (
@@ -69,7 +64,7 @@ from chaos_lightning.outer.types import (
 from chaos_lightning.planning.tape import Tape
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication.server import StateServer
-from chaos_lightning.replication.source import Dial, Endpoint
+from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import StateTable
 from chaos_lightning.security.credentials import Credentials
 
@@ -159,7 +154,12 @@ class ElasticCluster:
         """So many of these stand in an answer that was given."""
         self._encoding: tuple[PushId, Future[Part]] | None = None
         self._encoded: tuple[PushId, Part, str] | None = None
-        self._fetched: tuple[VersionId, Part] | None = None
+        self._getter = VersionGetter(
+            self._changed,
+            lambda: Part.empty(self._grid.whole, self._codec.version),
+            self._sought,
+            server=inner.server,
+        )
         self._told: tuple[Any, Any] = (None, None)
         """What of these the last answer said."""
         self._me, self._ranks = "", 1
@@ -172,7 +172,6 @@ class ElasticCluster:
         self._own: list[Tensor] | None = None
         self._closing = threading.Event()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
-        self._fetcher: threading.Thread | None = None
 
     # ------------------------------------------------------------------ questions
 
@@ -256,9 +255,7 @@ class ElasticCluster:
         self._hello = self.machine.hello()
         self._reach(self._serving.holders)
         self._resume_encoding()
-        if self._fetcher is None:
-            self._fetcher = threading.Thread(target=self._fetch, name="chaos-outer-fetch", daemon=True)
-            self._fetcher.start()
+        self._getter.start()
         if first:
             self._attend()
 
@@ -276,8 +273,9 @@ class ElasticCluster:
         for push in list(self._content.pushes):
             self._free(push)
         self._drop_encoded()
+        self._getter.drop()
         with self._changed:
-            self._fetched, self._sent = None, 0
+            self._sent = 0
             self._news.clear()
 
     # ------------------------------------------------------------------ the state that travels
@@ -345,11 +343,11 @@ class ElasticCluster:
         """What this rank says in the coming commit."""
         with self._changed:
             events = tuple(map(words_of_event, self._news)) if self._first else ()
-            self._sent, self._told = len(events), (self._fetched, self._encoded)
+            self._sent, self._told = len(events), (self._getter.here, self._encoded)
             return text_of(self._answer(events))
 
     def _answer(self, events: tuple[tuple[str, bytes], ...]) -> RankSays:
-        fetched, encoded = self._fetched, self._encoded
+        fetched, encoded = self._getter.here, self._encoded
         return RankSays(
             fetched[0] if fetched is not None else NO_VERSION,
             (encoded[0], encoded[2]) if encoded is not None and self._serving.holders else None,
@@ -366,7 +364,7 @@ class ElasticCluster:
         self._step.kept_at = 0.0 if self.dry else time.monotonic()  # without samples it does not wait for versions
         with self._changed:
             if self._first:
-                soon = self._fetched is not None or self._encoded is not None
+                soon = self._getter.here is not None or self._encoded is not None
                 self._changed.wait_for(lambda: self._has_news or self._closing.is_set(), SOON_S if soon else POLL_S)
         return self.answer()
 
@@ -374,7 +372,7 @@ class ElasticCluster:
     def _has_news(self) -> bool:
         """Something that the last answer did not say."""
         told = self._told
-        return bool(self._news or self._failed) or self._fetched is not told[0] or self._encoded is not told[1]
+        return bool(self._news or self._failed) or self._getter.here is not told[0] or self._encoded is not told[1]
 
     def alone(self) -> Boundary:
         """A commit of which nobody else has to know: the other ranks are gone."""
@@ -462,12 +460,12 @@ class ElasticCluster:
                 self._free(push)
             case cl.ReachHolders(holders):
                 self._reach(holders)
-            case cl.FetchVersion():
-                self._drop_fetched()
+            case cl.FetchVersion(version):
+                self._getter.drop(version)
+                self.state.having = ()
             case cl.TakeLast(version, steps, samples):
                 self._tell_steps()
-                self._content.end_with(version, self._fetched)
-                self._drop_fetched()
+                self._content.end_with(self._getter.take(version))
                 self._tell(
                     "last_taken", version=str(version), steps=steps, samples=samples, incarnation=self._who()
                 )  # fmt: skip
@@ -547,13 +545,12 @@ class ElasticCluster:
     # ------------------------------------------------------------------ versions
 
     def _adopt(self, version: VersionId, *, outright: bool) -> None:
-        assert self._fetched is not None
-        assert self._fetched[0] == version
-        part = self._fetched[1]
+        part = self._getter.take(version)
+        assert part is not None
+        self.state.having = ()
         self._tell_steps()
         exact = outright or not (self.options.overlap or self.machine.since_base[1])
         self._content.adopt(part, outright=exact)
-        self._drop_fetched()
         self._tell(
             "version_adopted",
             version=str(version),
@@ -565,67 +562,25 @@ class ElasticCluster:
             incarnation=self._who(),
         )
 
-    def _drop_fetched(self) -> None:
-        with self._changed:
-            fetched, self._fetched, self.state.having = self._fetched, None, ()
-            self._changed.notify_all()
-        if fetched is not None:
-            drop_version(self._inner.server, *fetched)
-
-    def _fetch(self) -> None:
-        """Gets whichever version is wanted, again and again until it is here."""
-        part: Part | None = None
-        of = NO_VERSION
-        while not self._closing.is_set():
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing.is_set() or self._sources() is not None, 0.5)
-                found, state = self._sources(), self._state
-                machine = state.machine if state is not None else None
-            if found is None or machine is None or self._closing.is_set():
-                continue
-            wanted, ranks, holders = found
-            if part is None or of != wanted:
-                part, of = Part.empty(self._grid.whole, self._codec.version), wanted
-            began = time.monotonic()
-            try:
-                if ranks:
-                    self._copy(wanted, part, ranks)
-                else:
-                    dial: Dial = self._serving.dial
-                    nbytes = fetch_version(
-                        wanted, self._grid.cut(len(holders)), part.format, holders, part, dial, deadline_s=FETCH_S
-                    )
-                    seconds = round(time.monotonic() - began, 6)
-                    self._tell(
-                        "version_fetched",
-                        version=str(wanted),
-                        nbytes=nbytes,
-                        seconds=seconds,
-                        incarnation=str(machine.incarnation),
-                    )
-            except (ChaosError, OSError) as error:
-                _log.debug("version %s is not here yet: %s", wanted, error)
-                self._closing.wait(AGAIN_S)
-                continue
-            hold_version(self._inner.server, wanted, part)
-            with self._changed:
-                if self._state is state and self.machine is machine and machine.fetching == wanted:
-                    self._fetched, part = (wanted, part), None
-                    self._changed.notify_all()
-                else:
-                    drop_version(self._inner.server, wanted, part)
-
-    def _sources(self) -> tuple[VersionId, tuple[str, ...], tuple[Holder, ...]] | None:
-        """What is to be got, and from whom: from ranks that have it, else (the first rank alone) from the followers."""
+    def _sought(self) -> Sought | None:
+        """From ranks that have it, else (the first rank alone) from the followers."""
         state = self._state
         wanted = state.machine.fetching if state is not None else NO_VERSION
-        if state is None or wanted == NO_VERSION or (self._fetched is not None and self._fetched[0] == wanted):
+        if state is None or wanted == NO_VERSION:
             return None
         others = tuple(rank for rank in state.having if rank != self._me)
+
+        def get(part: Part) -> None:
+            began = time.monotonic()
+            nbytes = self._serving.fetch(wanted, part)
+            seconds = round(time.monotonic() - began, 6)
+            self._tell(
+                "version_fetched", version=str(wanted), nbytes=nbytes, seconds=seconds, incarnation=self._who()
+            )  # fmt: skip
+
         if others:
-            return wanted, others, ()
-        holders = self._serving.holders
-        return (wanted, (), holders) if self._first and holders else None
+            return Sought(wanted, state.machine, lambda part: self._copy(wanted, part, others))
+        return Sought(wanted, state.machine, get) if self._first and self._serving.holders else None
 
     def _copy(self, wanted: VersionId, part: Part, ranks: Sequence[str]) -> None:
         name = version_name(wanted, part.shard, part.format.name)
@@ -731,7 +686,8 @@ class ElasticCluster:
         self._content.forget()
         for push in set(self._content.pushes) - set(self.machine.kept):
             self._free(push)
-        self._drop_fetched()
+        self._getter.drop()
+        self.state.having = ()
         self._drop_encoded()
         self._hello = self.machine.anew().hello()
         if self._attendant is not None:
@@ -753,8 +709,7 @@ class ElasticCluster:
         self._leave_off()
         self._serving.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
-        if self._fetcher is not None:
-            self._fetcher.join(5.0)
+        self._getter.close()
         self._events.close()
 
 

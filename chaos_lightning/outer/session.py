@@ -47,7 +47,7 @@ from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.codec import Part, codec_named
 from chaos_lightning.outer.content import OuterContent
 from chaos_lightning.outer.control_client import ControlClient
-from chaos_lightning.outer.fetching import fetch_version
+from chaos_lightning.outer.getting import Sought, VersionGetter
 from chaos_lightning.outer.hosting import host_for_cluster
 from chaos_lightning.outer.messages import Dismissed, Holder, ProcessPlace, PushAnswered, Welcomed
 from chaos_lightning.outer.push_serving import PushServing
@@ -68,10 +68,6 @@ from chaos_lightning.security.credentials import Credentials
 
 _log = logging.getLogger("chaos_lightning")
 
-FETCH_S = 600.0
-"""Longest time for one attempt at a version, however steadily bytes come."""
-AGAIN_S = 0.1
-"""Before another attempt."""
 TELL_S = 10.0
 """Who waits says for what so often."""
 STEPS_TOLD_S = 1.0
@@ -159,10 +155,11 @@ class OuterSession:
         self._settings = OuterSettings.of_words(agreement.settings)
         self._content = OuterContent(replica, self._grid, self._codec)
         self._changed = threading.Condition(threading.RLock())
-        self._todo: deque[cl.ClusterEffect] = deque()
-        """For the loop's thread."""
-        self._wanted = NO_VERSION
-        self._fetched: tuple[VersionId, Part] | None = None
+        self._todo: deque[tuple[cl.ClusterEffect, Part | None]] = deque()
+        """For the loop's thread; with the version that an effect adopts."""
+        self._getter = VersionGetter(
+            self._changed, lambda: Part.empty(self._grid.whole, self._codec.version), self._sought, self._landed
+        )
         self._claimed: dict[int, tuple[Span, ...]] = {}
         self._own: list[Tensor] | None = None
         """What is trained, while the base is shown."""
@@ -174,7 +171,7 @@ class OuterSession:
         self._trouble = ""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
         self._closing = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._beats = threading.Thread(target=self._beat, name="chaos-outer-beat", daemon=True)
         self._old: list[_Life] = []
         here = ProcessPlace(host_identity(), os.getpid(), start_time(os.getpid()))
         place = f"{options.name} (pid {here.pid})"
@@ -260,10 +257,8 @@ class OuterSession:
         """
         host_for_cluster(self.options)
         self._begin(self._life)
-        for name, work in (("beat", self._beat), ("fetch", self._fetch)):
-            thread = threading.Thread(target=work, name=f"chaos-outer-{name}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._beats.start()
+        self._getter.start()
         self._rest(self._is_in, timeout_s)
         if self.over:
             raise ConfigurationError(self.over)
@@ -370,8 +365,9 @@ class OuterSession:
         for life in self._old:
             life.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
-        for thread in self._threads:
-            thread.join(5.0)
+        self._getter.close()
+        if self._beats.is_alive():
+            self._beats.join(5.0)
 
     # ------------------------------------------------------------------ standing still
 
@@ -424,7 +420,7 @@ class OuterSession:
             with self._changed:
                 if not self._todo:
                     return found
-                effect = self._todo.popleft()
+                effect, part = self._todo.popleft()
             match effect:
                 case cl.Freeze(push, base):
                     self._freeze(push, base)
@@ -432,12 +428,12 @@ class OuterSession:
                     self._content.settle(push, answer)
                 case cl.Adopt(version, outright):
                     reset = outright and self._content.resets_optimizer
-                    self._adopt(version, outright)
+                    self._adopt(version, part, outright)
                     found = Boundary(version, found.outright or outright, found.reset_optimizer or reset)
                 case cl.Free(push):
                     self._free_push(push)
                 case cl.TakeLast(version, steps, samples):
-                    self._take_last(version, steps, samples)
+                    self._take_last(version, part, steps, samples)
                     found = Boundary(version, True, found.reset_optimizer)
                 case cl.Over(reason, again):
                     self._end_of_life(reason, again)
@@ -481,12 +477,9 @@ class OuterSession:
         if untold.steps:
             self._events.emit("inner_steps", steps=untold.steps, samples=untold.samples, loss=untold.loss)
 
-    def _adopt(self, version: VersionId, outright: bool) -> None:
+    def _adopt(self, version: VersionId, part: Part | None, outright: bool) -> None:
         self._tell_steps()
-        assert self._fetched is not None
-        assert self._fetched[0] == version
-        _, part = self._fetched
-        self._fetched = None
+        assert part is not None
         # Without overlap nothing has been trained since, but after a void.
         exact = outright or not (self.options.overlap or self._life.machine.since_base[1])
         self._content.adopt(part, outright=exact)
@@ -505,10 +498,9 @@ class OuterSession:
             progress_steps=self.progress.steps,
         )
 
-    def _take_last(self, version: VersionId, steps: int, samples: int) -> None:
+    def _take_last(self, version: VersionId, part: Part | None, steps: int, samples: int) -> None:
         self._tell_steps()
-        self._content.end_with(version, self._fetched)
-        self._fetched = None
+        self._content.end_with(part)
         with self._changed:
             self.progress = self._life.machine.job
             self._claimed.clear()
@@ -531,7 +523,7 @@ class OuterSession:
             self._life = self._live(old.machine.anew())
             self._todo.clear()
             self._claimed.clear()
-            self._wanted, self._fetched = NO_VERSION, None
+            self._getter.drop()
             self._content.forget()
             for push in set(self._content.pushes) - set(self._life.machine.kept):
                 self._free_push(push)
@@ -605,14 +597,16 @@ class OuterSession:
             case fx.Say(message):
                 if life.client is not None:
                     life.client.say(message)
-            case cl.FetchVersion(version):
-                self._wanted = version
+            case cl.FetchVersion():
+                pass  # the machine's `fetching` says so
             case cl.ReachHolders(holders):
                 self._reach(holders)
             case fx.OuterNote(name, fields):
                 self._events.emit(name, **dict(fields))
+            case cl.Adopt(version) | cl.TakeLast(version):
+                self._todo.append((effect, self._getter.take(version)))
             case _:
-                self._todo.append(effect)
+                self._todo.append((effect, None))
 
     def _reach(self, holders: tuple[Holder, ...]) -> None:
         for life in (self._life, *self._old):
@@ -663,38 +657,21 @@ class OuterSession:
         while not self._closing.wait(self._settings.heartbeat_s):
             self._feed(self._life, fx.TimePassed())
 
-    def _fetch(self) -> None:
-        """Fetches whichever version is wanted, again and again until it is here."""
-        part: Part | None = None
-        of = NO_VERSION
-        while not self._closing.is_set():
-            with self._changed:
-                self._changed.wait_for(lambda: self._wanted != NO_VERSION or self._closing.is_set())
-                wanted, life = self._wanted, self._life
-                holders, shards = life.serving.holders, life.serving.shards
-            if self._closing.is_set():
-                return
-            if part is None or of != wanted:
-                part, of = Part.empty(self._grid.whole, self._codec.version), wanted
+    def _sought(self) -> Sought | None:
+        life = self._life
+        wanted = life.machine.fetching
+
+        def get(part: Part) -> None:
             began = time.monotonic()
-            try:
-                if not holders:
-                    raise StateError("no follower is known yet")
-                nbytes = fetch_version(
-                    wanted, shards, self._codec.version, holders, part, life.serving.dial, deadline_s=FETCH_S
-                )
-            except (ChaosError, OSError) as error:
-                _log.debug("version %s is not here yet: %s", wanted, error)
-                self._closing.wait(AGAIN_S)
-                continue
+            nbytes = life.serving.fetch(wanted, part)
             self._events.emit(
                 "version_fetched", version=str(wanted), nbytes=nbytes, seconds=round(time.monotonic() - began, 6)
             )
-            with self._changed:
-                if self._wanted != wanted or life is not self._life:
-                    continue
-                self._wanted, self._fetched, part = NO_VERSION, (wanted, part), None
-                self._feed(life, cl.Got(wanted))
+
+        return Sought(wanted, life, get) if wanted != NO_VERSION and life.serving.holders else None
+
+    def _landed(self, version: VersionId) -> None:
+        self._feed(self._life, cl.Got(version))
 
 
 def first_positions(spans: Sequence[Span], positions: int) -> tuple[Span, ...]:
