@@ -19,10 +19,9 @@ the second one says what it may cost to end now.
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -33,8 +32,8 @@ from chaos_lightning.data.leased import LeasedLoader
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.machine.signals import ExitSignals, aside, end_by, say
 from chaos_lightning.outer.cluster_options import ClusterOptions
+from chaos_lightning.outer.leaving import leaving_signals
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import Boundary, OuterSession, agreement_of
 from chaos_lightning.outer.settings import OuterSettings
@@ -86,7 +85,7 @@ class DiLoCo:
         self._loader: LeasedLoader | None = None
         self._samples = self._steps = 0
         self._ended = ""
-        self._signals = ExitSignals(self._on_signal, again=self._on_further_signal)
+        self._signals = leaving_signals(self.leave, lambda: self._joined.at_risk)
 
     # ------------------------------------------------------------------ facts
 
@@ -191,18 +190,6 @@ class DiLoCo:
     def leave(self) -> None:
         """Asks to go: the loop's batches end, and leaving the block waits until what was trained is durable."""
         self._joined.leave()
-
-    def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        say(f"{number.name}: leaving the job after the present step, once what was trained is durable")
-        aside(lambda _: self._joined.leave(), number.name)
-
-    def _on_further_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        for each in self._signals.before:
-            signal.signal(each, lambda which, _: end_by(signal.Signals(which)))
-        say(
-            f"{number.name}: still waiting for the parameter server. To end now may cost {self._joined.at_risk} inner "
-            "steps, which no durable version holds; once more ends"
-        )
 
     def __enter__(self) -> Self:
         return self

@@ -36,7 +36,7 @@ from torch import Tensor
 from chaos_lightning.data.feeds import Tag, batch_length
 from chaos_lightning.data.leased import LeasedLoader
 from chaos_lightning.errors import ConfigurationError, DeadlineError
-from chaos_lightning.machine.signals import ExitSignals, aside, end_by, say
+from chaos_lightning.outer.leaving import leaving_signals
 from chaos_lightning.outer.session import Boundary, OuterSession
 from chaos_lightning.outer.types import Covered
 from chaos_lightning.strategies.data import themselves
@@ -80,7 +80,12 @@ class OuterFit:
         self._patience_s = patience_s
         self._session: OuterSession | RankedSession | None = None
         self._clock: JobClock | None = None
-        self._signals = ExitSignals(self._on_signal, again=self._on_further_signal)
+        self._signals = leaving_signals(
+            lambda: self.session.leave(),
+            lambda: self.session.at_risk,
+            speaks=lambda: self._speaks,
+            also=self._on_signal,
+        )
         self._asked = False
         self._ended = ""
         """Why it stops in the middle of an epoch."""
@@ -310,23 +315,10 @@ class OuterFit:
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
         """The first Ctrl+C or SIGTERM."""
-        if self._speaks:
-            say(f"{number.name}: leaving the job after the present step, once what was trained is durable")
         self._asked = True
         self.terminated |= number == signal.SIGTERM
-        aside(lambda _: self.session.leave(), number.name)
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
             handler(number, frame)
-
-    def _on_further_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """The second one says what it may cost; the third ends."""
-        for each in self._signals.before:
-            signal.signal(each, lambda which, _: end_by(signal.Signals(which)))
-        if self._speaks:
-            say(
-                f"{number.name}: still waiting for the parameter server. To end now may cost {self.session.at_risk} "
-                "inner steps of this cluster, which no durable version holds; once more ends"
-            )
 
     @property
     def _speaks(self) -> bool:

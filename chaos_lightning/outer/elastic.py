@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -41,17 +42,17 @@ from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.attendant import Attendant
 from chaos_lightning.outer.cluster import ClusterMachine, Phase
+from chaos_lightning.outer.cluster_model import ClusterModel
 from chaos_lightning.outer.cluster_options import ClusterOptions
-from chaos_lightning.outer.codec import Part, codec_named
-from chaos_lightning.outer.content import OuterContent
+from chaos_lightning.outer.codec import Part
 from chaos_lightning.outer.fetching import fetch, version_name
 from chaos_lightning.outer.getting import Sought, VersionGetter
-from chaos_lightning.outer.messages import ClusterHello, Holder, PushAnswered, Welcomed
+from chaos_lightning.outer.messages import ClusterHello, Holder
 from chaos_lightning.outer.push_serving import FETCH_S, PushServing
 from chaos_lightning.outer.ranks_machine import RanksEffect, RanksMachine, Sealed
 from chaos_lightning.outer.ranks_say import RankSays, read_text, text_of, tree_of, value_of, words_of_event
 from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.session import STEPS_TOLD_S, Boundary
+from chaos_lightning.outer.session import Boundary
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.training_rates import TrainingRates
 from chaos_lightning.outer.types import (
@@ -98,7 +99,6 @@ class _Step:
     """What this rank's part of the coming step is made of, and how fast it was."""
 
     samples: int = 0
-    loss: float | None = None
     since: float = field(default_factory=time.monotonic)
     rates: TrainingRates = field(default_factory=TrainingRates)
     kept_at: float = 0.0
@@ -135,10 +135,12 @@ class ElasticCluster:
         self, replica: Replica, agreement: Agreement, options: ClusterOptions, inner: InnerJob, events: EventLog
     ) -> None:
         self.options, self.agreement = options, agreement
-        self._replica, self._inner, self._events = replica, inner, events
-        self._grid = replica.grid(agreement.block)
-        self._codec = codec_named(agreement.codec)
-        self._content = OuterContent(replica, self._grid, self._codec)
+        self._inner, self._events = inner, events
+        self._model = ClusterModel(
+            replica, agreement, options, events, lambda: self._state.machine if self._state is not None else None
+        )
+        self._model.tells = False
+        self._content = self._model.content
         self._settings = OuterSettings.of_words(agreement.settings)
         self._secret = Credentials.load(options.keys_dir, options.token_file)
         self._changed = threading.Condition(threading.RLock())
@@ -154,22 +156,14 @@ class ElasticCluster:
         """So many of these stand in an answer that was given."""
         self._encoding: tuple[PushId, Future[Part]] | None = None
         self._encoded: tuple[PushId, Part, str] | None = None
-        self._getter = VersionGetter(
-            self._changed,
-            lambda: Part.empty(self._grid.whole, self._codec.version),
-            self._sought,
-            server=inner.server,
-        )
+        self._getter = VersionGetter(self._changed, self._model.empty, self._sought, server=inner.server)
         self._told: tuple[Any, Any] = (None, None)
         """What of these the last answer said."""
         self._me, self._ranks = "", 1
-        self._serving = PushServing(options, self._secret, self._grid, self._who, events.emit)
+        self._serving = PushServing(options, self._secret, self._model.grid, self._model.who, events.emit)
         self._step = _Step()
         self._reason = self._failed = ""
         self._leaves = False
-        self._untold, self._steps_told = (0, 0), 0.0
-        """Inner steps, and their samples, that the log has not heard of; when it last did."""
-        self._own: list[Tensor] | None = None
         self._closing = threading.Event()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
 
@@ -198,7 +192,7 @@ class ElasticCluster:
     @property
     def shows_base(self) -> bool:
         """Whether the model's parameters are the base's for now."""
-        return self._own is not None
+        return self._model.shows_base
 
     @property
     def base(self) -> VersionId:
@@ -306,16 +300,16 @@ class ElasticCluster:
             "residual": content.residual is not None,
             "frozen": content.frozen is not None,
             "pushes": [
-                (tree_of(push), part.format == self._codec.push) for push, part in sorted(content.pushes.items())
+                (tree_of(push), part.format == self._model.codec.push) for push, part in sorted(content.pushes.items())
             ],
             "facts": 0 if facts is None else facts.numel(),
         }
 
     def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
-        whole, content = self._grid.whole, self._content
-        content.base = Part.empty(whole, self._codec.version) if manifest["base"] else None
-        content.residual = torch.zeros(self._grid.elements) if manifest["residual"] else None
-        content.frozen = torch.zeros(self._grid.elements) if manifest["frozen"] else None
+        whole, content = self._model.grid.whole, self._content
+        content.base = Part.empty(whole, self._model.codec.version) if manifest["base"] else None
+        content.residual = torch.zeros(self._model.grid.elements) if manifest["residual"] else None
+        content.frozen = torch.zeros(self._model.grid.elements) if manifest["frozen"] else None
         content.pushes = {
             value_of(push): Part.empty(whole, content.format_of(founding=not delta))
             for push, delta in manifest["pushes"]
@@ -410,8 +404,11 @@ class ElasticCluster:
         found = Boundary()
         self._take_place(ranks)
         if steps:
-            self._step.loss = loss if loss is not None and self._step.samples else self._step.loss
-            self._measure(sum(each.samples for each in said), steps, began)
+            samples = sum(each.samples for each in said)
+            if self._first:
+                self._model.trained(steps, samples, loss if self._step.samples else None)
+            self._step.rates.take(samples, steps, began - self._step.since)
+            self._step.samples = 0
         for effect in state.commit(ranks, said, steps, spent):
             found = self._carry_out(effect, found)
         with self._changed:
@@ -443,18 +440,18 @@ class ElasticCluster:
     def _carry_out(self, effect: RanksEffect, found: Boundary) -> Boundary:
         match effect:
             case fx.Told(message):
-                self._note(message)
+                self._model.heard(message)
             case Sealed(push, manifest):
                 self._seal(push, manifest)
             case cl.Freeze(push, _):
-                self._tell_steps()
+                self._model.tell_steps()
                 self._content.freeze(push)
                 self._resume_encoding()
             case cl.Settle(push, answer):
                 self._content.settle(push, answer)
             case cl.Adopt(version, outright):
-                reset = outright and self._content.resets_optimizer
-                self._adopt(version, outright=outright)
+                part, self.state.having = self._getter.take(version), ()
+                reset = self._model.adopt(version, part, outright=outright, waited_s=self._step.waited)
                 return Boundary(version, found.outright or outright, found.reset_optimizer or reset)
             case cl.Free(push):
                 self._free(push)
@@ -464,17 +461,13 @@ class ElasticCluster:
                 self._getter.drop(version)
                 self.state.having = ()
             case cl.TakeLast(version, steps, samples):
-                self._tell_steps()
-                self._content.end_with(self._getter.take(version))
-                self._tell(
-                    "last_taken", version=str(version), steps=steps, samples=samples, incarnation=self._who()
-                )  # fmt: skip
+                self._model.take_last(version, self._getter.take(version), steps, samples)
                 return Boundary(version, True, found.reset_optimizer)
             case cl.Over(reason, again):
                 self._end_of_life(reason, again=again)
                 return Boundary(found.adopted, True, found.reset_optimizer)
             case fx.OuterNote(name, fields):
-                self._tell(name, **dict(fields))
+                self._model.tell(name, **dict(fields))
         return found
 
     # ------------------------------------------------------------------ pushes
@@ -501,7 +494,7 @@ class ElasticCluster:
                 return
             part = encoded.result()
             manifest = part.hash
-            self._tell(
+            self._model.tell(
                 "push_frozen", push=str(push), base=str(base), steps=steps, samples=samples,
                 nbytes=part.data.numel(), seconds=round(time.monotonic() - began, 6),
             )  # fmt: skip
@@ -544,24 +537,6 @@ class ElasticCluster:
 
     # ------------------------------------------------------------------ versions
 
-    def _adopt(self, version: VersionId, *, outright: bool) -> None:
-        part = self._getter.take(version)
-        assert part is not None
-        self.state.having = ()
-        self._tell_steps()
-        exact = outright or not (self.options.overlap or self.machine.since_base[1])
-        self._content.adopt(part, outright=exact)
-        self._tell(
-            "version_adopted",
-            version=str(version),
-            outright=outright,
-            steps=self.machine.since_base[1],
-            waited_s=round(self._step.waited(), 6),
-            progress_samples=self.machine.job.samples,
-            progress_steps=self.machine.job.steps,
-            incarnation=self._who(),
-        )
-
     def _sought(self) -> Sought | None:
         """From ranks that have it, else (the first rank alone) from the followers."""
         state = self._state
@@ -570,16 +545,9 @@ class ElasticCluster:
             return None
         others = tuple(rank for rank in state.having if rank != self._me)
 
-        def get(part: Part) -> None:
-            began = time.monotonic()
-            nbytes = self._serving.fetch(wanted, part)
-            seconds = round(time.monotonic() - began, 6)
-            self._tell(
-                "version_fetched", version=str(wanted), nbytes=nbytes, seconds=seconds, incarnation=self._who()
-            )  # fmt: skip
-
         if others:
             return Sought(wanted, state.machine, lambda part: self._copy(wanted, part, others))
+        get = partial(self._model.get, wanted, serving=self._serving)
         return Sought(wanted, state.machine, get) if self._first and self._serving.holders else None
 
     def _copy(self, wanted: VersionId, part: Part, ranks: Sequence[str]) -> None:
@@ -597,9 +565,8 @@ class ElasticCluster:
     def _attend(self) -> None:
         """From here on this rank talks to the leader."""
         with self._changed:
-            self._first = True
+            self._first = self._model.tells = True
             self._news.clear()
-        self._untold = (0, 0)
 
         def happened(event: cl.ClusterEvent) -> None:
             with self._changed:
@@ -619,53 +586,15 @@ class ElasticCluster:
             self.options, self._secret, self._settings.heartbeat_s, hello=hello, happened=happened, refused=refused
         )
 
-    def _tell(self, name: str, **fields: Any) -> None:
-        """Into the cluster's log, which the first rank writes."""
-        if self._first:
-            self._events.emit(name, **fields)
-
-    def _tell_steps(self) -> None:
-        """Before what is frozen or adopted, so that what that covers or discards stands before it."""
-        (steps, samples), self._untold = self._untold, (0, 0)
-        self._steps_told = time.monotonic()
-        if steps:
-            loss, self._step.loss = self._step.loss, None
-            self._tell("inner_steps", steps=steps, samples=samples, loss=loss, incarnation=self._who())
-
-    def _who(self) -> str:
-        """The incarnation's name; "" before there is one."""
-        return str(self.machine.incarnation or "") if self._state is not None else ""
-
-    def _note(self, message: Any) -> None:
-        match message:
-            case Welcomed(term, incarnation, _, _, founded):
-                self._events.identify(str(incarnation), self.options.name)
-                self._tell("cluster_welcomed", incarnation=str(incarnation), term=term, founded=founded)
-            case PushAnswered(_, push, answer, version, reason):
-                self._tell("push_answered", push=str(push), answer=str(answer), version=str(version), reason=reason)
-
-    def _measure(self, samples: int, steps: int, now: float) -> None:
-        """Moving averages of what a second of training gives; waits do not count."""
-        if self._first:
-            self._untold = (self._untold[0] + steps, self._untold[1] + samples)
-            if now - self._steps_told > STEPS_TOLD_S:
-                self._tell_steps()
-        self._step.rates.take(samples, steps, now - self._step.since)
-        self._step.samples = 0
-
     # ------------------------------------------------------------------ what is judged
 
     def show_base(self) -> None:
         """The model's parameters are the base's until `show_own`; nothing may be trained meanwhile."""
-        if self._own is None and self._content.base is not None:
-            self._own = self._replica.copies()
-            self._replica.adopt(self._content.base, None)
+        self._model.show_base()
 
     def show_own(self) -> None:
         """The parameters are what is trained again. Idempotent."""
-        if self._own is not None:
-            self._replica.restore(self._own)
-            self._own = None
+        self._model.show_own()
 
     # ------------------------------------------------------------------ the end
 
@@ -678,12 +607,9 @@ class ElasticCluster:
         self._leaves = True
 
     def _end_of_life(self, reason: str, *, again: bool) -> None:
-        self._tell_steps()
-        self._tell("cluster_over", reason=reason, again=again, incarnation=self._who())
+        self._model.end(reason, again=again)
         if not again:
             return
-        _log.warning("cluster %s comes in again: %s", self.options.name, reason)
-        self._content.forget()
         for push in set(self._content.pushes) - set(self.machine.kept):
             self._free(push)
         self._getter.drop()
@@ -695,7 +621,8 @@ class ElasticCluster:
             self._attend()
 
     def _leave_off(self) -> None:
-        attendant, self._attendant, self._first = self._attendant, None, False
+        attendant, self._attendant = self._attendant, None
+        self._first = self._model.tells = False
         if attendant is not None:
             attendant.close()
 

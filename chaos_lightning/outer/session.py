@@ -25,10 +25,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from chaos_lightning.errors import (
     ChaosError,
@@ -43,13 +42,13 @@ from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine, Phase
+from chaos_lightning.outer.cluster_model import ClusterModel
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.codec import Part, codec_named
-from chaos_lightning.outer.content import OuterContent
 from chaos_lightning.outer.control_client import ControlClient
 from chaos_lightning.outer.getting import Sought, VersionGetter
 from chaos_lightning.outer.hosting import host_for_cluster
-from chaos_lightning.outer.messages import Dismissed, Holder, ProcessPlace, PushAnswered, Welcomed
+from chaos_lightning.outer.messages import Holder, ProcessPlace
 from chaos_lightning.outer.push_serving import PushServing
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.settings import OuterSettings
@@ -70,8 +69,6 @@ _log = logging.getLogger("chaos_lightning")
 
 TELL_S = 10.0
 """Who waits says for what so often."""
-STEPS_TOLD_S = 1.0
-"""Inner steps are told in the event log at least so often."""
 _LOOK_S = 0.25
 
 
@@ -92,20 +89,6 @@ class Boundary:
     reset_optimizer: bool = False
     over: str = ""
     waited_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Untold:
-    """Inner steps that the event log has not heard of: how many, their samples, the last one's loss."""
-
-    steps: int = 0
-    samples: int = 0
-    loss: float | None = None
-    since: float = field(default_factory=time.monotonic)
-
-    def take(self, steps: int, samples: int, loss: float | None) -> None:
-        self.steps, self.samples = self.steps + steps, self.samples + samples
-        self.loss = loss if loss is not None else self.loss
 
 
 class _Life:
@@ -149,21 +132,14 @@ class OuterSession:
         """The job's, with the base."""
         self._events = events or EventLog(None)
         self._secret = Credentials.load(options.keys_dir, options.token_file)
-        self._replica = replica
-        self._grid = replica.grid(agreement.block)
-        self._codec = codec_named(agreement.codec)
         self._settings = OuterSettings.of_words(agreement.settings)
-        self._content = OuterContent(replica, self._grid, self._codec)
+        self._model = ClusterModel(replica, agreement, options, self._events, lambda: self._life.machine)
+        self._content = self._model.content
         self._changed = threading.Condition(threading.RLock())
         self._todo: deque[tuple[cl.ClusterEffect, Part | None]] = deque()
         """For the loop's thread; with the version that an effect adopts."""
-        self._getter = VersionGetter(
-            self._changed, lambda: Part.empty(self._grid.whole, self._codec.version), self._sought, self._landed
-        )
+        self._getter = VersionGetter(self._changed, self._model.empty, self._sought, self._landed)
         self._claimed: dict[int, tuple[Span, ...]] = {}
-        self._own: list[Tensor] | None = None
-        """What is trained, while the base is shown."""
-        self._untold = _Untold()
         self._rates = TrainingRates()
         self._error: ChaosError | None = None
         """Why this cluster cannot go on."""
@@ -183,7 +159,7 @@ class OuterSession:
     def _live(self, machine: ClusterMachine) -> _Life:
         me = machine  # its name is known once it is welcomed
         serving = PushServing(
-            self.options, self._secret, self._grid, lambda: str(me.incarnation or ""), self._events.emit
+            self.options, self._secret, self._model.grid, lambda: str(me.incarnation or ""), self._events.emit
         )
         return _Life(machine, serving)
 
@@ -281,14 +257,12 @@ class OuterSession:
         """
         began = time.monotonic()
         self._measure(samples, steps, began)
+        self._model.trained(steps, samples, loss)
         with self._changed:
             for each in covers:
                 self._unclaim(each)
-            self._untold.take(steps, samples, loss)
             self._feed(self._life, cl.Trained(samples, tuple(covers), steps), resting=True)
         done = self._rest(self._is_in)
-        if self._untold.since < began - STEPS_TOLD_S:
-            self._tell_steps()
         self._rested_at = time.monotonic()
         return Boundary(done.adopted, done.outright, done.reset_optimizer, self.over, self._rested_at - began)
 
@@ -332,15 +306,11 @@ class OuterSession:
 
     def show_base(self) -> None:
         """The model's parameters are the base's until `show_own`; nothing may be trained meanwhile."""
-        if self._own is None and self._content.base is not None:
-            self._own = self._replica.copies()
-            self._replica.adopt(self._content.base, None)
+        self._model.show_base()
 
     def show_own(self) -> None:
         """The parameters are what is trained again. Idempotent."""
-        if self._own is not None:
-            self._replica.restore(self._own)
-            self._own = None
+        self._model.show_own()
 
     def finish(self, reason: str, timeout_s: float | None = None) -> None:
         """This cluster's loop is over: pushes the rest, and stays until the job ends, or until it has left.
@@ -427,8 +397,7 @@ class OuterSession:
                 case cl.Settle(push, answer):
                     self._content.settle(push, answer)
                 case cl.Adopt(version, outright):
-                    reset = outright and self._content.resets_optimizer
-                    self._adopt(version, part, outright)
+                    reset = self._adopt(version, part, outright)
                     found = Boundary(version, found.outright or outright, found.reset_optimizer or reset)
                 case cl.Free(push):
                     self._free_push(push)
@@ -440,7 +409,7 @@ class OuterSession:
                     found = Boundary(found.adopted, True, found.reset_optimizer)
 
     def _freeze(self, push: PushId, base: VersionId) -> None:
-        self._tell_steps()
+        self._model.tell_steps()
         began, covered = time.monotonic(), self._life.machine.covering
         self._content.freeze(push)
         self._worker.submit(self._encode, self._life, push, base, covered, began)
@@ -470,61 +439,37 @@ class OuterSession:
         )
         self._feed(life, cl.Frozen(push, manifest))
 
-    def _tell_steps(self) -> None:
-        """Into the log: before what is frozen or adopted, so that what that covers or discards stands before it."""
-        with self._changed:
-            untold, self._untold = self._untold, _Untold()
-        if untold.steps:
-            self._events.emit("inner_steps", steps=untold.steps, samples=untold.samples, loss=untold.loss)
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._waits_since
 
-    def _adopt(self, version: VersionId, part: Part | None, outright: bool) -> None:
-        self._tell_steps()
-        assert part is not None
-        # Without overlap nothing has been trained since, but after a void.
-        exact = outright or not (self.options.overlap or self._life.machine.since_base[1])
-        self._content.adopt(part, outright=exact)
+    def _adopt(self, version: VersionId, part: Part | None, outright: bool) -> bool:
+        reset = self._model.adopt(version, part, outright=outright, waited_s=self._waited_s)
         with self._changed:
             self.progress = self._life.machine.job
-            own = self._life.machine.since_base[1]
             if outright:
                 self._claimed.clear()
-        self._events.emit(
-            "version_adopted",
-            version=str(version),
-            outright=outright,
-            steps=own,
-            waited_s=round(time.monotonic() - self._waits_since, 6),
-            progress_samples=self.progress.samples,
-            progress_steps=self.progress.steps,
-        )
+        return reset
 
     def _take_last(self, version: VersionId, part: Part | None, steps: int, samples: int) -> None:
-        self._tell_steps()
-        self._content.end_with(part)
+        self._model.take_last(version, part, steps, samples)
         with self._changed:
             self.progress = self._life.machine.job
             self._claimed.clear()
-        self._events.emit("last_taken", version=str(version), steps=steps, samples=samples)
-        if steps:
-            _log.warning("cluster %s: the job is over, and its last version, %s, lacks %d inner steps of this cluster",
-                         self.options.name, version, steps)  # fmt: skip
 
     def _end_of_life(self, reason: str, again: bool) -> None:
-        self._tell_steps()
-        self._events.emit("cluster_over", reason=reason, again=again)
         old = self._life
         if not again:
+            self._model.end(reason, again=False)
             self.over = reason
             return
-        _log.warning("cluster %s comes in again: %s", self.options.name, reason)
         with self._changed:
             old.over = True
+            self._model.end(reason, again=True)
             self._old.append(old)
             self._life = self._live(old.machine.anew())
             self._todo.clear()
             self._claimed.clear()
             self._getter.drop()
-            self._content.forget()
             for push in set(self._content.pushes) - set(self._life.machine.kept):
                 self._free_push(push)
             self._let_go()
@@ -538,7 +483,7 @@ class OuterSession:
         """Its stream, and who is told what comes on it."""
 
         def hear(message: Any) -> None:
-            self._note(message)
+            self._model.heard(message)
             self._feed(life, fx.Told(message))
 
         def connected() -> None:
@@ -571,18 +516,6 @@ class OuterSession:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
-
-    def _note(self, message: Any) -> None:
-        match message:
-            case Welcomed(term, incarnation, _, _, founded):
-                self._events.identify(str(incarnation), self.options.name)
-                self._events.emit("cluster_welcomed", incarnation=str(incarnation), term=term, founded=founded)
-            case PushAnswered(_, push, answer, version, reason):
-                self._events.emit(
-                    "push_answered", push=str(push), answer=str(answer), version=str(version), reason=reason
-                )
-            case Dismissed(_, reason, again) if not again:
-                _log.warning("cluster %s is out: %s", self.options.name, reason)
 
     def _feed(self, life: _Life, event: cl.ClusterEvent, *, resting: bool = False) -> None:
         with self._changed:
@@ -661,13 +594,7 @@ class OuterSession:
         life = self._life
         wanted = life.machine.fetching
 
-        def get(part: Part) -> None:
-            began = time.monotonic()
-            nbytes = life.serving.fetch(wanted, part)
-            self._events.emit(
-                "version_fetched", version=str(wanted), nbytes=nbytes, seconds=round(time.monotonic() - began, 6)
-            )
-
+        get = partial(self._model.get, wanted, serving=life.serving)
         return Sought(wanted, life, get) if wanted != NO_VERSION and life.serving.holders else None
 
     def _landed(self, version: VersionId) -> None:
