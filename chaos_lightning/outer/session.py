@@ -48,6 +48,7 @@ from chaos_lightning.outer.codec import Part, codec_named
 from chaos_lightning.outer.control_client import ControlClient
 from chaos_lightning.outer.getting import Sought, VersionGetter
 from chaos_lightning.outer.hosting import host_for_cluster
+from chaos_lightning.outer.leaving import Patience
 from chaos_lightning.outer.messages import Holder, ProcessPlace
 from chaos_lightning.outer.push_serving import PushServing
 from chaos_lightning.outer.replica import Replica
@@ -67,8 +68,6 @@ from chaos_lightning.security.credentials import Credentials
 
 _log = logging.getLogger("chaos_lightning")
 
-TELL_S = 10.0
-"""Who waits says for what so often."""
 _LOOK_S = 0.25
 
 
@@ -312,15 +311,25 @@ class OuterSession:
         """The parameters are what is trained again. Idempotent."""
         self._model.show_own()
 
-    def finish(self, reason: str, timeout_s: float | None = None) -> None:
+    def finish(self, reason: str) -> None:
         """This cluster's loop is over: pushes the rest, and stays until the job ends, or until it has left.
 
+        Who is through long before the others leaves after `patience_s`.
+
         Raises:
-            DeadlineError: It has not ended by then.
+            DeadlineError: It was to leave, and could not in that time.
         """
-        if not self._life.machine.leaving:
+        leaving = self.leaving
+        if not leaving:
             self._feed(self._life, cl.LoopOver(reason), resting=True)
-        self._rest(lambda: bool(self.over), timeout_s)
+        try:
+            self._rest(lambda: bool(self.over), self.options.patience_s)
+        except DeadlineError as error:
+            if leaving:
+                raise
+            _log.warning("%s; this cluster is through, so it leaves, with %s", error, self.base)
+            self.leave()
+            self._rest(lambda: bool(self.over), self.options.patience_s)
 
     def leave(self) -> None:
         """Asks to go: what is there is pushed, and `finish` returns once that is durable. Any thread, and handlers."""
@@ -353,7 +362,8 @@ class OuterSession:
             DeadlineError: It is not `done` by then.
             DepartedError: The session was closed.
         """
-        began = told = self._waits_since = time.monotonic()
+        self._waits_since = time.monotonic()
+        patience = Patience(self.options.name, self.waits_for, timeout_s)
         found = Boundary()
         while True:
             found = self._carry_out(found)
@@ -367,18 +377,11 @@ class OuterSession:
                 self._changed.wait_for(
                     lambda: bool(self._todo or self._error) or done() or self._closing.is_set(), _LOOK_S
                 )
-            now = time.monotonic()
-            if timeout_s is not None and now - began > timeout_s and not done():
-                raise self._overdue(timeout_s)
-            if now - told > TELL_S:
-                told = now
-                _log.warning("cluster %s waits for %s", self.options.name, self._waits_for())
+            if not done():
+                patience.look()
 
-    def _overdue(self, timeout_s: float) -> DeadlineError:
-        return DeadlineError(f"waited {timeout_s:g} s for {self._waits_for()}")
-
-    def _waits_for(self) -> str:
-        """In words."""
+    def waits_for(self) -> str:
+        """What must come before this cluster trains on, or may go, in words."""
         if self._trouble:
             return f"the parameter server at {','.join(self.options.endpoints)}: {self._trouble}"
         return self._life.machine.waits_for

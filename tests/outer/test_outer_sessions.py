@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,10 +13,13 @@ import pytest
 import torch
 from outer_job_support import OuterJob, cluster_parts, inner_step, open_session, small_model
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from until_support import until
 
+from chaos_lightning.diloco import DiLoCo
+from chaos_lightning.errors import ConfigurationError, DeadlineError, SchedulerUnreachableError
 from chaos_lightning.lab.harness import Harness
-from chaos_lightning.outer import push_serving
+from chaos_lightning.outer import attendant, leaving, push_serving
 from chaos_lightning.outer.content import OuterContent
 from chaos_lightning.outer.elastic import ElasticCluster
 from chaos_lightning.outer.lines import SERVING
@@ -162,3 +166,75 @@ def test_a_version_that_comes_while_the_one_before_is_about_to_be_adopted(
     assert slow.session.boundary(0, steps=0).adopted == own
     slow.settle()
     assert machine.base == machine.newest > own
+
+
+def test_who_is_through_long_before_the_others_leaves(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A plain loop waited for ever, without a word."""
+    monkeypatch.setattr(leaving, "TELL_S", 0.2)
+    clusters.come_in("first")
+    second = clusters.come_in("second", patience_s=0.5)
+    second.train()
+    second.session.finish("its rounds are over")
+    assert "asked to leave" in second.session.over
+    assert "cluster second waits for the end of the job: other clusters train" in caplog.text
+    assert "cluster second waited 0.5 s for the end of the job" in caplog.text
+    clusters.harness.wait_for("entry", lambda r: r["kind"] == "Removed")
+
+
+def test_a_plain_loop_that_is_dealt_no_samples_says_what_it_waits_for(clusters: Clusters) -> None:
+    """Another cluster has all there is, and does not get on."""
+    data = TensorDataset(torch.zeros(64, 8), torch.zeros(64, 3))
+    told = {"server": clusters.job.server, "block": 64, "host_server": False, "patience_s": 0.5, "inner_steps": 4}
+    models = small_model(), small_model()
+    with contextlib.ExitStack() as loops:
+        other, loop = (
+            loops.enter_context(DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.05), name=name, **told))
+            for name, model in zip(("other", "loop"), models, strict=True)
+        )
+        next(other.prepare(DataLoader(data, 8)))
+        with pytest.raises(DeadlineError, match=r"cluster loop waited 0.5 s for samples to train"):
+            _ = [loop.step() for _ in loop.prepare(DataLoader(data, 8))]
+        loops.pop_all()
+    for each in (loop, other):
+        each.__exit__(DeadlineError, None, None)
+
+
+def test_a_plain_loop_has_the_batch_of_its_loader(clusters: Clusters) -> None:
+    """It was silently 32, by which the server weighed its rounds."""
+    x, y = torch.zeros(24, 8), torch.zeros(24, 3)
+    told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False}
+    loaders: list[tuple[Any, str]] = [
+        (DataLoader(TensorDataset(x, y), 8), "local"),
+        (DataLoader(TensorDataset(x, y), batch_sampler=[[*range(12)], [*range(12, 24)]]), "shared"),
+        (((x[at : at + 6], y[at : at + 6]) for at in (0, 6)), "local"),
+    ]
+    batches, seen = list[int](), list[int]()
+    for loader, data in loaders:
+        model = small_model()
+        loop = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.05), data=data, **told)
+        with contextlib.suppress(ConfigurationError), loop:  # the job is the first one's
+            seen += [len(batch[0]) for batch in loop.prepare(loader)]
+        assert loop.session is not None
+        batches.append(OuterSettings.of_words(loop.session.agreement.settings).batch)
+    assert batches == [8, 12, 6]
+    assert seen == [8, 8, 8]
+
+
+def test_an_outage_ends_no_elastic_cluster(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server and the first rank were gone: the next one could not start the server, and all ranks stopped."""
+    ranks = clusters.elastic("ranks")
+    base, cluster = ranks.cluster.base, ranks.cluster
+
+    def full_disk(*given: Any, **named: Any) -> None:
+        raise SchedulerUnreachableError("the parameter server ended at once; No space left on device")
+
+    monkeypatch.setattr(attendant, "host_for_cluster", full_disk)
+    clusters.job.kill_server()
+    cluster._leave_off()
+    cluster.begin(ranks.name, first=True)
+    ranks.meet(lambda: "No space left on device" in cluster.waits_for(), "word of the trouble")
+    clusters.job.start()
+    ranks.train()
+    ranks.meet(lambda: cluster.base > base, "the version of its push")
