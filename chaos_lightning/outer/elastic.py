@@ -49,8 +49,8 @@ from chaos_lightning.outer.fetching import fetch, version_name
 from chaos_lightning.outer.getting import Sought, VersionGetter
 from chaos_lightning.outer.messages import ClusterHello, Holder
 from chaos_lightning.outer.push_serving import FETCH_S, PushServing
-from chaos_lightning.outer.ranks_machine import RanksEffect, RanksMachine, Sealed
-from chaos_lightning.outer.ranks_say import RankSays, read_text, text_of, tree_of, value_of, words_of_event
+from chaos_lightning.outer.ranks_machine import RankSays, RanksEffect, RanksMachine, Sealed
+from chaos_lightning.outer.ranks_say import read_text, text_of, tree_of, value_of
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import Boundary
 from chaos_lightning.outer.settings import OuterSettings
@@ -336,11 +336,11 @@ class ElasticCluster:
     def answer(self) -> bytes:
         """What this rank says in the coming commit."""
         with self._changed:
-            events = tuple(map(words_of_event, self._news)) if self._first else ()
+            events = tuple(self._news) if self._first else ()
             self._sent, self._told = len(events), (self._getter.here, self._encoded)
             return text_of(self._answer(events))
 
-    def _answer(self, events: tuple[tuple[str, bytes], ...]) -> RankSays:
+    def _answer(self, events: tuple[cl.ClusterEvent, ...]) -> RankSays:
         fetched, encoded = self._getter.here, self._encoded
         return RankSays(
             fetched[0] if fetched is not None else NO_VERSION,
