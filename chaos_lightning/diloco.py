@@ -36,7 +36,7 @@ from chaos_lightning.events.events import EventLog
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.leaving import Patience, leaving_signals
 from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.session import Boundary, OuterSession, agreement_of
+from chaos_lightning.outer.session import Boundary, OuterSession, agreement_of, renew
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import Covered, JobProgress
 from chaos_lightning.protocol.types import Span
@@ -201,8 +201,7 @@ class DiLoCo:
     def _take(self, boundary: Boundary) -> Boundary:
         if boundary.outright and self._loader is not None:
             self._loader.forget()
-        if boundary.reset_optimizer:
-            self._optimizer.state.clear()
+        renew([self._optimizer], boundary)
         return boundary
 
     # ------------------------------------------------------------------ going

@@ -29,7 +29,7 @@ from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.elastic import ElasticCluster
 from chaos_lightning.outer.leaving import Patience
 from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.session import Boundary, agreement_of
+from chaos_lightning.outer.session import Boundary, agreement_of, renew
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.strategy_options import DiLoCoOptions, build
 from chaos_lightning.outer.vocabulary import OUTER
@@ -305,9 +305,7 @@ class ElasticPart:
         return bool(self.cluster.base.number)
 
     def _take(self, boundary: Boundary, *, in_batch: bool) -> None:
-        if boundary.reset_optimizer:
-            for optimizer in self._trainer.optimizers:
-                optimizer.state.clear()
+        renew(self._trainer.optimizers, boundary)
         self.clock.put(self.cluster.reckoned, in_batch=in_batch, back=boundary.outright)
 
     def patient(self, waits: bool) -> None:

@@ -36,7 +36,7 @@ from chaos_lightning.data.feeds import Tag, batch_length, declared_batch
 from chaos_lightning.data.leased import LeasedLoader
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer.leaving import Patience, leaving_signals
-from chaos_lightning.outer.session import Boundary, OuterSession
+from chaos_lightning.outer.session import Boundary, OuterSession, renew
 from chaos_lightning.outer.types import Covered
 from chaos_lightning.strategies.data import themselves
 from chaos_lightning.strategies.elastic import explained
@@ -238,9 +238,7 @@ class OuterFit:
     def _take(self, boundary: Boundary, *, in_batch: bool, counted: int = 0) -> None:
         if boundary.outright and self.loader is not None:
             self.loader.leased.forget()
-        if boundary.reset_optimizer:
-            for optimizer in self.trainer.optimizers:
-                optimizer.state.clear()
+        renew(self.trainer.optimizers, boundary)
         self._ended = self._ended or boundary.over
         self.clock.put(self.session.reckoned, in_batch=in_batch, counted=counted, back=boundary.outright)
 

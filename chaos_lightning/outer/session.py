@@ -23,11 +23,15 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from chaos_lightning.errors import (
     ChaosError,
@@ -604,6 +608,28 @@ class OuterSession:
         self._feed(self._life, cl.Got(version))
 
 
+def renew(optimizers: Iterable[Optimizer], boundary: Boundary) -> None:
+    """Inner optimizers begin anew where a boundary says so, or (O10) with what would spoil the parameters again.
+
+    A rejection gives the parameters back, and not the optimizer's state. One that is not finite stays so for ever.
+    """
+    for optimizer in optimizers if boundary.outright else ():
+        if boundary.reset_optimizer or not _finite(optimizer.state):
+            optimizer.state.clear()
+
+
+def _finite(state: Any) -> bool:
+    if isinstance(state, Tensor):
+        return not state.is_floating_point() or bool(state.isfinite().all())
+    if isinstance(state, Mapping):
+        return all(map(_finite, state.values()))
+    return (
+        all(map(_finite, state))
+        if isinstance(state, (list, tuple))
+        else not isinstance(state, float) or isfinite(state)
+    )
+
+
 def first_positions(spans: Sequence[Span], positions: int) -> tuple[Span, ...]:
     """At most so many positions from the front."""
     found: list[Span] = []
@@ -646,4 +672,4 @@ def agreement_of(
     )
 
 
-__all__ = ["Boundary", "OuterSession", "agreement_of", "first_positions"]
+__all__ = ["Boundary", "OuterSession", "agreement_of", "first_positions", "renew"]

@@ -222,6 +222,25 @@ def test_a_plain_loop_has_the_batch_of_its_loader(clusters: Clusters) -> None:
     assert seen == [8, 8, 8]
 
 
+def test_an_optimizer_whose_state_is_not_finite_begins_anew_with_the_first_rejection(clusters: Clusters) -> None:
+    """Each push was rejected for it, until the second one in a row."""
+    told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False, "inner_steps": 4}
+    model = small_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x = torch.randn(8, 8)
+    back = list[bool]()
+    with DiLoCo(model, optimizer, data="local", overlap=False, **told) as loop:
+        for step, (batch,) in enumerate(loop.prepare([(x,)] * 16)):
+            if step == 6:
+                optimizer.state[model[0].weight]["exp_avg"][0, 0] = torch.nan
+            optimizer.zero_grad()
+            (model(batch) ** 2).mean().backward()
+            optimizer.step()
+            back.append(loop.step().outright)
+    assert all(bool(tensor.isfinite().all()) for tensor in model.parameters())
+    assert back == [step == 7 for step in range(16)], "the push that covers that step was rejected, and no other one"
+
+
 def test_an_outage_ends_no_elastic_cluster(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server and the first rank were gone: the next one could not start the server, and all ranks stopped."""
     ranks = clusters.elastic("ranks")
