@@ -15,7 +15,7 @@ from chaos_lightning.outer.codec import Codec, Format, Part
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.kernel import freeze, settle
 from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.types import PushAnswer, PushId, VersionId
+from chaos_lightning.outer.types import PushAnswer, PushId
 
 RESETS = 2
 """Rejections in a row at which the inner optimizer begins anew, and again at each doubling."""
@@ -100,9 +100,9 @@ class OuterContent:
         self._replica.adopt(version, None if outright else since)
         self.base, self.frozen, self._spare = version, None, self.frozen
 
-    def end_with(self, version: VersionId, fetched: tuple[VersionId, Part] | None) -> None:
+    def end_with(self, fetched: Part | None) -> None:
         """Takes the job's last version outright: what was fetched, else it is the base."""
-        part = fetched[1] if fetched is not None and fetched[0] == version else self.base
+        part = fetched or self.base
         assert part is not None
         self.adopt(part, outright=True)
 

@@ -288,10 +288,17 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class JobOpened:
-    """The job's first cluster has said what it is about."""
+    """The job's first cluster has said what it is about. This entry's hash names the job.
+
+    Attributes:
+        agreement: What all clusters have in common.
+        by: The first cluster, and where it ran.
+        nonce: That cluster's: no other job has the same first entry.
+    """
 
     agreement: Agreement
     by: str
+    nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True)

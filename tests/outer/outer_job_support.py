@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from forked_support import run
@@ -16,6 +17,7 @@ from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import OuterSession, agreement_of
 from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import Agreement
 
 LEADER = "chaos_lightning.outer.leader_main"
 FOLLOWER = "chaos_lightning.outer.follower_main"
@@ -25,12 +27,13 @@ class OuterJob:
     """The server's processes of one job, under a harness.
 
     Args:
-        harness: Its directory holds the chain and the followers' files.
+        harness: Its directory (`folder`, unless that is changed) holds the chain and the followers' files.
         followers: How many.
     """
 
     def __init__(self, harness: Harness, followers: int = 1) -> None:
         self.harness = harness
+        self.folder = harness.directory
         self.followers = [f"f{number}" for number in range(followers)]
         self.server = f"127.0.0.1:{free_port()}"
 
@@ -41,7 +44,7 @@ class OuterJob:
         return self
 
     def start_leader(self) -> None:
-        store = self.harness.directory / "chain.sqlite"
+        store = self.folder / "chain.sqlite"
         arguments = ["--listen", self.server, "--store", str(store), "--followers", str(len(self.followers))]
         self.harness.start_function("leader", run, LEADER, [*arguments, *self._logs()])
 
@@ -50,7 +53,7 @@ class OuterJob:
 
     def arguments_of(self, name: str) -> list[str]:
         """Of a follower's command line."""
-        folder = str(self.harness.directory / name)
+        folder = str(self.folder / name)
         return ["--server", self.server, "--name", name, "--dir", folder, *self._logs()]
 
     def kill_server(self) -> None:
@@ -88,16 +91,29 @@ def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, st
     return loss.item()
 
 
-def open_session(
-    server: str, name: str, model: nn.Module, logs: str, settings: OuterSettings, *, length: int = 0, **options: object
-) -> OuterSession:
-    """A cluster's session, not started."""
+def cluster_parts(
+    server: str,
+    name: str,
+    model: nn.Module,
+    logs: str,
+    settings: OuterSettings,
+    *,
+    length: int = 0,
+    words: dict[str, str] | None = None,
+    **options: object,
+) -> tuple[Replica, Agreement, ClusterOptions, EventLog]:
+    """What a cluster's session is made of."""
     torch.set_num_threads(1)
     given = {"server": server, "name": name, "data": "local" if not length else "shared", "log_dir": logs, "block": 64}
     own = ClusterOptions.build({**given, "host_server": False, **options}, {})
     replica = Replica.of_module(model)
-    agreement = agreement_of(replica, own, settings, length=length)
-    return OuterSession(replica, agreement, own, EventLog.in_directory(logs, name, role="cluster"))
+    agreement = agreement_of(replica, own, settings, length=length, words=words)
+    return replica, agreement, own, EventLog.in_directory(logs, name, role="cluster")
+
+
+def open_session(*given: Any, **named: Any) -> OuterSession:
+    """A cluster's session, not started; arguments are those of `cluster_parts`."""
+    return OuterSession(*cluster_parts(*given, **named))
 
 
 def wait_for_file(path: Path, deadline_s: float = 60.0) -> None:

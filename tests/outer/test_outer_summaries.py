@@ -166,7 +166,7 @@ def test_what_was_cut_is_over_or_old_and_ends_no_leader() -> None:
         return [effect.message for effect in machine.on(1.0, Heard(conn, word)) if isinstance(effect, SendTo)]
 
     assert hello(1, GONE, old) == [say.Dismissed(2, chain.over(GONE), again=True)]
-    assert say.Welcomed(2, AWAY, 1, NO_VERSION, True, chain.progress(NO_VERSION)) in hello(2, AWAY, old)
+    assert say.Welcomed(2, AWAY, 1, NO_VERSION, True, chain.progress(NO_VERSION), chain.job_id) in hello(2, AWAY, old)
     offer = Offer(PushId(AWAY, 1), old, "late", 1, 1)
     heard: list[object] = []
     event: LeaderEvent = Heard(2, say.Offered(offer))

@@ -18,7 +18,7 @@ from chaos_lightning.outer.types import Entry, Round
 
 @pytest.mark.parametrize("policy", ["robust", "di_ps"])
 def test_who_takes_over_judges_as_the_one_before_would_have(policy: str) -> None:
-    plan = fragile_plan(8)
+    plan = fragile_plan(9)
     world = World(replace(plan, settings=replace(plan.settings, policy=policy)))
     taught: list[ArrivalRates] = []
     paced: list[int] = []

@@ -43,14 +43,19 @@ def computed(content: str, entry: Entry, parts: Sequence[str]) -> str:
     """A shard's state after this entry.
 
     Args:
-        content: Its state before.
+        content: Its state before; "": it holds none.
         entry: A founding, a round or a rollback.
         parts: The bytes of its pushes, in order.
+
+    Raises:
+        Violation: There is no state that this could be computed from.
     """
-    if isinstance(entry.body, RolledBack):
-        return content if entry.body.to != NO_VERSION else ""
     if isinstance(entry.body, Founded):
         content = ""
+    elif not content:
+        raise Violation(f"{entry.version} is computed from no state (O1)")
+    if isinstance(entry.body, RolledBack):
+        return content
     return hashlib.blake2b(f"{content}|{'|'.join(parts)}|{entry.body!r}".encode(), digest_size=8).hexdigest()
 
 
@@ -145,7 +150,7 @@ class Oracle:
         said.follow(entry)
         for name in (
             "newest", "durable", "safe", "joined", "cut", "starts", "counters", "gate", "rates", "paced", "agreement",
-            "founded", "ahead", "reopened", "rounds", "rollbacks", "tally", "hash",
+            "job_id", "founded", "ahead", "reopened", "rounds", "rollbacks", "tally", "hash",
         ):  # fmt: skip
             if (found := getattr(said, name)) != (has := getattr(chain, name)):
                 raise Violation(f"the summary at {entry.position} has {name} {found}, the chain {has} (O1a)")
