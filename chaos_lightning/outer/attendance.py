@@ -100,6 +100,16 @@ class Attendance:
         """Inner steps from one of its pushes to the next."""
         return cluster.steps or self._desk.settings.inner_steps
 
+    def sole_holders(self) -> dict[IncarnationId, float]:
+        """Who would be removed for its silence (s), if it did not alone hold a push that a shard may lack (O14)."""
+        desk = self._desk
+        silent_s = {who: desk.now - self.clusters[who].heard_s for who in self.living()}
+        for who, known in desk.chain.incarnations.items():
+            if who not in self.clusters and not known.over:
+                silent_s[who] = desk.now - desk.begun_s
+        missed_s = MISSED * desk.settings.heartbeat_s
+        return {who: for_s for who, for_s in silent_s.items() if for_s > missed_s and self._holds_alone(who)}
+
     def offers(self) -> list[Offer]:
         """Open pushes of those that are in."""
         found = [self.clusters[who].offer for who in self.living()]

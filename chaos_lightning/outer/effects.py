@@ -142,10 +142,17 @@ class NotFetched:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The state stands at this version; `momentum`: products of the pushes that are here with its momentum."""
+    """The state stands at this version.
+
+    Attributes:
+        version: Which.
+        momentum: Products of the pushes that are here with its momentum.
+        differs: It was durable once, with other bits.
+    """
 
     version: VersionId
     momentum: tuple[PushProduct, ...] = ()
+    differs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

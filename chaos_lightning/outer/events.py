@@ -53,6 +53,12 @@ EVENTS = (
         note="{of} is not let in: {reason}",
     ),
     Event(
+        "set_aside",
+        "positions are not trained any more in this epoch, since pushes that cover them were rejected again and again",
+        {"epoch": "which", "spans": "half-open intervals of positions", "reason": "whose pushes they were, in words"},
+        note="{reason}",
+    ),
+    Event(
         "follower_refused",
         "a follower is not let in",
         {"of": "its name", "reason": "why"},

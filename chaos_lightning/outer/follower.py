@@ -133,6 +133,8 @@ class FollowerMachine:
         self._saving = NO_VERSION
         self._momentum: tuple[PushProduct, ...] = ()
         """Products with the momentum, where the state stands."""
+        self._differs = NO_VERSION
+        """With it this process began to compute other bits than were durable."""
         self._out: list[FollowerEffect] = []
 
     @property
@@ -173,7 +175,8 @@ class FollowerMachine:
                 self._fetching.discard(push)
                 if push in self._lacking():
                     self._say(Missing(self.name, push))
-            case Computed(version, momentum):
+            case Computed(version, momentum, differs):
+                self._differs = version if differs and self._differs == NO_VERSION else self._differs
                 self._stand(version, momentum)
             case Saved(version, digest):
                 self._saving = NO_VERSION
@@ -212,10 +215,11 @@ class FollowerMachine:
         for product in momentum:
             if product.push in self._staged:
                 self._staged[product.push] = replace(self._staged[product.push], momentum=product.sum, at=version)
-        self._say(Applied(self.name, version, momentum))
+        self._say(Applied(self.name, version, momentum, self._differs))
 
     def _on_loaded(self, loaded: Loaded) -> None:
         if loaded.ok:
+            self._differs = NO_VERSION
             self._stand(loaded.version, loaded.momentum)
             return
         self._busy = False
@@ -280,7 +284,7 @@ class FollowerMachine:
         for _, fetched in sorted(self._staged.items()):  # a leader that is new has not heard of them
             self._tell_staged(fetched)
         if self.version != NO_VERSION:
-            self._say(Applied(self.name, self.version, self._momentum))
+            self._say(Applied(self.name, self.version, self._momentum, self._differs))
         if self.lost:
             self._say(Trouble(self.name, self.lost))
 

@@ -247,9 +247,10 @@ class _State:
         seconds = round(time.monotonic() - began, 4)
         self._note("version_computed", version=str(entry.version), seconds=seconds, nbytes=held.shard.nbytes(12))
         assert self._state is not None
-        if marked and (found := self._state.digest) != marked:
+        found = self._state.digest if marked else ""
+        if differs := found != marked:
             self._note("bits_differ", version=str(entry.version), digest=found, marked=marked)
-        return Computed(entry.version, momentum)
+        return Computed(entry.version, momentum, differs)
 
     def empty(self, version: VersionId) -> FollowerEvent:
         """A version that has no content."""

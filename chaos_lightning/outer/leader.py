@@ -35,6 +35,7 @@ from chaos_lightning.outer.effects import (
 from chaos_lightning.outer.ending import Ending
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.leader_desk import LeaderDesk
+from chaos_lightning.outer.leases import Aside
 from chaos_lightning.outer.messages import (
     Applied,
     Apply,
@@ -345,8 +346,11 @@ class LeaderMachine:
         if not ok:
             desk.end(f"the store refused a write ({detail}): another leader rules")
             return
+        before = self._aside()
         desk.chain.follow(entry)
         desk.note("entry", **entry.fields())
+        for each in sorted(self._aside() - before, key=str):
+            desk.note("set_aside", epoch=each.epoch, spans=each.spans, reason=str(each))
         match entry.body:
             case JobOpened():
                 desk.take_settings()
@@ -377,6 +381,10 @@ class LeaderMachine:
                 self.dealer.tell(incarnation)
             case Ended():
                 self._on_end(entry.body)
+
+    def _aside(self) -> set[Aside]:
+        """Positions that are not trained any more in their epoch."""
+        return {*self.chain.leases.aside} if self.chain.leases is not None else set()
 
     def _obey_all(self) -> None:
         """What followers are shown has changed."""

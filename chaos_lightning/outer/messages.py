@@ -346,11 +346,19 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Its shard of this version is computed and served; `momentum`: products of staged pushes with its momentum."""
+    """Its shard of this version is computed and served.
+
+    Attributes:
+        follower: Who says so.
+        version: Which.
+        momentum: Products of staged pushes with its momentum.
+        differs: The version with which it began to compute other bits than were durable; NO_VERSION: it does not.
+    """
 
     follower: str
     version: VersionId
     momentum: tuple[PushProduct, ...] = ()
+    differs: VersionId = NO_VERSION
 
 
 @dataclass(frozen=True, slots=True)

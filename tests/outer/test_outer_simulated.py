@@ -17,7 +17,7 @@ SHOWED = {
     "O4-older": 8,
     "O5a-samples": 24,
     "O8-no-residual": 7,
-    "O8a-early": 22,
+    "O8a-early": 54,
     "O10-nan": 3,
     "O10-sent": 11,
 }

@@ -622,6 +622,8 @@ class ClusterProcess(Client):
         self.machine = self.machine.anew()
         for push in [push for push in self.content.pushes if push not in self.machine.kept]:
             self.given_up.update(self.content.pushes.pop(push).steps)  # it may be accepted all the same
+        if "lost its first version" in reason:  # what it has trained is in the model that founds the job anew
+            self.given_up.update(step for pushed in self.content.pushes.values() for step in pushed.steps)
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.cut()
