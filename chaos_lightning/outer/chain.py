@@ -191,7 +191,9 @@ class SummedChain:
         """
         try:
             given = json.loads(zlib.decompress(base64.b64decode(body.state, validate=True)))
-            found: SummedChain = built(cls, given)
+            found = built(cls, given)
+            if not isinstance(found, cls):
+                raise TypeError(f"expected the fields of a chain, got {given!r:.40}")
         except (zlib.error, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"this summary cannot be read: {error!r}") from error
         return found
