@@ -18,25 +18,25 @@ the second one says what it may cost to end now.
 
 from __future__ import annotations
 
+import itertools
 import logging
-import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chaos_lightning.data.feeds import batch_length
+from chaos_lightning.data.feeds import batch_length, declared_batch
 from chaos_lightning.data.leased import LeasedLoader
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.machine.signals import ExitSignals, aside, end_by, say
 from chaos_lightning.outer.cluster_options import ClusterOptions
+from chaos_lightning.outer.leaving import Patience, leaving_signals
 from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.session import Boundary, OuterSession, agreement_of
+from chaos_lightning.outer.session import Boundary, OuterSession, agreement_of, renew
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import Covered, JobProgress
 from chaos_lightning.protocol.types import Span
@@ -56,7 +56,8 @@ class DiLoCo:
         optimizer: The inner one; its state stays here.
         words: What else must be equal in all clusters, such as a tokenizer's hash, by name.
         seed: Of the order of shared data; equal in all clusters.
-        settings: Fields of `ClusterOptions` and of `OuterSettings`; the environment fills in the former.
+        settings: Fields of `ClusterOptions` and of `OuterSettings`; the environment fills in the former. `batch`, the
+            samples of a step, is by default that of a batch of the loader; to be given where a step uses several.
 
     Attributes:
         session: The part in the job; None before `prepare`.
@@ -84,9 +85,11 @@ class DiLoCo:
         self._words = {"seed": str(seed), **(words or {})}
         self._seed = seed
         self._loader: LeasedLoader | None = None
+        self._first: Iterable[Any] = ()
+        """A batch that was looked at, and those behind it."""
         self._samples = self._steps = 0
         self._ended = ""
-        self._signals = ExitSignals(self._on_signal, again=self._on_further_signal)
+        self._signals = leaving_signals(self.leave, lambda: self._joined.at_risk)
 
     # ------------------------------------------------------------------ facts
 
@@ -122,6 +125,8 @@ class DiLoCo:
             self._loader = LeasedLoader(loader, seed=self._seed, source=self, who=self.options.name)
             self._rules = {"epochs": epochs, **self._rules}
             self._words |= self._loader.words
+        if "batch" not in self._rules:
+            self._rules["batch"] = self._loader.batch if self._loader is not None else self._size(loader)
         replica = Replica.of_module(self._model)
         settings = OuterSettings(**self._rules)
         agreement = agreement_of(
@@ -139,7 +144,8 @@ class DiLoCo:
 
     def _batches(self, loader: Iterable[Any], epochs: int) -> Iterator[Any]:
         for _ in range(epochs):
-            for batch in self._loader if self._loader is not None else loader:
+            own, self._first = self._first or loader, ()
+            for batch in self._loader if self._loader is not None else own:
                 if self._joined.ending:
                     return
                 if self._loader is None:
@@ -148,15 +154,28 @@ class DiLoCo:
             if self._joined.ending:
                 return
 
+    def _size(self, loader: Iterable[Any]) -> int:
+        """Samples of a batch: as the loader says, else as its first one has."""
+        if not (size := declared_batch(loader)):
+            batches = iter(loader)
+            for first in batches:
+                size, self._first = batch_length(first), itertools.chain([first], batches)
+                break
+            else:
+                raise ConfigurationError("the loader has no batch; expected at least one, which can be trained")
+        return size
+
     def claim(self, positions: int, *, wait: bool, within: int = -1) -> tuple[tuple[int, tuple[Span, ...]], ...]:
         """Leases for the loader (data.leased.LeaseSource)."""
         session = self._joined
+        patience = Patience(self.options.name, session.waits_for, self.options.patience_s)
         while not session.ending:
             got = session.claim(positions)
             if got or not wait or 0 <= within < session.progress.epoch:
                 return tuple((each.epoch, each.spans) for each in got)
             self._take(session.boundary(0, steps=0))
             session.pause(_TURN_S)
+            patience.look()
         return ()
 
     def step(self, loss: Any = None) -> Boundary:
@@ -182,8 +201,7 @@ class DiLoCo:
     def _take(self, boundary: Boundary) -> Boundary:
         if boundary.outright and self._loader is not None:
             self._loader.forget()
-        if boundary.reset_optimizer:
-            self._optimizer.state.clear()
+        renew([self._optimizer], boundary)
         return boundary
 
     # ------------------------------------------------------------------ going
@@ -191,18 +209,6 @@ class DiLoCo:
     def leave(self) -> None:
         """Asks to go: the loop's batches end, and leaving the block waits until what was trained is durable."""
         self._joined.leave()
-
-    def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        say(f"{number.name}: leaving the job after the present step, once what was trained is durable")
-        aside(lambda _: self._joined.leave(), number.name)
-
-    def _on_further_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        for each in self._signals.before:
-            signal.signal(each, lambda which, _: end_by(signal.Signals(which)))
-        say(
-            f"{number.name}: still waiting for the parameter server. To end now may cost {self._joined.at_risk} inner "
-            "steps, which no durable version holds; once more ends"
-        )
 
     def __enter__(self) -> Self:
         return self

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = DataLoader(digits()[0], args.batch_size, shuffle=True)
 
-    with DiLoCo(model, optimizer, inner_steps=args.inner_steps, batch=args.batch_size) as diloco:
+    with DiLoCo(model, optimizer, inner_steps=args.inner_steps) as diloco:
         for step, (images, labels) in enumerate(diloco.prepare(loader, epochs=args.epochs), 1):
             loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()

@@ -103,7 +103,8 @@ class ClusterStrategy(Strategy):
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         check_host_version(NAME)
-        self.fit = OuterFit(trainer, self.writes, self.options.patience_s, self.place[1])
+        patience_s = build(self.options, self._given)[1].patience_s
+        self.fit = OuterFit(trainer, self.writes, patience_s, self.place[1])
         # Last: teardown takes it out where there is a fit.
         trainer.callbacks[:] = [OuterCompanion(self.fit), *_others(trainer)]
 
@@ -124,8 +125,7 @@ class ClusterStrategy(Strategy):
         self._come_in(fit)
 
     def _come_in(self, fit: OuterFit) -> None:
-        batch = fit.batch if self.options.batch is None else 0
-        settings, options = build(self.options, {**self._given, **({"batch": batch} if batch else {})})
+        settings, options = build(self.options, self._given, batch=fit.batch)
         replica = replica_of(fit.trainer.lightning_module)
         words = words_of(fit.trainer)
         length = 0
@@ -391,7 +391,7 @@ class DDPRanks(ClusterStrategy, DDPStrategy):
         super().setup(trainer)
 
     def _session(self, replica: Replica, agreement: Agreement, options: ClusterOptions) -> RankedSession:
-        patience = timedelta(seconds=self.options.patience_s + self.options.start_timeout_s + MARGIN_S)
+        patience = timedelta(seconds=2 * options.patience_s + self.options.start_timeout_s + MARGIN_S)
         member = OuterSession(replica, agreement, options, _events(options)) if self.global_rank == 0 else None
         return RankedSession(member, replica, RankGroup(self.global_rank, patience), shared=self.data == "shared")
 

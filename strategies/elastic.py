@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,14 +21,15 @@ from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning
 from torch import Tensor
 
 from chaos_lightning.data.loader import ElasticLoader
-from chaos_lightning.errors import ConfigurationError, DeadlineError, UnsupportedError
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.training import reduced_buffers
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.elastic import ElasticCluster
+from chaos_lightning.outer.leaving import Patience
 from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.session import TELL_S, Boundary, agreement_of
+from chaos_lightning.outer.session import Boundary, agreement_of, renew
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.strategy_options import DiLoCoOptions, build
 from chaos_lightning.outer.vocabulary import OUTER
@@ -80,8 +80,7 @@ class OuterTerms:
         Args:
             batch: Samples of a step, as far as the loader says.
         """
-        told: dict[str, Any] = {"batch": batch} if batch and self.options.batch is None else {}
-        return build(self.options, {**self.given, **told})
+        return build(self.options, self.given, batch=batch)
 
 
 def replica_of(module: Any) -> Replica:
@@ -145,7 +144,7 @@ class ElasticPart:
         self._trainer, self._terms = trainer, terms
         self._cluster: ElasticCluster | None = None
         self._engine: Engine | None = None
-        self._waits_since = self._told = 0.0
+        self._patience: Patience | None = None
         self._closed = False
         self._epoch: int | None = None
         """Of the job, that the present pass goes over."""
@@ -306,9 +305,7 @@ class ElasticPart:
         return bool(self.cluster.base.number)
 
     def _take(self, boundary: Boundary, *, in_batch: bool) -> None:
-        if boundary.reset_optimizer:
-            for optimizer in self._trainer.optimizers:
-                optimizer.state.clear()
+        renew(self._trainer.optimizers, boundary)
         self.clock.put(self.cluster.reckoned, in_batch=in_batch, back=boundary.outright)
 
     def patient(self, waits: bool) -> None:
@@ -317,18 +314,14 @@ class ElasticPart:
         Raises:
             DeadlineError: It has waited for so long.
         """
-        now, options = time.monotonic(), self._terms.options
         if not waits:
-            self._waits_since = 0.0
+            self._patience = None
             return
-        if not self._waits_since:
-            self._waits_since = self._told = now
-        allowed_s = options.patience_s if self._was_in else options.start_timeout_s
-        if now - self._waits_since > allowed_s:
-            raise DeadlineError(f"waited {allowed_s:g} s for {self.cluster.waits_for()}")
-        if now - self._told > TELL_S:
-            self._told = now
-            _log.warning("cluster %s waits for %s", self.cluster.options.name, self.cluster.waits_for())
+        options = self.cluster.options
+        if self._patience is None:
+            limit_s = options.patience_s if self._was_in else self._terms.options.start_timeout_s
+            self._patience = Patience(options.name, self.cluster.waits_for, limit_s)
+        self._patience.look()
 
     # ------------------------------------------------------------------ what is judged
 

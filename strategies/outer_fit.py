@@ -24,7 +24,6 @@ import contextlib
 import logging
 import math
 import signal
-import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -33,11 +32,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 
-from chaos_lightning.data.feeds import Tag, batch_length
+from chaos_lightning.data.feeds import Tag, batch_length, declared_batch
 from chaos_lightning.data.leased import LeasedLoader
-from chaos_lightning.errors import ConfigurationError, DeadlineError
-from chaos_lightning.machine.signals import ExitSignals, aside, end_by, say
-from chaos_lightning.outer.session import Boundary, OuterSession
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.outer.leaving import Patience, leaving_signals
+from chaos_lightning.outer.session import Boundary, OuterSession, renew
 from chaos_lightning.outer.types import Covered
 from chaos_lightning.strategies.data import themselves
 from chaos_lightning.strategies.elastic import explained
@@ -51,6 +50,7 @@ from chaos_lightning.strategies.writer import open_loggers
 _log = logging.getLogger("chaos_lightning")
 
 NOTHING: tuple[Covered, ...] = ()
+WHERE_TO_LOOK = "`chaos-lightning ps status` tells what is held up; options.patience_s sets how long to wait"
 TURN_S = 0.1
 """While it waits for samples, a cluster looks after its pushes and versions so often."""
 
@@ -80,7 +80,12 @@ class OuterFit:
         self._patience_s = patience_s
         self._session: OuterSession | RankedSession | None = None
         self._clock: JobClock | None = None
-        self._signals = ExitSignals(self._on_signal, again=self._on_further_signal)
+        self._signals = leaving_signals(
+            lambda: self.session.leave(),
+            lambda: self.session.at_risk,
+            speaks=lambda: self._speaks,
+            also=self._on_signal,
+        )
         self._asked = False
         self._ended = ""
         """Why it stops in the middle of an epoch."""
@@ -109,11 +114,12 @@ class OuterFit:
     @property
     def batch(self) -> int:
         """Samples of an inner step, as far as a loader says; 0: it does not."""
+        accumulate = self.trainer.accumulate_grad_batches
+        if self.loader is not None:
+            return self.loader.leased.batch * accumulate
         combined = self.trainer.fit_loop._combined_loader
-        sizes = (
-            [getattr(loader, "batch_size", None) or 0 for loader in combined.flattened] if combined is not None else []
-        )
-        return sum(sizes) * self.trainer.accumulate_grad_batches * self.ranks
+        sizes = [declared_batch(each) for each in combined.flattened] if combined is not None else []
+        return sum(sizes) * accumulate * self.ranks if all(sizes) else 0
 
     def share(self, loader: SharedLoader) -> SharedLoader:
         """These batches are what it trains, in place of those before."""
@@ -164,16 +170,14 @@ class OuterFit:
 
     def _wait(self, found: Callable[[], bool]) -> None:
         """Between two steps, until `found` or this cluster stops; pushes what is there and adopts meanwhile."""
-        deadline = time.monotonic() + self._patience_s
+        patience = Patience(self.session.incarnation, self._waits_for, self._patience_s, tells=self._speaks)
         while not (self._stops or self.closed or found()):
             self._take(self.session.boundary(0, steps=0), in_batch=self._in_batch)
             self.session.pause(TURN_S)
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"cluster {self.session.incarnation} was dealt no samples for {self._patience_s:g} s, after "
-                    f"{self.session.base}: the parameter server is away, or others hold the rest of the epoch and do "
-                    "not get on. See `chaos-lightning ps status`; options.patience_s sets how long to wait"
-                )
+            patience.look()
+
+    def _waits_for(self) -> str:
+        return f"{self.session.waits_for()}, after {self.session.base}. {WHERE_TO_LOOK}"
 
     @property
     def last_known(self) -> bool:
@@ -234,9 +238,7 @@ class OuterFit:
     def _take(self, boundary: Boundary, *, in_batch: bool, counted: int = 0) -> None:
         if boundary.outright and self.loader is not None:
             self.loader.leased.forget()
-        if boundary.reset_optimizer:
-            for optimizer in self.trainer.optimizers:
-                optimizer.state.clear()
+        renew(self.trainer.optimizers, boundary)
         self._ended = self._ended or boundary.over
         self.clock.put(self.session.reckoned, in_batch=in_batch, counted=counted, back=boundary.outright)
 
@@ -310,23 +312,10 @@ class OuterFit:
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
         """The first Ctrl+C or SIGTERM."""
-        if self._speaks:
-            say(f"{number.name}: leaving the job after the present step, once what was trained is durable")
         self._asked = True
         self.terminated |= number == signal.SIGTERM
-        aside(lambda _: self.session.leave(), number.name)
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
             handler(number, frame)
-
-    def _on_further_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """The second one says what it may cost; the third ends."""
-        for each in self._signals.before:
-            signal.signal(each, lambda which, _: end_by(signal.Signals(which)))
-        if self._speaks:
-            say(
-                f"{number.name}: still waiting for the parameter server. To end now may cost {self.session.at_risk} "
-                "inner steps of this cluster, which no durable version holds; once more ends"
-            )
 
     @property
     def _speaks(self) -> bool:
@@ -340,14 +329,7 @@ class OuterFit:
         if self._leaving:
             self.departed = True
             self.session.leave()
-        try:
-            self.session.finish(self._reason(), self._patience_s)
-        except DeadlineError as error:
-            if self._leaving:
-                raise
-            _log.warning("%s; this cluster is through, so it leaves, with %s", error, self.session.base)
-            self.session.leave()
-            self.session.finish("", self._patience_s)
+        self.session.finish(self._reason())
         self.clock.put(self.session.reckoned, in_batch=False, back=True)
 
     def _reason(self) -> str:

@@ -104,6 +104,7 @@ class ClusterFacts:
     leaving: bool = False
     ending: bool = False
     over: str = ""
+    waits_for: str = ""
     meet_in: int = 1
 
 
@@ -183,6 +184,10 @@ class RankedSession:
     def over(self) -> str:
         """Why this cluster's part is over; "" while it goes on."""
         return self._facts.over
+
+    def waits_for(self) -> str:
+        """What must come before this cluster trains on, in words."""
+        return self._facts.waits_for
 
     @property
     def at_risk(self) -> int:
@@ -279,15 +284,11 @@ class RankedSession:
 
     # ------------------------------------------------------------------ the end
 
-    def finish(self, reason: str, timeout_s: float) -> None:
-        """The ranks' loops are over: pushes the rest, and stays until the job ends, or until it has left.
-
-        Raises:
-            DeadlineError: It has not ended by then.
-        """
+    def finish(self, reason: str) -> None:
+        """The ranks' loops are over: as `OuterSession.finish`."""
         if self._untold.steps:
             self._tell_steps()
-        self._meet(lambda member: member.finish(reason, timeout_s))
+        self._meet(lambda member: member.finish(reason))
         self._share()
 
     def leave(self) -> None:
@@ -317,5 +318,6 @@ def _facts_of(member: OuterSession) -> ClusterFacts:
         member.leaving,
         member.ending,
         member.over,
+        member.waits_for(),
         member.idle_steps(MEET_S),
     )

@@ -220,7 +220,7 @@ class FitSession:
             "clock": lambda: self.outer.clock.manifest() if self.outer else {},
         }
         outer = self.outer
-        batch = self.elastic.quota * trainer.accumulate_grad_batches
+        batch = self.elastic.batch * trainer.accumulate_grad_batches
         beside = outer.enter(engine, batch, self.elastic) if outer else None
         self._state = LightningState(trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra, beside)
         self._stepper = Stepper(

@@ -377,6 +377,15 @@ def _shell(data: Any) -> Any:
     return data
 
 
+def declared_batch(loader: Any) -> int:
+    """Samples in a batch, as a loader or its batch sampler says; 0: neither does."""
+    for each in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(each, "batch_size", None)
+        if isinstance(size, int) and size > 0:
+            return size
+    return 0
+
+
 def batch_length(data: Any) -> int:
     """Samples in a batch of unknown make: the first tensor's first dimension, a list's length, else 1."""
     if isinstance(data, torch.Tensor):

@@ -69,6 +69,7 @@ class LeasedLoader:
     Attributes:
         loader: The user's.
         stats: Counters.
+        batch: Samples of a batch, of all ranks together.
         begun: The present pass has had a batch.
         epoch: Of the present pass.
     """
@@ -99,7 +100,7 @@ class LeasedLoader:
         self._part = part
         self._units = Orders(loader, seed=seed, stream="")
         self._units.warn_of_drop_last()
-        self._quota = self._units.quota * part[1]
+        self._quota, self.batch = self._units.quota * part[1], self._units.batch * part[1]
         self._feed = MapFeed(loader, self._units, seed=seed, stats=self.stats)
         self._ahead: deque[Tag] = deque()
         """Claimed and not handed out, a batch each."""

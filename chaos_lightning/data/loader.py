@@ -27,7 +27,7 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader, IterableDataset
 
 from chaos_lightning.data.accumulations import UNKNOWN_LENGTH, Accumulations, Resumed
-from chaos_lightning.data.feeds import IterableFeed, MapFeed, batch_length
+from chaos_lightning.data.feeds import IterableFeed, MapFeed, batch_length, declared_batch
 from chaos_lightning.data.order import Orders
 from chaos_lightning.data.source import AssignmentSource, MicroBatch, Stats
 from chaos_lightning.data.taped import TapeOrders
@@ -145,6 +145,11 @@ class ElasticLoader:
     def quota(self) -> int:
         """Units that this member takes per micro-batch, for Hello."""
         return self._units.quota if self._units is not None else 1
+
+    @property
+    def batch(self) -> int:
+        """Samples of a micro-batch of this member; 0: the loader does not say."""
+        return self._units.batch if self._units is not None else declared_batch(self.loader)
 
     @property
     def stream(self) -> str:

@@ -139,6 +139,11 @@ class Orders:
                 stacklevel=4,
             )
 
+    @property
+    def batch(self) -> int:
+        """Samples of a micro-batch: of the first one, where batches may have any size."""
+        return self.samples(self.keys(0, ((0, 1),))) if self.unit == "batch" else self.quota
+
     def samples(self, keys: Sequence[Any]) -> int:
         """How many samples these units are."""
         return sum(len(key) for key in keys) if self.unit == "batch" else len(keys)

@@ -50,6 +50,11 @@ class TapeOrders:
         assert tape.number == epoch, f"places of tape {epoch} are asked for, and tape {tape.number} is in"
         return self._orders.keys(tape.epoch, tape.positions(spans))
 
+    @property
+    def batch(self) -> int:
+        """Samples of a micro-batch."""
+        return self._orders.batch
+
     def samples(self, keys: Sequence[Any]) -> int:
         """How many samples these units are."""
         return self._orders.samples(keys)

@@ -8,6 +8,7 @@ are of a commit that all ranks know.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -18,7 +19,10 @@ from chaos_lightning.outer.control_client import ControlClient
 from chaos_lightning.outer.effects import Connected, Disconnected, TimePassed, Told
 from chaos_lightning.outer.hosting import host_for_cluster
 from chaos_lightning.outer.messages import Beat, ClusterHello, FromCluster
+from chaos_lightning.outer.types import NO_VERSION
 from chaos_lightning.security.credentials import Secret
+
+_log = logging.getLogger("chaos_lightning")
 
 
 class Attendant:
@@ -80,11 +84,14 @@ class Attendant:
 
     def _run(self) -> None:
         try:
-            again = self._hello().resume is not None
-            host_for_cluster(self._options, again=again, given_up=self._closing.is_set)
+            host_for_cluster(self._options, again=self._was_in, given_up=self._closing.is_set)
         except ChaosError as error:
-            self._refused(str(error))
-            return
+            self._note_trouble(error)
+            if not self._was_in:
+                self._refused(str(error))
+                return
+            # An outage ends no cluster: the stream's thread has the server started again and again.
+            _log.warning("cluster %s waits for its parameter server: %s", self._options.name, error)
         if self._closing.is_set():
             return
         self._client.start()
@@ -92,6 +99,12 @@ class Attendant:
             if self._beat is not None:
                 self._client.say(self._beat)
             self._happened(TimePassed())
+
+    @property
+    def _was_in(self) -> bool:
+        """The cluster has had a part in the job, as it is or before it was dismissed."""
+        hello = self._hello()
+        return hello.resume is not None or hello.newest != NO_VERSION
 
     def _connected(self) -> None:
         self.trouble = ""
@@ -104,5 +117,5 @@ class Attendant:
 
     def _note_trouble(self, error: ChaosError) -> None:
         self.trouble = str(error)
-        if isinstance(error, RefusedError) and self._hello().resume is None:
+        if isinstance(error, RefusedError) and not self._was_in:
             self._refused(str(error))

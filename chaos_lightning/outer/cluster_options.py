@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from chaos_lightning.declared import at_least, check_each, declared, document, one_of, same_as, setting
+from chaos_lightning.declared import at_least, check_each, declared, document, one_of, positive, same_as, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import split_endpoints
 from chaos_lightning.outer.options import DEFAULT_SERVER, VARIABLE, LeaderOptions
@@ -59,6 +59,11 @@ class ClusterOptions:
         "Part of the time between two pushes over which one is spread, and a version likewise, while training goes "
         "on. 0: they travel as fast as they can.",
         check=at_least(0, "a part of the time between two pushes"),
+    )
+    patience_s: float = setting(
+        1800.0,
+        "How long to wait for samples, or for the job's end, before this cluster gives up with an error.",
+        check=positive("seconds"),
     )
     followers: int = same_as(LeaderOptions, "followers")
     host_server: bool = setting(True, "Whether this process may start a server at a free endpoint of this machine.")

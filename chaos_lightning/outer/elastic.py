@@ -30,33 +30,29 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from chaos_lightning.errors import ChaosError, NoDonorError, StateError
+from chaos_lightning.errors import NoDonorError, StateError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.attendant import Attendant
 from chaos_lightning.outer.cluster import ClusterMachine, Phase
+from chaos_lightning.outer.cluster_model import ClusterModel
 from chaos_lightning.outer.cluster_options import ClusterOptions
-from chaos_lightning.outer.codec import Part, codec_named
-from chaos_lightning.outer.content import OuterContent
-from chaos_lightning.outer.fetching import (
-    drop_version,
-    fetch,
-    fetch_version,
-    hold_version,
-    version_name,
-)
-from chaos_lightning.outer.messages import ClusterHello, Holder, PushAnswered, Welcomed
-from chaos_lightning.outer.push_serving import PushServing
-from chaos_lightning.outer.ranks_machine import RanksEffect, RanksMachine, Sealed
-from chaos_lightning.outer.ranks_say import RankSays, read_text, text_of, tree_of, value_of, words_of_event
+from chaos_lightning.outer.codec import Part
+from chaos_lightning.outer.fetching import fetch, version_name
+from chaos_lightning.outer.getting import Sought, VersionGetter
+from chaos_lightning.outer.messages import ClusterHello, Holder
+from chaos_lightning.outer.push_serving import FETCH_S, PushServing
+from chaos_lightning.outer.ranks_machine import RankSays, RanksEffect, RanksMachine, Sealed
+from chaos_lightning.outer.ranks_say import read_text, text_of, tree_of, value_of
 from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.session import AGAIN_S, FETCH_S, STEPS_TOLD_S, Boundary
+from chaos_lightning.outer.session import Boundary
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.training_rates import TrainingRates
 from chaos_lightning.outer.types import (
@@ -69,7 +65,7 @@ from chaos_lightning.outer.types import (
 from chaos_lightning.planning.tape import Tape
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication.server import StateServer
-from chaos_lightning.replication.source import Dial, Endpoint
+from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import StateTable
 from chaos_lightning.security.credentials import Credentials
 
@@ -103,7 +99,6 @@ class _Step:
     """What this rank's part of the coming step is made of, and how fast it was."""
 
     samples: int = 0
-    loss: float | None = None
     since: float = field(default_factory=time.monotonic)
     rates: TrainingRates = field(default_factory=TrainingRates)
     kept_at: float = 0.0
@@ -140,10 +135,12 @@ class ElasticCluster:
         self, replica: Replica, agreement: Agreement, options: ClusterOptions, inner: InnerJob, events: EventLog
     ) -> None:
         self.options, self.agreement = options, agreement
-        self._replica, self._inner, self._events = replica, inner, events
-        self._grid = replica.grid(agreement.block)
-        self._codec = codec_named(agreement.codec)
-        self._content = OuterContent(replica, self._grid, self._codec)
+        self._inner, self._events = inner, events
+        self._model = ClusterModel(
+            replica, agreement, options, events, lambda: self._state.machine if self._state is not None else None
+        )
+        self._model.tells = False
+        self._content = self._model.content
         self._settings = OuterSettings.of_words(agreement.settings)
         self._secret = Credentials.load(options.keys_dir, options.token_file)
         self._changed = threading.Condition(threading.RLock())
@@ -159,20 +156,16 @@ class ElasticCluster:
         """So many of these stand in an answer that was given."""
         self._encoding: tuple[PushId, Future[Part]] | None = None
         self._encoded: tuple[PushId, Part, str] | None = None
-        self._fetched: tuple[VersionId, Part] | None = None
+        self._getter = VersionGetter(self._changed, self._model.empty, self._sought, server=inner.server)
         self._told: tuple[Any, Any] = (None, None)
         """What of these the last answer said."""
         self._me, self._ranks = "", 1
-        self._serving = PushServing(options, self._secret, self._grid, self._who, events.emit)
+        self._serving = PushServing(options, self._secret, self._model.grid, self._model.who, events.emit)
         self._step = _Step()
         self._reason = self._failed = ""
         self._leaves = False
-        self._untold, self._steps_told = (0, 0), 0.0
-        """Inner steps, and their samples, that the log has not heard of; when it last did."""
-        self._own: list[Tensor] | None = None
         self._closing = threading.Event()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
-        self._fetcher: threading.Thread | None = None
 
     # ------------------------------------------------------------------ questions
 
@@ -199,7 +192,7 @@ class ElasticCluster:
     @property
     def shows_base(self) -> bool:
         """Whether the model's parameters are the base's for now."""
-        return self._own is not None
+        return self._model.shows_base
 
     @property
     def base(self) -> VersionId:
@@ -256,9 +249,7 @@ class ElasticCluster:
         self._hello = self.machine.hello()
         self._reach(self._serving.holders)
         self._resume_encoding()
-        if self._fetcher is None:
-            self._fetcher = threading.Thread(target=self._fetch, name="chaos-outer-fetch", daemon=True)
-            self._fetcher.start()
+        self._getter.start()
         if first:
             self._attend()
 
@@ -276,8 +267,9 @@ class ElasticCluster:
         for push in list(self._content.pushes):
             self._free(push)
         self._drop_encoded()
+        self._getter.drop()
         with self._changed:
-            self._fetched, self._sent = None, 0
+            self._sent = 0
             self._news.clear()
 
     # ------------------------------------------------------------------ the state that travels
@@ -308,16 +300,16 @@ class ElasticCluster:
             "residual": content.residual is not None,
             "frozen": content.frozen is not None,
             "pushes": [
-                (tree_of(push), part.format == self._codec.push) for push, part in sorted(content.pushes.items())
+                (tree_of(push), part.format == self._model.codec.push) for push, part in sorted(content.pushes.items())
             ],
             "facts": 0 if facts is None else facts.numel(),
         }
 
     def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
-        whole, content = self._grid.whole, self._content
-        content.base = Part.empty(whole, self._codec.version) if manifest["base"] else None
-        content.residual = torch.zeros(self._grid.elements) if manifest["residual"] else None
-        content.frozen = torch.zeros(self._grid.elements) if manifest["frozen"] else None
+        whole, content = self._model.grid.whole, self._content
+        content.base = Part.empty(whole, self._model.codec.version) if manifest["base"] else None
+        content.residual = torch.zeros(self._model.grid.elements) if manifest["residual"] else None
+        content.frozen = torch.zeros(self._model.grid.elements) if manifest["frozen"] else None
         content.pushes = {
             value_of(push): Part.empty(whole, content.format_of(founding=not delta))
             for push, delta in manifest["pushes"]
@@ -344,12 +336,12 @@ class ElasticCluster:
     def answer(self) -> bytes:
         """What this rank says in the coming commit."""
         with self._changed:
-            events = tuple(map(words_of_event, self._news)) if self._first else ()
-            self._sent, self._told = len(events), (self._fetched, self._encoded)
+            events = tuple(self._news) if self._first else ()
+            self._sent, self._told = len(events), (self._getter.here, self._encoded)
             return text_of(self._answer(events))
 
-    def _answer(self, events: tuple[tuple[str, bytes], ...]) -> RankSays:
-        fetched, encoded = self._fetched, self._encoded
+    def _answer(self, events: tuple[cl.ClusterEvent, ...]) -> RankSays:
+        fetched, encoded = self._getter.here, self._encoded
         return RankSays(
             fetched[0] if fetched is not None else NO_VERSION,
             (encoded[0], encoded[2]) if encoded is not None and self._serving.holders else None,
@@ -366,7 +358,7 @@ class ElasticCluster:
         self._step.kept_at = 0.0 if self.dry else time.monotonic()  # without samples it does not wait for versions
         with self._changed:
             if self._first:
-                soon = self._fetched is not None or self._encoded is not None
+                soon = self._getter.here is not None or self._encoded is not None
                 self._changed.wait_for(lambda: self._has_news or self._closing.is_set(), SOON_S if soon else POLL_S)
         return self.answer()
 
@@ -374,7 +366,7 @@ class ElasticCluster:
     def _has_news(self) -> bool:
         """Something that the last answer did not say."""
         told = self._told
-        return bool(self._news or self._failed) or self._fetched is not told[0] or self._encoded is not told[1]
+        return bool(self._news or self._failed) or self._getter.here is not told[0] or self._encoded is not told[1]
 
     def alone(self) -> Boundary:
         """A commit of which nobody else has to know: the other ranks are gone."""
@@ -412,8 +404,11 @@ class ElasticCluster:
         found = Boundary()
         self._take_place(ranks)
         if steps:
-            self._step.loss = loss if loss is not None and self._step.samples else self._step.loss
-            self._measure(sum(each.samples for each in said), steps, began)
+            samples = sum(each.samples for each in said)
+            if self._first:
+                self._model.trained(steps, samples, loss if self._step.samples else None)
+            self._step.rates.take(samples, steps, began - self._step.since)
+            self._step.samples = 0
         for effect in state.commit(ranks, said, steps, spent):
             found = self._carry_out(effect, found)
         with self._changed:
@@ -445,38 +440,34 @@ class ElasticCluster:
     def _carry_out(self, effect: RanksEffect, found: Boundary) -> Boundary:
         match effect:
             case fx.Told(message):
-                self._note(message)
+                self._model.heard(message)
             case Sealed(push, manifest):
                 self._seal(push, manifest)
             case cl.Freeze(push, _):
-                self._tell_steps()
+                self._model.tell_steps()
                 self._content.freeze(push)
                 self._resume_encoding()
             case cl.Settle(push, answer):
                 self._content.settle(push, answer)
             case cl.Adopt(version, outright):
-                reset = outright and self._content.resets_optimizer
-                self._adopt(version, outright=outright)
+                part, self.state.having = self._getter.take(version), ()
+                reset = self._model.adopt(version, part, outright=outright, waited_s=self._step.waited)
                 return Boundary(version, found.outright or outright, found.reset_optimizer or reset)
             case cl.Free(push):
                 self._free(push)
             case cl.ReachHolders(holders):
                 self._reach(holders)
-            case cl.FetchVersion():
-                self._drop_fetched()
+            case cl.FetchVersion(version):
+                self._getter.drop(version)
+                self.state.having = ()
             case cl.TakeLast(version, steps, samples):
-                self._tell_steps()
-                self._content.end_with(version, self._fetched)
-                self._drop_fetched()
-                self._tell(
-                    "last_taken", version=str(version), steps=steps, samples=samples, incarnation=self._who()
-                )  # fmt: skip
+                self._model.take_last(version, self._getter.take(version), steps, samples)
                 return Boundary(version, True, found.reset_optimizer)
             case cl.Over(reason, again):
                 self._end_of_life(reason, again=again)
                 return Boundary(found.adopted, True, found.reset_optimizer)
             case fx.OuterNote(name, fields):
-                self._tell(name, **dict(fields))
+                self._model.tell(name, **dict(fields))
         return found
 
     # ------------------------------------------------------------------ pushes
@@ -503,7 +494,7 @@ class ElasticCluster:
                 return
             part = encoded.result()
             manifest = part.hash
-            self._tell(
+            self._model.tell(
                 "push_frozen", push=str(push), base=str(base), steps=steps, samples=samples,
                 nbytes=part.data.numel(), seconds=round(time.monotonic() - began, 6),
             )  # fmt: skip
@@ -546,86 +537,18 @@ class ElasticCluster:
 
     # ------------------------------------------------------------------ versions
 
-    def _adopt(self, version: VersionId, *, outright: bool) -> None:
-        assert self._fetched is not None
-        assert self._fetched[0] == version
-        part = self._fetched[1]
-        self._tell_steps()
-        exact = outright or not (self.options.overlap or self.machine.since_base[1])
-        self._content.adopt(part, outright=exact)
-        self._drop_fetched()
-        self._tell(
-            "version_adopted",
-            version=str(version),
-            outright=outright,
-            steps=self.machine.since_base[1],
-            waited_s=round(self._step.waited(), 6),
-            progress_samples=self.machine.job.samples,
-            progress_steps=self.machine.job.steps,
-            incarnation=self._who(),
-        )
-
-    def _drop_fetched(self) -> None:
-        with self._changed:
-            fetched, self._fetched, self.state.having = self._fetched, None, ()
-            self._changed.notify_all()
-        if fetched is not None:
-            drop_version(self._inner.server, *fetched)
-
-    def _fetch(self) -> None:
-        """Gets whichever version is wanted, again and again until it is here."""
-        part: Part | None = None
-        of = NO_VERSION
-        while not self._closing.is_set():
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing.is_set() or self._sources() is not None, 0.5)
-                found, state = self._sources(), self._state
-                machine = state.machine if state is not None else None
-            if found is None or machine is None or self._closing.is_set():
-                continue
-            wanted, ranks, holders = found
-            if part is None or of != wanted:
-                part, of = Part.empty(self._grid.whole, self._codec.version), wanted
-            began = time.monotonic()
-            try:
-                if ranks:
-                    self._copy(wanted, part, ranks)
-                else:
-                    dial: Dial = self._serving.dial
-                    nbytes = fetch_version(
-                        wanted, self._grid.cut(len(holders)), part.format, holders, part, dial, deadline_s=FETCH_S
-                    )
-                    seconds = round(time.monotonic() - began, 6)
-                    self._tell(
-                        "version_fetched",
-                        version=str(wanted),
-                        nbytes=nbytes,
-                        seconds=seconds,
-                        incarnation=str(machine.incarnation),
-                    )
-            except (ChaosError, OSError) as error:
-                _log.debug("version %s is not here yet: %s", wanted, error)
-                self._closing.wait(AGAIN_S)
-                continue
-            hold_version(self._inner.server, wanted, part)
-            with self._changed:
-                if self._state is state and self.machine is machine and machine.fetching == wanted:
-                    self._fetched, part = (wanted, part), None
-                    self._changed.notify_all()
-                else:
-                    drop_version(self._inner.server, wanted, part)
-
-    def _sources(self) -> tuple[VersionId, tuple[str, ...], tuple[Holder, ...]] | None:
-        """What is to be got, and from whom: from ranks that have it, else (the first rank alone) from the followers."""
+    def _sought(self) -> Sought | None:
+        """From ranks that have it, else (the first rank alone) from the followers."""
         state = self._state
         wanted = state.machine.fetching if state is not None else NO_VERSION
-        if state is None or wanted == NO_VERSION or (self._fetched is not None and self._fetched[0] == wanted):
+        if state is None or wanted == NO_VERSION:
             return None
         others = tuple(rank for rank in state.having if rank != self._me)
+
         if others:
-            return wanted, others, ()
-        holders = self._serving.holders
-        return (wanted, (), holders) if self._first and holders else None
+            return Sought(wanted, state.machine, lambda part: self._copy(wanted, part, others))
+        get = partial(self._model.get, wanted, serving=self._serving)
+        return Sought(wanted, state.machine, get) if self._first and self._serving.holders else None
 
     def _copy(self, wanted: VersionId, part: Part, ranks: Sequence[str]) -> None:
         name = version_name(wanted, part.shard, part.format.name)
@@ -642,9 +565,8 @@ class ElasticCluster:
     def _attend(self) -> None:
         """From here on this rank talks to the leader."""
         with self._changed:
-            self._first = True
+            self._first = self._model.tells = True
             self._news.clear()
-        self._untold = (0, 0)
 
         def happened(event: cl.ClusterEvent) -> None:
             with self._changed:
@@ -664,53 +586,15 @@ class ElasticCluster:
             self.options, self._secret, self._settings.heartbeat_s, hello=hello, happened=happened, refused=refused
         )
 
-    def _tell(self, name: str, **fields: Any) -> None:
-        """Into the cluster's log, which the first rank writes."""
-        if self._first:
-            self._events.emit(name, **fields)
-
-    def _tell_steps(self) -> None:
-        """Before what is frozen or adopted, so that what that covers or discards stands before it."""
-        (steps, samples), self._untold = self._untold, (0, 0)
-        self._steps_told = time.monotonic()
-        if steps:
-            loss, self._step.loss = self._step.loss, None
-            self._tell("inner_steps", steps=steps, samples=samples, loss=loss, incarnation=self._who())
-
-    def _who(self) -> str:
-        """The incarnation's name; "" before there is one."""
-        return str(self.machine.incarnation or "") if self._state is not None else ""
-
-    def _note(self, message: Any) -> None:
-        match message:
-            case Welcomed(term, incarnation, _, _, founded):
-                self._events.identify(str(incarnation), self.options.name)
-                self._tell("cluster_welcomed", incarnation=str(incarnation), term=term, founded=founded)
-            case PushAnswered(_, push, answer, version, reason):
-                self._tell("push_answered", push=str(push), answer=str(answer), version=str(version), reason=reason)
-
-    def _measure(self, samples: int, steps: int, now: float) -> None:
-        """Moving averages of what a second of training gives; waits do not count."""
-        if self._first:
-            self._untold = (self._untold[0] + steps, self._untold[1] + samples)
-            if now - self._steps_told > STEPS_TOLD_S:
-                self._tell_steps()
-        self._step.rates.take(samples, steps, now - self._step.since)
-        self._step.samples = 0
-
     # ------------------------------------------------------------------ what is judged
 
     def show_base(self) -> None:
         """The model's parameters are the base's until `show_own`; nothing may be trained meanwhile."""
-        if self._own is None and self._content.base is not None:
-            self._own = self._replica.copies()
-            self._replica.adopt(self._content.base, None)
+        self._model.show_base()
 
     def show_own(self) -> None:
         """The parameters are what is trained again. Idempotent."""
-        if self._own is not None:
-            self._replica.restore(self._own)
-            self._own = None
+        self._model.show_own()
 
     # ------------------------------------------------------------------ the end
 
@@ -723,15 +607,13 @@ class ElasticCluster:
         self._leaves = True
 
     def _end_of_life(self, reason: str, *, again: bool) -> None:
-        self._tell_steps()
-        self._tell("cluster_over", reason=reason, again=again, incarnation=self._who())
+        self._model.end(reason, again=again)
         if not again:
             return
-        _log.warning("cluster %s comes in again: %s", self.options.name, reason)
-        self._content.forget()
         for push in set(self._content.pushes) - set(self.machine.kept):
             self._free(push)
-        self._drop_fetched()
+        self._getter.drop()
+        self.state.having = ()
         self._drop_encoded()
         self._hello = self.machine.anew().hello()
         if self._attendant is not None:
@@ -739,7 +621,8 @@ class ElasticCluster:
             self._attend()
 
     def _leave_off(self) -> None:
-        attendant, self._attendant, self._first = self._attendant, None, False
+        attendant, self._attendant = self._attendant, None
+        self._first = self._model.tells = False
         if attendant is not None:
             attendant.close()
 
@@ -753,8 +636,7 @@ class ElasticCluster:
         self._leave_off()
         self._serving.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
-        if self._fetcher is not None:
-            self._fetcher.join(5.0)
+        self._getter.close()
         self._events.close()
 
 

@@ -16,15 +16,17 @@ from collections.abc import Callable, Mapping
 
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.codec import Part
-from chaos_lightning.outer.fetching import drop_push, hold_push
+from chaos_lightning.outer.fetching import drop_push, fetch_version, hold_push
 from chaos_lightning.outer.grid import Grid, Shard
 from chaos_lightning.outer.lines import SERVING, ParkedLines
 from chaos_lightning.outer.messages import Holder
-from chaos_lightning.outer.types import PushId
+from chaos_lightning.outer.types import PushId, VersionId
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.security.credentials import Secret
 
+FETCH_S = 600.0
+"""Longest time for one attempt at a version, however steadily bytes come."""
 _PAUSES = 3
 """So many are looked back on."""
 _LEAST_S = 1e-3
@@ -33,7 +35,7 @@ _VERSION_NBYTES = 2
 
 
 class PushServing:
-    """See the module. `serve`, `drop` and `dial` may be called by any thread, all else by one at a time.
+    """See the module. `serve`, `drop`, `dial` and `fetch` may be called by any thread, all else by one at a time.
 
     Args:
         options: Of the cluster.
@@ -69,7 +71,7 @@ class PushServing:
         )
 
     @property
-    def shards(self) -> tuple[Shard, ...]:
+    def _shards(self) -> tuple[Shard, ...]:
         """As the holders have them; none while there are none."""
         return self._grid.cut(len(self.holders)) if self.holders else ()
 
@@ -85,7 +87,7 @@ class PushServing:
 
     def serve(self, pushes: Mapping[PushId, Part]) -> None:
         """These can be asked for, as far as it is known how they are cut; their bytes must not change."""
-        shards = self.shards
+        shards = self._shards
         for push, part in pushes.items() if shards else ():
             with self._lock:
                 cut = self._cuts.get(push)
@@ -117,6 +119,12 @@ class PushServing:
     def dial(self, endpoint: Endpoint) -> socket.socket:
         """A connection to a follower, for versions. Any thread."""
         return self._lines.dial(endpoint)
+
+    def fetch(self, version: VersionId, part: Part) -> int:
+        """Fills `part` with a version, from all holders at once; its size in bytes. Errors are `fetch_version`'s."""
+        holders = self.holders
+        cut = self._grid.cut(len(holders))
+        return fetch_version(version, cut, part.format, holders, part, self.dial, deadline_s=FETCH_S)
 
     def close(self) -> None:
         """Hangs up everywhere."""

@@ -17,8 +17,7 @@ from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine
 from chaos_lightning.outer.messages import FromCluster
-from chaos_lightning.outer.ranks_say import RankSays, event_of
-from chaos_lightning.outer.types import NO_VERSION, Covered, PushId
+from chaos_lightning.outer.types import NO_VERSION, Covered, PushId, VersionId
 from chaos_lightning.planning.tape import Tape
 from chaos_lightning.protocol.spans import count, normalise, subtract
 from chaos_lightning.protocol.types import Span
@@ -34,6 +33,31 @@ class Sealed:
 
 RanksEffect = cl.ClusterEffect | Sealed | fx.Told
 """`Told`: the machines are about to hear this."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSays:
+    """What a rank says in a commit.
+
+    Attributes:
+        holds: The version that it has got.
+        frozen: The push that it has encoded, and the manifest.
+        samples: That its part of the step used.
+        rates: Samples and steps a second, as it measures.
+        over: Why the loop of all ranks is over; "" before.
+        leaves: The cluster is to leave.
+        failed: Why the server will not have this cluster, or why this rank cannot go on.
+        events: What the machines are to hear, if it is the first rank.
+    """
+
+    holds: VersionId = NO_VERSION
+    frozen: tuple[PushId, str] | None = None
+    samples: int = 0
+    rates: tuple[float, float] = (0.0, 0.0)
+    over: str = ""
+    leaves: bool = False
+    failed: str = ""
+    events: tuple[cl.ClusterEvent, ...] = ()
 
 
 @dataclass(slots=True)
@@ -140,8 +164,7 @@ class RanksMachine:
         if steps:
             covers = self.leased.cover(spent) if self.leased is not None else ()
             yield from self.machine.on(cl.Trained(sum(each.samples for each in said), covers, steps))
-        for words in first.events:
-            event = event_of(*words)
+        for event in first.events:
             if isinstance(event, fx.Told):
                 yield event
             yield from self.machine.on(event)

@@ -8,15 +8,14 @@ leader said travels as its own bytes.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import Phase
+from chaos_lightning.outer.ranks_machine import RankSays
 from chaos_lightning.outer.types import (
-    NO_VERSION,
     Covered,
     IncarnationId,
     JobProgress,
@@ -27,13 +26,15 @@ from chaos_lightning.outer.types import (
 from chaos_lightning.outer.vocabulary import TO_CLUSTER
 from chaos_lightning.replication.manifest import decode_manifest, encode_manifest
 
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (IncarnationId, VersionId, PushId, Offer, Covered, JobProgress, cl.Unpushed)
-}
+_VALUES = (IncarnationId, VersionId, PushId, Offer, Covered, JobProgress, cl.Unpushed, RankSays)
+_EVENTS = (fx.Connected, fx.Disconnected, fx.TimePassed)
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*_VALUES, *_EVENTS)}
 
 
 def tree_of(value: Any) -> Any:
     """As values that a manifest takes; equal values in equal order give equal trees."""
+    if isinstance(value, fx.Told):
+        return {"kind": "Told", "of": TO_CLUSTER.encode(value.message)}
     if isinstance(value, Phase):
         return {"kind": "Phase", "of": str(value)}
     if dataclasses.is_dataclass(value):
@@ -52,6 +53,8 @@ def value_of(tree: Any) -> Any:
     """Back from `tree_of`."""
     if isinstance(tree, dict):
         kind, of = tree["kind"], tree["of"]
+        if kind == "Told":
+            return fx.Told(TO_CLUSTER.decode(of))
         if kind == "Phase":
             return Phase(of)
         if kind == "dict":
@@ -73,43 +76,3 @@ def read_text(data: bytes) -> Any:
         return value_of(decode_manifest(data))
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"{len(data)} bytes of a rank's answer are malformed: {error!r}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class RankSays:
-    """What a rank says in a commit.
-
-    Attributes:
-        holds: The version that it has got.
-        frozen: The push that it has encoded, and the manifest.
-        samples: That its part of the step used.
-        rates: Samples and steps a second, as it measures.
-        over: Why the loop of all ranks is over; "" before.
-        leaves: The cluster is to leave.
-        failed: Why the server will not have this cluster, or why this rank cannot go on.
-        events: What the machines are to hear, if it is the first rank.
-    """
-
-    holds: VersionId = NO_VERSION
-    frozen: tuple[PushId, str] | None = None
-    samples: int = 0
-    rates: tuple[float, float] = (0.0, 0.0)
-    over: str = ""
-    leaves: bool = False
-    failed: str = ""
-    events: tuple[Any, ...] = ()
-
-
-_KINDS["RankSays"] = RankSays
-_EVENTS: dict[str, type] = {"connected": fx.Connected, "disconnected": fx.Disconnected, "passed": fx.TimePassed}
-_WORDS = {kind: word for word, kind in _EVENTS.items()}
-
-
-def words_of_event(event: cl.ClusterEvent) -> tuple[str, bytes]:
-    """What the first rank has machines hear, as it stands in its answer."""
-    return ("told", TO_CLUSTER.encode(event.message)) if isinstance(event, fx.Told) else (_WORDS[type(event)], b"")
-
-
-def event_of(word: str, data: bytes) -> cl.ClusterEvent:
-    """Back from `words_of_event`."""
-    return fx.Told(TO_CLUSTER.decode(data)) if word == "told" else _EVENTS[word]()

@@ -23,12 +23,15 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from chaos_lightning.errors import (
     ChaosError,
@@ -43,13 +46,14 @@ from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine, Phase
+from chaos_lightning.outer.cluster_model import ClusterModel
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.codec import Part, codec_named
-from chaos_lightning.outer.content import OuterContent
 from chaos_lightning.outer.control_client import ControlClient
-from chaos_lightning.outer.fetching import fetch_version
+from chaos_lightning.outer.getting import Sought, VersionGetter
 from chaos_lightning.outer.hosting import host_for_cluster
-from chaos_lightning.outer.messages import Dismissed, Holder, ProcessPlace, PushAnswered, Welcomed
+from chaos_lightning.outer.leaving import Patience
+from chaos_lightning.outer.messages import Holder, ProcessPlace
 from chaos_lightning.outer.push_serving import PushServing
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.settings import OuterSettings
@@ -68,14 +72,6 @@ from chaos_lightning.security.credentials import Credentials
 
 _log = logging.getLogger("chaos_lightning")
 
-FETCH_S = 600.0
-"""Longest time for one attempt at a version, however steadily bytes come."""
-AGAIN_S = 0.1
-"""Before another attempt."""
-TELL_S = 10.0
-"""Who waits says for what so often."""
-STEPS_TOLD_S = 1.0
-"""Inner steps are told in the event log at least so often."""
 _LOOK_S = 0.25
 
 
@@ -96,20 +92,6 @@ class Boundary:
     reset_optimizer: bool = False
     over: str = ""
     waited_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Untold:
-    """Inner steps that the event log has not heard of: how many, their samples, the last one's loss."""
-
-    steps: int = 0
-    samples: int = 0
-    loss: float | None = None
-    since: float = field(default_factory=time.monotonic)
-
-    def take(self, steps: int, samples: int, loss: float | None) -> None:
-        self.steps, self.samples = self.steps + steps, self.samples + samples
-        self.loss = loss if loss is not None else self.loss
 
 
 class _Life:
@@ -153,20 +135,14 @@ class OuterSession:
         """The job's, with the base."""
         self._events = events or EventLog(None)
         self._secret = Credentials.load(options.keys_dir, options.token_file)
-        self._replica = replica
-        self._grid = replica.grid(agreement.block)
-        self._codec = codec_named(agreement.codec)
         self._settings = OuterSettings.of_words(agreement.settings)
-        self._content = OuterContent(replica, self._grid, self._codec)
+        self._model = ClusterModel(replica, agreement, options, self._events, lambda: self._life.machine)
+        self._content = self._model.content
         self._changed = threading.Condition(threading.RLock())
-        self._todo: deque[cl.ClusterEffect] = deque()
-        """For the loop's thread."""
-        self._wanted = NO_VERSION
-        self._fetched: tuple[VersionId, Part] | None = None
+        self._todo: deque[tuple[cl.ClusterEffect, Part | None]] = deque()
+        """For the loop's thread; with the version that an effect adopts."""
+        self._getter = VersionGetter(self._changed, self._model.empty, self._sought, self._landed)
         self._claimed: dict[int, tuple[Span, ...]] = {}
-        self._own: list[Tensor] | None = None
-        """What is trained, while the base is shown."""
-        self._untold = _Untold()
         self._rates = TrainingRates()
         self._error: ChaosError | None = None
         """Why this cluster cannot go on."""
@@ -174,7 +150,7 @@ class OuterSession:
         self._trouble = ""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
         self._closing = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._beats = threading.Thread(target=self._beat, name="chaos-outer-beat", daemon=True)
         self._old: list[_Life] = []
         here = ProcessPlace(host_identity(), os.getpid(), start_time(os.getpid()))
         place = f"{options.name} (pid {here.pid})"
@@ -186,7 +162,7 @@ class OuterSession:
     def _live(self, machine: ClusterMachine) -> _Life:
         me = machine  # its name is known once it is welcomed
         serving = PushServing(
-            self.options, self._secret, self._grid, lambda: str(me.incarnation or ""), self._events.emit
+            self.options, self._secret, self._model.grid, lambda: str(me.incarnation or ""), self._events.emit
         )
         return _Life(machine, serving)
 
@@ -260,10 +236,8 @@ class OuterSession:
         """
         host_for_cluster(self.options)
         self._begin(self._life)
-        for name, work in (("beat", self._beat), ("fetch", self._fetch)):
-            thread = threading.Thread(target=work, name=f"chaos-outer-{name}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._beats.start()
+        self._getter.start()
         self._rest(self._is_in, timeout_s)
         if self.over:
             raise ConfigurationError(self.over)
@@ -286,14 +260,12 @@ class OuterSession:
         """
         began = time.monotonic()
         self._measure(samples, steps, began)
+        self._model.trained(steps, samples, loss)
         with self._changed:
             for each in covers:
                 self._unclaim(each)
-            self._untold.take(steps, samples, loss)
             self._feed(self._life, cl.Trained(samples, tuple(covers), steps), resting=True)
         done = self._rest(self._is_in)
-        if self._untold.since < began - STEPS_TOLD_S:
-            self._tell_steps()
         self._rested_at = time.monotonic()
         return Boundary(done.adopted, done.outright, done.reset_optimizer, self.over, self._rested_at - began)
 
@@ -337,25 +309,31 @@ class OuterSession:
 
     def show_base(self) -> None:
         """The model's parameters are the base's until `show_own`; nothing may be trained meanwhile."""
-        if self._own is None and self._content.base is not None:
-            self._own = self._replica.copies()
-            self._replica.adopt(self._content.base, None)
+        self._model.show_base()
 
     def show_own(self) -> None:
         """The parameters are what is trained again. Idempotent."""
-        if self._own is not None:
-            self._replica.restore(self._own)
-            self._own = None
+        self._model.show_own()
 
-    def finish(self, reason: str, timeout_s: float | None = None) -> None:
+    def finish(self, reason: str) -> None:
         """This cluster's loop is over: pushes the rest, and stays until the job ends, or until it has left.
 
+        Who is through long before the others leaves after `patience_s`.
+
         Raises:
-            DeadlineError: It has not ended by then.
+            DeadlineError: It was to leave, and could not in that time.
         """
-        if not self._life.machine.leaving:
+        leaving = self.leaving
+        if not leaving:
             self._feed(self._life, cl.LoopOver(reason), resting=True)
-        self._rest(lambda: bool(self.over), timeout_s)
+        try:
+            self._rest(lambda: bool(self.over), self.options.patience_s)
+        except DeadlineError as error:
+            if leaving:
+                raise
+            _log.warning("%s; this cluster is through, so it leaves, with %s", error, self.base)
+            self.leave()
+            self._rest(lambda: bool(self.over), self.options.patience_s)
 
     def leave(self) -> None:
         """Asks to go: what is there is pushed, and `finish` returns once that is durable. Any thread, and handlers."""
@@ -370,8 +348,9 @@ class OuterSession:
         for life in self._old:
             life.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
-        for thread in self._threads:
-            thread.join(5.0)
+        self._getter.close()
+        if self._beats.is_alive():
+            self._beats.join(5.0)
 
     # ------------------------------------------------------------------ standing still
 
@@ -387,7 +366,8 @@ class OuterSession:
             DeadlineError: It is not `done` by then.
             DepartedError: The session was closed.
         """
-        began = told = self._waits_since = time.monotonic()
+        self._waits_since = time.monotonic()
+        patience = Patience(self.options.name, self.waits_for, timeout_s)
         found = Boundary()
         while True:
             found = self._carry_out(found)
@@ -401,18 +381,11 @@ class OuterSession:
                 self._changed.wait_for(
                     lambda: bool(self._todo or self._error) or done() or self._closing.is_set(), _LOOK_S
                 )
-            now = time.monotonic()
-            if timeout_s is not None and now - began > timeout_s and not done():
-                raise self._overdue(timeout_s)
-            if now - told > TELL_S:
-                told = now
-                _log.warning("cluster %s waits for %s", self.options.name, self._waits_for())
+            if not done():
+                patience.look()
 
-    def _overdue(self, timeout_s: float) -> DeadlineError:
-        return DeadlineError(f"waited {timeout_s:g} s for {self._waits_for()}")
-
-    def _waits_for(self) -> str:
-        """In words."""
+    def waits_for(self) -> str:
+        """What must come before this cluster trains on, or may go, in words."""
         if self._trouble:
             return f"the parameter server at {','.join(self.options.endpoints)}: {self._trouble}"
         return self._life.machine.waits_for
@@ -424,27 +397,26 @@ class OuterSession:
             with self._changed:
                 if not self._todo:
                     return found
-                effect = self._todo.popleft()
+                effect, part = self._todo.popleft()
             match effect:
                 case cl.Freeze(push, base):
                     self._freeze(push, base)
                 case cl.Settle(push, answer):
                     self._content.settle(push, answer)
                 case cl.Adopt(version, outright):
-                    reset = outright and self._content.resets_optimizer
-                    self._adopt(version, outright)
+                    reset = self._adopt(version, part, outright)
                     found = Boundary(version, found.outright or outright, found.reset_optimizer or reset)
                 case cl.Free(push):
                     self._free_push(push)
                 case cl.TakeLast(version, steps, samples):
-                    self._take_last(version, steps, samples)
+                    self._take_last(version, part, steps, samples)
                     found = Boundary(version, True, found.reset_optimizer)
                 case cl.Over(reason, again):
                     self._end_of_life(reason, again)
                     found = Boundary(found.adopted, True, found.reset_optimizer)
 
     def _freeze(self, push: PushId, base: VersionId) -> None:
-        self._tell_steps()
+        self._model.tell_steps()
         began, covered = time.monotonic(), self._life.machine.covering
         self._content.freeze(push)
         self._worker.submit(self._encode, self._life, push, base, covered, began)
@@ -474,65 +446,37 @@ class OuterSession:
         )
         self._feed(life, cl.Frozen(push, manifest))
 
-    def _tell_steps(self) -> None:
-        """Into the log: before what is frozen or adopted, so that what that covers or discards stands before it."""
-        with self._changed:
-            untold, self._untold = self._untold, _Untold()
-        if untold.steps:
-            self._events.emit("inner_steps", steps=untold.steps, samples=untold.samples, loss=untold.loss)
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._waits_since
 
-    def _adopt(self, version: VersionId, outright: bool) -> None:
-        self._tell_steps()
-        assert self._fetched is not None
-        assert self._fetched[0] == version
-        _, part = self._fetched
-        self._fetched = None
-        # Without overlap nothing has been trained since, but after a void.
-        exact = outright or not (self.options.overlap or self._life.machine.since_base[1])
-        self._content.adopt(part, outright=exact)
+    def _adopt(self, version: VersionId, part: Part | None, outright: bool) -> bool:
+        reset = self._model.adopt(version, part, outright=outright, waited_s=self._waited_s)
         with self._changed:
             self.progress = self._life.machine.job
-            own = self._life.machine.since_base[1]
             if outright:
                 self._claimed.clear()
-        self._events.emit(
-            "version_adopted",
-            version=str(version),
-            outright=outright,
-            steps=own,
-            waited_s=round(time.monotonic() - self._waits_since, 6),
-            progress_samples=self.progress.samples,
-            progress_steps=self.progress.steps,
-        )
+        return reset
 
-    def _take_last(self, version: VersionId, steps: int, samples: int) -> None:
-        self._tell_steps()
-        self._content.end_with(version, self._fetched)
-        self._fetched = None
+    def _take_last(self, version: VersionId, part: Part | None, steps: int, samples: int) -> None:
+        self._model.take_last(version, part, steps, samples)
         with self._changed:
             self.progress = self._life.machine.job
             self._claimed.clear()
-        self._events.emit("last_taken", version=str(version), steps=steps, samples=samples)
-        if steps:
-            _log.warning("cluster %s: the job is over, and its last version, %s, lacks %d inner steps of this cluster",
-                         self.options.name, version, steps)  # fmt: skip
 
     def _end_of_life(self, reason: str, again: bool) -> None:
-        self._tell_steps()
-        self._events.emit("cluster_over", reason=reason, again=again)
         old = self._life
         if not again:
+            self._model.end(reason, again=False)
             self.over = reason
             return
-        _log.warning("cluster %s comes in again: %s", self.options.name, reason)
         with self._changed:
             old.over = True
+            self._model.end(reason, again=True)
             self._old.append(old)
             self._life = self._live(old.machine.anew())
             self._todo.clear()
             self._claimed.clear()
-            self._wanted, self._fetched = NO_VERSION, None
-            self._content.forget()
+            self._getter.drop()
             for push in set(self._content.pushes) - set(self._life.machine.kept):
                 self._free_push(push)
             self._let_go()
@@ -546,7 +490,7 @@ class OuterSession:
         """Its stream, and who is told what comes on it."""
 
         def hear(message: Any) -> None:
-            self._note(message)
+            self._model.heard(message)
             self._feed(life, fx.Told(message))
 
         def connected() -> None:
@@ -580,18 +524,6 @@ class OuterSession:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _note(self, message: Any) -> None:
-        match message:
-            case Welcomed(term, incarnation, _, _, founded):
-                self._events.identify(str(incarnation), self.options.name)
-                self._events.emit("cluster_welcomed", incarnation=str(incarnation), term=term, founded=founded)
-            case PushAnswered(_, push, answer, version, reason):
-                self._events.emit(
-                    "push_answered", push=str(push), answer=str(answer), version=str(version), reason=reason
-                )
-            case Dismissed(_, reason, again) if not again:
-                _log.warning("cluster %s is out: %s", self.options.name, reason)
-
     def _feed(self, life: _Life, event: cl.ClusterEvent, *, resting: bool = False) -> None:
         with self._changed:
             if life.over or life is not self._life:
@@ -605,14 +537,16 @@ class OuterSession:
             case fx.Say(message):
                 if life.client is not None:
                     life.client.say(message)
-            case cl.FetchVersion(version):
-                self._wanted = version
+            case cl.FetchVersion():
+                pass  # the machine's `fetching` says so
             case cl.ReachHolders(holders):
                 self._reach(holders)
             case fx.OuterNote(name, fields):
                 self._events.emit(name, **dict(fields))
+            case cl.Adopt(version) | cl.TakeLast(version):
+                self._todo.append((effect, self._getter.take(version)))
             case _:
-                self._todo.append(effect)
+                self._todo.append((effect, None))
 
     def _reach(self, holders: tuple[Holder, ...]) -> None:
         for life in (self._life, *self._old):
@@ -663,38 +597,37 @@ class OuterSession:
         while not self._closing.wait(self._settings.heartbeat_s):
             self._feed(self._life, fx.TimePassed())
 
-    def _fetch(self) -> None:
-        """Fetches whichever version is wanted, again and again until it is here."""
-        part: Part | None = None
-        of = NO_VERSION
-        while not self._closing.is_set():
-            with self._changed:
-                self._changed.wait_for(lambda: self._wanted != NO_VERSION or self._closing.is_set())
-                wanted, life = self._wanted, self._life
-                holders, shards = life.serving.holders, life.serving.shards
-            if self._closing.is_set():
-                return
-            if part is None or of != wanted:
-                part, of = Part.empty(self._grid.whole, self._codec.version), wanted
-            began = time.monotonic()
-            try:
-                if not holders:
-                    raise StateError("no follower is known yet")
-                nbytes = fetch_version(
-                    wanted, shards, self._codec.version, holders, part, life.serving.dial, deadline_s=FETCH_S
-                )
-            except (ChaosError, OSError) as error:
-                _log.debug("version %s is not here yet: %s", wanted, error)
-                self._closing.wait(AGAIN_S)
-                continue
-            self._events.emit(
-                "version_fetched", version=str(wanted), nbytes=nbytes, seconds=round(time.monotonic() - began, 6)
-            )
-            with self._changed:
-                if self._wanted != wanted or life is not self._life:
-                    continue
-                self._wanted, self._fetched, part = NO_VERSION, (wanted, part), None
-                self._feed(life, cl.Got(wanted))
+    def _sought(self) -> Sought | None:
+        life = self._life
+        wanted = life.machine.fetching
+
+        get = partial(self._model.get, wanted, serving=life.serving)
+        return Sought(wanted, life, get) if wanted != NO_VERSION and life.serving.holders else None
+
+    def _landed(self, version: VersionId) -> None:
+        self._feed(self._life, cl.Got(version))
+
+
+def renew(optimizers: Iterable[Optimizer], boundary: Boundary) -> None:
+    """Inner optimizers begin anew where a boundary says so, or (O10) with what would spoil the parameters again.
+
+    A rejection gives the parameters back, and not the optimizer's state. One that is not finite stays so for ever.
+    """
+    for optimizer in optimizers if boundary.outright else ():
+        if boundary.reset_optimizer or not _finite(optimizer.state):
+            optimizer.state.clear()
+
+
+def _finite(state: Any) -> bool:
+    if isinstance(state, Tensor):
+        return not state.is_floating_point() or bool(state.isfinite().all())
+    if isinstance(state, Mapping):
+        return all(map(_finite, state.values()))
+    return (
+        all(map(_finite, state))
+        if isinstance(state, (list, tuple))
+        else not isinstance(state, float) or isfinite(state)
+    )
 
 
 def first_positions(spans: Sequence[Span], positions: int) -> tuple[Span, ...]:
@@ -739,4 +672,4 @@ def agreement_of(
     )
 
 
-__all__ = ["Boundary", "OuterSession", "agreement_of", "first_positions"]
+__all__ = ["Boundary", "OuterSession", "agreement_of", "first_positions", "renew"]

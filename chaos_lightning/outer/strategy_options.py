@@ -55,9 +55,6 @@ class DiLoCoOptions(_Options):
     )
     leave_on_signals: bool = setting(True, "Whether SIGINT and SIGTERM leave the job politely instead of aborting.")
     start_timeout_s: float = setting(60.0, "How long to wait for the parameter server at the start.")
-    patience_s: float = setting(
-        1800.0, "How long to wait for samples, or for the job's end, before this cluster gives up with an error."
-    )
 
     @classmethod
     def of(cls, given: DiLoCoOptions | Mapping[str, Any] | None) -> DiLoCoOptions:
@@ -79,18 +76,35 @@ class DiLoCoOptions(_Options):
 
 
 def build(
-    options: DiLoCoOptions, arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+    options: DiLoCoOptions,
+    arguments: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+    *,
+    batch: int | None = None,
 ) -> tuple[OuterSettings, ClusterOptions]:
     """The job's rules and this cluster's settings: what was given over the environment over the defaults.
+
+    Args:
+        options: Of the strategy.
+        arguments: Its own; None where nothing was given.
+        environ: Of the process.
+        batch: Samples of a step as the training loader says, which is the default then; 0: it does not say.
 
     Raises:
         ConfigurationError: A value cannot be; names the setting or the variable.
     """
-    for name in ("start_timeout_s", "patience_s"):
-        declared(DiLoCoOptions)[name].demand(getattr(options, name))
+    declared(DiLoCoOptions)["start_timeout_s"].demand(options.start_timeout_s)
     given = {k: v for k, v in {**asdict(options), **arguments}.items() if v is not None}
     rules = declared(OuterSettings)
-    settings = OuterSettings(**from_environment(rules, environ) | {k: v for k, v in given.items() if k in rules})
+    told = from_environment(rules, environ) | {k: v for k, v in given.items() if k in rules}
+    if batch is not None and "batch" not in told:
+        if not batch:
+            raise ConfigurationError(
+                "the training loader does not say how many samples a batch has, by which the server weighs rounds: "
+                "set options.batch to the samples of a step of this cluster, on all its devices"
+            )
+        told["batch"] = batch
+    settings = OuterSettings(**told)
     own = {name: value for name, value in given.items() if name in declared(ClusterOptions)}
     return settings, ClusterOptions.build(own, environ)
 

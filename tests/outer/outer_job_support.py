@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from forked_support import run
@@ -16,6 +17,7 @@ from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import OuterSession, agreement_of
 from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import Agreement
 
 LEADER = "chaos_lightning.outer.leader_main"
 FOLLOWER = "chaos_lightning.outer.follower_main"
@@ -91,16 +93,29 @@ def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, st
     return loss.item()
 
 
-def open_session(
-    server: str, name: str, model: nn.Module, logs: str, settings: OuterSettings, *, length: int = 0, **options: object
-) -> OuterSession:
-    """A cluster's session, not started."""
+def cluster_parts(
+    server: str,
+    name: str,
+    model: nn.Module,
+    logs: str,
+    settings: OuterSettings,
+    *,
+    length: int = 0,
+    words: dict[str, str] | None = None,
+    **options: object,
+) -> tuple[Replica, Agreement, ClusterOptions, EventLog]:
+    """What a cluster's session is made of."""
     torch.set_num_threads(1)
     given = {"server": server, "name": name, "data": "local" if not length else "shared", "log_dir": logs, "block": 64}
     own = ClusterOptions.build({**given, "host_server": False, **options}, {})
     replica = Replica.of_module(model)
-    agreement = agreement_of(replica, own, settings, length=length)
-    return OuterSession(replica, agreement, own, EventLog.in_directory(logs, name, role="cluster"))
+    agreement = agreement_of(replica, own, settings, length=length, words=words)
+    return replica, agreement, own, EventLog.in_directory(logs, name, role="cluster")
+
+
+def open_session(*given: Any, **named: Any) -> OuterSession:
+    """A cluster's session, not started; arguments are those of `cluster_parts`."""
+    return OuterSession(*cluster_parts(*given, **named))
 
 
 def wait_for_file(path: Path, deadline_s: float = 60.0) -> None:

@@ -7,8 +7,7 @@ from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine
 from chaos_lightning.outer.messages import Welcomed
-from chaos_lightning.outer.ranks_machine import RanksMachine
-from chaos_lightning.outer.ranks_say import RankSays, words_of_event
+from chaos_lightning.outer.ranks_machine import RankSays, RanksMachine
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import IncarnationId, JobProgress, VersionId
 
@@ -18,7 +17,7 @@ HERE = VersionId(1, "a" * 32)
 def test_a_version_that_all_ranks_still_have_is_not_dropped_to_be_fetched_again() -> None:
     state = RanksMachine(ClusterMachine("e", "here", "n", agreement(OuterSettings(), 0)))
     welcome = fx.Told(Welcomed(1, IncarnationId("e", 1), 1, HERE, True, JobProgress()))
-    events = tuple(words_of_event(event) for event in (fx.Connected(), welcome))
+    events = (fx.Connected(), welcome)
     said = [RankSays(holds=HERE, events=events), RankSays(holds=HERE)]
     effects = list(state.commit(["a", "b"], said, 0, ()))
     assert [type(effect) for effect in effects] == [fx.Told, cl.Adopt]

@@ -113,7 +113,10 @@ class SessionDouble:
     def pause(self, timeout_s: float) -> None:
         """Nothing happens meanwhile."""
 
-    def finish(self, reason: str, timeout_s: float) -> None:
+    def waits_for(self) -> str:
+        return "nothing"
+
+    def finish(self, reason: str) -> None:
         self.calls.append(f"finish: {reason}")
         self._spend(dry=False)
         self._adopt()

@@ -20,7 +20,7 @@ from outer_double import SessionDouble
 from strategy_models import Regression, weights
 
 import chaos_lightning  # noqa: F401
-from chaos_lightning.errors import DeadlineError
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer.types import TICKS, JobProgress
 from chaos_lightning.protocol.spans import count
 from chaos_lightning.strategies import BySamples, DiLoCoStrategy
@@ -92,6 +92,23 @@ def test_a_short_accumulation_takes_its_step_at_the_end_of_what_is_dealt(tmp_pat
     fitted(tmp_path, Regression(), models.loader(20), accumulate_grad_batches=3, max_epochs=1)
     assert [count(each.spans) for each in made().trained] == [12, 8]
     assert dict(made().agreement.settings)["batch"] == "12"
+
+
+def test_a_batch_that_no_loader_tells_is_demanded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was silently 32. What the environment says went behind what the loader says."""
+
+    def batch(**told: Any) -> str:
+        fitted(tmp_path, Regression(), loader, told={"inner_steps": 4, **told})
+        return dict(made().agreement.settings)["batch"]
+
+    loader: Any = torch.utils.data.DataLoader([*models.loader()], batch_size=None)
+    with pytest.raises(ConfigurationError, match=r"set options\.batch"):
+        batch(data="local")
+    assert batch(data="local", options={"batch": 4}) == "4"
+    loader = models.loader()
+    assert batch() == "4"
+    monkeypatch.setenv("CHAOS_BATCH", "16")
+    assert batch() == "16"
 
 
 def test_the_epoch_goes_on_where_more_of_it_is_dealt(tmp_path: Path) -> None:
@@ -252,7 +269,7 @@ def test_a_signal_leaves_after_the_step(tmp_path: Path, data: str, number: signa
 
 
 def test_a_second_signal_says_what_it_may_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    def leave(session: SessionDouble, reason: str, timeout_s: float) -> None:
+    def leave(session: SessionDouble, reason: str) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     class Asked(Regression):
@@ -262,18 +279,6 @@ def test_a_second_signal_says_what_it_may_cost(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(SessionDouble, "finish", leave)
     fitted(tmp_path, Asked(), models.loader())
     assert "To end now may cost 3 inner steps of this cluster" in capfd.readouterr().err
-
-
-def test_who_is_through_long_before_the_others_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def finish(session: SessionDouble, reason: str, timeout_s: float) -> None:
-        session.calls.append(reason)
-        if "leave" not in session.calls:
-            raise DeadlineError("waited for the job to end")
-
-    monkeypatch.setattr(SessionDouble, "finish", finish)
-    run = fitted(tmp_path, Regression(), models.loader())
-    assert made().calls[-4:] == ["max_epochs=2 reached", "leave", "", "close"]
-    assert run.state.finished
 
 
 def test_an_exception_leaves_the_job_and_is_the_one_that_is_seen(tmp_path: Path) -> None:

@@ -135,10 +135,12 @@ class Oracle:
         """What the gate has seen after a round, with the state from before it (O12)."""
         if settings.policy != "robust":
             return
-        anew = not body.accepted and before.in_a_row + len(body.rejected) >= settings.gate_again
-        if body.gate.count != before.count + len(body.accepted) and not (anew and body.gate == GateState()):
+        whole = sum(weighed.part == 1.0 for weighed in body.accepted)
+        others = len(body.accepted) - whole + len(body.rejected)
+        anew = not whole and before.in_a_row + others >= settings.gate_again
+        if body.gate.count != before.count + whole and not (anew and body.gate == GateState()):
             raise Violation(
-                f"round {body.number} accepts {len(body.accepted)}, and its gate knows {body.gate.count} pushes after "
+                f"round {body.number} accepts {whole} as they are, and its gate knows {body.gate.count} pushes after "
                 f"{before.count} (O12)"
             )
 

@@ -33,8 +33,8 @@ from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.messages import Beat, ClusterHello, PushAnswered
-from chaos_lightning.outer.ranks_machine import RanksEffect, RanksMachine, Sealed
-from chaos_lightning.outer.ranks_say import RankSays, read_text, text_of, words_of_event
+from chaos_lightning.outer.ranks_machine import RankSays, RanksEffect, RanksMachine, Sealed
+from chaos_lightning.outer.ranks_say import read_text, text_of
 from chaos_lightning.outer.types import NO_VERSION, PushAnswer, PushId
 from chaos_lightning.protocol.spans import count
 from chaos_lightning.protocol.types import Span
@@ -123,7 +123,7 @@ class Rank(Client):
 
     def says(self, samples: int) -> RankSays:
         """What it contributes."""
-        events = tuple(map(words_of_event, self._news)) if self.attends else ()
+        events = tuple(self._news) if self.attends else ()
         self._sent = len(events)
         pace_s, ranks = self.ranks.spec.pace_s, self.ranks
         rates = (4 / pace_s, 1 / pace_s)

@@ -1,0 +1,85 @@
+"""How a cluster's loop waits and goes: whoever waits says for what, and signals leave an outer job politely."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from chaos_lightning.errors import DeadlineError
+from chaos_lightning.machine.signals import ExitSignals, Handler, aside, end_by, say
+
+TELL_S = 10.0
+"""Who waits says for what so often."""
+_log = logging.getLogger("chaos_lightning")
+
+
+class Patience:
+    """Of who waits, from now on.
+
+    Args:
+        who: Name of the cluster.
+        waits_for: What for, in words, as of now.
+        limit_s: For how long; None: for ever.
+        tells: Whether to warn: of several processes of a cluster one is enough.
+    """
+
+    def __init__(
+        self, who: str, waits_for: Callable[[], str], limit_s: float | None = None, *, tells: bool = True
+    ) -> None:
+        self._who, self._waits_for, self._limit_s, self._tells = who, waits_for, limit_s, tells
+        self._began = self._told = time.monotonic()
+
+    def look(self) -> None:
+        """It still waits.
+
+        Raises:
+            DeadlineError: It has waited for so long; says for what.
+        """
+        now = time.monotonic()
+        if self._limit_s is not None and now - self._began > self._limit_s:
+            raise DeadlineError(f"cluster {self._who} waited {self._limit_s:g} s for {self._waits_for()}")
+        if self._tells and now - self._told > TELL_S:
+            self._told = now
+            _log.warning("cluster %s waits for %s", self._who, self._waits_for())
+
+
+def _nothing(number: signal.Signals, frame: FrameType | None) -> None:
+    """There is no more to do."""
+
+
+def leaving_signals(
+    leave: Callable[[], None],
+    at_risk: Callable[[], int],
+    *,
+    speaks: Callable[[], bool] = lambda: True,
+    also: Handler = _nothing,
+) -> ExitSignals:
+    """The first signal leaves the job, the second one says what it may cost to end now, the third one ends.
+
+    Args:
+        leave: Asks to go. Called in a thread of its own.
+        at_risk: Inner steps of this cluster that no durable version holds.
+        speaks: Whether this process says so.
+        also: What else is done at the first signal, in the handler.
+    """
+
+    def first(number: signal.Signals, frame: FrameType | None) -> None:
+        if speaks():
+            say(f"{number.name}: leaving the job after the present step, once what was trained is durable")
+        aside(lambda _: leave(), number.name)
+        also(number, frame)
+
+    def again(number: signal.Signals, frame: FrameType | None) -> None:
+        for each in signals.before:
+            signal.signal(each, lambda which, _: end_by(signal.Signals(which)))
+        if speaks():
+            say(
+                f"{number.name}: still waiting for the parameter server. To end now may cost {at_risk()} inner steps "
+                "of this cluster, which no durable version holds; once more ends"
+            )
+
+    signals = ExitSignals(first, again=again)
+    return signals

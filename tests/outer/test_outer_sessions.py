@@ -1,0 +1,259 @@
+"""A cluster's session in this process, with a real leader and follower, where what happens when is the test's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from outer_job_support import OuterJob, cluster_parts, inner_step, open_session, small_model
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from until_support import until
+
+from chaos_lightning.diloco import DiLoCo
+from chaos_lightning.errors import ConfigurationError, DeadlineError, SchedulerUnreachableError
+from chaos_lightning.lab.harness import Harness
+from chaos_lightning.outer import attendant, leaving, push_serving
+from chaos_lightning.outer.content import OuterContent
+from chaos_lightning.outer.elastic import ElasticCluster
+from chaos_lightning.outer.lines import SERVING
+from chaos_lightning.outer.session import OuterSession
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import NO_VERSION, PushAnswer, PushId
+from chaos_lightning.replication.server import StateServer
+from chaos_lightning.replication.source import Endpoint
+
+EACH = OuterSettings(policy="async", inner_steps=1, batch=16)
+"""Each push is a version."""
+
+
+class Cluster:
+    """One with a session of its own, which does what it is told."""
+
+    def __init__(self, name: str, model: nn.Module, session: OuterSession) -> None:
+        self.name, self.model, self.session = name, model, session
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        self.steps = 0
+
+    def train(self) -> None:
+        """A step, whose push is answered when this returns; nothing is adopted for it."""
+        self.steps += 1
+        inner_step(self.model, self.optimizer, self.name, self.steps)
+        self.session.boundary(16)
+        machine = self.session._life.machine
+        until(lambda: machine.freezing is None and machine.open is None, "the answer to its push")
+
+    def settle(self) -> None:
+        """Until its base is the newest version."""
+        machine = self.session._life.machine
+
+        def newest() -> bool:
+            self.session.boundary(0, steps=0)
+            return machine.base == machine.newest
+
+        until(newest, "the newest version")
+
+
+class OneRank:
+    """The inner job of an elastic cluster whose other ranks are gone."""
+
+    def __init__(self) -> None:
+        self.server = StateServer(SERVING)
+
+    def ways(self, members: Sequence[str]) -> list[Endpoint]:
+        assert not members
+        return []
+
+    def dial(self, donor: Endpoint) -> Any:
+        raise AssertionError(f"there is no {donor}")
+
+
+class Elastic:
+    """An elastic cluster of one rank."""
+
+    def __init__(self, name: str, model: nn.Module, cluster: ElasticCluster) -> None:
+        self.name, self.model, self.cluster = name, model, cluster
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        self.steps = 0
+        cluster.found("nonce")
+        cluster.begin(name, first=True)
+
+    def meet(self, done: Callable[[], object], what: str) -> None:
+        """Its rank meets nobody else until this is so."""
+
+        def met() -> object:
+            self.cluster.alone()
+            return done()
+
+        until(met, what)
+
+    def train(self) -> None:
+        """A step, of which its rank has told."""
+        self.steps += 1
+        inner_step(self.model, self.optimizer, self.name, self.steps)
+        self.cluster.used(16)
+        self.cluster.commit([self.name], [self.cluster.answer()], steps=1)
+
+
+class Clusters:
+    """Of one job."""
+
+    def __init__(self, harness: Harness, meanwhile: ExitStack) -> None:
+        self.harness, self._meanwhile = harness, meanwhile
+        self.job = OuterJob(harness).start()
+
+    def come_in(self, name: str, model: nn.Module | None = None, rules: OuterSettings = EACH, **told: Any) -> Cluster:
+        """Another one, started."""
+        model = model or small_model()
+        session = open_session(self.job.server, name, model, str(self.harness.logs), rules, **told)
+        self._meanwhile.callback(session.close)
+        session.start()
+        return Cluster(name, model, session)
+
+    def elastic(self, name: str, rules: OuterSettings = EACH, **told: Any) -> Elastic:
+        """Another one, elastic, in."""
+        made = small_model()
+        parts = cluster_parts(self.job.server, name, made, str(self.harness.logs), rules, **told)
+        inner = OneRank()
+        cluster = ElasticCluster(parts[0], parts[1], parts[2], inner, parts[3])
+        self._meanwhile.callback(inner.server.close)
+        self._meanwhile.callback(cluster.close)
+        elastic = Elastic(name, made, cluster)
+        elastic.meet(lambda: cluster.base != NO_VERSION, "its first base")
+        return elastic
+
+
+@pytest.fixture
+def clusters(tmp_path: Path) -> Iterator[Clusters]:
+    with Harness(tmp_path, deadline_s=90) as harness, ExitStack() as meanwhile:
+        yield Clusters(harness, meanwhile)
+
+
+def test_a_version_that_comes_while_the_one_before_is_about_to_be_adopted(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took the other one's place, and training ended with an AssertionError."""
+    fast, slow = clusters.come_in("fast", codec="int8"), clusters.come_in("slow", codec="int8")
+    machine = slow.session._life.machine
+    hold, settles = Event(), Event()
+    fetch, settle = push_serving.fetch_version, OuterContent.settle
+
+    def fetch_later(*given: Any, **named: Any) -> int:
+        if hold.is_set():
+            assert settles.wait(30)
+        return fetch(*given, **named)
+
+    def settle_long(content: OuterContent, push: PushId, answer: PushAnswer) -> None:
+        if content is slow.session._content:
+            settles.set()
+            until(lambda: machine.fetching == NO_VERSION, "the version that is being fetched")
+        settle(content, push, answer)
+
+    monkeypatch.setattr(push_serving, "fetch_version", fetch_later)
+    monkeypatch.setattr(OuterContent, "settle", settle_long)
+    slow.train()
+    own = machine.newest
+    until(lambda: machine._here == own, "the version of its push")
+    hold.set()
+    fast.train()
+    until(lambda: machine.fetching > own, "the next version to be fetched")
+    assert slow.session.boundary(0, steps=0).adopted == own
+    slow.settle()
+    assert machine.base == machine.newest > own
+
+
+def test_who_is_through_long_before_the_others_leaves(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A plain loop waited for ever, without a word."""
+    monkeypatch.setattr(leaving, "TELL_S", 0.2)
+    clusters.come_in("first")
+    second = clusters.come_in("second", patience_s=0.5)
+    second.train()
+    second.session.finish("its rounds are over")
+    assert "asked to leave" in second.session.over
+    assert "cluster second waits for the end of the job: other clusters train" in caplog.text
+    assert "cluster second waited 0.5 s for the end of the job" in caplog.text
+    clusters.harness.wait_for("entry", lambda r: r["kind"] == "Removed")
+
+
+def test_a_plain_loop_that_is_dealt_no_samples_says_what_it_waits_for(clusters: Clusters) -> None:
+    """Another cluster has all there is, and does not get on."""
+    data = TensorDataset(torch.zeros(64, 8), torch.zeros(64, 3))
+    told = {"server": clusters.job.server, "block": 64, "host_server": False, "patience_s": 0.5, "inner_steps": 4}
+    models = small_model(), small_model()
+    with contextlib.ExitStack() as loops:
+        other, loop = (
+            loops.enter_context(DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.05), name=name, **told))
+            for name, model in zip(("other", "loop"), models, strict=True)
+        )
+        next(other.prepare(DataLoader(data, 8)))
+        with pytest.raises(DeadlineError, match=r"cluster loop waited 0.5 s for samples to train"):
+            _ = [loop.step() for _ in loop.prepare(DataLoader(data, 8))]
+        loops.pop_all()
+    for each in (loop, other):
+        each.__exit__(DeadlineError, None, None)
+
+
+def test_a_plain_loop_has_the_batch_of_its_loader(clusters: Clusters) -> None:
+    """It was silently 32, by which the server weighed its rounds."""
+    x, y = torch.zeros(24, 8), torch.zeros(24, 3)
+    told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False}
+    loaders: list[tuple[Any, str]] = [
+        (DataLoader(TensorDataset(x, y), 8), "local"),
+        (DataLoader(TensorDataset(x, y), batch_sampler=[[*range(12)], [*range(12, 24)]]), "shared"),
+        (((x[at : at + 6], y[at : at + 6]) for at in (0, 6)), "local"),
+    ]
+    batches, seen = list[int](), list[int]()
+    for loader, data in loaders:
+        model = small_model()
+        loop = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.05), data=data, **told)
+        with contextlib.suppress(ConfigurationError), loop:  # the job is the first one's
+            seen += [len(batch[0]) for batch in loop.prepare(loader)]
+        assert loop.session is not None
+        batches.append(OuterSettings.of_words(loop.session.agreement.settings).batch)
+    assert batches == [8, 12, 6]
+    assert seen == [8, 8, 8]
+
+
+def test_an_optimizer_whose_state_is_not_finite_begins_anew_with_the_first_rejection(clusters: Clusters) -> None:
+    """Each push was rejected for it, until the second one in a row."""
+    told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False, "inner_steps": 4}
+    model = small_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x = torch.randn(8, 8)
+    back = list[bool]()
+    with DiLoCo(model, optimizer, data="local", overlap=False, **told) as loop:
+        for step, (batch,) in enumerate(loop.prepare([(x,)] * 16)):
+            if step == 6:
+                optimizer.state[model[0].weight]["exp_avg"][0, 0] = torch.nan
+            optimizer.zero_grad()
+            (model(batch) ** 2).mean().backward()
+            optimizer.step()
+            back.append(loop.step().outright)
+    assert all(bool(tensor.isfinite().all()) for tensor in model.parameters())
+    assert back == [step == 7 for step in range(16)], "the push that covers that step was rejected, and no other one"
+
+
+def test_an_outage_ends_no_elastic_cluster(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server and the first rank were gone: the next one could not start the server, and all ranks stopped."""
+    ranks = clusters.elastic("ranks")
+    base, cluster = ranks.cluster.base, ranks.cluster
+
+    def full_disk(*given: Any, **named: Any) -> None:
+        raise SchedulerUnreachableError("the parameter server ended at once; No space left on device")
+
+    monkeypatch.setattr(attendant, "host_for_cluster", full_disk)
+    clusters.job.kill_server()
+    cluster._leave_off()
+    cluster.begin(ranks.name, first=True)
+    ranks.meet(lambda: "No space left on device" in cluster.waits_for(), "word of the trouble")
+    clusters.job.start()
+    ranks.train()
+    ranks.meet(lambda: cluster.base > base, "the version of its push")
