@@ -23,12 +23,13 @@ import base64
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import assert_never
 
 from chaos_lightning.outer.arrivals import UNTAUGHT, ArrivalRates
+from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.leases import Leases, chunk_size
 from chaos_lightning.outer.plain import built
 from chaos_lightning.outer.types import (
@@ -190,7 +191,9 @@ class SummedChain:
         """
         try:
             given = json.loads(zlib.decompress(base64.b64decode(body.state, validate=True)))
-            found: SummedChain = built(cls, given)
+            found = built(cls, given)
+            if not isinstance(found, cls):
+                raise TypeError(f"expected the fields of a chain, got {given!r:.40}")
         except (zlib.error, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"this summary cannot be read: {error!r}") from error
         return found
@@ -353,6 +356,13 @@ class OuterChain:
         """How far the job is with this version; nowhere with one that is not known."""
         state = self.states.get(version, BEGINNING)
         return JobProgress(state.counters.samples, state.counters.ticks, state.epoch)
+
+    def cut_for(self, names: Sequence[str]) -> bool:
+        """Whether as many followers hold shards as these would, and not all of them have other names."""
+        agreed = self.agreement
+        assert agreed is not None
+        blocks = Grid(tuple(tensor.elements for tensor in agreed.tensors), agreed.block).blocks
+        return len(self.cut) == min(len(names), blocks) and not {*names[:blocks]}.isdisjoint(self.cut)
 
     def open(self) -> tuple[PushId, ...]:
         """The next push to be answered of each incarnation that is in; what comes after it is unanswered, too."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,11 @@ def run(options: FollowerOptions) -> int:
     from chaos_lightning.outer.follower_process import FollowerProcess
     from chaos_lightning.outer.shard_files import ShardFiles
 
+    for module in filter(None, options.codecs.split(",")):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigurationError(f"--codecs {module}: {error}; is it on PYTHONPATH here?") from error
     torch.set_num_threads(1)  # it shares its machine with those who train
     give_back_large()
     secret = Credentials.load(options.keys_dir, options.token_file)

@@ -36,8 +36,8 @@ class FollowerOptions:
     job: str = same_as(Settings, "job")
     name: str = setting(
         "",
-        "Its name, which no other follower of the job has. One that starts with the name of another that is gone takes "
-        "its shard. By default this machine's name.",
+        "Its name, which no other follower of the job has. One that starts with the name and the files of another that "
+        "is gone goes on in its place; one with a name that has no shard stands by. By default this machine's name.",
     )
     dir: str = setting(
         "",
@@ -61,6 +61,12 @@ class FollowerOptions:
     keys_dir: str = same_as(EngineConfig, "keys_dir")
     links: str = same_as(EngineConfig, "links")
     log_dir: str = same_as(EngineConfig, "log_dir")
+    codecs: str = setting(
+        "",
+        "Modules to import first, with commas: they register codecs that a training script registers, too "
+        "(chaos_lightning.outer.codec.register_codec).",
+        metavar="MODULES",
+    )
 
     def __post_init__(self) -> None:
         check_each(self)

@@ -115,6 +115,11 @@ class ServerOptions(LeaderOptions):
         "their own.",
     )
 
+    links: str = same_as(EngineConfig, "links")
+    codecs: str = setting(
+        "", "Modules that followers import first, with commas: they register codecs.", metavar="MODULES"
+    )
+
     @property
     def folder(self) -> Path:
         """Of the chain, and with a folder for each follower."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from chaos_lightning.outer.attendance import Attendance
 from chaos_lightning.outer.chain import AHEAD
 from chaos_lightning.outer.leader_desk import LeaderDesk
-from chaos_lightning.outer.messages import DropPush, Freed, PushAnswered, Reopened
+from chaos_lightning.outer.messages import Dismissed, DropPush, Freed, PushAnswered, Reopened
 from chaos_lightning.outer.rounds import Rounds
 from chaos_lightning.outer.shards import Shards
 from chaos_lightning.outer.types import (
@@ -51,6 +51,8 @@ class Pushes:
         self._shards = shards
         self._attendance = attendance
         self.rounds = Rounds(desk.chain)
+        self._refused: dict[IncarnationId, tuple[PushId, str]] = {}
+        """Told last, of those that ever had a push refused."""
 
     # ------------------------------------------------------------------ questions
 
@@ -93,7 +95,10 @@ class Pushes:
         return False
 
     def _refuse(self, offer: Offer, reason: str) -> None:
-        self._desk.note("push_refused", push=str(offer.push), reason=reason)
+        said = offer.push, reason
+        if self._refused.get(offer.push.incarnation) != said:  # it is offered again with each heartbeat
+            self._refused[offer.push.incarnation] = said
+            self._desk.note("push_refused", push=str(offer.push), reason=reason)
 
     # ------------------------------------------------------------------ decisions
 
@@ -124,8 +129,14 @@ class Pushes:
         """The first content that all shards have."""
         if self._desk.chain.founded:
             return None
-        offers = [offer for offer in self.staged() if offer.base == NO_VERSION]
-        return Founded(self._desk.chain.next_number, offers[0]) if offers else None
+        for offer in self.staged():
+            if offer.base == NO_VERSION and all(f.staged[offer.push].finite for f in self._shards.up()):
+                return Founded(self._desk.chain.next_number, offer)
+            if offer.base == NO_VERSION:
+                cluster = self._attendance.clusters[offer.push.incarnation]
+                cluster.gone = "its parameters are not finite: no job can begin with them"
+                self._desk.send(cluster.conn, Dismissed(self._desk.term, cluster.gone, again=False))
+        return None
 
     def next_round(self) -> Round | Voided | None:
         """What is to be decided on staged pushes, unless too many versions are ahead of the disk already (O5)."""

@@ -91,7 +91,7 @@ def recut(store: Store, folder: Path, job: str, names: Sequence[str]) -> str:
         return ""
     grid = Grid(tuple(tensor.elements for tensor in chain.agreement.tensors), chain.agreement.block)
     wanted = tuple(names[: grid.blocks])
-    if len(wanted) == len(chain.cut):
+    if chain.cut_for(names):
         return ""
     end = store.take_term()
     chain = load_chain(store)  # what a leader that was ending wrote until then, a mark perhaps

@@ -104,7 +104,7 @@ def followers_of(options: ServerOptions) -> list[str]:
     _clear_up(chain, options.folder)
     if not options.followers:
         return [name for name in chain.cut if (options.folder / name).is_dir()] or names
-    if options.followers != len(chain.cut):
+    if chain.agreement is not None and not chain.cut_for(names):
         command = [sys.executable, "-m", "chaos_lightning.outer.recut", str(path), options.job, str(options.folder)]
         done = subprocess.run([*command, *names], capture_output=True, text=True, check=False)
         if done.returncode:
@@ -143,6 +143,8 @@ def _follower(options: ServerOptions, name: str) -> list[str]:
         "token-file": options.token_file,
         "keys-dir": options.keys_dir,
         "log-dir": options.log_dir,
+        "links": options.links,
+        "codecs": options.codecs,
     }
     return [f"--{word}={value}" for word, value in words.items() if value]
 

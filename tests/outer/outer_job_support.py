@@ -35,6 +35,8 @@ class OuterJob:
         self.harness = harness
         self.folder = harness.directory
         self.followers = [f"f{number}" for number in range(followers)]
+        self.more: list[str] = []
+        """Of each follower's command line."""
         self.server = f"127.0.0.1:{free_port()}"
 
     def start(self) -> OuterJob:
@@ -54,7 +56,7 @@ class OuterJob:
     def arguments_of(self, name: str) -> list[str]:
         """Of a follower's command line."""
         folder = str(self.folder / name)
-        return ["--server", self.server, "--name", name, "--dir", folder, *self._logs()]
+        return ["--server", self.server, "--name", name, "--dir", folder, *self.more, *self._logs()]
 
     def kill_server(self) -> None:
         """All processes of it, with SIGKILL."""

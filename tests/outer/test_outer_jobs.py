@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import math
 import time
 from collections.abc import Callable
@@ -22,10 +23,11 @@ from chaos_lightning.events.events import Record
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.observe.audit import VIOLATED
 from chaos_lightning.observe.outer_audit import audit_folder
-from chaos_lightning.outer import export
+from chaos_lightning.outer import export, follower_main
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.codec import FP32, Part, codec_named
 from chaos_lightning.outer.content import OuterContent
+from chaos_lightning.outer.follower_options import FollowerOptions
 from chaos_lightning.outer.gates import MeasuredPush
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.judging import judge
@@ -224,6 +226,37 @@ def test_a_cluster_of_an_earlier_job_that_wakes_in_the_next_one_is_sent_away(tmp
     assert "old is of job" in over["reason"]
     assert "which new at new" in over["reason"]
     assert len(led) == 2, "one leader of each job"
+
+
+def train_with_halves(server: str, name: str, logs: str) -> None:
+    """A cluster whose pushes travel by a codec of its own."""
+    importlib.import_module("halves_codec")
+    model, settings = small_model(), replace(SYNC, policy="async")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = open_session(server, name, model, logs, settings, codec="halves", overlap=False)
+    try:
+        session.start()
+        for step in range(3 * STEPS):
+            inner_step(model, optimizer, name, step)
+            session.boundary(16)
+        session.finish("it is through", 60)
+    finally:
+        session.close()
+
+
+def test_a_codec_of_a_users_own_is_imported_by_followers(tmp_path: Path) -> None:
+    with Harness(tmp_path, deadline_s=120) as harness:
+        job = OuterJob(harness)
+        job.more = ["--codecs=halves_codec"]
+        job.start()
+        harness.start_function("home", train_with_halves, job.server, "home", str(harness.logs))
+        harness.wait_all()
+        nbytes = {r["nbytes"] for r in harness.records if r.name == "push_staged" and r["push"] != "home~1/1"}
+        answers = [r["answer"] for r in harness.records if r.name == "push_answered"]
+    assert nbytes == {2 * sum(p.numel() for p in small_model().parameters())}
+    assert answers == ["accepted"] * 4
+    with pytest.raises(ConfigurationError, match="--codecs no_such_module"):
+        follower_main.run(FollowerOptions(codecs="no_such_module"))
 
 
 SHARED = OuterSettings(inner_steps=4, batch=8, epochs=2, heartbeat_s=1.0, reconnect_s=30.0, lease_ahead_s=2.0)

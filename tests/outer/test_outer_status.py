@@ -20,6 +20,7 @@ from chaos_lightning.outer.types import (
     Offer,
     PushId,
 )
+from chaos_lightning.protocol.spans import count
 
 SETTINGS = OuterSettings(policy="async", heartbeat_s=1.0, last_holder_timeout_s=500.0, lease_ahead_s=2.0)
 
@@ -34,6 +35,7 @@ class Rig:
         self.machine = LeaderMachine(OuterChain(), 1, 1)
         self.notes: list[tuple[str, dict[str, Any]]] = []
         self.keep = NO_VERSION
+        self.dismissed: dict[int, say.Dismissed] = {}
         self.granted: dict[int, tuple[Covered, ...]] = {}
         self.feed(fx.Heard(1, say.FollowerHello("f", "n", 0, (), NO_VERSION)))
 
@@ -49,6 +51,8 @@ class Rig:
                     case fx.SendTo(_, say.Keep(_, version)):
                         self.keep = version
                         waiting += [] if self.full else [fx.Heard(1, say.Written("f", version, "digest"))]
+                    case fx.SendTo(conn, say.Dismissed() as said):
+                        self.dismissed.setdefault(conn, said)
                     case fx.SendTo(conn, say.Granted(_, leased)):
                         self.granted[conn] = leased
                     case fx.SendTo(conn, say.Apply(_, entry)):
@@ -60,7 +64,8 @@ class Rig:
 
     def push(self, who: IncarnationId, number: int, *, finite: bool = True, covers: tuple[Covered, ...] = ()) -> None:
         push, base = PushId(who, number), self.machine.chain.newest
-        samples, conn = (8, self.machine.clusters[who].conn or 0) if base != NO_VERSION else (0, 2)
+        many = sum(count(each.spans) for each in covers) or 8
+        samples, conn = (many, self.machine.clusters[who].conn or 0) if base != NO_VERSION else (0, 2)
         self.feed(fx.Heard(conn, say.Beat(who, 1.0, 1.0, base, 0, 0, False)))
         self.feed(fx.Heard(conn, say.Offered(Offer(push, base, f"{push}", samples, 1 if samples else 0, covers))))
         products = (say.PushProduct(push, product(push, push)),) if finite else ()
@@ -109,6 +114,27 @@ def test_a_follower_that_computes_other_bits_is_named() -> None:
     rig.feed(fx.Heard(1, say.Applied("f", newest, differs=newest)))
     assert rig.shown["followers"][0]["bits_differ"] == str(newest)
     assert _follower(rig.shown["followers"][0])["bits"] == "differ from v1 on"
+
+
+def test_parameters_that_are_not_finite_found_no_job() -> None:
+    rig = Rig()
+    bad = rig.comes("bad", 2)
+    rig.push(bad, 1, finite=False)
+    rig.feed(fx.TimePassed())
+    assert not rig.machine.chain.founded
+    assert "not finite" in rig.machine.chain.over(bad)
+    assert not rig.dismissed[2].again
+    rig.push(rig.comes("good", 2), 1)
+    assert rig.machine.chain.founded
+
+
+def test_a_push_that_is_refused_again_and_again_is_told_once() -> None:
+    rig = Rig()
+    home = rig.comes("home", 2)
+    rig.push(home, 1)
+    for _ in range(3):
+        rig.feed(fx.Heard(2, say.Offered(Offer(PushId(home, 7), rig.machine.chain.newest, "m", 8, 1))))
+    assert [fields["push"] for name, fields in rig.notes if name == "push_refused"] == ["home~1/7"]
 
 
 def test_what_is_set_aside_is_an_event() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -224,6 +226,14 @@ def test_a_damaged_summary_is_an_error_of_the_store() -> None:
     store = MemoryStore()
     store.append("Summary", body_bytes(Summary("", "no state")), store.take_term(), cut=True)
     with pytest.raises(StoreError, match="does not follow"):
+        load_chain(store)
+
+
+def test_a_summary_of_nothing_is_an_error_of_the_store() -> None:
+    store = MemoryStore()
+    text = base64.b64encode(zlib.compress(b"null")).decode()
+    store.append("Summary", body_bytes(Summary("", text)), store.take_term(), cut=True)
+    with pytest.raises(StoreError, match="cannot be read"):
         load_chain(store)
 
 

@@ -19,6 +19,7 @@ from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.outer import recut as recutting
 from chaos_lightning.outer.export import read_version
 from chaos_lightning.outer.options import ServerOptions
+from chaos_lightning.outer.recut import recut
 from chaos_lightning.outer.server_main import followers_of
 from chaos_lightning.outer.shard_files import FolderContents, ShardFiles
 from chaos_lightning.outer.types import (
@@ -57,6 +58,15 @@ def test_both_durable_versions_are_cut_anew(job: Callable[..., Stopped], before:
     assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in tensors.values()]), newest.theta)
     stopped.cut(before)
     assert stopped.check().cut == stopped.chain.cut, "and back again, over the files that are still there"
+
+
+def test_followers_of_other_names_get_the_shards(job: Callable[..., Stopped]) -> None:
+    stopped = job(2)
+    with stopped.open() as store:
+        words = recut(store, stopped.folder, "job", ["other-0", "other-1"])
+        assert "cut anew for other-0, other-1" in words
+        assert recut(store, stopped.folder, "job", ["other-0", "other-1"]) == ""
+    assert stopped.now.cut == ("other-0", "other-1")
 
 
 def test_whoever_dies_between_any_two_steps_leaves_a_job_that_goes_on(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import tempfile
 import typing
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -12,6 +14,7 @@ from random import Random
 import torch
 from google.protobuf.message import DecodeError
 
+from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.store import StoreRecord
 from chaos_lightning.errors import ConfigurationError, StateError, StoreError, WireError
 from chaos_lightning.lab.fuzz import mutate
@@ -19,15 +22,39 @@ from chaos_lightning.lab.fuzz.readers import MOST_EFFECTS
 from chaos_lightning.lab.fuzz.target import FindingError, Target
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer import outer_pb2
-from chaos_lightning.outer.chain import OuterChain
+from chaos_lightning.outer.chain import OuterChain, SummedChain
+from chaos_lightning.outer.chain_store import load_chain
 from chaos_lightning.outer.cluster import ClusterMachine
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.kernel import OuterState
 from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import ClusterHello, FollowerHello, FromCluster, FromFollower, ToCluster, ToFollower
+from chaos_lightning.outer.messages import (
+    ClusterHello,
+    FollowerHello,
+    FromCluster,
+    FromFollower,
+    ToCluster,
+    ToFollower,
+)
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.shard_files import ShardFiles
-from chaos_lightning.outer.types import NO_VERSION, Agreement, Body, Counters, TensorSpec, VersionId
+from chaos_lightning.outer.summaries import summary_of
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    Agreement,
+    Body,
+    Counters,
+    Durable,
+    Founded,
+    IncarnationId,
+    JobOpened,
+    Joined,
+    Offer,
+    PushId,
+    Summary,
+    TensorSpec,
+    VersionId,
+)
 from chaos_lightning.outer.vocabulary import FROM_CLUSTER, FROM_FOLLOWER, TO_CLUSTER, TO_FOLLOWER, body_bytes, entry_of
 
 _KINDS = (FromCluster, ToCluster, FromFollower, ToFollower)
@@ -165,6 +192,32 @@ def _feed_cluster(data: bytes) -> None:
         machine.on(fx.TimePassed())
 
 
+# ------------------------------------------------------------------ summaries
+
+
+def _summary_seeds() -> list[bytes]:
+    chain, rng = OuterChain(), Random(7)
+    chain.follow(chain.entry(1, JobOpened(agreement(), "a test", "n")))
+    who = IncarnationId("a", 1)
+    chain.follow(chain.entry(1, Joined(who, "a test")))
+    chain.follow(chain.entry(1, Founded(1, Offer(PushId(who, 1), NO_VERSION, "m", 0, 0))))
+    for _ in range(2):
+        chain.follow(chain.entry(1, Durable(chain.newest, ("d",))))
+    text = zlib.decompress(base64.b64decode(summary_of(chain, ()).state))
+    return [text, *(mutate.json_of(text, rng) for _ in range(3))]
+
+
+def _read_summary(data: bytes) -> None:
+    """What a store's summary says: a chain that goes on from it, or a store that is refused."""
+    body = Summary("0" * 32, base64.b64encode(zlib.compress(data)).decode())
+    with contextlib.suppress(ValueError):
+        SummedChain.of(body)
+    with contextlib.suppress(StoreError):
+        store = MemoryStore()
+        store.append(Summary.__name__, body_bytes(body), store.take_term(), cut=True)
+        load_chain(store)
+
+
 # ------------------------------------------------------------------ files
 
 
@@ -215,6 +268,7 @@ OUTER: tuple[Target, ...] = (
         "outer-leader", "what clusters and followers say, by the leader", _leader_seeds, _feed_leader, _mutate_leader
     ),
     Target("outer-cluster", "what a leader says, by a cluster", _cluster_seeds, _feed_cluster, _mutate_cluster),
+    Target("outer-summary", "the text of a summary in a leader's store", _summary_seeds, _read_summary, mutate.json_of),
     Target("outer-files", "a follower's files", _file_seeds, _read_file, _mutate_file, 8 << 20),
 )
 
