@@ -3,7 +3,8 @@
 Four clusters train one character model. The slowest takes 1 + eta / 100 times as long for a step as the fastest, legs
 jitter by 20%, and one in twenty takes four times as long. Modes are compared at equal samples, and by the time that
 they take to a loss: data-parallel, sync (DiLoCo), async (naive), Delayed Nesterov alone, di_ps (the paper to the
-letter), robust. Then 5% of the pushes are poisoned. With --out, beside the JSON: NAME-samples.png and NAME-time.png.
+letter), robust. A cluster of robust begins anew with a cold inner optimizer. Then 5% of the pushes are poisoned. With
+--out, beside the JSON: NAME-samples.png and NAME-time.png.
 """
 
 from __future__ import annotations
@@ -156,8 +157,25 @@ def claims(result: Result, cases: Cases, *, strict: bool) -> None:
             result.headline.append(f"{name}: sync's loss at 60% after {part:.2f} of that time")
         most = {"eta 0": 1.02, "eta 200": 1.04}.get(name.split(", ")[1]) if strict else None
         result.add(f"{name}: final loss, robust / sync", final(robust) / final(sync), "ratio", most)
-    good = sum(track.verdicts.good_rejected for case in cases.values() for track in case[ROBUST])
-    result.add("good pushes that robust rejected", good, "count", 0)
+    judged = [track.verdicts for case in cases.values() for track in case[ROBUST]]
+    silent = sum(not verdicts.good for verdicts in judged)
+    result.add(f"runs of robust in which no push was answered, of {len(judged)}", silent, "count", 0)
+    result.add("good pushes that robust rejected", sum(v.good_rejected for v in judged), "count", 0)
+
+
+def newcomer(result: Result, task: Task, seeds: int, total: int) -> None:
+    """A cluster of robust begins anew in mid-training, with a cold inner optimizer."""
+    refused, others = [], 0
+    for seed in range(seeds):
+        mode = next(mode for mode in modes(task) if mode.name == ROBUST)
+        job = VirtualJob(task, mode, 200, seed, total)
+        job.kernel.after(total / task.batch / 8, job.clusters[1].begin_cold)
+        reasons = job.run().verdicts.reasons
+        refused.append(sum(reason.startswith("c1~") for reason in reasons))
+        others += len(reasons) - refused[-1]
+    most = OuterSettings().gate_patience
+    result.add(f"a cold newcomer: pushes of it that robust rejected, worst of {seeds}", max(refused), "count", most)
+    result.add("a cold newcomer: good pushes of the others that robust rejected", others, "count", 0)
 
 
 # ------------------------------------------------------------------------------------------------ poison
@@ -198,18 +216,24 @@ def poisoned_runs(result: Result, task: Task, etas: Sequence[int], seeds: int, t
     return whole
 
 
+def missed(made: int, caught: int) -> float:
+    """The part that was not as it is to be; of none, all: what was never made shows nothing."""
+    return (made - caught) / made if made else 1.0
+
+
 def poison_claims(result: Result, verdicts: Verdicts, *, strict: bool) -> None:
     """What robust is held to."""
     for kind in KINDS[:2]:
         made = verdicts.made[kind]
-        missed = (made - verdicts.caught[kind]) / max(1, made)
-        result.add(f"poison: missed, {kind}", missed, f"of {made}", 0.05 if strict else None)
+        result.add(
+            f"poison: missed, {kind}", missed(made, verdicts.caught[kind]), f"of {made}", 0.05 if strict else None
+        )
     company, caught = verdicts.flipped_in_company, verdicts.flipped_caught
-    missed = (company - caught) / max(1, company)
-    result.add("poison: missed, flipped, in windows of 3 and more", missed, f"of {company}", 0.1 if strict else None)
+    most = 0.1 if strict else None
+    result.add("poison: missed, flipped, in windows of 3 and more", missed(company, caught), f"of {company}", most)
     others, found = verdicts.made["flipped"] - company, verdicts.caught["flipped"] - caught
     result.add("poison: caught, flipped, in smaller windows", found, f"of {others}, {verdicts.alone} of them alone")
-    refused = verdicts.good_rejected / max(1, verdicts.good)
+    refused = missed(verdicts.good, verdicts.good - verdicts.good_rejected)
     result.add("poison: good ones rejected", refused, f"of {verdicts.good}", 0.005 if strict else None)
     for name, ratio in result.details["poisoned / clean"].items():
         result.add(f"poison: final loss / clean, robust, {name}", ratio, "ratio", 1.02 if strict else None)
@@ -243,6 +267,7 @@ def main() -> int:
     cases = clean_runs(result, MLP, etas, args.seeds, args.steps)
     cases |= clean_runs(result, SMALL_GPT, [200], args.gpt_seeds, args.gpt_steps)
     claims(result, cases, strict=strict)
+    newcomer(result, MLP, args.seeds, args.steps * MLP.batch)
     verdicts = poisoned_runs(result, MLP, etas, args.seeds, args.steps * MLP.batch, cases)
     if strict:
         verdicts.add(poisoned_runs(result, SMALL_GPT, [200], args.gpt_seeds, args.gpt_steps * SMALL_GPT.batch, cases))

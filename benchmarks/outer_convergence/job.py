@@ -314,6 +314,11 @@ class ClusterShell:
         after(WORD_S, lambda: self.feed(fx.Connected()))
         self.job.track.anew += 1
 
+    def begin_cold(self) -> None:
+        """Another process comes in its place, whose inner optimizer has seen nothing."""
+        self.learner.forget()
+        self._come_anew()
+
     # ------------------------------------------------------------------ training
 
     def _train(self) -> None:

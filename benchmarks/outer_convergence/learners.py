@@ -150,6 +150,10 @@ class Learner:
         self._optimizer = torch.optim.AdamW([whole], lr=rate * task.inner_lr, fused=True)
         self._slopes = slopes
 
+    def forget(self) -> None:
+        """The inner optimizer begins anew."""
+        self._optimizer.state.clear()
+
     def step(self, blocks: Tensor) -> None:
         """One inner step on these samples."""
         self._slopes.zero_()

@@ -312,11 +312,16 @@ class _OuterJudge:
                 elif any(isinstance(one, FrozenPush) for one in told):
                     found = _counted(told)
                     compared, steps = compared + found.compared, steps + found.steps
-                    discarded += found.discarded
+                    discarded += found.discarded + found.at_end
                     bad += [f"{cluster.name}: {text}" for text in found.bad]
         text = f"{steps} inner steps in {compared} pushes, each in one"
         text += f"; rejections and the job's end discarded {discarded} that were in none" if discarded else ""
         return self._finding(11, compared > 0, text if not bad else "see below", bad, remarks)
+
+
+def discarded_steps(cluster: ClusterLog) -> int:
+    """Inner steps in no push that rejections discarded, as far as the cluster's own log tells."""
+    return _counted(_once(cluster.history)).discarded
 
 
 def _agrees(heard: HeardAnswer, answer: str, version: str) -> bool:
@@ -393,13 +398,15 @@ class _Counted:
     Attributes:
         compared: Pushes that could be compared.
         steps: That they cover.
-        discarded: Steps that rejections discarded, or the job's end.
+        discarded: Steps in no push that rejections discarded.
+        at_end: Likewise, that the job's end did.
         bad: What is wrong.
     """
 
     compared: int = 0
     steps: int = 0
     discarded: int = 0
+    at_end: int = 0
     bad: list[str] = field(default_factory=list)
 
 
@@ -435,8 +442,11 @@ def _counted(told: Sequence[Happening]) -> _Counted:
                 void = pushes.pop(one.push, None)
                 if void is not None and left is not None:
                     left = left[0] + void.steps, left[1] + void.samples
-            case HeardAnswer(answer=PushAnswer.REJECTED.value) | Adoption(outright=True) | TookLast():
+            case HeardAnswer(answer=PushAnswer.REJECTED.value) | Adoption(outright=True):
                 found.discarded += left[0] if left is not None else 0
+                left, recent = (0, 0), []
+            case TookLast():
+                found.at_end += left[0] if left is not None else 0
                 left, recent = (0, 0), []
             case _:
                 pass

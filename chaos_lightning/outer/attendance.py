@@ -100,6 +100,16 @@ class Attendance:
         """Inner steps from one of its pushes to the next."""
         return cluster.steps or self._desk.settings.inner_steps
 
+    def sole_holders(self) -> dict[IncarnationId, float]:
+        """Who would be removed for its silence (s), if it did not alone hold a push that a shard may lack (O14)."""
+        desk = self._desk
+        silent_s = {who: desk.now - self.clusters[who].heard_s for who in self.living()}
+        for who, known in desk.chain.incarnations.items():
+            if who not in self.clusters and not known.over:
+                silent_s[who] = desk.now - desk.begun_s
+        missed_s = MISSED * desk.settings.heartbeat_s
+        return {who: for_s for who, for_s in silent_s.items() if for_s > missed_s and self._holds_alone(who)}
+
     def offers(self) -> list[Offer]:
         """Open pushes of those that are in."""
         found = [self.clusters[who].offer for who in self.living()]
@@ -171,7 +181,7 @@ class Attendance:
         if self._desk.chain.agreement is not None or not self._hellos:
             return None
         name, (_, hello) = next(iter(self._hellos.items()))
-        return JobOpened(hello.agreement, f"{name} at {hello.place}")
+        return JobOpened(hello.agreement, f"{name} at {hello.place}", hello.nonce)
 
     def next_join(self, welcome: Callable[[int, IncarnationId, ClusterHello], None]) -> Joined | None:
         """Who comes in next.
@@ -236,17 +246,14 @@ class Attendance:
         for who in self.living():
             self._desk.send(self.clusters[who].conn, message)
 
-    def removed(self, who: IncarnationId, reason: str) -> Offer | None:
-        """It is over; returns its open push, which no round takes any more."""
+    def removed(self, who: IncarnationId, reason: str) -> None:
+        """It is over."""
         cluster = self.clusters.pop(who, None)
         if (oldest := self.oldest()) is not None and oldest.number > who.number:
             self.tell_all(Eldest(self._desk.term, oldest))
-        if cluster is None:
-            return None
-        self._desk.send(cluster.conn, Dismissed(self._desk.term, reason, again=True))
-        if cluster.conn is not None:
+        if cluster is not None and cluster.conn is not None:
+            self._desk.send(cluster.conn, Dismissed(self._desk.term, reason, again=True))
             self._conns.pop(cluster.conn, None)
-        return cluster.offer
 
     def paced(self) -> tuple[PacedCluster, ...]:
         """Who trains, and with which pace from the next round on: where that is the policy, all arrive together."""

@@ -159,6 +159,7 @@ class SummedChain:
 
     agreement: Agreement | None
     by: str
+    job_id: str
     leases: str
     newest: VersionId
     durable: tuple[tuple[VersionId, tuple[str, ...]], ...]
@@ -223,6 +224,7 @@ class OuterChain:
         paced: What is known of the pace of those who live.
         agreement: What all clusters have in common; None before the first one has come.
         by: Where that one ran.
+        job_id: The job's name among all jobs: the hash of the entry that opened it; "" before.
         leases: Who may train which samples; None where each cluster has its own data.
         ended: The last version and why; None while the job goes on.
         last_in: Who was in when it ended.
@@ -237,6 +239,7 @@ class OuterChain:
         self._whole = whole
         self.agreement: Agreement | None = None
         self.by = ""
+        self.job_id = ""
         self.leases: Leases | None = None
         self.position = 0
         self.hash = ""
@@ -351,6 +354,10 @@ class OuterChain:
         state = self.states.get(version, BEGINNING)
         return JobProgress(state.counters.samples, state.counters.ticks, state.epoch)
 
+    def open(self) -> tuple[PushId, ...]:
+        """The next push to be answered of each incarnation that is in; what comes after it is unanswered, too."""
+        return tuple(PushId(who, known.next) for who, known in self.incarnations.items() if not known.over)
+
     def needed(self) -> set[PushId]:
         """Pushes whose bytes somebody may ask for: accepted, and not held by the second newest durable version (O5)."""
         found: set[PushId] = set()
@@ -374,7 +381,7 @@ class OuterChain:
         body = entry.body
         match body:
             case JobOpened(agreement, by):
-                self.agreement, self.by = agreement, by
+                self.agreement, self.by, self.job_id = agreement, by, entry.hash
                 # Nobody can have joined before.
                 self.leases = (
                     Leases(agreement.length, chunk_size(agreement.length, CHUNKS)) if agreement.length else None

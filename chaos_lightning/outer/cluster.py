@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from chaos_lightning.outer.effects import Connected, Disconnected, OuterNote, Say, TimePassed, Told
@@ -235,7 +235,7 @@ LAST_S = 60.0
 """For so long after the job's end a cluster tries to get the last version; followers serve it as long."""
 _AWAY, _CONNECTED, _WELCOME = range(3)
 """How a cluster stands with the leader; a welcome is an answer to its hello."""
-_GIVEN = frozenset({"name", "place", "nonce", "agreement", "process", "overlap", "shared", "_out", "_resting"})
+_GIVEN = frozenset({"name", "nonce", "agreement", "overlap", "_hello", "shared", "_out", "_resting"})
 """What a machine is made with, or holds during an event alone."""
 
 
@@ -261,11 +261,11 @@ class ClusterMachine:
         process: ProcessPlace = ProcessPlace(),
         overlap: bool = True,
     ) -> None:
-        self.name = name
-        self.place = place
-        self.nonce = nonce
+        self.name, self.nonce = name, nonce
         self.agreement = agreement
-        self.process = process
+        self._hello = ClusterHello(name, place, nonce, 0, None, NO_VERSION, NO_VERSION, agreement, process)
+        self.job_id = ""
+        """Of the job that it was let into; "" before."""
         self.overlap = overlap
         self.inner_steps = self._usual_steps = OuterSettings.of_words(agreement.settings).inner_steps
         """From one push to the next, at least."""
@@ -331,10 +331,15 @@ class ClusterMachine:
 
     def hello(self) -> ClusterHello:
         """The first word on a stream to a leader."""
-        return ClusterHello(
-            self.name, self.place, self.nonce, self.term, self.incarnation, self.base, self.newest,
-            self.agreement, self.process, tuple(sorted(self.kept)),
-        )  # fmt: skip
+        return replace(
+            self._hello,
+            term=self.term,
+            resume=self.incarnation,
+            base=self.base,
+            newest=self.newest,
+            kept=tuple(sorted(self.kept)),
+            job_id=self.job_id,
+        )
 
     @property
     def freezing(self) -> PushId | None:
@@ -488,7 +493,7 @@ class ClusterMachine:
         self.term = message.term
         match message:
             case Welcomed():
-                self._founded = message.founded
+                self._founded, self.job_id = message.founded, message.job_id
                 if not message.founded:  # or not any more
                     self._served = self._fetching = NO_VERSION
                 self._on_welcome(message.incarnation, message.first)
@@ -693,9 +698,9 @@ class ClusterMachine:
 
     def anew(self) -> Self:
         """With which the same process comes in again: its pushes are kept for whoever needs them (O3a, O3b)."""
-        found = type(self)(
-            self.name, self.place, self.nonce, self.agreement, process=self.process, overlap=self.overlap
-        )
+        me = self._hello
+        found = type(self)(self.name, me.place, self.nonce, self.agreement, process=me.process, overlap=self.overlap)
+        found.job_id = self.job_id
         found.term, found.newest, found.verdict, found.leaving = self.term, self.newest, self.verdict, self.leaving
         found.kept, found._in = dict(self.kept), dict(self._in)
         return found

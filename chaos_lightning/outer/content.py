@@ -18,7 +18,7 @@ from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.types import PushAnswer, PushId
 
 RESETS = 2
-"""Rejections in a row at which the inner optimizer begins anew."""
+"""Rejections in a row at which the inner optimizer begins anew, and again at each doubling."""
 
 
 class OuterContent:
@@ -87,8 +87,12 @@ class OuterContent:
 
     @property
     def resets_optimizer(self) -> bool:
-        """After so many rejections in a row the state of the inner optimizer goes, too (O10)."""
-        return self.rejections >= RESETS
+        """At some rejections of a row the state of the inner optimizer goes, too (O10).
+
+        Not at each one: a cold optimizer may be what makes pushes too long, and needs time. Nor only once: what spoiled
+        it may come again.
+        """
+        return self.rejections >= RESETS and self.rejections & (self.rejections - 1) == 0
 
     def adopt(self, version: Part, *, outright: bool) -> None:
         """Takes a version over; `outright`: what was trained since the freezing is gone."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import queue
 import random
 import threading
@@ -40,7 +41,11 @@ from chaos_lightning.security.credentials import Credentials, Secret, open_chann
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
+_log = logging.getLogger("chaos_lightning")
+
 WHAT = "parameter server"
+ENDED = grpc.StatusCode.FAILED_PRECONDITION
+"""With which a leader ends streams that leads no more, and says why."""
 
 PULSE_S = 0.5
 """A leader says something so often on each stream."""
@@ -106,6 +111,9 @@ class _Stream:
                 self._inbox.put((self, None if empty else self._from_leader.unwrap(envelope)))
         except grpc.RpcError as error:
             reason = explain(error, self._endpoint, self._secret, probe_s, WHAT)
+            if error.code() is ENDED:
+                reason = SchedulerUnreachableError(f"the {WHAT} at {self._endpoint} leads no more: {error.details()}")
+                _log.warning("%s", reason)
         except WireError as error:
             reason = error
         finally:

@@ -27,7 +27,7 @@ from chaos_lightning.outer.effects import (
 )
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.line_keys import LineKeyIssuer
-from chaos_lightning.outer.messages import ClusterHello, FollowerHello, JobFinished
+from chaos_lightning.outer.messages import ClusterHello, FollowerHello
 from chaos_lightning.outer.streams import ClientStreams
 from chaos_lightning.outer.types import Entry
 
@@ -103,6 +103,7 @@ class OuterDriver:
 
     def _tell_the_end(self, event: LeaderEvent, streams: ClientStreams) -> None:
         assert self.machine is not None
-        ended = self.machine.chain.ended
-        if ended is not None and isinstance(event, Heard) and isinstance(event.message, ClusterHello | FollowerHello):
-            streams.send(event.conn, JobFinished(self.machine.term, ended.version, ended.reason))
+        if isinstance(event, Heard) and isinstance(event.message, ClusterHello | FollowerHello):
+            told = self.machine.farewell(event.message)
+            if told is not None:
+                streams.send(event.conn, told)

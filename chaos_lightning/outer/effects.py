@@ -142,10 +142,17 @@ class NotFetched:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The state stands at this version; `momentum`: products of the pushes that are here with its momentum."""
+    """The state stands at this version.
+
+    Attributes:
+        version: Which.
+        momentum: Products of the pushes that are here with its momentum.
+        differs: It was durable once, with other bits.
+    """
 
     version: VersionId
     momentum: tuple[PushProduct, ...] = ()
+    differs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +226,13 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Empty:
+    """This version has no content, as nothing stands any more: the state goes, then `Computed`."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
     """Write a copy of the state, which is this version's, then `Saved`."""
 
@@ -255,4 +269,13 @@ class JobOver:
     reason: str
 
 
-FollowerEffect = Say | HoldShard | FetchPush | Compute | Save | Load | Delete | Forget | JobOver | OuterNote
+@dataclass(frozen=True, slots=True)
+class TurnedAway:
+    """A leader has no use for this process, and says why: it ends."""
+
+    reason: str
+
+
+FollowerEffect = (
+    Say | HoldShard | FetchPush | Compute | Empty | Save | Load | Delete | Forget | JobOver | TurnedAway | OuterNote
+)

@@ -53,6 +53,18 @@ EVENTS = (
         note="{of} is not let in: {reason}",
     ),
     Event(
+        "set_aside",
+        "positions are not trained any more in this epoch, since pushes that cover them were rejected again and again",
+        {"epoch": "which", "spans": "half-open intervals of positions", "reason": "whose pushes they were, in words"},
+        note="{reason}",
+    ),
+    Event(
+        "follower_refused",
+        "a follower is not let in",
+        {"of": "its name", "reason": "why"},
+        note="follower {of} is not let in: {reason}",
+    ),
+    Event(
         "outer_leader_ended",
         "a leader decides nothing more",
         {"reason": "why", "failed": "whether that is not how it should end"},

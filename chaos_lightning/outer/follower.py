@@ -28,6 +28,7 @@ from chaos_lightning.outer.effects import (
     Delete,
     Disconnected,
     DiskTrouble,
+    Empty,
     Fetched,
     FetchPush,
     FollowerEffect,
@@ -44,10 +45,12 @@ from chaos_lightning.outer.effects import (
     Saved,
     Say,
     Told,
+    TurnedAway,
 )
 from chaos_lightning.outer.messages import (
     Applied,
     Apply,
+    Dismissed,
     DropPush,
     FollowerHello,
     FromFollower,
@@ -87,6 +90,7 @@ class FollowerMachine:
         shard: Which one it holds; -1: none yet.
         agreement: Of the job; None before its first cluster has come.
         lost: Why its shard cannot be had any more; "" as long as it can.
+        job_id: Of the job that it obeys a leader of; "": none yet.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class FollowerMachine:
         self.shards = 0
         self.agreement: Agreement | None = None
         self.lost = ""
+        self.job_id = ""
         self._obeys = False
         """The leader of this term has shown it its own start."""
         self._connected = False
@@ -128,6 +133,8 @@ class FollowerMachine:
         self._saving = NO_VERSION
         self._momentum: tuple[PushProduct, ...] = ()
         """Products with the momentum, where the state stands."""
+        self._differs = NO_VERSION
+        """With it this process began to compute other bits than were durable."""
         self._out: list[FollowerEffect] = []
 
     @property
@@ -147,10 +154,7 @@ class FollowerMachine:
         match event:
             case Connected():
                 self._connected = True
-                files = tuple(sorted(self.disk, key=lambda file: file.version))
-                self._say(
-                    FollowerHello(self.name, self.nonce, self.term, files, self.version, self.endpoint, self.process)
-                )
+                self._say(self._hello())
             case Disconnected():
                 self._connected = False
             case Told(message):
@@ -171,7 +175,8 @@ class FollowerMachine:
                 self._fetching.discard(push)
                 if push in self._lacking():
                     self._say(Missing(self.name, push))
-            case Computed(version, momentum):
+            case Computed(version, momentum, differs):
+                self._differs = version if differs and self._differs == NO_VERSION else self._differs
                 self._stand(version, momentum)
             case Saved(version, digest):
                 self._saving = NO_VERSION
@@ -181,6 +186,12 @@ class FollowerMachine:
                 self._on_loaded(event)
         self._turn()
         return self._out
+
+    def _hello(self) -> FollowerHello:
+        """The first word on a stream."""
+        files = tuple(sorted(self.disk, key=lambda file: file.version))
+        place, process = self.endpoint, self.process
+        return FollowerHello(self.name, self.nonce, self.term, files, self.version, place, process, self.job_id)
 
     def _say(self, message: FromFollower) -> None:
         if self._connected:
@@ -204,10 +215,11 @@ class FollowerMachine:
         for product in momentum:
             if product.push in self._staged:
                 self._staged[product.push] = replace(self._staged[product.push], momentum=product.sum, at=version)
-        self._say(Applied(self.name, version, momentum))
+        self._say(Applied(self.name, version, momentum, self._differs))
 
     def _on_loaded(self, loaded: Loaded) -> None:
         if loaded.ok:
+            self._differs = NO_VERSION
             self._stand(loaded.version, loaded.momentum)
             return
         self._busy = False
@@ -221,8 +233,8 @@ class FollowerMachine:
         if message.term < self.term:
             self._out.append(OuterNote("late_leader", (("term", message.term), ("known", self.term))))
             return False
-        if isinstance(message, JobFinished):
-            return True  # it is in the chain, where a late leader cannot put it
+        if isinstance(message, JobFinished | Dismissed):
+            return True  # the end is in the chain, where a late leader cannot put it
         if isinstance(message, Obey):
             return message.nonce == self.nonce
         return self._obeys and message.term == self.term
@@ -243,16 +255,20 @@ class FollowerMachine:
                 self._keep = version
             case Marked(_, durable, base):
                 self._mark(durable, base)
-            case DropPush(_, push):
-                if push not in self._needed():
-                    self._forget(push)
+            case DropPush(_, push, later):
+                who, number = push.incarnation, push.number
+                here = [p for p in self._known() if p.incarnation == who and p.number >= number] if later else [push]
+                for dropped in sorted({*here} - self._needed()):
+                    self._forget(dropped)
             case JobFinished(_, version, reason):
                 self._out.append(JobOver(version, reason))
+            case Dismissed(_, reason):
+                self._out.append(TurnedAway(reason))
             case LineKey():
                 pass  # the shell's
 
     def _obey(self, message: Obey) -> None:
-        self.term, self._obeys = message.term, True
+        self.term, self._obeys, self.job_id = message.term, True, message.job_id
         self._hold(message)
         before = self._needed()
         self._entries = []
@@ -261,10 +277,14 @@ class FollowerMachine:
         self._mark(message.durable, message.base)
         for push in sorted(before - self._needed()):
             self._forget(push)  # of versions that are twice durable, or taken back: then it is offered anew
+        first = {push.incarnation: push.number for push in message.open}
+        for push in sorted(self._known() - self._needed()):
+            if push.number < first.get(push.incarnation, push.number + 1):
+                self._forget(push)  # answered, or of somebody who is over: told while it had no stream
         for _, fetched in sorted(self._staged.items()):  # a leader that is new has not heard of them
             self._tell_staged(fetched)
         if self.version != NO_VERSION:
-            self._say(Applied(self.name, self.version, self._momentum))
+            self._say(Applied(self.name, self.version, self._momentum, self._differs))
         if self.lost:
             self._say(Trouble(self.name, self.lost))
 
@@ -303,6 +323,10 @@ class FollowerMachine:
     def _needed(self) -> set[PushId]:
         """Pushes that the versions on the way from the base to the newest are computed from."""
         return {offer.push for entry in self._line() for offer in entry.offers}
+
+    def _known(self) -> set[PushId]:
+        """Pushes that it has, or is to have."""
+        return {*self._offers, *self._staged}
 
     def _forget(self, push: PushId) -> None:
         self._offers.pop(push, None)
@@ -387,6 +411,9 @@ class FollowerMachine:
         if place < 0 or place == len(line):
             return
         entry = line[place]
-        if all(offer.push in self._staged for offer in entry.offers):
+        if isinstance(entry.body, RolledBack) and entry.body.to == NO_VERSION:
+            self._busy = True
+            self._out.append(Empty(entry.version))
+        elif all(offer.push in self._staged for offer in entry.offers):
             self._busy = True
             self._out.append(Compute(entry))

@@ -36,6 +36,7 @@ from chaos_lightning.outer.effects import (
     Delete,
     Disconnected,
     DiskTrouble,
+    Empty,
     Fetched,
     FetchPush,
     FollowerEffect,
@@ -51,6 +52,7 @@ from chaos_lightning.outer.effects import (
     Saved,
     Say,
     Told,
+    TurnedAway,
 )
 from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.follower_options import has_port
@@ -245,9 +247,17 @@ class _State:
         seconds = round(time.monotonic() - began, 4)
         self._note("version_computed", version=str(entry.version), seconds=seconds, nbytes=held.shard.nbytes(12))
         assert self._state is not None
-        if marked and (found := self._state.digest) != marked:
+        found = self._state.digest if marked else ""
+        if differs := found != marked:
             self._note("bits_differ", version=str(entry.version), digest=found, marked=marked)
-        return Computed(entry.version, momentum)
+        return Computed(entry.version, momentum, differs)
+
+    def empty(self, version: VersionId) -> FollowerEvent:
+        """A version that has no content."""
+        self._state, self._counters, self._version = None, Counters(), version
+        self.versions.make_room()
+        self._note("version_computed", version=str(version), seconds=0.0, nbytes=0)
+        return Computed(version)
 
     def load(self, version: VersionId, digest: str) -> FollowerEvent:
         """A version from its file."""
@@ -435,6 +445,8 @@ class FollowerProcess:
                 parts = [self._staged.part(offer.push) for offer in entry.offers]  # held, whatever is forgotten
                 marked = self._machine.marked(entry.version)
                 worker.do(lambda: self.post(state.compute(entry, parts, marked)))
+            case Empty(version):
+                worker.do(lambda: self.post(state.empty(version)))
             case Save(version):
                 worker.do(lambda: self._saver.inbox.put(state.copy(version)))
             case Load(version, digest):
@@ -445,6 +457,8 @@ class FollowerProcess:
                 self._staged.forget(push)
             case JobOver(version, reason):
                 self.end(f"the job is over with {version}: {reason}")
+            case TurnedAway(reason):
+                self.end(f"it was turned away: {reason}", failed=True)
             case OuterNote(name, fields):
                 self._note(name, **dict(fields))
 

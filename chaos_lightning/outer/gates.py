@@ -11,6 +11,10 @@ state, so that no judgement depends on a name. A gate stops accidents, not attac
   not be above the limit. Mean and variance are moving averages over accepted pushes only: a refused one would raise
   what is usual until it is let in. Until enough pushes were accepted nobody is refused for this. If everything is
   refused for a while, it is what is usual that is wrong (the learning rate was raised, say), and it is learned anew.
+  If it is one cluster again and again while others pass, such as a newcomer whose inner optimizer is cold, it is let in
+  after some refusals (`gate_patience`; those that are far too long wait for `gate_again`), each push shortened to the
+  longest that passes: what it says counts, and does no more harm than a good push. A cluster whose pushes grow from one
+  to the next is not let in. Shortened pushes teach nothing, either: else a broken cluster would raise what is usual.
 - *Turned round.* A norm cannot see that. The cosine of D with the sum of the round's other pushes can, and so can its
   side of the momentum. Each alone is wrong now and then: of 1330 good pushes 6 were against the others, some 30 against
   the momentum, and none against both; of 38 that were turned 37 were (docs/outer.md, Convergence). So it takes both. A
@@ -28,12 +32,12 @@ the averages begin with: here with the first push's norm and 0, and while the de
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import GateState, Offer, PushId
+from chaos_lightning.outer.types import GateState, LongRow, Offer, PushId
 
 STD_FLOOR = 0.1
 """Standard deviation of x that pushes have at least: without it the gate is the narrower the better training goes."""
@@ -41,6 +45,13 @@ MEMORY = 50
 """So many accepted pushes have a say in what is usual."""
 RECENT = 100
 """So many scores are recent ones to `printed`."""
+FAR = math.log(4.0)
+"""A push is far too long above so many times what is usual, as a logarithm; one of a cold inner optimizer was 1.8 times
+as long."""
+GROWN = math.log(1.5)
+"""A row of refusals begins anew with a push that is so many times as long as the row's shortest one, likewise."""
+ROWS = 32
+"""Clusters whose refusals are remembered: those that were refused last."""
 _LONGEST2 = 1e150
 """No push of 32 bit floats has a norm whose square is larger; below it no sum here overflows."""
 
@@ -94,11 +105,13 @@ class Sifted:
         rejected: Why, by name.
         gate: What it has seen, this round included.
         warning: What the user should know; "" for nothing.
+        parts: By name, to which part of its length a push that is let in is shortened.
     """
 
     rejected: Mapping[PushId, str]
     gate: GateState
     warning: str = ""
+    parts: Mapping[PushId, float] = field(default_factory=dict)
 
 
 class Gate(Protocol):
@@ -127,18 +140,63 @@ def product(one: MeasuredPush, other: MeasuredPush, products: Products) -> float
 
 
 def careful(pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings) -> Sifted:
-    """Refuses what is too long or turned round."""
-    too_long = _too_long(pushes, gate, settings)
-    rest = [push for push in pushes if push.name not in too_long]
-    rejected = too_long | _turned_round(rest, products, settings.gate_cosine)
-    accepted = [push for push in rest if push.name not in rejected]
-    if accepted:
-        return Sifted(rejected, _learned(gate, accepted))
-    in_a_row = gate.in_a_row + len(too_long)
-    if in_a_row < settings.gate_again:
-        return Sifted(rejected, replace(gate, in_a_row=in_a_row))
-    warning = f"{in_a_row} pushes in a row were refused by their norms: the gate learns anew what is usual"
-    return Sifted(rejected, GateState(), warning)
+    """Refuses what is too long or turned round; shortens what is too long for too long."""
+    over = _too_long(pushes, gate, settings)
+    parts = {
+        push.name: math.exp(-over[push.name])
+        for push in pushes
+        if push.name in over and _has_waited(push, gate, settings)
+    }
+    too_long = {push.name: _words(push, gate, settings) for push in pushes if push.name in over.keys() - parts.keys()}
+    rest = [_shortened(push, parts.get(push.name, 1.0)) for push in pushes if push.name not in too_long]
+    scaled = {(a, b): parts.get(a, 1.0) * parts.get(b, 1.0) * value for (a, b), value in products.items()}
+    rejected = too_long | _turned_round(rest, scaled, settings.gate_cosine)
+    parts = {name: part for name, part in parts.items() if name not in rejected}
+    whole = [push for push in rest if push.name not in rejected and push.name not in parts]
+    after = replace(gate, rows=_rows(pushes, over, gate))
+    warnings = [
+        f"{name} is shortened to {part:.3f} of its length: too long, as it was before" for name, part in parts.items()
+    ]
+    in_a_row = gate.in_a_row + len(over)
+    if whole:
+        after = _learned(after, whole)
+    elif in_a_row < settings.gate_again:
+        after = replace(after, in_a_row=in_a_row)
+    else:
+        after = GateState()
+        warnings.append(f"{in_a_row} pushes in a row were too long: the gate learns anew what is usual")
+    return Sifted(rejected, after, "; ".join(warnings), parts)
+
+
+def _has_waited(push: MeasuredPush, gate: GateState, settings: OuterSettings) -> bool:
+    """Whether a push that is too long is let in, since those before it were refused, and it is no longer than they."""
+    size, row = _size(push, gate), _row(push, gate)
+    wait = settings.gate_again if size - gate.mean > FAR else settings.gate_patience
+    return row is not None and row.times >= wait and size <= row.size + GROWN
+
+
+def _row(push: MeasuredPush, gate: GateState) -> LongRow | None:
+    return next((row for row in gate.rows if row.cluster == push.name.incarnation.cluster), None)
+
+
+def _rows(pushes: Sequence[MeasuredPush], over: Collection[PushId], gate: GateState) -> tuple[LongRow, ...]:
+    """Goes on with, begins and ends rows."""
+    rows = {row.cluster: row for row in gate.rows}
+    for push in pushes:
+        if not push.norm2:
+            continue
+        cluster = push.name.incarnation.cluster
+        row = rows.pop(cluster, None)
+        if push.name in over:
+            size = _size(push, gate)
+            if row is None or size > row.size + GROWN:
+                row = LongRow(cluster, 0, size)
+            rows[cluster] = LongRow(cluster, row.times + 1, min(row.size, size))
+    return tuple(rows.values())[-ROWS:]
+
+
+def _shortened(push: MeasuredPush, part: float) -> MeasuredPush:
+    return replace(push, momentum=part * push.momentum, norm2=part * part * push.norm2) if part < 1.0 else push
 
 
 def _size(push: MeasuredPush, gate: GateState) -> float:
@@ -156,19 +214,26 @@ def _batch(push: MeasuredPush) -> float:
     return math.log(max(1, push.offer.samples) / max(1, push.offer.steps))
 
 
-def _too_long(pushes: Sequence[MeasuredPush], gate: GateState, settings: OuterSettings) -> dict[PushId, str]:
+def _too_long(pushes: Sequence[MeasuredPush], gate: GateState, settings: OuterSettings) -> dict[PushId, float]:
+    """By how much x is above the largest that passes."""
     if gate.count < settings.gate_warmup:
         return {}
-    rejected = {}
-    std = max(math.sqrt(gate.variance), STD_FLOOR)
-    for push in pushes:
-        z = (_size(push, gate) - gate.mean) / std if push.norm2 else -math.inf
-        if z > settings.gate_limit:
-            rejected[push.name] = (
-                f"its norm {push.norm:.4g} over {push.offer.steps} steps is {z:.1f} standard deviations above what is "
-                f"usual (at most {settings.gate_limit:g})"
-            )
-    return rejected
+    most = gate.mean + settings.gate_limit * _std(gate)
+    sizes = {push.name: _size(push, gate) for push in pushes if push.norm2}
+    return {name: size - most for name, size in sizes.items() if size > most}
+
+
+def _std(gate: GateState) -> float:
+    return max(math.sqrt(gate.variance), STD_FLOOR)
+
+
+def _words(push: MeasuredPush, gate: GateState, settings: OuterSettings) -> str:
+    """Why it is refused."""
+    z = (_size(push, gate) - gate.mean) / _std(gate)
+    return (
+        f"its norm {push.norm:.4g} over {push.offer.steps} steps is {z:.1f} standard deviations above what is usual "
+        f"(at most {settings.gate_limit:g})"
+    )
 
 
 def _turned_round(pushes: Sequence[MeasuredPush], products: Products, least: float) -> dict[PushId, str]:

@@ -5,7 +5,7 @@ pushes D_j say all that is needed of them. It goes by the pushes' names and neve
 what is not finite is rejected, then what is too stale is void, then the policy's gate has its say (gates.py). From the
 accepted pushes S, each covering T_j samples and h_j inner steps:
 
-    w_j = T_j r_j / sum T_k r_k       r_j = 1, or (1 + staleness_j)^-1/2
+    w_j = q_j T_j r_j / sum T_k r_k   r_j = 1, or (1 + staleness_j)^-1/2;   q_j = 1, less where the gate shortens D_j
     delta = sum w_j D_j               |delta|^2 = sum w_j w_k <D_j, D_k>;   c = min(1, clip / |delta|)
     N = H B K                         samples of a full round; K clusters train
     s = min(sum T_j, N),  p = s / N   the round's part of it; in integers, since ten times 0.1 is less than 1
@@ -41,7 +41,7 @@ class Judgement:
     """What a round says, but for its number and the version before; pushes are in the order of their names.
 
     Attributes:
-        accepted: With their factors, which add up to 1.
+        accepted: With their factors, which add up to 1 where the gate has shortened none.
         rejected: With reasons.
         void: With reasons; no round holds them, they are records of their own (O10a).
         factors: For the followers.
@@ -97,15 +97,18 @@ def judge(
             sound.append(push)
     sifted = GATES[settings.policy](sound, products, gate, settings)
     accepted = [push for push in sound if push.name not in sifted.rejected]
+    parts = [sifted.parts.get(push.name, 1.0) for push in accepted]
     rejected |= {push.offer: sifted.rejected[push.name] for push in sound if push.name in sifted.rejected}
 
     clusters = max(usual, len({push.name.incarnation for push in pushes if push.offer not in void}), 1)
-    weights = _weights(accepted, settings)
+    weights = [w * part for w, part in zip(_weights(accepted, settings), parts, strict=True)]
     clip, clipped = _clip(accepted, weights, products, settings)
     factors, after, said = _factors(accepted, clusters, clip, counters, settings)
     words = [window_reason, f"{len(accepted)} of {len(pushes)} pushes accepted", said, clipped, sifted.warning]
     return Judgement(
-        tuple(Weighed(push.offer, w, push.staleness) for push, w in zip(accepted, weights, strict=True)),
+        tuple(
+            Weighed(push.offer, w, push.staleness, part) for push, w, part in zip(accepted, weights, parts, strict=True)
+        ),
         tuple(Rejection(offer, rejected[offer]) for offer in sorted(rejected, key=lambda offer: offer.push)),
         tuple(void.items()),
         factors,

@@ -35,6 +35,7 @@ from chaos_lightning.outer.effects import (
 from chaos_lightning.outer.ending import Ending
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.leader_desk import LeaderDesk
+from chaos_lightning.outer.leases import Aside
 from chaos_lightning.outer.messages import (
     Applied,
     Apply,
@@ -47,6 +48,7 @@ from chaos_lightning.outer.messages import (
     FromCluster,
     FromFollower,
     Goodbye,
+    JobFinished,
     LoopEnded,
     Missing,
     Offered,
@@ -79,6 +81,7 @@ from chaos_lightning.outer.types import (
     Leased,
     Offer,
     PushAnswer,
+    PushId,
     Removed,
     RolledBack,
     Round,
@@ -226,6 +229,9 @@ class LeaderMachine:
 
     def _on_cluster(self, conn: int, hello: ClusterHello) -> None:
         desk, chain, who = self.desk, self.chain, hello.resume
+        if words := desk.stranger(hello.cluster, hello.job_id):
+            self._turn_away(conn, hello, words)
+            return
         lacking = desk.lacks(hello.term, hello.base, hello.newest)
         if not lacking and who is not None and who not in chain.incarnations and who.number > chain.joined:
             lacking = f"incarnation {who}"
@@ -252,6 +258,20 @@ class LeaderMachine:
         else:
             self.attendance.waits(conn, hello)
 
+    def _turn_away(self, conn: int, hello: ClusterHello | FollowerHello, words: str) -> None:
+        """It is another job's, which may have had more leaders: it would not heed a lower term than it knows."""
+        if isinstance(hello, ClusterHello):
+            self.desk.note("cluster_refused", of=hello.cluster, reason=words)
+        else:
+            self.desk.note("follower_refused", of=hello.follower, reason=words)
+        self.desk.send(conn, Dismissed(max(self.term, hello.term), words, again=False))
+
+    def farewell(self, hello: ClusterHello | FollowerHello) -> Dismissed | JobFinished | None:
+        """What somebody is told who comes after the job's end; None: it has not ended."""
+        name = hello.cluster if isinstance(hello, ClusterHello) else hello.follower
+        told, words = self.end.told(), self.desk.stranger(name, hello.job_id)
+        return Dismissed(max(self.term, hello.term), words, again=False) if told is not None and words else told
+
     def _take_over(self, conn: int, who: IncarnationId, hello: ClusterHello) -> None:
         """The stream of a known incarnation: all that it may have missed is said again."""
         self.attendance.on_stream(conn, who, hello)
@@ -260,7 +280,8 @@ class LeaderMachine:
     def _welcome(self, who: IncarnationId) -> None:
         chain, term, served = self.chain, self.term, self.shards.served
         tell = self.attendance.tell
-        tell(who, Welcomed(term, who, chain.incarnations[who].next, served, chain.founded, chain.progress(served)))
+        progress, job_id = chain.progress(served), chain.job_id
+        tell(who, Welcomed(term, who, chain.incarnations[who].next, served, chain.founded, progress, job_id))
         tell(who, self.shards.holders())
         tell(who, Eldest(term, self.attendance.oldest() or who))
         tell(who, Paced(term, self.attendance.steps_of(self.clusters[who]), "as agreed, or paced before"))
@@ -271,10 +292,15 @@ class LeaderMachine:
         self.dealer.tell(who)
 
     def _on_follower(self, conn: int, hello: FollowerHello) -> None:
+        words = self.desk.stranger(hello.follower, hello.job_id)
         lacking = self.desk.lacks(hello.term)  # its files may be another job's, or of versions that were never told
+        if not words and lacking and not hello.job_id:
+            words = f"{hello.follower} knows {lacking}, of another job, or of a server that leads here now"
+        if words:
+            self._turn_away(conn, hello, words)
+            return
         if lacking:
-            words = f"{hello.follower} knows {lacking}, which this chain lacks: it is an older copy, or late"
-            self.desk.end(words)
+            self.desk.end(f"{hello.follower} knows {lacking}, which this chain lacks: it is an older copy, or late")
             return
         self.shards.on_hello(conn, hello)
         if (told := self.end.told()) is not None:
@@ -320,26 +346,29 @@ class LeaderMachine:
         if not ok:
             desk.end(f"the store refused a write ({detail}): another leader rules")
             return
+        before = self._aside()
         desk.chain.follow(entry)
         desk.note("entry", **entry.fields())
+        for each in sorted(self._aside() - before, key=str):
+            desk.note("set_aside", epoch=each.epoch, spans=each.spans, reason=str(each))
         match entry.body:
             case JobOpened():
                 desk.take_settings()
+                self._obey_all()
                 for conn, hello in self.attendance.again():
                     self._on_cluster(conn, hello)  # they came before anybody knew what the job is
             case Started(name, _):
                 if name in self.followers and self.followers[name].nonce == self.chain.starts[name]:
                     self.shards.obey(name, self.attendance.offers())
             case Cut():
-                for name, follower in self.followers.items():
-                    if follower.obeys:
-                        self.shards.obey(name, self.attendance.offers())
+                self._obey_all()
             case Joined(incarnation):
                 if (come := self.attendance.has_come(incarnation)) is not None:
                     self._take_over(come[0], incarnation, come[1])
             case Removed(incarnation, reason):
-                if (offer := self.attendance.removed(incarnation, reason)) is not None:
-                    self.shards.tell(DropPush(self.term, offer.push))
+                self.attendance.removed(incarnation, reason)
+                first = PushId(incarnation, self.chain.incarnations[incarnation].next)
+                self.shards.tell(DropPush(self.term, first, later=True))  # of one that never came back nobody knows
             case Voided(offer, reason):
                 self._answer(offer, PushAnswer.VOID, NO_VERSION, reason)
             case Founded() | Round() | RolledBack():
@@ -352,6 +381,16 @@ class LeaderMachine:
                 self.dealer.tell(incarnation)
             case Ended():
                 self._on_end(entry.body)
+
+    def _aside(self) -> set[Aside]:
+        """Positions that are not trained any more in their epoch."""
+        return {*self.chain.leases.aside} if self.chain.leases is not None else set()
+
+    def _obey_all(self) -> None:
+        """What followers are shown has changed."""
+        for name, follower in self.followers.items():
+            if follower.obeys:
+                self.shards.obey(name, self.attendance.offers())
 
     def _on_end(self, ended: Ended) -> None:
         told = self.end.told()

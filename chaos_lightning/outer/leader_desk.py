@@ -72,6 +72,17 @@ class LeaderDesk:
         self.persisting = self.chain.entry(self.term, body)
         self.out.append(StoreEntry(self.persisting))
 
+    def stranger(self, who: str, job_id: str) -> str:
+        """Why a process of that job has no business here; "" if it is of this job, or of none yet."""
+        chain = self.chain
+        if job_id in ("", chain.job_id):
+            return ""
+        here = f"job {chain.job_id[:8]}, which {chain.by} began" if chain.job_id else "no job yet"
+        return (
+            f"{who} is of job {job_id[:8]}, and this server has {here}: start it again to take part here, or give it "
+            "the server of its own job"
+        )
+
     def lacks(self, term: int, *versions: VersionId) -> str:
         """What somebody knows and this chain lacks, in words; "": nothing."""
         if term > self.term:

@@ -51,6 +51,7 @@ class ClusterHello:
         agreement: What it must have in common with the others.
         process: Of its first rank.
         kept: Pushes whose bytes it holds, those of earlier incarnations among them.
+        job_id: The job that it was let into (`OuterChain.job_id`); "": none yet.
     """
 
     cluster: str
@@ -63,6 +64,7 @@ class ClusterHello:
     agreement: Agreement
     process: ProcessPlace = ProcessPlace()
     kept: tuple[PushId, ...] = ()
+    job_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ class Welcomed:
         version: The newest one that followers serve; NO_VERSION: none at the moment.
         founded: There is a version; if not, it may found the job.
         progress: Of the job with that version.
+        job_id: Of the job, which it names from now on.
     """
 
     term: int
@@ -135,6 +138,7 @@ class Welcomed:
     version: VersionId
     founded: bool
     progress: JobProgress
+    job_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +246,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Dismissed:
-    """This incarnation is over; `again`: the cluster may come back as a new one."""
+    """This incarnation, or follower, is over; `again`: the cluster may come back as a new one."""
 
     term: int
     reason: str
@@ -304,6 +308,7 @@ class FollowerHello:
         version: Where its state stands; NO_VERSION: it has loaded none yet.
         endpoint: HOST:PORT where its data connections are taken.
         process: Its own.
+        job_id: The job that it obeys a leader of (`OuterChain.job_id`); "": none yet.
     """
 
     follower: str
@@ -313,6 +318,7 @@ class FollowerHello:
     version: VersionId
     endpoint: str = ""
     process: ProcessPlace = ProcessPlace()
+    job_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,11 +346,19 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Its shard of this version is computed and served; `momentum`: products of staged pushes with its momentum."""
+    """Its shard of this version is computed and served.
+
+    Attributes:
+        follower: Who says so.
+        version: Which.
+        momentum: Products of staged pushes with its momentum.
+        differs: The version with which it began to compute other bits than were durable; NO_VERSION: it does not.
+    """
 
     follower: str
     version: VersionId
     momentum: tuple[PushProduct, ...] = ()
+    differs: VersionId = NO_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,6 +413,8 @@ class Obey:
         durable: The durable versions with its digests, oldest first.
         base: What this version holds is never asked for again (`OuterChain.safe`).
         entries: The versions that were made after it, oldest first.
+        job_id: Of the job, which it names from now on; "" before the first cluster has come.
+        open: The next push to be answered of each incarnation that is in: no round takes others that no version holds.
     """
 
     term: int
@@ -409,6 +425,8 @@ class Obey:
     durable: tuple[ShardFile, ...]
     base: VersionId
     entries: tuple[Entry, ...]
+    job_id: str = ""
+    open: tuple[PushId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,10 +464,11 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class DropPush:
-    """No round will ever take this push: its bytes may go."""
+    """No round will ever take this push: its bytes may go; `later`: nor any later one of its incarnation."""
 
     term: int
     push: PushId
+    later: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,4 +488,4 @@ class LineKey:
     key: bytes = field(repr=False)
 
 
-ToFollower = Obey | Stage | Apply | Keep | Marked | DropPush | LineKey | JobFinished
+ToFollower = Obey | Stage | Apply | Keep | Marked | DropPush | LineKey | JobFinished | Dismissed

@@ -167,6 +167,7 @@ def _follower(row: dict[str, Any]) -> dict[str, Any]:
         "saved": _short(row["saved"]),
         "staged": row["staged"],
         "missing": row["missing"],
+        "bits": f"differ from {_short(row['bits_differ'])} on" if row["bits_differ"] else "",
         "state": row["trouble"] or ("" if row["connected"] and row["obeys"] else "away"),
     }
 

@@ -130,7 +130,10 @@ class Pushes:
     def next_round(self) -> Round | Voided | None:
         """What is to be decided on staged pushes, unless too many versions are ahead of the disk already (O5)."""
         chain, attendance = self._desk.chain, self._attendance
-        if not chain.founded or chain.ahead >= AHEAD:
+        if not chain.founded:
+            return None
+        if chain.ahead >= AHEAD:
+            self.rounds.waits = f"{chain.ahead} versions are ahead of the disk: waits for {self._shards.unsaved()}"
             return None
         for offer in attendance.offers():
             if offer.base == NO_VERSION:

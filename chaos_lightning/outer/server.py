@@ -200,6 +200,7 @@ class OuterServer:
         if done.finished:
             self.life.begin(self._linger(done.reason), "end of the job")
         else:
+            self._streams.end_all(done.reason)
             self.life.end(done.reason, failed=True)
 
     async def _linger(self, reason: str) -> None:

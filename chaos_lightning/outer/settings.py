@@ -91,7 +91,13 @@ class OuterSettings:
     )
     gate_again: int = setting(
         8,
-        "After so many refusals by the norm without an acceptance, what is usual is learned anew.",
+        "After so many pushes in a row that are too long, of all clusters, what is usual is learned anew.",
+        check=at_least(1, "a number of pushes"),
+    )
+    gate_patience: int = setting(
+        2,
+        "After so many refusals by the norm in a row that do not grow, a cluster's pushes are let in, shortened to the "
+        "longest that passes. Pushes above four times what is usual wait for gate_again of them.",
         check=at_least(1, "a number of pushes"),
     )
     gate_cosine: float = setting(

@@ -40,6 +40,7 @@ class Follower:
     endpoint: str = ""
     obeys: bool = False
     trouble: str = ""
+    differs: VersionId = NO_VERSION
     version: VersionId = NO_VERSION
     disk: dict[VersionId, str] = field(default_factory=dict)
     staged: dict[PushId, Staged] = field(default_factory=dict)
@@ -113,7 +114,7 @@ class Shards:
     def on_applied(self, applied: Applied) -> None:
         """A follower's state stands at this version."""
         follower = self.followers[applied.follower]
-        follower.version = applied.version
+        follower.version, follower.differs = applied.version, applied.differs
         for product in applied.momentum:
             if (staged := follower.staged.get(product.push)) is not None:
                 follower.staged[product.push] = replace(staged, momentum=product.sum, at=applied.version)
@@ -149,10 +150,9 @@ class Shards:
         told = tuple(v.entry for v in chain.since(chain.safe))
         follower.obeys = True
         durable = self._durable_of(shard)
-        self._desk.send(
-            follower.conn,
-            Obey(term, follower.nonce, shard, len(chain.cut), chain.agreement, durable, chain.safe, told),
-        )
+        place = shard, len(chain.cut), chain.agreement
+        said = Obey(term, follower.nonce, *place, durable, chain.safe, told, chain.job_id, chain.open())
+        self._desk.send(follower.conn, said)
         for offer in offers:
             self._desk.send(follower.conn, Stage(term, offer))
         if self._keep != NO_VERSION:
@@ -170,6 +170,17 @@ class Shards:
         blocks = Grid(tuple(tensor.elements for tensor in agreed.tensors), agreed.block).blocks
         shards = min(self._wanted, blocks)
         return Cut(tuple(here[:shards])) if len(here) >= shards else None
+
+    def unsaved(self) -> str:
+        """Who has not saved yet what is to be durable next, in words."""
+        found = []
+        for name in self._desk.chain.cut:
+            follower = self.followers.get(name)
+            if follower is None or follower.conn is None:
+                found.append(f"{name}, which is away")
+            elif self._keep not in follower.disk:
+                found.append(f"{name} to save {self._keep}" + (f" ({follower.trouble})" if follower.trouble else ""))
+        return "; ".join(found) or "the store to take the durable mark"
 
     def next_mark(self) -> Durable | None:
         """The newest version that all shards have on disk, if it is newer than what is marked (O6)."""

@@ -83,6 +83,13 @@ def _reason(machine: LeaderMachine) -> str:
         return f"waits for {', '.join(missing)}"
     if troubles := [f"{name}: {f.trouble}" for name, f in sorted(machine.followers.items()) if f.trouble]:
         return "; ".join(troubles)
+    if holders := machine.attendance.sole_holders():
+        limit_s = machine.settings.last_holder_timeout_s
+        return "; ".join(
+            f"{who} was not heard for {silent_s:.1f} s, and alone holds a push that a follower may need: it is waited "
+            f"for until {limit_s:g} s, or until its process is known to be dead"
+            for who, silent_s in sorted(holders.items())
+        )
     return "" if chain.founded else "waits for a cluster to found the job"
 
 
@@ -122,6 +129,7 @@ def _followers(machine: LeaderMachine) -> list[dict[str, Any]]:
                 "staged": len(state.staged) if state is not None else 0,
                 "missing": len(state.missing) if state is not None else 0,
                 "trouble": state.trouble if state is not None else "",
+                "bits_differ": str(state.differs) if state is not None and state.differs != NO_VERSION else "",
             }
         )
     return found

@@ -18,6 +18,7 @@ from chaos_lightning.control.streams import both_ways
 from chaos_lightning.errors import WireError
 from chaos_lightning.machine.process_table import host_identity, process_state
 from chaos_lightning.outer import outer_pb2
+from chaos_lightning.outer.control_client import ENDED
 from chaos_lightning.outer.effects import Heard, LeaderEvent, StreamClosed
 from chaos_lightning.outer.messages import ClusterHello, FollowerHello, Offered, ProcessPlace
 from chaos_lightning.outer.vocabulary import FROM_CLUSTER, FROM_FOLLOWER, TO_CLUSTER, TO_FOLLOWER
@@ -52,6 +53,8 @@ class ClientStream:
         self.name = ""
         """The cluster's or follower's, once it has said hello."""
         self.process = ProcessPlace()
+        self.end = ""
+        """Why it is ended from here; "" while it is not."""
         self.outbox: asyncio.Queue[Any] = asyncio.Queue()
         self.cut = asyncio.Event()
         self.from_client, self.to_client, self.pulse = _CALLS[call]
@@ -121,9 +124,10 @@ class ClientStreams:
             self._emit("error", text=f"{stream.name or stream.peer} does not read; its stream is cut")
             stream.cut.set()
 
-    def close_all(self) -> None:
-        """Ends them behind what is queued."""
+    def end_all(self, reason: str) -> None:
+        """Ends them behind what is queued, with the reason why nobody leads here any more."""
         for stream in self._standing.values():
+            stream.end = reason
             stream.outbox.put_nowait(None)
 
     def pulse(self) -> None:
@@ -147,6 +151,8 @@ class ClientStreams:
             ):
                 if task.done():
                     task.result()
+            if stream.end:
+                await context.abort(ENDED, stream.end)
         except WireError as error:
             self._refused(stream.peer, f"{error} ({call})")
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

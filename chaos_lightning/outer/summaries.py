@@ -56,6 +56,7 @@ def summary_of(chain: OuterChain, bases: Collection[VersionId], window: int = WI
     summed = SummedChain(
         agreement=chain.agreement,
         by=chain.by,
+        job_id=chain.job_id,
         leases=json.dumps(chain.leases.encode()) if chain.leases is not None else "",
         newest=chain.newest,
         durable=tuple(chain.durable),

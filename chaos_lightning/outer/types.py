@@ -95,11 +95,15 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """An accepted push in a round: `factor` is w_j, its part of the average."""
+    """An accepted push in a round: `factor` is w_j, its part of the average, with `part` in it.
+
+    `part` is the part of its length to which the gate has shortened it; 1.0: it is taken as it is.
+    """
 
     offer: Offer
     factor: float
     staleness: int
+    part: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,21 @@ TICKS = 720720
 
 
 @dataclass(frozen=True, slots=True)
+class LongRow:
+    """Pushes of one cluster that were too long, one after another.
+
+    Attributes:
+        cluster: Whose, under any of its incarnations.
+        times: How many since one of it passed, or since they grew.
+        size: x of the shortest one (gates.py).
+    """
+
+    cluster: str
+    times: int
+    size: float
+
+
+@dataclass(frozen=True, slots=True)
 class GateState:
     """What the gate has seen of accepted pushes: x_j (gates.py).
 
@@ -156,9 +175,10 @@ class GateState:
         count: How many since it began to warm up.
         mean: Moving average of x.
         variance: Moving variance of x.
-        in_a_row: Rejections since the last acceptance.
+        in_a_row: Pushes that were too long since the last one that was let in as it is, of all clusters.
         scores: Recent scores, for the paper's own gate.
         batch: Moving average of the logarithm of an inner step's samples.
+        rows: Clusters whose last push was too long; the one that pushed last is last.
     """
 
     count: int = 0
@@ -167,6 +187,7 @@ class GateState:
     in_a_row: int = 0
     scores: tuple[float, ...] = ()
     batch: float = 0.0
+    rows: tuple[LongRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +288,17 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class JobOpened:
-    """The job's first cluster has said what it is about."""
+    """The job's first cluster has said what it is about. This entry's hash names the job.
+
+    Attributes:
+        agreement: What all clusters have in common.
+        by: The first cluster, and where it ran.
+        nonce: That cluster's: no other job has the same first entry.
+    """
 
     agreement: Agreement
     by: str
+    nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True)

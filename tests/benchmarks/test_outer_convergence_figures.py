@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 
-from benchmarks.outer_convergence.__main__ import final, modes, part_of_time
+from benchmarks.common import Result
+from benchmarks.outer_convergence.__main__ import final, modes, part_of_time, poison_claims
 from benchmarks.outer_convergence.curves import Point, at_samples, at_time, time_to
 from benchmarks.outer_convergence.job import Mode, Track, VirtualJob, Weather, speeds
 from benchmarks.outer_convergence.learners import MLP, Learner, Samples
@@ -95,6 +97,23 @@ def test_verdicts_count_good_and_poisoned_pushes_by_window() -> None:
     verdicts.read(decided("", "c"), kinds)
     assert verdicts.good_rejected == 1
     assert verdicts.reasons == ["c~1/1: why"]
+
+
+def missed(verdicts: Verdicts) -> list[str]:
+    result = Result("outer_convergence", details={"poisoned / clean": {}})
+    poison_claims(result, verdicts, strict=True)
+    return [figure.name for figure in result.figures if figure.ok is False]
+
+
+def test_poison_that_was_never_made_shows_nothing() -> None:
+    assert len(missed(Verdicts())) == 4
+    made = Counter(dict.fromkeys(KINDS, 20))
+    caught = Verdicts(400, 2, made, made.copy(), 20, 20)
+    assert missed(caught) == []
+    caught.caught["noise"], caught.flipped_caught, caught.good_rejected = 18, 17, 3
+    assert missed(caught) == [
+        "poison: missed, noise", "poison: missed, flipped, in windows of 3 and more", "poison: good ones rejected"
+    ]  # fmt: skip
 
 
 def test_an_epoch_is_one_order_of_all_places_and_a_learner_is_one_flat_tensor() -> None:

@@ -31,7 +31,7 @@ def test_late_followers_leaders_and_longer_steps_miss_their_bounds() -> None:
     result = Result("outer_recovery")
     report(result, "sqlite", "follower SIGKILL", case())
     assert missed(result) == []
-    late = case(times={"noticed": [0.5, 1.1], "served again": [1.0, 2.1]}, longest=[0.23, 0.26])
+    late = case(times={"noticed": [0.5, 1.1], "served again": [1.0, 2.1]}, longest=[0.21, 0.26])
     report(result, "sqlite", "follower SIGKILL", late)
     assert missed(result) == [
         "sqlite, follower SIGKILL: noticed, slowest of 2",
@@ -41,12 +41,20 @@ def test_late_followers_leaders_and_longer_steps_miss_their_bounds() -> None:
     report(result, "sqlite", "follower SIGKILL", case(longest=[0.24, 0.29]))
     assert len(missed(result)) == 2
     result = Result("outer_recovery")
+    report(result, "sqlite", "follower SIGKILL", case(longest=[0.25, 0.20], control=[0.19, 0.25]))
+    assert missed(result) == ["sqlite, follower SIGKILL: longest inner step beyond its control's, worst of 2"]
+    result = Result("outer_recovery")
     report(result, "sqlite", "follower SIGKILL, cold", case(times=late.times, longest=[9.0, 9.0]))
     assert missed(result) == [], "torch is imported first: given"
     for scene, slowest, is_late in (("shared", 0.9, 0), ("shared", 1.1, 1), ("apart", 2.9, 0), ("apart", 3.1, 1)):
         result = Result("outer_recovery")
-        report(result, scene, "leader SIGKILL", case(times={"another leads": [0.5, slowest]}))
-        assert len(missed(result)) == is_late
+        report(
+            result,
+            scene,
+            "leader SIGKILL",
+            case(times={"another leads": [0.5, 9.0], "another decides": [0.5, slowest]}),
+        )
+        assert missed(result) == [f"{scene}, leader SIGKILL: another decides, slowest of 2"][:is_late]
 
 
 def test_every_case_is_in_a_scene_that_says_how_it_strikes() -> None:

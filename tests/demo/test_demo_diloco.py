@@ -9,17 +9,24 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.lab.demo.apart import CLUSTERS, DIES, plot_of
-from chaos_lightning.lab.demo.far_proof import prove
+from chaos_lightning.lab.demo.apart import BENDS, CLUSTERS, DIES, plot_of
+from chaos_lightning.lab.demo.far_proof import inner_steps, prove
 from chaos_lightning.lab.demo.proof import Check, Evidence
+from chaos_lightning.observe.outer_fold import Adoption, ClusterLog, FrozenPush, HeardAnswer, InnerSteps
+from chaos_lightning.outer.types import NO_VERSION, IncarnationId, Offer, PushAnswer, PushId
 
 ROOT = Path(__file__).resolve().parents[2]
-CODES: dict[str, int | None] = {cluster.name: -9 if cluster is DIES else 0 for cluster in CLUSTERS}
+ALONE = [cluster for cluster in CLUSTERS if cluster is not BENDS]
+CODES: dict[str, int | None] = {
+    **{cluster.name: -9 if cluster is DIES else 0 for cluster in ALONE},
+    **{node: -9 if number == 1 else 0 for number, node in enumerate(BENDS.nodes)},
+}
 Lines = list[dict[str, Any]]
 
 
@@ -66,9 +73,32 @@ def nobody_led(lines: Lines) -> None:
 
 
 def none_in_its_place(lines: Lines) -> None:
-    kill = next(x["t"] for x in lines if x.get("kind") == "follower_sigkill")
-    for line in [x for x in lines if x["name"] in ("version_loaded", "version_computed") and x["t"] > kill]:
+    """The other follower computes on."""
+    kill = next(x for x in lines if x.get("kind") == "follower_sigkill")
+    victim = next(x["child"] for x in lines if x["name"] == "server_child" and x["pid"] == kill["pid"])
+    stands = ("version_loaded", "version_computed")
+    for line in [x for x in lines if x["name"] in stands and x["t"] > kill["t"] and x.get("node") == victim]:
         lines.remove(line)
+
+
+def another_child_started(lines: Lines) -> None:
+    """None for the one that was killed."""
+    kill = next(x for x in lines if x.get("kind") == "follower_sigkill")
+    child = next(x for x in lines if x["name"] == "server_child" and x["t"] > kill["t"] and x.get("up"))
+    child["child"] = "spare"
+
+
+def killed_too_late(lines: Lines) -> None:
+    """Followers had all of the push."""
+    kill = next(x for x in lines if x.get("kind") == "sigkill" and x["node"] == f"{BENDS.nodes[1]}-0")
+    frozen = [x for x in lines if x["name"] == "push_frozen" and x.get("node") == BENDS.name and x["t"] < kill["t"]]
+    staged = [x for x in lines if x["name"] == "push_staged" and x["push"] == frozen[-1]["push"]]
+    kill["t"], kill["mono"] = max((x["t"], x["mono"]) for x in staged)
+
+
+def one_is_far_too_fast(lines: Lines) -> None:
+    for line in [x for x in lines if x["name"] == "inner_steps" and x.get("node") == CLUSTERS[0].name]:
+        line["steps"] *= 10
 
 
 def another_digest(lines: Lines) -> None:
@@ -109,6 +139,12 @@ def never_came(lines: Lines) -> None:
     [
         (nobody_led, "all processes of the server get kill -9 at once: started again, it goes on where it was"),
         (none_in_its_place, "a follower gets kill -9: the warm spare makes another, which computes on"),
+        (another_child_started, "a follower gets kill -9: the warm spare makes another, which computes on"),
+        (
+            killed_too_late,
+            "a rank of edge dies in mid-push, and another joins: the push counts, and the cluster stays",
+        ),
+        (one_is_far_too_fast, "4 clusters of speeds 1 to 3 train one model"),
         (another_digest, "states are equal"),
         (other_weights, "states are equal"),
         (steps_in_no_push, "inner steps lost: 0"),
@@ -134,6 +170,33 @@ def test_its_proof_notices_what_the_logs_do_not_show(
     for path, lines in files.items():
         path.write_text("".join(json.dumps(line) + "\n" for line in lines if id(line) in remaining))
     assert noticed in {check.what for check in proved(tmp_path / "demo") if not check.ok}
+
+
+def test_a_rejected_push_excuses_its_own_steps_and_those_beside_it_alone() -> None:
+    who = IncarnationId("home", 1)
+    offers = [Offer(PushId(who, number), NO_VERSION, "", 8, 4) for number in (1, 2)]
+    answers = (PushAnswer.ACCEPTED, PushAnswer.REJECTED)
+    standing = {o.push: SimpleNamespace(offer=o, answer=a) for o, a in zip(offers, answers, strict=True)}
+    log = ClusterLog(str(who), 0.0)
+    for one in (
+        InnerSteps(1.0, 4, 8, None), FrozenPush(2.0, "home~1/1", "-", 4, 8, 1, 0.0),
+        InnerSteps(3.0, 4, 8, None), FrozenPush(4.0, "home~1/2", "-", 4, 8, 1, 0.0),
+        InnerSteps(5.0, 2, 4, None), HeardAnswer(6.0, "home~1/2", "rejected", "v3", ""),
+        InnerSteps(7.0, 1, 2, None), Adoption(8.0, "v3", True, 3, 0.0, 0, 0),
+    ):  # fmt: skip
+        log.take("home.jsonl", one)
+
+    def judged(steps: int) -> Check:
+        row = SimpleNamespace(name=str(who), steps=steps)
+        facts = SimpleNamespace(run=SimpleNamespace(clusters={str(who): log}))
+        f: Any = SimpleNamespace(rows={"home": [row]}, facts=facts, plot=SimpleNamespace(dies="van"))
+        f.chain = SimpleNamespace(standing=standing)
+        return inner_steps(f)
+
+    assert judged(11).ok
+    assert "home 7 of 11 (7 of 1 rejected pushes and beside them)" in judged(11).found
+    assert not judged(12).ok
+    assert not judged(10).ok
 
 
 def test_a_log_that_tells_of_nothing_proves_nothing(tmp_path: Path) -> None:

@@ -27,12 +27,13 @@ class OuterJob:
     """The server's processes of one job, under a harness.
 
     Args:
-        harness: Its directory holds the chain and the followers' files.
+        harness: Its directory (`folder`, unless that is changed) holds the chain and the followers' files.
         followers: How many.
     """
 
     def __init__(self, harness: Harness, followers: int = 1) -> None:
         self.harness = harness
+        self.folder = harness.directory
         self.followers = [f"f{number}" for number in range(followers)]
         self.server = f"127.0.0.1:{free_port()}"
 
@@ -43,7 +44,7 @@ class OuterJob:
         return self
 
     def start_leader(self) -> None:
-        store = self.harness.directory / "chain.sqlite"
+        store = self.folder / "chain.sqlite"
         arguments = ["--listen", self.server, "--store", str(store), "--followers", str(len(self.followers))]
         self.harness.start_function("leader", run, LEADER, [*arguments, *self._logs()])
 
@@ -52,7 +53,7 @@ class OuterJob:
 
     def arguments_of(self, name: str) -> list[str]:
         """Of a follower's command line."""
-        folder = str(self.harness.directory / name)
+        folder = str(self.folder / name)
         return ["--server", self.server, "--name", name, "--dir", folder, *self._logs()]
 
     def kill_server(self) -> None:

@@ -131,16 +131,21 @@ class ScriptedFollower(Scripted):
         self.disk: tuple[say.ShardFile, ...] = ()
         self.version = NO_VERSION
         self.term = 0
+        self.job_id = ""
 
     def hello(self) -> None:
         nonce = os.urandom(4).hex()
         self.client.say(
-            say.FollowerHello(self.name, nonce, self.term, self.disk, self.version, "127.0.0.1:1", process=HERE)
+            say.FollowerHello(
+                self.name, nonce, self.term, self.disk, self.version, "127.0.0.1:1", process=HERE, job_id=self.job_id
+            )
         )
 
     def answer(self, message: Any) -> None:
         self.term = max(self.term, getattr(message, "term", 0))
         match message:
+            case say.Obey(job_id=job_id):
+                self.job_id = job_id
             case say.Stage(offer=offer):
                 products = (say.PushProduct(offer.push, ONE),)
                 self.client.say(say.Staged(self.name, offer.push, offer.manifest, products, True, ZERO))
@@ -164,6 +169,7 @@ class ScriptedCluster(Scripted):
         self.me: IncarnationId | None = None
         self.base = self.newest = NO_VERSION
         self.term = 0
+        self.job_id = ""
         self.number = 1
 
     def hello(self) -> None:
@@ -171,15 +177,15 @@ class ScriptedCluster(Scripted):
         self.client.say(
             say.ClusterHello(
                 self.name, place, self.nonce, self.term, self.me, self.base, self.newest, self.agreement,
-                process=self.process,
+                process=self.process, job_id=self.job_id,
             )
         )  # fmt: skip
 
     def answer(self, message: Any) -> None:
         self.term = max(self.term, getattr(message, "term", 0))
         match message:
-            case say.Welcomed(incarnation=me, first=first, version=version, founded=founded):
-                self.me, self.number = me, first
+            case say.Welcomed(incarnation=me, first=first, version=version, founded=founded, job_id=job_id):
+                self.me, self.number, self.job_id = me, first, job_id
                 if not founded:
                     self.push()
                 elif version != NO_VERSION:

@@ -193,6 +193,7 @@ class Rig:
         self.notes: list[tuple[str, dict[str, Any]]] = []
         self.durable: tuple[ShardFile, ...] = ()
         self.base = NO_VERSION
+        self.open = (PushId(HOME, 1), PushId(FAR, 1))
         self.process: FollowerProcess | None = None
         self.begin()
 
@@ -218,9 +219,9 @@ class Rig:
     def obey(self) -> None:
         made = [entry.version for entry in self.chain.entries]
         since = self.chain.entries[made.index(self.base) + 1 :] if self.base in made else self.chain.entries
-        self.leader.tell(
-            Obey(1, self.hello.nonce, self.shard, self.shards, AGREEMENT, self.durable, self.base, tuple(since))
-        )
+        place = self.shard, self.shards, AGREEMENT
+        said = Obey(1, self.hello.nonce, *place, self.durable, self.base, tuple(since), open=self.open)
+        self.leader.tell(said)
 
     def push(self, who: IncarnationId, number: int, content: Tensor, base: VersionId | None = None) -> Offer:
         offer = self.clusters[who].push(number, content, self.chain.newest if base is None else base)
@@ -457,6 +458,21 @@ def test_a_rollback_has_the_content_of_the_older_version(rig: Rig) -> None:
     assert rig.save(rig.chain.newest) == expected.digest
 
 
+def test_after_a_rollback_to_nothing_it_waits_without_a_state_and_is_founded_anew(rig: Rig) -> None:
+    lost, _ = rig.staged(HOME, 1, noise(0))
+    rig.chain.add(Founded(1, lost))
+    nothing = rig.chain.add(RolledBack(2, NO_VERSION, (lost.push,), "a test"))
+    rig.begin()  # it has no file, and nothing was durable
+    rig.leader.heard(Applied, version=nothing.version)
+    offer, staged = rig.staged(FAR, 1, noise(1))
+    assert staged.momentum == "0"
+    rig.apply(rig.chain.add(Founded(3, offer)))
+    push, _ = rig.staged(FAR, 2, noise(2, 0.1))
+    version = rig.apply(rig.chain.round(DELAYED, push)).version
+    assert rig.save(version) == rig.reference().state.digest
+    assert rig.noted("bits_differ") == []
+
+
 def test_a_rollback_to_a_durable_version_loads_it(rig: Rig) -> None:
     rig.found()
     founded = rig.chain.newest
@@ -504,6 +520,17 @@ def test_other_bytes_than_those_that_were_offered_are_not_staged(rig: Rig) -> No
     assert [said.push for said in rig.leader.said if isinstance(said, Staged)][1:] == [other.push]
 
 
+def test_what_no_round_will_take_goes_though_it_was_told_while_there_was_no_stream(rig: Rig) -> None:
+    three_rounds(rig)
+    lost, _ = rig.staged(HOME, 4, noise(9, 0.1))
+    kept, _ = rig.staged(FAR, 3, noise(10, 0.1))
+    rig.leader.said.clear()
+    rig.open = (PushId(FAR, 3),)
+    rig.obey()
+    rig.leader.heard(Staged, push=kept.push)
+    assert not [m for m in rig.leader.said if isinstance(m, Staged) and m.push == lost.push]
+
+
 @pytest.mark.parametrize("place", [0, GRID.elements - 1])
 def test_a_push_that_is_not_finite_is_told_as_such(rig: Rig, place: int) -> None:
     rig.found()
@@ -549,7 +576,7 @@ def test_a_new_leader_is_told_all_again(rig: Rig) -> None:
     hello = rig.leader.heard(FollowerHello)
     assert (hello.version, hello.term, hello.nonce) == (rig.chain.newest, 1, rig.hello.nonce)
     rig.leader.tell(
-        Obey(2, hello.nonce, 0, 1, AGREEMENT, (), NO_VERSION, tuple(rig.chain.entries)),
+        Obey(2, hello.nonce, 0, 1, AGREEMENT, (), NO_VERSION, tuple(rig.chain.entries), open=(one.push,)),
     )
     assert rig.leader.heard(Staged, push=one.push) == said
     assert rig.leader.heard(Applied, version=rig.chain.newest)

@@ -16,8 +16,12 @@ from hypothesis import strategies as st
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer import settings as outer_settings
-from chaos_lightning.outer.gates import GATES, MeasuredPush, Products
+from chaos_lightning.outer.codec import codec_named
+from chaos_lightning.outer.content import OuterContent
+from chaos_lightning.outer.gates import GATES, ROWS, STD_FLOOR, MeasuredPush, Products
+from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.judging import Judgement, judge
+from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
@@ -25,7 +29,9 @@ from chaos_lightning.outer.types import (
     Counters,
     GateState,
     IncarnationId,
+    LongRow,
     Offer,
+    PushAnswer,
     PushId,
 )
 
@@ -416,15 +422,141 @@ def test_after_eight_rejections_in_a_row_what_is_usual_is_learned_anew() -> None
     assert server.push(scaled(alike(30, 1)[0], 20 * 50), usual=4).rejected
 
 
-def test_an_acceptance_ends_a_row_of_rejections() -> None:
+def test_an_acceptance_ends_a_row_of_rejections_of_all() -> None:
     server = Server(rules(policy="robust"))
     warm(server)
     for number in range(30):
         good = alike(40 + number)
-        made = server.push(*good[:3], scaled(good[3], 50))
+        made = server.push(*good[:3], scaled(good[3], 50 * 2**number))
         assert len(made.rejected) == 1
         assert made.gate.in_a_row == 0
     assert server.gate.count == 16 + 90
+
+
+def long(delta: Vector, size: float = 1.0) -> Vector:
+    """As long as a usual push, times `size`."""
+    return scaled(delta, size * math.sqrt(SIZE / product(delta, delta)))
+
+
+def usual(seed: int, count: int = 4, size: float = 1.0) -> list[Vector]:
+    """Pushes that differ by a tenth in length, as those of one round do in real training."""
+    chance = random.Random(seed)
+    return [long(delta, size * math.exp(chance.uniform(-0.1, 0.1))) for delta in alike(seed, count)]
+
+
+def warmed_up() -> Server:
+    """Which does not judge directions: those of `alike` differ by chance."""
+    server = Server(rules(policy="robust", gate_cosine=-1.0))
+    for number in range(4):
+        assert not server.push(*usual(number)).rejected
+    return server
+
+
+def row(server: Server, cluster: str) -> LongRow | None:
+    return next((row for row in server.gate.rows if row.cluster == cluster), None)
+
+
+@given(st.floats(1.8, 3.5), st.integers(0, 1000), st.integers(1, 5))
+def test_one_cluster_too_long_is_let_in_after_a_while_and_does_no_harm(size: float, seed: int, patience: int) -> None:
+    """A newcomer with a cold inner optimizer, while the others train: the gate does not shut it out for good."""
+    server = warmed_up()
+    server.settings = replace(server.settings, gate_patience=patience)
+    for number in range(patience + 4):
+        good = usual(seed + number)
+        before = server.gate
+        made = server.push(*good[:3], long(good[3], size))
+        assert [refusal.offer.push.incarnation.cluster for refusal in made.rejected] == ["c3"] * (number < patience)
+        assert [w.part < 1.0 for w in made.accepted] == [False] * 3 + [True] * (number >= patience)
+        assert row(server, "c3") == LongRow("c3", number + 1, pytest.approx(server.gate.rows[-1].size))
+        assert server.gate.count == before.count + 3, "what is shortened teaches nothing"
+        if number >= patience:
+            weighed = made.accepted[-1]
+            limit = math.exp(before.mean + 3 * max(math.sqrt(before.variance), STD_FLOOR)) * math.sqrt(H)
+            assert weighed.part * size * math.sqrt(SIZE) == pytest.approx(limit)
+            assert limit < 1.6 * math.sqrt(SIZE)
+            assert weighed.factor == pytest.approx(weighed.part / 4)
+            assert f"c3~1/{server.number} is shortened to {weighed.part:.3f} of its length" in made.reason
+    warmed = server.push(*usual(seed + 100))
+    assert [w.part for w in warmed.accepted] == [1.0] * 4
+    assert server.gate.rows == (), "a push that passes ends the row"
+
+
+def test_a_push_that_is_far_too_long_waits_for_longer() -> None:
+    server = warmed_up()
+    said = []
+    for number in range(10):
+        good = usual(60 + number)
+        said.append(server.push(*good[:3], scaled(good[3], 10)))
+    assert [len(made.rejected) for made in said] == [1] * 8 + [0, 0]
+    assert said[8].accepted[-1].part < 0.3
+
+
+def test_pushes_that_grow_are_never_let_in() -> None:
+    server = warmed_up()
+    for number in range(40):
+        good = usual(60 + number)
+        assert server.push(*good[:3], long(good[3], 3 * 1.6**number)).rejected
+        assert row(server, "c3") == LongRow("c3", 1, server.gate.rows[-1].size)
+
+
+def test_ten_times_the_norm_now_and_then_is_never_let_in() -> None:
+    server, chance = warmed_up(), random.Random(5)
+    for number in range(300):
+        deltas = usual(1000 + number)
+        spoiled = chance.randrange(4) if chance.random() < 0.2 else None
+        made = server.push(*(scaled(d, 10) if place == spoiled else d for place, d in enumerate(deltas)))
+        assert [r.offer.push.incarnation.cluster for r in made.rejected] == [f"c{spoiled}"] * (spoiled is not None)
+
+
+def test_a_shortened_push_is_judged_by_its_direction_and_hides_nobody_s() -> None:
+    """At its full length it would be most of the sum by which the others are judged."""
+    server = Server(rules(policy="robust", gate_patience=1))
+    common = [[1.0, *(0.1 if place == n else 0.0 for place in range(1, SIZE))] for n in range(1, 5)]
+    for _ in range(4):
+        assert not server.push(*common).rejected
+    for number in range(2):
+        made = server.push(*common[:3], scaled(turned(common[3]), 3.5))
+        assert [refusal.offer.push.incarnation.cluster for refusal in made.rejected] == ["c3"]
+        assert ("its cosine with the sum" in made.rejected[0].reason) == (number > 0)
+        assert not made.gate.in_a_row
+    assert row(server, "c3") == LongRow("c3", 2, pytest.approx(server.gate.rows[-1].size))
+
+
+def test_a_learning_rate_raised_for_one_and_only_cluster_is_learned_anew() -> None:
+    """Shortened pushes are no proof of what is usual."""
+    server = warmed_up()
+    said = [server.push(*usual(20 + n, 1, 3.0), usual=4) for n in range(9)]
+    assert [len(made.rejected) for made in said] == [1, 1] + [0] * 7
+    assert ["learns anew" in made.reason for made in said] == [False] * 7 + [True, False]
+    assert [made.accepted[0].part < 1.0 for made in said[2:]] == [True] * 6 + [False]
+
+
+def test_the_inner_optimizer_begins_anew_ever_more_rarely() -> None:
+    """Cleared at each rejection it stays cold, and its pushes too long; cleared once, what spoils it again stays."""
+    grid = Grid((SIZE,), 64)
+    content = OuterContent(Replica([("w", torch.zeros(SIZE))]), grid, codec_named("bf16"))
+    name = offer("a").push
+
+    def rejected(times: int) -> list[int]:
+        cleared = []
+        for number in range(1, times + 1):
+            content.settle(name, PushAnswer.REJECTED)
+            cleared += [number] if content.resets_optimizer else []
+        return cleared
+
+    assert rejected(20) == [2, 4, 8, 16]
+    content.settle(name, PushAnswer.ACCEPTED)
+    assert not content.resets_optimizer
+    assert rejected(3) == [2]
+
+
+def test_refusals_of_a_few_clusters_only_are_remembered() -> None:
+    server = warmed_up()
+    for number in range(ROWS + 5):
+        good = usual(80 + number)
+        offers = {offer(f"c{place}", 50 + number): d for place, d in enumerate(good[:3])}
+        server.round({**offers, offer(f"new{number:03}"): scaled(good[3], 50)}, 4)
+    assert [row.cluster for row in server.gate.rows] == [f"new{number:03}" for number in range(5, ROWS + 5)]
 
 
 def test_a_turned_push_lowers_the_others_cosines_and_is_rejected_first() -> None:

@@ -182,6 +182,51 @@ def test_who_is_cut_off_by_the_end_has_the_jobs_last_version(tmp_path: Path) -> 
     assert torch.equal(trained(tmp_path / "first.pt"), trained(tmp_path / "late.pt"))
 
 
+def train_until_over(server: str, name: str, logs: str, done: str) -> None:
+    """A cluster that trains until its part is over, or the file `done` is there."""
+    model, settings = small_model(), OuterSettings(policy="async", inner_steps=STEPS, batch=16, heartbeat_s=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = open_session(server, name, model, logs, settings)
+    try:
+        session.start()
+        while not session.over and not Path(done).exists():
+            inner_step(model, optimizer, name, 1)
+            session.boundary(16)
+            session.pause(0.02)
+        session.finish("it is through", 60)
+    finally:
+        session.close()
+
+
+def test_a_cluster_of_an_earlier_job_that_wakes_in_the_next_one_is_sent_away(tmp_path: Path) -> None:
+    """It knew more versions than the next job had, and ended each leader of it."""
+    with Harness(tmp_path, deadline_s=120) as harness:
+        job, done = OuterJob(harness).start(), tmp_path / "done"
+        given = (str(harness.logs), str(done))
+        harness.start_function("old", train_until_over, job.server, "old", *given)
+        harness.wait_for("version_adopted", lambda r: r["version"].startswith("v3-"), node="old")
+        harness.stop("old")
+        job.kill_server()
+        job.folder = tmp_path / "next"
+        job.folder.mkdir()
+        job.start()
+        harness.start_function("new", train_until_over, job.server, "new", *given)
+        began = harness.wait_for("version_adopted", node="new")
+        harness.cont("old")
+        over = harness.wait_for("cluster_over", node="old")
+        assert harness.wait_exit("old") == 0
+        harness.wait_for(
+            "version_adopted", node="new", after=harness.wait_for("version_adopted", node="new", after=began)
+        )
+        done.touch()
+        harness.wait_all()
+        led = [r["job"] for r in harness.records if r.name == "outer_leader_started"]
+    assert not over["again"]
+    assert "old is of job" in over["reason"]
+    assert "which new at new" in over["reason"]
+    assert len(led) == 2, "one leader of each job"
+
+
 SHARED = OuterSettings(inner_steps=4, batch=8, epochs=2, heartbeat_s=1.0, reconnect_s=30.0, lease_ahead_s=2.0)
 LENGTH = 1600
 

@@ -32,7 +32,17 @@ from chaos_lightning.outer.effects import Heard
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.outer_pb2_grpc import ParameterServerStub
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION, Ended, IncarnationId, JobOpened, Joined, PushAnswer, PushId, Round
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    Ended,
+    IncarnationId,
+    JobOpened,
+    Joined,
+    PushAnswer,
+    PushId,
+    Round,
+    VersionId,
+)
 from chaos_lightning.outer.vocabulary import FROM_CLUSTER
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder
@@ -316,6 +326,52 @@ def test_of_two_clusters_of_one_name_the_second_is_dismissed() -> None:
             assert "a cluster called home is in already, at a test" in dismissed.reason
             first.push()
             first.served(2)
+
+
+# ------------------------------------------------------------------------------------------------ of which job
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_processes_of_another_job_are_sent_away_and_end_no_leader(begun: bool) -> None:
+    with outer_serving() as served:
+        follower, cluster = a_job(served.endpoint)
+        old, f1 = ScriptedCluster(served.endpoint, "old"), ScriptedFollower(served.endpoint, "two")
+        old.base = old.newest = f1.version = VersionId(57, "another's")
+        old.job_id = f1.job_id = "0123456789abcdef"
+        old.me, old.term, f1.term = IncarnationId("old", 3), 9, 9
+        with at_once(follower):
+            if begun:
+                cluster.start()
+                cluster.served(1)
+            with at_once(old, f1):
+                for stranger in (old, f1):
+                    told = stranger.heard.wait_for(say.Dismissed)
+                    assert (told.term, told.again) == (9, False)
+                    assert f"{stranger.name} is of job 01234567, and this server has" in told.reason
+                    here = f"job {cluster.job_id[:8]}, which home at a test began" if begun else "no job yet"
+                    assert here in told.reason
+            if not begun:
+                cluster.start()
+                cluster.served(1)
+            cluster.push()
+            cluster.served(2)
+            cluster.close()
+
+
+def test_who_knows_more_than_its_own_jobs_store_ends_the_leader_and_all_are_told_why() -> None:
+    with outer_serving() as served:
+        follower, cluster = a_job(served.endpoint)
+        ahead = ScriptedCluster(served.endpoint, "ahead")
+        with at_once(follower, cluster):
+            cluster.served(1)
+            ahead.job_id, ahead.base = cluster.job_id, VersionId(57, "of this job")
+            with at_once(ahead):
+                reason, failed = served.wait_ended()
+                assert failed
+                assert "ahead knows version v57" in reason
+                for each in (cluster, ahead, follower):
+                    why = each.states.wait(lambda state: "leads no more" in state)
+                    assert reason in why
 
 
 # ------------------------------------------------------------------------------------------------ who has gone

@@ -17,7 +17,7 @@ SHOWED = {
     "O4-older": 8,
     "O5a-samples": 24,
     "O8-no-residual": 7,
-    "O8a-early": 22,
+    "O8a-early": 54,
     "O10-nan": 3,
     "O10-sent": 11,
 }
@@ -74,6 +74,7 @@ def test_the_command_tells_what_it_found() -> None:
         ("poisoned", 67),
         ("damaged", 43),
         ("damaged", 111),
+        ("damaged", 112),
         ("damaged", 381),
         ("damaged", 13),
         ("damaged", 1715),

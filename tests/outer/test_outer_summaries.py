@@ -14,7 +14,8 @@ from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import StoreError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.events.reader import read_events
-from chaos_lightning.lab.outer.world import FAMILIES, World
+from chaos_lightning.lab.outer.plans import FAMILIES
+from chaos_lightning.lab.outer.world import World
 from chaos_lightning.observe.outer_entries import JobEntries, read_entry
 from chaos_lightning.outer import messages as say
 from chaos_lightning.outer import summaries
@@ -115,7 +116,7 @@ def facts(chain: OuterChain) -> dict[str, object]:
 @pytest.mark.parametrize("family", ["fragile", "poisoned", "own"])
 def test_who_begins_with_a_summary_goes_on_as_one_who_has_read_all(family: str) -> None:
     compared = 0
-    for seed in range(2):
+    for seed in range(4):
         world = World(FAMILIES[family](seed))
         assert world.run().violation == ""
         read: list[OuterChain] = [OuterChain(whole=True)]
@@ -165,7 +166,7 @@ def test_what_was_cut_is_over_or_old_and_ends_no_leader() -> None:
         return [effect.message for effect in machine.on(1.0, Heard(conn, word)) if isinstance(effect, SendTo)]
 
     assert hello(1, GONE, old) == [say.Dismissed(2, chain.over(GONE), again=True)]
-    assert say.Welcomed(2, AWAY, 1, NO_VERSION, True, chain.progress(NO_VERSION)) in hello(2, AWAY, old)
+    assert say.Welcomed(2, AWAY, 1, NO_VERSION, True, chain.progress(NO_VERSION), chain.job_id) in hello(2, AWAY, old)
     offer = Offer(PushId(AWAY, 1), old, "late", 1, 1)
     heard: list[object] = []
     event: LeaderEvent = Heard(2, say.Offered(offer))

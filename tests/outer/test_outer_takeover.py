@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from chaos_lightning.lab.outer.world import World, fragile_plan
+from chaos_lightning.lab.outer.plans import fragile_plan
+from chaos_lightning.lab.outer.world import World
 from chaos_lightning.outer import messages as say
 from chaos_lightning.outer.arrivals import ArrivalRates
 from chaos_lightning.outer.chain import OuterChain
@@ -17,7 +18,7 @@ from chaos_lightning.outer.types import Entry, Round
 
 @pytest.mark.parametrize("policy", ["robust", "di_ps"])
 def test_who_takes_over_judges_as_the_one_before_would_have(policy: str) -> None:
-    plan = fragile_plan(3)
+    plan = fragile_plan(9)
     world = World(replace(plan, settings=replace(plan.settings, policy=policy)))
     taught: list[ArrivalRates] = []
     paced: list[int] = []

@@ -9,7 +9,7 @@ points 1 to 5 of an elastic cluster.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -20,12 +20,14 @@ from chaos_lightning.lab.demo.proof import Check, Evidence
 from chaos_lightning.lab.demo.stage import words_of
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe.fields import number
-from chaos_lightning.observe.outer_audit import audit_folder
+from chaos_lightning.observe.outer_audit import audit_folder, discarded_steps
 from chaos_lightning.observe.outer_fold import ClusterLog, Fetch, FrozenPush, HeardAnswer, InnerSteps, OuterRun, split
 from chaos_lightning.observe.outer_tables import ClusterRow, OuterFacts, cluster_of, lost_in, spent_share
 from chaos_lightning.observe.units import amount, duration
 from chaos_lightning.outer.types import PushAnswer, Removed
 
+FASTER = (1.5, 5.0)
+"""How many times as fast as the slowest cluster the fastest one is. Pauses make it three, on a busy machine less."""
 REMOVED_S = 8.0
 """Three heartbeats, the record, and a busy machine."""
 SERVED_AGAIN_S = 8.0
@@ -92,9 +94,9 @@ class FarEvidence:
         """Decided in between."""
         return sum(row.kind == "round" and since < row.t < until for row in self.facts.versions)
 
-    def first(self, name: str, after: float, until: float = float("inf")) -> Record | None:
-        """The first event of this name in between."""
-        return next((r for r in self.e.records if r.name == name and after < r.t < until), None)
+    def first(self, name: str, after: float, wanted: Callable[[Record], bool] = lambda r: True) -> Record | None:
+        """The first event of this name afterwards that is so."""
+        return next((r for r in self.e.records if r.name == name and after < r.t and wanted(r)), None)
 
     def steps(self, since: float, until: float) -> int:
         """Inner steps that were told of in between, by all clusters."""
@@ -110,10 +112,11 @@ def trained(f: FarEvidence) -> Check:
     plot = f.plot
     what = f"{len(plot.clusters)} clusters of speeds 1 to 3 train one model"
     paces = {name: pace for name in plot.clusters if (log := f.log(name)) and (pace := _pace(log.inner))}
-    slowest = min(paces.values(), default=1.0)
+    slowest, fastest = min(paces.values(), default=1.0), max(paces.values(), default=1.0)
     text = ", ".join(f"{name} {pace:.1f} steps a second ({pace / slowest:.1f})" for name, pace in paces.items())
     text += f'; {plot.bends} is inner="chaos" with two ranks at first, {len(plot.ranks)} in all'
-    return Check(what, text, f.all_there and len(paces) == len(plot.clusters))
+    apart = FASTER[0] <= fastest / slowest <= FASTER[1]
+    return Check(what, text, f.all_there and len(paces) == len(plot.clusters) and apart)
 
 
 def _pace(told: Sequence[InnerSteps]) -> float:
@@ -160,28 +163,38 @@ def rank(f: FarEvidence) -> Check:
         return Check(what, "no rank was killed after a push", False)
     push = max(open_, key=lambda x: x.t).push
     heard = next((x for x in told if isinstance(x, HeardAnswer) and x.push == push), None)
-    joined = next((r for r in f.e.records if r.name == "joined" and r.node == f"{joins}-0"), None)
+    joined = f.first("joined", kill.t, lambda r: r.node == f"{joins}-0")
+    parts = [one for each in f.facts.run.followers.values() for one in each.staged.get(push, ())]
+    lacking = [t for t, _, _ in parts if t > kill.t]
     if heard is None or joined is None:
         return Check(what, f"{push} was {'answered' if heard else 'not answered'}; {joins} did not join", False)
     text = f"{push} was {heard.answer} by {heard.version}, {duration(heard.t - kill.t)} after the kill; "
-    text += f"{joins} joined at its step {joined.get('step')}"
-    return Check(what, text, heard.t > kill.t and heard.answer == PushAnswer.ACCEPTED.value)
+    text += f"{joins} joined at its step {joined.get('step')}; "
+    text += f"{len(lacking)} of {len(parts)} followers lacked bytes of it at the kill"
+    return Check(what, text, bool(lacking) and heard.t > kill.t and heard.answer == PushAnswer.ACCEPTED.value)
 
 
 def follower(f: FarEvidence) -> Check:
     what = "a follower gets kill -9: the warm spare makes another, which computes on"
     kill = f.fault("follower_sigkill")
-    if kill is None:
+    children = [r for r in f.e.records if r.name == "server_child"]
+    struck = next((r for r in children if kill is not None and r.get("up") and r.get("pid") == kill.get("pid")), None)
+    if kill is None or struck is None:
         return Check(what, "none was killed", False)
-    up = next((r for r in f.e.records if r.name == "server_child" and r.t > kill.t and r.get("up")), None)
-    loaded = f.first("version_loaded", kill.t) or f.first("version_computed", kill.t)
+    victim = struck.get("child")
+    down = f.first("server_child", kill.t, lambda r: r.get("child") == victim and not r.get("up"))
+    up = f.first("server_child", down.t, lambda r: r.get("child") == victim and r.get("up")) if down else None
+    stands = ("version_loaded", "version_computed")
+    began = [r for r in f.e.records if r.name in stands and r.node == victim and up is not None and r.t > up.t]
+    loaded = next(iter(began), None)
     decided = next((row for row in f.facts.versions if row.kind == "round" and loaded and row.t > loaded.t), None)
     if up is None or loaded is None or decided is None:
         return Check(what, "none came in its place", False)
-    text = f"started again after {duration(up.t - kill.t)}, stood at {loaded.get('version')} after "
+    text = f"{victim} was started again after {duration(up.t - kill.t)}, stood at {loaded.get('version')} after "
     text += f"{duration(loaded.t - kill.t)}, in round {decided.version} after {duration(decided.t - kill.t)}"
     text += f"; {f.steps(kill.t, decided.t)} inner steps meanwhile"
-    return Check(what, text, loaded.t - kill.t < SERVED_AGAIN_S)
+    another = up.get("pid") != kill.get("pid") and loaded.source != struck.source
+    return Check(what, text, another and loaded.t - kill.t < SERVED_AGAIN_S)
 
 
 def leader(f: FarEvidence) -> Check:
@@ -254,11 +267,16 @@ def inner_steps(f: FarEvidence) -> Check:
         for row in rows:
             mine = [s for p, s in f.chain.standing.items() if str(p.incarnation) == row.name]
             counted = sum(s.offer.steps for s in mine if s.answer is PushAnswer.ACCEPTED)
-            left, rejected = row.steps - counted, row.answers.get(PushAnswer.REJECTED, 0)
-            why = "died" if name == f.plot.dies else f"{rejected} rejected" if rejected else ""
+            rejected = [s.offer.steps for s in mine if s.answer is PushAnswer.REJECTED]
+            log = f.facts.run.clusters.get(row.name)
+            beside = discarded_steps(log) if log is not None and rejected else 0
+            left, known = row.steps - counted, sum(rejected) + beside
+            why = f"{known} of {len(rejected)} rejected pushes and beside them" if rejected else ""
+            why = "died" if name == f.plot.dies else why
             words.append(f"{name} {left} of {row.steps}" + (f" ({why})" if why else ""))
-            lost += 0 if why else left
-            bad += [] if why or not left else [name]
+            if name != f.plot.dies and left != known:
+                lost += left - known
+                bad.append(name)
     text = f"{lost} but for the dead cluster's and those of rejected pushes: " + ", ".join(words)
     return Check("inner steps lost: 0", text, bool(words) and not lost and not bad)
 
@@ -308,7 +326,7 @@ def learned(f: FarEvidence) -> Check:
 
 
 def ended(f: FarEvidence) -> Check:
-    killed = {f.plot.dies, *f.plot.ranks[1]}
+    killed = {f.plot.dies, f.plot.ranks[1]}
     good = bool(f.e.codes) and all(code == 0 for name, code in f.e.codes.items() if name not in killed)
     return Check("all others end with exit code 0", words_of(f.e.codes), good)
 

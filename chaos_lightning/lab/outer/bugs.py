@@ -112,6 +112,9 @@ BUGS = {
     "O5-freed": Bug(
         "O5", "pushes are freed when a round has them", Machines(leader=_with(pushes=bad.FreeingPushes)), "rolled"
     ),
+    "O5-held": Bug(
+        "O5", "a follower keeps what no round will ever take", Machines(follower=bad.HoardingFollower), "fragile"
+    ),
     "O5-passed": Bug(
         "O5", "a mark passes a follower, which computes on", Machines(follower=bad.PassedFollower), "passed"
     ),

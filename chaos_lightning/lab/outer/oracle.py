@@ -43,14 +43,19 @@ def computed(content: str, entry: Entry, parts: Sequence[str]) -> str:
     """A shard's state after this entry.
 
     Args:
-        content: Its state before.
+        content: Its state before; "": it holds none.
         entry: A founding, a round or a rollback.
         parts: The bytes of its pushes, in order.
+
+    Raises:
+        Violation: There is no state that this could be computed from.
     """
-    if isinstance(entry.body, RolledBack):
-        return content if entry.body.to != NO_VERSION else ""
     if isinstance(entry.body, Founded):
         content = ""
+    elif not content:
+        raise Violation(f"{entry.version} is computed from no state (O1)")
+    if isinstance(entry.body, RolledBack):
+        return content
     return hashlib.blake2b(f"{content}|{'|'.join(parts)}|{entry.body!r}".encode(), digest_size=8).hexdigest()
 
 
@@ -130,10 +135,12 @@ class Oracle:
         """What the gate has seen after a round, with the state from before it (O12)."""
         if settings.policy != "robust":
             return
-        anew = not body.accepted and before.in_a_row + len(body.rejected) >= settings.gate_again
-        if body.gate.count != before.count + len(body.accepted) and not (anew and body.gate == GateState()):
+        whole = sum(weighed.part == 1.0 for weighed in body.accepted)
+        others = len(body.accepted) - whole + len(body.rejected)
+        anew = not whole and before.in_a_row + others >= settings.gate_again
+        if body.gate.count != before.count + whole and not (anew and body.gate == GateState()):
             raise Violation(
-                f"round {body.number} accepts {len(body.accepted)}, and its gate knows {body.gate.count} pushes after "
+                f"round {body.number} accepts {whole} as they are, and its gate knows {body.gate.count} pushes after "
                 f"{before.count} (O12)"
             )
 
@@ -143,7 +150,7 @@ class Oracle:
         said.follow(entry)
         for name in (
             "newest", "durable", "safe", "joined", "cut", "starts", "counters", "gate", "rates", "paced", "agreement",
-            "founded", "ahead", "reopened", "rounds", "rollbacks", "tally", "hash",
+            "job_id", "founded", "ahead", "reopened", "rounds", "rollbacks", "tally", "hash",
         ):  # fmt: skip
             if (found := getattr(said, name)) != (has := getattr(chain, name)):
                 raise Violation(f"the summary at {entry.position} has {name} {found}, the chain {has} (O1a)")

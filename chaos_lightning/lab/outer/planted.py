@@ -15,7 +15,7 @@ from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.leader_desk import LeaderDesk
 from chaos_lightning.outer.leases import Leases
-from chaos_lightning.outer.messages import ClusterHello, Freed, PushAnswered, ShardFile
+from chaos_lightning.outer.messages import ClusterHello, DropPush, Freed, PushAnswered, ShardFile, ToFollower
 from chaos_lightning.outer.pushes import Pushes
 from chaos_lightning.outer.rounds import Rounds, Rows
 from chaos_lightning.outer.settings import OuterSettings
@@ -241,8 +241,8 @@ class LateAttendance(Attendance):
         self.clusters = all_of_them
         return found
 
-    def removed(self, who: IncarnationId, reason: str) -> Offer | None:
-        return None
+    def removed(self, who: IncarnationId, reason: str) -> None:
+        pass
 
 
 class LaxRounds(Rounds):
@@ -360,6 +360,14 @@ class OpenStore(ChainStore):
 
 
 # ---------------------------------------------------------------------- followers and clusters
+
+
+class HoardingFollower(FollowerMachine):
+    """It keeps pushes that no round will ever take."""
+
+    def _hear(self, message: ToFollower) -> None:
+        if not isinstance(message, DropPush):
+            super()._hear(message)
 
 
 class PassedFollower(FollowerMachine):

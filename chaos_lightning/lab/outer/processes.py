@@ -19,7 +19,7 @@ from chaos_lightning.outer.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import Offered, PushAnswered, PushProduct
+from chaos_lightning.outer.messages import ClusterHello, FollowerHello, Offered, PushAnswered, PushProduct
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     Agreement,
@@ -202,9 +202,10 @@ class LeaderProcess(Process):
 
     def feed(self, event: fx.LeaderEvent) -> None:
         """One event through the machine; its effects in order. Once the job is over, whoever comes is told so."""
-        ended = self.machine.end.told()
-        if self.machine.desk.done and ended is not None and isinstance(event, fx.Heard):
-            self._send(event.conn, ended)
+        hello = event.message if isinstance(event, fx.Heard) else None
+        done = self.machine.desk.done and isinstance(hello, ClusterHello | FollowerHello)
+        if done and (told := self.machine.farewell(hello)) is not None:  # type: ignore[arg-type]
+            self._send(event.conn, told)  # type: ignore[union-attr]
         for effect in self.machine.on(self.kernel.now + 1.0, event):
             if not self.alive:
                 break
@@ -397,6 +398,8 @@ class FollowerProcess(Client):
             case fx.Compute(entry):
                 parts = [self.parts[offer.push] for offer in entry.offers]  # held, whatever is forgotten meanwhile
                 self.timer(between(0.005, 0.05), lambda: self._compute(entry, parts))
+            case fx.Empty(version):
+                self.timer(between(0.005, 0.05), lambda: self._empty(version))
             case fx.Save(version):
                 content = self.content
                 self._save(version, content, self.job.machines.saving)
@@ -406,6 +409,8 @@ class FollowerProcess(Client):
                 self.disk.delete(version)
             case fx.Forget(push):
                 self.parts.pop(push, None)
+            case fx.TurnedAway():
+                self.kill()  # and it is started again
             case fx.OuterNote():
                 pass
 
@@ -437,6 +442,10 @@ class FollowerProcess(Client):
     def _compute(self, entry: Entry, parts: list[str]) -> None:
         self._stand(entry.version, computed(self.content, entry, parts))
         self.feed(fx.Computed(entry.version, self._leans(entry.version)))
+
+    def _empty(self, version: VersionId) -> None:
+        self.content = ""
+        self.feed(fx.Computed(version, self._leans(version)))
 
     def _stand(self, version: VersionId, content: str) -> None:
         self.content = content
@@ -613,6 +622,8 @@ class ClusterProcess(Client):
         self.machine = self.machine.anew()
         for push in [push for push in self.content.pushes if push not in self.machine.kept]:
             self.given_up.update(self.content.pushes.pop(push).steps)  # it may be accepted all the same
+        if "lost its first version" in reason:  # what it has trained is in the model that founds the job anew
+            self.given_up.update(step for pushed in self.content.pushes.values() for step in pushed.steps)
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.cut()

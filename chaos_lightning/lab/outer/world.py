@@ -83,6 +83,7 @@ class World:
         self.log: list[str] = []
         self.on_entry: Callable[[Entry], None] = lambda entry: None
         self._number = 0
+        self._removed_at: dict[IncarnationId, float] = {}
         self._struck_at = self._lost_at = 0.0
         self._todo = len(plan.clusters) + len(plan.faults)
         self.kernel.at(0.0, self._lead)
@@ -120,6 +121,7 @@ class World:
             self._check_copy()
             self._check_waits()
         if isinstance(body, Removed):
+            self._removed_at[body.incarnation] = self.kernel.now
             self._check_removal(body)
         if isinstance(body, Voided) and self.leader is not None and self.leader.chain.forgot(body.offer.base):
             self._check_forgotten(body)
@@ -354,8 +356,10 @@ class World:
             self._lost_at = self.kernel.now
         if self.kernel.now - self._lost_at > CALM_S:  # before that a mark may come that its disk has
             return True
-        known = self.went_back or not any(cluster.alive for cluster in self.clusters.values())
-        return bool(self.finished) and known
+        alive = any(cluster.alive for cluster in self.clusters.values())
+        if self.went_back:  # to before the job was opened: then all of it are another job's
+            return bool(self.finished) or not alive
+        return bool(self.finished) and not alive
 
     def _check_end(self) -> None:
         if self.went_back:  # what was decided since is gone, and nobody promises more than to say so
@@ -373,6 +377,19 @@ class World:
             if missing := cluster.unaccounted() - self.oracle.counted:
                 raise Violation(f"{name} trained inner step {min(missing)}, which is in no push (O9)")
 
+    def _check_held(self) -> None:
+        """No follower keeps what no round will ever take (O5)."""
+        needed, now = self.chain.needed(), self.kernel.now
+        for name, follower in self.followers.items():
+            stream = follower.stream
+            told = (
+                follower.alive and stream is not None and stream.since + CALM_S < now and stream.leader is self.leader
+            )
+            for push in follower.parts if told and follower.machine._obeys else ():
+                gone_s = now - self._removed_at.get(push.incarnation, now)
+                if gone_s > CALM_S and push not in needed:
+                    raise Violation(f"{name} holds {push}, whose incarnation is over for {gone_s:.1f} s (O5)")
+
     def run(self) -> Outcome:
         """Runs the plan to its end and returns the verdict."""
         violation = ""
@@ -381,6 +398,7 @@ class World:
                 violation = f"stuck after {self.kernel.now:.1f} s: {self.describe()}"
             else:
                 self._check_end()
+                self._check_held()
         except (Violation, ValueError, AssertionError, KeyError) as found:
             violation = f"at {self.kernel.now:.3f} s: {type(found).__name__}: {found}"
         chain = self.chain
