@@ -315,25 +315,25 @@ class OuterSession:
         """The parameters are what is trained again. Idempotent."""
         self._model.show_own()
 
-    def finish(self, reason: str) -> None:
+    def finish(self, reason: str, timeout_s: float | None = None) -> None:
         """This cluster's loop is over: pushes the rest, and stays until the job ends, or until it has left.
 
-        Who is through long before the others leaves after `patience_s`.
+        Who is through long before the others leaves after `timeout_s`; None: after `options.patience_s`.
 
         Raises:
             DeadlineError: It was to leave, and could not in that time.
         """
-        leaving = self.leaving
+        leaving, limit_s = self.leaving, timeout_s if timeout_s is not None else self.options.patience_s
         if not leaving:
             self._feed(self._life, cl.LoopOver(reason), resting=True)
         try:
-            self._rest(lambda: bool(self.over), self.options.patience_s)
+            self._rest(lambda: bool(self.over), limit_s)
         except DeadlineError as error:
             if leaving:
                 raise
             _log.warning("%s; this cluster is through, so it leaves, with %s", error, self.base)
             self.leave()
-            self._rest(lambda: bool(self.over), self.options.patience_s)
+            self._rest(lambda: bool(self.over), limit_s)
 
     def leave(self) -> None:
         """Asks to go: what is there is pushed, and `finish` returns once that is durable. Any thread, and handlers."""

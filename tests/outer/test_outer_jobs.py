@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,16 @@ from forked_support import run
 from outer_job_support import FOLLOWER, OuterJob, inner_step, open_session, small_model, wait_for_file
 
 from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.events.events import Record
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.observe.audit import VIOLATED
 from chaos_lightning.observe.outer_audit import audit_folder
+<<<<<<< HEAD
 from chaos_lightning.outer import export, follower_main
+=======
+from chaos_lightning.outer import export, push_serving
+>>>>>>> fa05985203bdef6033f823f05e3191502488396c
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.codec import FP32, Part, codec_named
 from chaos_lightning.outer.content import OuterContent
@@ -469,6 +474,72 @@ def test_a_job_that_was_stopped_goes_on_from_its_files(tmp_path: Path) -> None:
     assert written["global_step"] == chain.progress(chain.ended.version).steps > 0
     with pytest.raises(ConfigurationError, match="durable are v"):
         export.main(["99999", str(checkpoint), "--dir", str(tmp_path)])
+
+
+def train_shared_without_versions(hold: str, *told: Any) -> None:
+    """As `train_shared`; while the file `hold` is there no version comes to this cluster."""
+    fetch = push_serving.fetch_version
+
+    def fetch_later(*given: Any, **named: Any) -> int:
+        if Path(hold).exists():
+            raise StateError("this version is held back")
+        return fetch(*given, **named)
+
+    push_serving.fetch_version = fetch_later
+    train_shared(*told)
+
+
+def removes(record: Record, cluster: str) -> bool:
+    return bool(record["kind"] == "Removed" and record["body"]["incarnation"]["cluster"] == cluster)
+
+
+def test_clusters_that_are_killed_come_back_and_each_sample_counts_once(tmp_path: Path) -> None:
+    """One is killed when it has heard that its push is in, and has not adopted its version; then all are killed, and
+    one of them comes back."""
+    pushes, hold = tmp_path / "pushes", tmp_path / "hold"
+    pushes.mkdir()
+    with Harness(tmp_path, deadline_s=150) as harness:
+        job = OuterJob(harness, 2).start()
+
+        def start(name: str, pause_s: float) -> None:
+            told = str(hold), job.server, name, str(harness.logs), str(pushes), pause_s
+            harness.start_function(name, train_shared_without_versions, *told)
+
+        def kill(*names: str) -> None:
+            for name in names:
+                harness.declare(name)
+                harness.kill(name)
+            for name in names:
+                harness.wait_exit(name)
+
+        for name in "ab":
+            start(name, 0.02)
+        seen = harness.wait_for("entry", lambda r: r["kind"] == "Round")
+        hold.touch()
+        answered = harness.wait_for("push_answered", lambda r: str(r["push"]).startswith("a~"), after=seen)
+        kill("a")
+        hold.unlink()
+        start("a", 0.02)
+        back = harness.wait_for("cluster_welcomed", lambda r: r.node == "a", after=answered)
+        again = harness.wait_for("push_answered", lambda r: str(r["push"]).startswith("a~"), after=back)
+        kill("a", "b")
+        for name in "ab":
+            harness.wait_for("entry", lambda r, of=name: removes(r, of), after=again)
+        start("b", 0.0)
+        harness.wait_all()
+        adopted = {str(r["version"]) for r in harness.records if r.name == "version_adopted" and r.node == "a"}
+    assert answered["answer"] == "accepted"
+    assert answered["version"] not in adopted
+    chain, digests = replayed(tmp_path / "chain.sqlite", pushes, 2)
+    assert chain.ended is not None
+    assert chain.durable[-1] == (chain.ended.version, tuple(digests))
+    assert chain.counters.samples == 2 * LENGTH, "what was in counts once, what was lost was trained again"
+    rounds = [each.entry.body for each in chain.line() if isinstance(each.entry.body, Round)]
+    taken = [str(one.offer.push) for each in rounds for one in each.accepted]
+    assert taken.count(str(answered["push"])) == 1
+    assert sorted(who.cluster for who in chain.incarnations) == ["a", "a", "b", "b"]
+    (judged,) = audit_folder(harness.logs)
+    assert [str(finding) for finding in judged.findings if finding.verdict == VIOLATED] == []
 
 
 def test_a_job_goes_on_with_another_number_of_followers(tmp_path: Path) -> None:

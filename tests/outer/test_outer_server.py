@@ -31,6 +31,7 @@ from chaos_lightning.outer.control_client import ask_end, fetch_facts
 from chaos_lightning.outer.effects import Heard
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.outer_pb2_grpc import ParameterServerStub
+from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Ended,
@@ -260,6 +261,42 @@ def test_a_job_that_cannot_be_is_not_begun() -> None:
             assert "outer settings no_such_setting are unknown" in dismissed.reason
             with at_once(home):
                 home.served(1)
+
+
+def test_a_cluster_that_differs_is_told_in_what_and_from_whose() -> None:
+    """Each of these alone would train another model, or another order of the data."""
+    settings = OuterSettings(inner_steps=8).words
+    usual = replace(AGREEMENT, settings=settings, words=(("chaos_words.tokenizer", "1f"), ("data.seed", "0")))
+    (weight,), (tokenizer, seed) = usual.tensors, usual.words
+    differing: dict[str, dict[str, Any]] = {
+        "its tensor weight is float64[4], the job's is weight, float32[4]": {
+            "tensors": (replace(weight, dtype="float64"),)
+        },
+        "its tensor weight is float32[5], the job's is weight, float32[4]": {"tensors": (replace(weight, shape=(5,)),)},
+        "its model has 2 tensors, the job's has 1": {"tensors": (weight, replace(weight, name="more"))},
+        "its chaos_words.tokenizer is 2e, the job's is 1f": {"words": ((tokenizer[0], "2e"), seed)},
+        "its data.seed is 1, the job's is 0": {"words": (tokenizer, (seed[0], "1"))},
+        "its inner_steps is 16, the job's is 8": {"settings": OuterSettings(inner_steps=16).words},
+        "its codec is int8, the job's is bf16": {"codec": "int8"},
+        "its length is 9, the job's is 0": {"length": 9},
+    }
+    with outer_serving() as served:
+        follower, home = a_job(served.endpoint)
+        home.agreement = usual
+        with at_once(follower, home):
+            home.served(1)
+            for number, (words, change) in enumerate(differing.items()):
+                odd = ScriptedCluster(served.endpoint, f"odd-{number}")
+                odd.agreement = replace(usual, **change)
+                with at_once(odd):
+                    dismissed = odd.heard.wait_for(say.Dismissed)
+                    assert not dismissed.again
+                    said = f"odd-{number} cannot join this job, which home at a test began: {words}"
+                    assert dismissed.reason == said
+            same = ScriptedCluster(served.endpoint, "same")
+            same.agreement = usual
+            with at_once(same):
+                same.served(1)
 
 
 @pytest.mark.parametrize(

@@ -257,3 +257,46 @@ def test_an_outage_ends_no_elastic_cluster(clusters: Clusters, monkeypatch: pyte
     clusters.job.start()
     ranks.train()
     ranks.meet(lambda: cluster.base > base, "the version of its push")
+
+
+class Tied(nn.Module):
+    """One tensor under two names, and a norm whose statistics are averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.norm, self.inner, self.outer = nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.outer.weight = self.inner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(self.norm(x)).tanh())[:, :3]
+
+
+def test_two_clusters_average_statistics_and_a_tensor_with_two_names_once(clusters: Clusters) -> None:
+    """As two models in one process do, each with a step of its own, and an outer optimizer that takes their mean."""
+    names = "left", "right"
+    rules = OuterSettings(policy="sync", optimizer="sgd", outer_lr=1.0, inner_steps=1, batch=16)
+    both = [clusters.come_in(name, Tied(), rules, codec="fp32") for name in names]
+    expected = [Tied() for _ in names]
+    for model, name in zip(expected, names, strict=True):
+        inner_step(model, torch.optim.SGD(model.parameters(), lr=0.05), name, 1)
+    for each in both:
+        each.steps += 1
+        inner_step(each.model, each.optimizer, each.name, each.steps)
+        each.session.boundary(16)
+    for each in both:
+        machine = each.session._life.machine
+        until(lambda m=machine: m.open is None and m.freezing is None, "the answer to its push")
+        each.settle()
+    mean = {
+        name: sum(model.state_dict()[name] for model in expected) / 2
+        for name, tensor in expected[0].state_dict().items()
+        if tensor.is_floating_point()
+    }
+    for each in both:
+        assert each.model.outer.weight is each.model.inner.weight
+        assert [t.name for t in each.session.agreement.tensors].count("outer.weight") == 0
+        assert each.session.agreement.averaged == 2
+        for name, tensor in mean.items():
+            assert torch.allclose(each.model.state_dict()[name], tensor, atol=1e-6), name
+    assert not torch.allclose(mean["norm.running_mean"], expected[0].norm.running_mean, atol=1e-3)

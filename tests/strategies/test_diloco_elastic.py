@@ -173,6 +173,30 @@ def test_the_first_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
     audited(job)
 
 
+def test_the_last_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
+    """What it had not pushed is gone; its cluster comes again with the next rank, and what counted counts once."""
+    job.serve()
+    harness = job.harness
+    rules = {"last_holder_timeout_s": 0.5}
+    spec: dict[str, Any] = {"step_s": 0.02, "samples": 800, "trainer": {"max_epochs": 1}, "rules": rules}
+    job.rank("a", **spec)
+    counts = harness.wait_for("version_adopted", lambda r: r["progress_steps"] > 0)
+    harness.stop("follower")
+    frozen = harness.wait_for("push_frozen", after=counts)
+    harness.declare("a")
+    harness.kill("a")
+    harness.wait_exit("a")
+    harness.cont("follower")
+    harness.wait_for("entry", lambda r: r["kind"] == "Removed", after=frozen)
+    before = counted(job)[0]
+    job.rank("b", **spec)
+    (b,) = job.finish("b")
+    assert torch.isfinite(b["weights"]).all()
+    assert [each["incarnation"]["number"] for each in job.entries("Joined")] == [1, 2]
+    assert counted(job)[0] == before + 800, "its own epoch, and what counted before"
+    audited(job)
+
+
 def test_a_rank_joins_between_push_and_adoption(job: ElasticJob) -> None:
     job.serve()
     spec: dict[str, Any] = {"step_s": 0.02, "samples": 3000, "trainer": {"max_epochs": 1}, "told": {"codec": "int8"}}
