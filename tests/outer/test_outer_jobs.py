@@ -24,11 +24,7 @@ from chaos_lightning.events.events import Record
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.observe.audit import VIOLATED
 from chaos_lightning.observe.outer_audit import audit_folder
-<<<<<<< HEAD
-from chaos_lightning.outer import export, follower_main
-=======
-from chaos_lightning.outer import export, push_serving
->>>>>>> fa05985203bdef6033f823f05e3191502488396c
+from chaos_lightning.outer import export, follower_main, push_serving
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.codec import FP32, Part, codec_named
 from chaos_lightning.outer.content import OuterContent
