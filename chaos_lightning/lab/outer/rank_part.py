@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from chaos_lightning.lab.outer.content import Content, Pushed
 from chaos_lightning.lab.outer.oracle import Violation
@@ -19,7 +19,7 @@ from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.messages import Beat, ClusterHello
 from chaos_lightning.outer.ranks_machine import RanksEffect, RanksMachine, Sealed
-from chaos_lightning.outer.ranks_say import RankSays, read_text, text_of, words_of_event
+from chaos_lightning.outer.ranks_say import RankSays, read_text, text_of, tree_of, words_of_event
 from chaos_lightning.outer.types import NO_VERSION, PushAnswer, PushId, VersionId
 from chaos_lightning.protocol.types import Span
 
@@ -35,7 +35,7 @@ class RankHome(Protocol):
         """From here on it talks to the leader."""
         ...
 
-    def say(self, message: object) -> None:
+    def tell_leader(self, message: object) -> None:
         """To the leader, if there is a stream."""
         ...
 
@@ -140,7 +140,7 @@ class RankPart:
     def _tell(self, message: object) -> None:
         self.beat = message if isinstance(message, Beat) else self.beat
         if not isinstance(message, ClusterHello):
-            self.home.say(message)
+            self.home.tell_leader(message)
 
     def _carry_out(self, effect: RanksEffect) -> None:
         match effect:
@@ -201,7 +201,14 @@ class RankPart:
 
     def facts(self) -> bytes:
         """What all ranks hold alike, as it travels."""
-        return text_of((self.state.facts(), self.content.facts()))
+        return text_of(self._all())
+
+    def tree(self) -> Any:
+        """The same, as values that are equal where those are."""
+        return tree_of(self._all())
+
+    def _all(self) -> tuple[Any, Any]:
+        return self.state.facts(), self.content.facts()
 
     def restore(self, facts: bytes) -> None:
         """It has what another one held."""

@@ -92,6 +92,9 @@ class Rank(Client):
             self.job.oracle.told(message)
         self.part.news.append(fx.Told(message))  # type: ignore[arg-type]
 
+    def tell_leader(self, message: object) -> None:
+        self.say(message)
+
     def kill(self) -> None:
         """SIGKILL; it proves nothing, since no process stands for the cluster."""
         if self.alive:
