@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from chaos_lightning.lab.outer.content import Content, Pushed
@@ -250,7 +250,7 @@ class ScriptedLeader:
             self._next, self._reopened, self._judging = 1, [], None
         founded = self._newest != NO_VERSION
         self._tell(Welcomed(self._term, who[0], self._next, self._newest, founded, self._progress()))
-        self._tell(Freed(self._term, tuple(p for p in hello.kept if p not in self._kept)))
+        self._tell(Freed(self._term, tuple(p for p in hello.kept if p not in (*self._kept, *self._reopened))))
         if self._reopened:
             self._tell(Reopened(self._term, self._newest, tuple(self._reopened)))
 
@@ -259,7 +259,7 @@ class ScriptedLeader:
 
     def _offered(self, rank: OuterRank, offer: Offer, header: Header) -> None:
         if offer.push in self._answers:
-            self._tell(self._answers[offer.push])
+            self._tell(replace(self._answers[offer.push], term=self._term))
             return
         due = self._reopened[0] if self._reopened else PushId(offer.push.incarnation, self._next)
         if offer.push != due or offer == self._judging or self._over:

@@ -29,6 +29,7 @@ from chaos_lightning.lab.simulate.world import Hooks
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.ranks_machine import RanksMachine
+from chaos_lightning.outer.ranks_say import read_text
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import NO_VERSION, PushId, VersionId
 from chaos_lightning.protocol.types import Header, Kind
@@ -133,15 +134,14 @@ class OuterNode(Node):
 
     def made(self, home: OuterNode | Replica, facts: int) -> RankPart:
         """An outer state: that of a founder (0), or another member's."""
-        script = self.leader.script
-        view = self.machine.view
+        script, view = self.leader.script, self.machine.view
+        held = self.leader.facts_of(facts) if facts else b""
+        nonce = read_text(held)[0]["nonce"] if held else view.chain if view is not None else ""
         settings = OuterSettings(inner_steps=script.inner_steps)
-        machine = ClusterMachine(
-            "e0", "e0", view.chain if view is not None else "", agreement(settings, 0), overlap=script.overlap
-        )  # fmt: skip
+        machine = ClusterMachine("e0", "e0", nonce, agreement(settings, 0), overlap=script.overlap)
         part = RankPart(home, RanksMachine(machine), Content(script.lossy), self.machines)
-        if facts:
-            part.restore(self.leader.facts_of(facts))
+        if held:
+            part.restore(held)
         return part
 
     # ------------------------------------------------------------------ coming in, and going
@@ -229,6 +229,10 @@ class OuterNode(Node):
             self.leader.say(self._line, message)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ the training thread
+
+    def strays(self) -> bool:
+        """Never: Lightning's loops let a rank go between two steps."""
+        return False
 
     @property
     def meets(self) -> bool:
