@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(given)
     if options.list_bugs:
         for name, bug in BUGS.items():
-            print(f"{name:16} protocol.md {bug.rule:4} {bug.what}")
+            print(f"{name:16} {'outer.md' if bug.rule.startswith('O') else 'protocol.md'} {bug.rule:4} {bug.what}")
         return 0
     plan, hooks = behaviour(options.bug, options.family)
     if options.scenario is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from chaos_lightning.lab.simulate.plan import OuterScript, Plan
+from chaos_lightning.lab.simulate.plan import Fault, OuterScript, Plan
 from chaos_lightning.lab.simulate.plans.learners import calm_plan, crowd_plan, flapping_plan, learner_plan
 from chaos_lightning.lab.simulate.plans.links import SPARSE
 from chaos_lightning.lab.simulate.plans.members import half_sent_plan, random_plan
@@ -33,4 +33,18 @@ def outer_plan(seed: int) -> Plan:
         removals=_times(random, 1, 1.5) if random.random() < 0.3 else (),
         rollbacks=_times(random, 2, 1.5) if random.random() < 0.5 else (),
     )
-    return replace(plan, outer=script)
+    return replace(_later(random, plan), outer=script)
+
+
+def _later(random: Random, plan: Plan) -> Plan:
+    """The founders are there as before; what goes wrong, and who comes, is later, when versions are adopted."""
+    seconds, slots = random.uniform(0.0, 0.7), random.randint(0, 30)
+
+    def moved(fault: Fault) -> Fault:
+        trap = (fault.trap[0], fault.trap[1] + slots, fault.trap[2]) if fault.trap is not None else None
+        return replace(fault, at=fault.at + seconds, trap=trap)
+
+    starts = tuple(
+        at if node.name.startswith("n") else at + seconds for node, at in zip(plan.nodes, plan.starts, strict=True)
+    )
+    return replace(plan, faults=tuple(map(moved, plan.faults)), starts=starts)
