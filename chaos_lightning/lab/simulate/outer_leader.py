@@ -153,6 +153,7 @@ class ScriptedLeader:
         self._answers: dict[PushId, PushAnswered] = {}
         self._kept: dict[PushId, VersionId] = {}
         """Accepted and not freed: the version that holds each."""
+        self._freed: set[PushId] = set()
         self._reopened: list[PushId] = []
         self._judging: Offer | None = None
         self._over = ""
@@ -250,7 +251,7 @@ class ScriptedLeader:
             self._next, self._reopened, self._judging = 1, [], None
         founded = self._newest != NO_VERSION
         self._tell(Welcomed(self._term, who[0], self._next, self._newest, founded, self._progress()))
-        self._tell(Freed(self._term, tuple(p for p in hello.kept if p not in (*self._kept, *self._reopened))))
+        self._tell(Freed(self._term, tuple(p for p in hello.kept if p in self._freed)))
         if self._reopened:
             self._tell(Reopened(self._term, self._newest, tuple(self._reopened)))
 
@@ -322,6 +323,7 @@ class ScriptedLeader:
         free = tuple(push for push, version in self._kept.items() if version.number <= number - 2)
         for push in free:
             del self._kept[push]
+        self._freed.update(free)
         self._tell(Freed(self._term, free))
 
     def _serve(self) -> None:
@@ -335,8 +337,8 @@ class ScriptedLeader:
             self._make()
 
     def _remove(self) -> None:
-        if self._who is not None and not self._over:
-            self._who, self._judging, self._reopened = None, None, []
+        if self._who is not None and not self._over and not self._reopened:  # else what is reopened would be lost
+            self._who, self._judging = None, None
             self._tell(Dismissed(self._term, "it was removed", True))
 
     def _roll_back(self) -> None:
