@@ -16,8 +16,6 @@ SHOWED = {
     "O3-order": 11,
     "O4-older": 8,
     "O5a-samples": 24,
-    "O8-no-residual": 7,
-    "O8a-early": 54,
     "O10-nan": 3,
     "O10-sent": 11,
 }

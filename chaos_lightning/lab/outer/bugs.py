@@ -146,12 +146,6 @@ BUGS = {
         "O7", "a follower obeys before its start is stored", Machines(leader=_with(shards=bad.UnshownShards)), "frozen"
     ),
     "O7-terms": Bug("O7", "the store does not compare terms", Machines(store=bad.OpenStore), "frozen"),
-    "O8-apart": Bug("O8", "ranks adopt when they have the version", Machines(together=False), "elastic"),
-    "O8-no-base": Bug("O8", "a rank that comes gets no base", Machines(joiner_lacks="base"), "elastic"),
-    "O8-no-frozen": Bug("O8", "a rank that comes gets no f", Machines(joiner_lacks="frozen"), "elastic"),
-    "O8-no-pushes": Bug("O8", "a rank that comes gets no kept pushes", Machines(joiner_lacks="pushes"), "elastic"),
-    "O8-no-residual": Bug("O8", "a rank that comes gets no residual", Machines(joiner_lacks="residual"), "elastic"),
-    "O8a-early": Bug("O8a", "a push is offered before another commit is known", Machines(early=True), "elastic"),
     "O9-merged": Bug("O9", "the base is the merged parameters", Machines(merges=False)),
     "O10-kept": Bug(
         "O10", "what was trained before a rejection is pushed all the same", Machines(discards=False), "poisoned"

@@ -11,12 +11,10 @@ commit stands.
 
 from __future__ import annotations
 
-import copy
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from chaos_lightning.lab.outer.content import Content
+from chaos_lightning.lab.outer.content import Content, Pushed
 from chaos_lightning.lab.outer.oracle import Violation
 from chaos_lightning.lab.outer.processes import (
     AGAIN_S,
@@ -28,14 +26,13 @@ from chaos_lightning.lab.outer.processes import (
     agreement,
     contents_of,
 )
+from chaos_lightning.lab.outer.rank_part import RankPart
 from chaos_lightning.lab.simulate.kernel import Process
-from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine, Phase
-from chaos_lightning.outer.messages import Beat, ClusterHello, PushAnswered
-from chaos_lightning.outer.ranks_machine import RankSays, RanksEffect, RanksMachine, Sealed
-from chaos_lightning.outer.ranks_say import read_text, text_of
-from chaos_lightning.outer.types import NO_VERSION, PushAnswer, PushId
+from chaos_lightning.outer.messages import PushAnswered
+from chaos_lightning.outer.ranks_machine import RanksMachine
+from chaos_lightning.outer.types import NO_VERSION, PushId, VersionId
 from chaos_lightning.protocol.spans import count
 from chaos_lightning.protocol.types import Span
 
@@ -48,7 +45,7 @@ class Commit:
     """A header; `step` numbers the inner step that it is, 0: it is none."""
 
     ranks: tuple[str, ...]
-    said: tuple[RankSays, ...]
+    said: tuple[bytes, ...]
     step: int
     spent: tuple[Span, ...]
 
@@ -59,19 +56,9 @@ class Rank(Client):
     def __init__(self, job: Job, ranks: RanksJob, name: str) -> None:
         super().__init__(job, name)
         self.ranks = ranks
-        self.state = ranks.made()
-        self.content = Content(job.codec == "int8", job.machines.residual)
-        self.hello: ClusterHello = self.state.machine.hello()
-        self.attends = False
-        self.fetched = NO_VERSION
+        content = Content(job.codec == "int8", job.machines.residual)
+        self.part = RankPart(self, ranks.made(), content, job.machines)
         self.taken: Commit | None = None
-        self.gone: list[int] = []
-        """Inner steps that the last commit threw away."""
-        self.given_up: list[int] = []
-        self._encoded: tuple[PushId, str] | None = None
-        self._news: deque[cl.ClusterEvent] = deque()
-        self._sent = 0
-        self._beat: Beat | None = None
         self.timer(TICK_S, self._tick)
         self.timer(AGAIN_S, self._fetch)
 
@@ -79,38 +66,34 @@ class Rank(Client):
 
     def attend(self) -> None:
         """From here on it talks to the leader."""
-        self.attends = True
-        self._news.clear()
         self.connect()
 
     def connect(self) -> None:
-        if self.attends:
+        if self.part.attends:
             super().connect()
 
     def _tick(self) -> None:
         self.listen()
-        if self.attends:
-            if self._beat is not None:
-                self.say(self._beat)
-            self._news.append(fx.TimePassed())
+        if self.part.attends:
+            if self.part.beat is not None:
+                self.say(self.part.beat)
+            self.part.news.append(fx.TimePassed())
         self.timer(TICK_S, self._tick)
 
     def begun(self) -> None:
-        self.say(self.hello)
-        self._news.append(fx.Connected())
+        self.say(self.part.hello)
+        self.part.news.append(fx.Connected())
 
     def ended(self) -> None:
-        self._news.append(fx.Disconnected())
+        self.part.news.append(fx.Disconnected())
 
     def hear(self, message: object) -> None:
         if isinstance(message, PushAnswered):
             self.job.oracle.told(message)
-        self._news.append(fx.Told(message))  # type: ignore[arg-type]
+        self.part.news.append(fx.Told(message))  # type: ignore[arg-type]
 
-    def _said(self, message: object) -> None:
-        self._beat = message if isinstance(message, Beat) else self._beat
-        if not isinstance(message, ClusterHello):
-            self.say(message)
+    def tell_leader(self, message: object) -> None:
+        self.say(message)
 
     def kill(self) -> None:
         """SIGKILL; it proves nothing, since no process stands for the cluster."""
@@ -121,139 +104,57 @@ class Rank(Client):
 
     # ------------------------------------------------------------------ commits
 
-    def says(self, samples: int) -> RankSays:
+    def says(self, samples: int) -> bytes:
         """What it contributes."""
-        events = tuple(self._news) if self.attends else ()
-        self._sent = len(events)
         pace_s, ranks = self.ranks.spec.pace_s, self.ranks
-        rates = (4 / pace_s, 1 / pace_s)
-        says = RankSays(self.fetched, self._encoded, samples, rates, ranks.reason, ranks.leaves, "", events)
-        return read_text(text_of(says))  # type: ignore[no-any-return]
+        return self.part.says(samples, (4 / pace_s, 1 / pace_s), ranks.reason, leaves=ranks.leaves)
 
     def take(self, commit: Commit) -> None:
         """A commit is known here."""
         if self.taken is commit or not self.alive:
             return
-        self.taken, self.gone, self.given_up = commit, [], []
-        self.hello = self.state.machine.hello()
-        self.tell_known()
-        if commit.ranks[0] == self.name:
-            if self.attends:
-                for _ in range(self._sent):
-                    self._news.popleft()
-            else:
-                self.attend()
-        self._sent = 0
-        if commit.step:
-            self.content.live.append(commit.step)
-        said = commit.said
-        if not self.job.machines.together:
-            said = tuple(replace(each, holds=said[commit.ranks.index(self.name)].holds) for each in said)
-        for effect in self.state.commit(commit.ranks, said, int(commit.step > 0), commit.spent):
-            if self.dies():
-                return
-            self._carry_out(effect)
+        self.taken = commit
+        self.part.commit(self.name, commit.ranks, commit.said, commit.step, commit.spent)
         if len(commit.ranks) == 1:
-            self.tell_known()
+            self.part.tell_known()
 
-    def tell_known(self) -> None:
-        """What the former commit brought may be said."""
-        for message in self.state.known():
-            self._said(message)
-
-    def _carry_out(self, effect: RanksEffect) -> None:
-        match effect:
-            case cl.Freeze(push, _):
-                self.content.freeze(push)
-                self._encode()
-                if self.job.machines.early:
-                    self._offer_early(push)
-            case Sealed(push, manifest):
-                self._seal(push, manifest)
-            case cl.Settle(push, answer):
-                self.gone += self.content.settle(push, PushAnswer(answer))
-            case cl.Adopt(version, outright):
-                if self.fetched != version:
-                    raise Violation(f"{self.name} adopts {version} and holds {self.fetched} (O8)")
-                self.gone += self.content.adopt(version, outright=outright)
-                self.fetched = NO_VERSION
-            case cl.Free(push):
-                self.content.pushes.pop(push, None)
-            case cl.FetchVersion():
-                self.fetched = NO_VERSION
-            case cl.Over(_, again) if again:
-                self._over()
-
-    def _encode(self) -> None:
-        push = self.state.machine.freezing
-        if push is None:
-            return
+    def to_encode(self) -> None:
+        push = self.part.state.machine.freezing
 
         def encoded() -> None:
-            if self.state.machine.freezing == push:
-                self._encoded = (push, self.content.encoded().manifest)
+            if self.part.state.machine.freezing == push:
+                self.part.encode()
 
         self.timer(self.kernel.between(0.002, 0.03), encoded)
 
-    def _seal(self, push: PushId, manifest: str) -> None:
-        pushed, self._encoded = self.content.encoded(), None
-        if pushed.manifest != manifest:
-            raise Violation(f"{push} is {pushed.manifest} at {self.name}, and {manifest} at the first rank (O8)")
-        self.content.pushes[push] = pushed
+    def sealed(self, push: PushId, pushed: Pushed) -> None:
         self.job.oracle.frozen(push, pushed, self.kernel.now)
 
-    def _offer_early(self, push: PushId) -> None:
-        """Planted: it counts as frozen at once, and is offered before another commit is known."""
-        self._seal(push, self.content.encoded().manifest)
-        for effect in self.state.machine.on(cl.Frozen(push, self.content.pushes[push].manifest)):
-            if isinstance(effect, fx.Say):
-                self._said(effect.message)
+    def adopts(self, version: VersionId, *, outright: bool) -> None:
+        if self.part.fetched != version and self.part.content.base != version:
+            raise Violation(f"{self.name} adopts {version} and holds {self.part.fetched} (O8)")
 
-    def _over(self) -> None:
-        machine = self.state.machine
-        self.gone += self.content.forget()
-        for push in [push for push in self.content.pushes if push not in machine.kept]:
-            self.given_up += self.content.pushes.pop(push).steps
-        self.fetched, self._encoded = NO_VERSION, None
-        self.hello = machine.anew().hello()
-        if self.attends:
-            if self.stream is not None:
-                self.stream.cut()
-                self.stream = None
-            self._news.clear()
-            self.timer(self.kernel.between(0.02, 0.1), self.connect)
+    def again(self) -> None:
+        if self.stream is not None:
+            self.stream.cut()
+            self.stream = None
+        self.timer(self.kernel.between(0.02, 0.1), self.connect)
 
     # ------------------------------------------------------------------ versions
 
     def _fetch(self) -> None:
         """Looks for the version that is wanted, again and again: at ranks that have it, or at the followers."""
         self.timer(self.kernel.between(0.01, 0.08), self._fetch)
-        wanted = self.state.machine.fetching
-        if wanted in (NO_VERSION, self.fetched):
+        part = self.part
+        wanted = part.state.machine.fetching
+        if wanted in (NO_VERSION, part.fetched):
             return
-        others = [rank for rank in self.ranks.up() if rank.name in self.state.having and rank is not self]
-        if any(rank.fetched == wanted for rank in others):
-            self.fetched = wanted
-        elif self.attends and not others and (contents := contents_of(self.job, wanted)) is not None:
+        others = [rank for rank in self.ranks.up() if rank.name in part.state.having and rank is not self]
+        if any(rank.part.fetched == wanted for rank in others):
+            part.fetched = wanted
+        elif part.attends and not others and (contents := contents_of(self.job, wanted)) is not None:
             self.job.oracle.adopted(wanted, contents)
-            self.fetched = wanted
-
-    # ------------------------------------------------------------------ newcomers
-
-    def come_in(self, donor: Rank) -> None:
-        """It gets what another one holds."""
-        self.state.restore(read_text(text_of(donor.state.facts())))
-        self.content, lacks = copy.deepcopy(donor.content), self.job.machines.joiner_lacks
-        if lacks == "base":
-            self.content.base = NO_VERSION
-        elif lacks == "frozen":
-            self.content.last = None
-        elif lacks == "pushes":
-            self.content.pushes = {}
-        elif lacks == "residual":
-            self.content.residual = []
-        self.hello = self.state.machine.hello()
-        self._encode()
+            part.fetched = wanted
 
 
 class RanksJob(Process):
@@ -275,7 +176,7 @@ class RanksJob(Process):
         self.ranks: list[Rank] = []
         for _ in range(spec.ranks):
             self.ranks.append(self._rank())
-        self.ranks[0].attend()
+        self.ranks[0].part.attend()
         self._cycle()
 
     def _rank(self) -> Rank:
@@ -293,7 +194,7 @@ class RanksJob(Process):
     @property
     def machine(self) -> ClusterMachine:
         """Of its oldest rank."""
-        return self.ranks[0].state.machine
+        return self.ranks[0].part.state.machine
 
     @property
     def stream(self) -> Stream | None:
@@ -313,7 +214,7 @@ class RanksJob(Process):
     def bytes(self) -> dict[PushId, str]:
         """Pushes that can be had here; whoever was put out may serve them, too."""
         here = [*self.up(), *(rank for rank in self._out if rank.alive and not rank.frozen)]
-        return {push: pushed.manifest for rank in here for push, pushed in rank.content.pushes.items()}
+        return {push: pushed.manifest for rank in here for push, pushed in rank.part.content.pushes.items()}
 
     def serves(self, push: PushId) -> bool:
         """Whether its bytes can be had here now."""
@@ -321,7 +222,7 @@ class RanksJob(Process):
 
     def unaccounted(self) -> set[int]:
         """Inner steps of which it knows nothing any more, though it has not thrown them away."""
-        return self.trained - self.ranks[0].content.held - self.given_up - self.job.oracle.discarded
+        return self.trained - self.ranks[0].part.content.held - self.given_up - self.job.oracle.discarded
 
     # ------------------------------------------------------------------ what happens to it
 
@@ -362,7 +263,7 @@ class RanksJob(Process):
             self._newcomers -= 1
             self.kernel.after(self.kernel.between(0.05, 0.2), self._join)
             return
-        machine, leased = self.machine, self.ranks[0].state.leased
+        machine, leased = self.machine, self.ranks[0].part.state.leased
         trains = machine.phase is Phase.TRAINING and machine.may_train and not (leased is not None and leased.used_up)
         pace_s = self.spec.pace_s * self.kernel.between(0.7, 1.3) if trains else self.kernel.between(0.005, 0.03)
         self.kernel.after(pace_s, lambda: self._form(trains=trains))
@@ -371,7 +272,7 @@ class RanksJob(Process):
         up = self.up()
         if self.alive and up:
             newcomer = self._rank()
-            newcomer.come_in(up[0])
+            newcomer.part.restore(up[0].part.facts())
             self.ranks.append(newcomer)
         self._cycle()
 
@@ -396,7 +297,7 @@ class RanksJob(Process):
         if self._put_out():
             self.kernel.after(self.kernel.between(0.05, PUT_OUT_S), lambda: self._form(trains=trains))
             return
-        leased, step, spent = self.ranks[0].state.leased, 0, tuple[Span, ...]()
+        leased, step, spent = self.ranks[0].part.state.leased, 0, tuple[Span, ...]()
         samples = 4
         if trains:
             step = self.job.number()
@@ -440,22 +341,23 @@ class RanksJob(Process):
         one = up[0]
         if commit.step:
             self.trained.add(commit.step)
-        self.job.oracle.discarded.update(one.gone)
-        self.given_up.update(one.given_up)
+        self.job.oracle.discarded.update(one.part.gone)
+        self.given_up.update(one.part.given_up)
         for other in up[1:]:
             if (difference := _difference(one, other)) is not None:
                 raise Violation(f"{one.name} and {other.name} differ after a commit in {difference} (O8)")
         if len(self.trained) >= self.spec.loop > 0:
             self.reason = "its loop is over"
-        if one.state.over:
-            self.left = one.state.over
+        if one.part.state.over:
+            self.left = one.part.state.over
             for rank in up:
-                rank.tell_known()
+                rank.part.tell_known()
             self.kill()
 
 
 def _difference(one: Rank, other: Rank) -> str | None:
     """What of all that is to be equal is not."""
-    if one.content != other.content:
-        return f"what they hold: {one.content}, {other.content}"
-    return "their machines" if text_of(one.state.facts()) != text_of(other.state.facts()) else None
+    mine, others = one.part, other.part
+    if mine.content != others.content:
+        return f"what they hold: {mine.content}, {others.content}"
+    return "their machines" if mine.facts() != others.facts() else None

@@ -30,6 +30,8 @@ _COUNTED = {
     "terms": "terms",
     "store_errors": "store errors",
     "cut_streams": "cut control streams",
+    "adoptions": "versions adopted",
+    "passed": "passed over by replay",
     "events": "events",
 }
 """What the last line tells of all runs together: fields of Outcome, and words for them."""
@@ -53,7 +55,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         default="any",
         choices=list(FAMILIES),
         help="draw from these plans alone; failing: schedulers and their stores fail; lost: the chain is lost and "
-        "rebuilt; sparse: few links, much goes wrong (default any; a bug has its own)",
+        "rebuilt; sparse: few links, much goes wrong; outer: the members are ranks of a cluster of outer sync (default "
+        "any; a bug has its own)",
     )
     parser.add_argument("--list-bugs", action="store_true", help="name the planted bugs and end")
     parser.add_argument("--tell", type=int, metavar="SEED", help="tell the run with this seed line by line")
@@ -105,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(given)
     if options.list_bugs:
         for name, bug in BUGS.items():
-            print(f"{name:16} protocol.md {bug.rule:4} {bug.what}")
+            print(f"{name:16} {'outer.md' if bug.rule.startswith('O') else 'protocol.md'} {bug.rule:4} {bug.what}")
         return 0
     plan, hooks = behaviour(options.bug, options.family)
     if options.scenario is not None:

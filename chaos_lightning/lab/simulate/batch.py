@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
 from chaos_lightning.lab.simulate.bugs import BUGS
+from chaos_lightning.lab.simulate.outer_ranks import OuterHooks
 from chaos_lightning.lab.simulate.plan import Outcome, Plan
 from chaos_lightning.lab.simulate.plans.families import FAMILIES
 from chaos_lightning.lab.simulate.world import Hooks, simulate
@@ -25,7 +26,7 @@ def behaviour(bug: str, family: str = "any") -> tuple[Callable[[int], Plan], Cal
         family: Of plans (plans.FAMILIES), without a bug.
     """
     if not bug:
-        return FAMILIES[family], Hooks
+        return FAMILIES[family], OuterHooks if family == "outer" else Hooks
     return BUGS[bug].plan, BUGS[bug].hooks
 
 

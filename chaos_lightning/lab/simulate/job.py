@@ -13,6 +13,7 @@ from chaos_lightning.lab.simulate.fabric import Endpoint, Fabric
 from chaos_lightning.lab.simulate.host import Candidacy, SchedulerHost
 from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.lab.simulate.oracle import Oracle
+from chaos_lightning.lab.simulate.outer_leader import ScriptedLeader
 from chaos_lightning.lab.simulate.plan import Plan
 from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.lab.simulate.training import Program
@@ -34,6 +35,7 @@ class Job(Protocol):
     oracle: Oracle
     validate: bool
     cut_streams: int
+    outer: ScriptedLeader | None
     on_effect: Callable[[Endpoint, MemberEffect], None]
 
     @property

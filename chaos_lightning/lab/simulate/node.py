@@ -306,7 +306,7 @@ class Node(Connected):
         kind = Kind.STEP if strays else self.next_kind()
         self.live = self.state
         if kind is not Kind.STEP:
-            self.timer(self.kernel.between(0.0002, 0.004) * self.spec.pace, lambda: self._collective(kind, life))
+            self.timer(self.rest_s() * self.spec.pace, lambda: self._collective(kind, life))
             return
         epoch, spans = self.samples() if not strays else (0, ())
         uid = 0
@@ -316,13 +316,17 @@ class Node(Connected):
             self.stale = False
             made = Made(self.machine.member_id, header.seq + 1, base[0].hash, base[1], epoch, spans)
             self.world.oracle.contributed(uid, made)
-            self.live = after_forward(self.state, uid)
+            self.live = after_forward(program, self.state, uid)
         work = program.work_s * self.spec.pace * self.kernel.between(0.4, 1.6) if spans else 0.0005
         for index in range(program.ranges):
             early = self.kernel.between(0.7, 1.15)
             self.timer(work * early, lambda i=index: self._ready(i, life))  # type: ignore[misc]
         self.timer(work * 0.7, lambda: self._arm(uid, life))
         self.timer(work, lambda: self._step(uid, epoch, spans, life))
+
+    def rest_s(self) -> float:
+        """What it takes to get to a collective."""
+        return self.kernel.between(0.0002, 0.004)
 
     def strays(self) -> bool:
         """It leaves and follows the script no more, as after `request_node_exit` in a plain loop; half of them do."""
@@ -358,6 +362,7 @@ class Node(Connected):
             coefficient=weight,
             spent=spent_of(epoch, spans),
             name="step",
+            payload=self.answer(spans) if not yields else b"",
             prev_hash=base,
             yields=yields,
         )
@@ -368,11 +373,22 @@ class Node(Connected):
         if self.keeper.copying:  # the slot after this one uses the buffer again
             self.timer(0.0005, lambda: self._collective(kind, life))
             return
-        payload = b""
+        name, payload = str(kind), b""
         if kind is Kind.GATHER:
-            payload = f"{self.machine.member_id} says {self.kernel.random.randrange(1000)}".encode()
+            name, payload = self.vote()
             self.world.oracle.voted(self.machine.member_id, self.header.seq + 1, payload)
-        self._contribute(kind, payload=payload, name=str(kind), prev_hash=self.header.hash)
+        self._contribute(kind, payload=payload, name=name, prev_hash=self.header.hash)
+
+    def answer(self, spans: tuple[tuple[int, int], ...]) -> bytes:
+        """What it says beside the gradient of these samples."""
+        return b""
+
+    def vote(self) -> tuple[str, bytes]:
+        """The name of the collective that comes, and what it says in it."""
+        return str(Kind.GATHER), f"{self.machine.member_id} says {self.kernel.random.randrange(1000)}".encode()
+
+    def beside(self, before: Header, header: Header) -> None:
+        """What else of the state a slot changes that is committed."""
 
     def _contribute(self, kind: Kind, **fields: object) -> None:
         if self.outcome or self.machine.phase is not MemberPhase.ACTIVE:
@@ -398,6 +414,7 @@ class Node(Connected):
             buffer.head = header.hash
             results = [buffer.done.get(i, frozenset()) for i in range(self.world.program.ranges)]
             self.state = apply_result(self.state, results)
+        self.beside(before, header)
         oracle.committed(self.machine.member_id, self.lineage, before, header, self.state, results)
         self.header, self.assigning = header, self.machine.assigning
         self.keeper.committed(before, header)

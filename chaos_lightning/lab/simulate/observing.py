@@ -84,10 +84,10 @@ class Keeper:
     def begin_copy(self, header: Header) -> None:
         """The state at `header` is to be kept."""
         copy = self.copy = Copy(header, {})
-        last = len(self.node.state) - 1
-        self._take(copy, last)  # buffers: the next forward pass changes them
+        buffers = self._job.program.ranges
+        self._take(copy, buffers)  # the next forward pass changes them
         kernel, duration = self.node.kernel, self._job.plan.replaying.copy_s
-        for index in range(last):
+        for index in [i for i in range(len(self.node.state)) if i != buffers]:
             self.node.timer(kernel.between(0.0, duration), lambda i=index: self._take(copy, i))  # type: ignore[misc]
 
     def _take(self, copy: Copy, index: int) -> None:
@@ -299,6 +299,8 @@ class Observation(Pull):
             return
         log, replaying = self.log, self.job.plan.replaying
         self.apply(entry)
+        if self.stopped:
+            return
         if entry.results is not None:
             self.catching_up.applied += 1
             if self.node.kernel.random.random() < replaying.impure and self.state is not None:
@@ -377,7 +379,7 @@ class StatePull(Pull):
             self._held = observation.state
         kept = self.node.kept_ranges(self.header)
         self._ranges.update(kept)
-        if len(kept) > self.job.program.ranges:
+        if len(kept) == len(self.node.state):
             self._complete(self.job.oracle.lineage)
         else:
             self._round()
@@ -386,7 +388,7 @@ class StatePull(Pull):
         if self.stopped:
             return
         node, kernel = self.node, self.node.kernel
-        for index in range(self.job.program.ranges + 1):
+        for index in range(len(self.node.state)):
             if index not in self._ranges:
                 donor = kernel.random.choice(self._donors)
                 self._ask(donor, lambda source, i=index: self._serve(source, i))  # type: ignore[misc]
@@ -406,7 +408,7 @@ class StatePull(Pull):
             self._ranges[index] = value
             self._moved += self._held is None or self._held[index] != value  # what is equal is not sent (16)
         self._hash = whole
-        if len(self._ranges) > self.job.program.ranges:
+        if len(self._ranges) == len(self.node.state):
             self._complete(lineage)
 
     def _complete(self, lineage: str) -> None:

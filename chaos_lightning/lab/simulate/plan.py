@@ -82,6 +82,35 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OuterScript:
+    """The members are ranks of a cluster of outer sync: how it trains, and what its leader does (outer_leader.py).
+
+    Attributes:
+        inner_steps: From one push to the next.
+        overlap: It trains while a push is under way.
+        lossy: The codec leaves something out.
+        answer_s: The shortest and the longest time until a push is answered.
+        rejects: Part of all pushes that are rejected.
+        voids: Part of all that are void.
+        versions: When other clusters' pushes make one.
+        cuts: When all streams are cut, and another leader takes over.
+        removals: When the cluster is removed.
+        rollbacks: When what is accepted is unanswered again.
+    """
+
+    inner_steps: int = 4
+    overlap: bool = True
+    lossy: bool = False
+    answer_s: tuple[float, float] = (0.01, 0.1)
+    rejects: float = 0.0
+    voids: float = 0.0
+    versions: tuple[float, ...] = ()
+    cuts: tuple[float, ...] = ()
+    removals: tuple[float, ...] = ()
+    rollbacks: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One run."""
 
@@ -117,6 +146,7 @@ class Plan:
     doubled: float = 0.0
     """Part of all control messages that arrive twice."""
     limit_s: float = 90.0
+    outer: OuterScript | None = None
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -152,3 +182,7 @@ class Outcome:
     store_errors: int = 0
     cut_streams: int = 0
     """Control streams that broke."""
+    adoptions: int = 0
+    """Versions that ranks adopted."""
+    passed: int = 0
+    """Versions that newcomers passed over which replay."""

@@ -1,11 +1,11 @@
 """A symbolic training: which slot comes next, what a member uses in it, and what its state is afterwards.
 
-Theory of operation. The training state is a tuple of numbers, one per range of the result and a last one for buffers
-that forward passes change (BatchNorm statistics). Applying a slot's result hashes every entry with the set of
-contributions that was summed for it, so two members have equal states exactly if they applied equal results in equal
-order. What comes next is a function of the last header alone, as it is for real loops: steps until the epoch's
-samples are spent, a collective after every few steps, a BOUNDARY whenever the header asks for one, a CLOSING at the
-end.
+Theory of operation. The training state is a tuple of numbers, one per range of the result and one for buffers that
+forward passes change (BatchNorm statistics); what travels beside these (outer_ranks.py) comes after them. Applying a
+slot's result hashes every entry with the set of contributions that was summed for it, so two members have equal states
+exactly if they applied equal results in equal order. What comes next is a function of the last header alone, as it is
+for real loops: steps until the epoch's samples are spent, a collective after every few steps, a BOUNDARY whenever the
+header asks for one, a CLOSING at the end.
 """
 
 from __future__ import annotations
@@ -73,12 +73,14 @@ def initial_state(program: Program, seed: int) -> State:
 def apply_result(state: State, results: Sequence[Result]) -> State:
     """The state after a step's results, one per range; the buffers are averaged with them."""
     new = [hash((old, tuple(sorted(result)))) for old, result in zip(state, results, strict=False)]
-    return (*new, hash((state[-1], new[0])))
+    buffers = len(results)
+    return (*new, hash((state[buffers], new[0])), *state[buffers + 1 :])
 
 
-def after_forward(state: State, uid: int) -> State:
+def after_forward(program: Program, state: State, uid: int) -> State:
     """What a forward pass makes of the state: only buffers change, until the next commit averages them."""
-    return (*state[:-1], hash((state[-1], uid)))
+    buffers = program.ranges
+    return (*state[:buffers], hash((state[buffers], uid)), *state[buffers + 1 :])
 
 
 def spent_of(epoch: int, spans: tuple[Span, ...]) -> tuple[Spent, ...]:

@@ -17,6 +17,7 @@ from chaos_lightning.lab.simulate.host import Candidacy, SchedulerHost
 from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.lab.simulate.node import Node, Trap
 from chaos_lightning.lab.simulate.oracle import Oracle, Violation, check_chain
+from chaos_lightning.lab.simulate.outer_leader import ScriptedLeader
 from chaos_lightning.lab.simulate.plan import Fault, Outcome, Plan
 from chaos_lightning.lab.simulate.progress import Patience, Progress
 from chaos_lightning.lab.simulate.schedulers import SCHEDULER_FAULTS, Schedulers
@@ -73,6 +74,8 @@ class World:
         self.on_note: Callable[[Note], None] = lambda note: None
         self.on_fault: Callable[[str], None] = lambda words: None
         self.nodes: dict[str, Node] = {}
+        self.outer = ScriptedLeader(self.kernel, plan.outer) if plan.outer is not None else None
+        """Of the cluster whose ranks the members are."""
         self._todo = len(plan.faults)
         self.schedulers = Schedulers(self)
         for number, (spec, start) in enumerate(zip(plan.nodes, plan.starts, strict=True), 1):
@@ -344,6 +347,8 @@ class World:
             self.store.term,
             self.store.errors,
             self.cut_streams,
+            self.outer.adopted if self.outer is not None else 0,
+            self.outer.replayed if self.outer is not None else 0,
         )
 
     def _final(self) -> None:

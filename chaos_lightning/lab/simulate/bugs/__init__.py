@@ -1,4 +1,5 @@
-"""Planted bugs: for every starred rule of protocol.md that these machines implement, that rule broken on purpose.
+"""Planted bugs: for every starred rule of protocol.md that these machines implement, that rule broken on purpose, and
+what ranks that hold outer state owe each other (docs/outer.md).
 
 Theory of operation. A simulator that never finds anything proves nothing; so each rule is taken away once, and a run
 must show it (tests/simulate/test_planted_bugs.py). A bug is a `Hooks` whose classes override one method each;
@@ -13,7 +14,8 @@ from chaos_lightning.lab.simulate.bugs.frame import Bug
 from chaos_lightning.lab.simulate.bugs.learners import LEARNER_BUGS
 from chaos_lightning.lab.simulate.bugs.links import LINK_BUGS
 from chaos_lightning.lab.simulate.bugs.members import MEMBER_BUGS
+from chaos_lightning.lab.simulate.bugs.outer import OUTER_BUGS
 from chaos_lightning.lab.simulate.bugs.schedulers import SCHEDULER_BUGS
 
-BUGS: dict[str, Bug] = {**MEMBER_BUGS, **SCHEDULER_BUGS, **LEARNER_BUGS, **LINK_BUGS}
+BUGS: dict[str, Bug] = {**MEMBER_BUGS, **SCHEDULER_BUGS, **LEARNER_BUGS, **LINK_BUGS, **OUTER_BUGS}
 """By name."""

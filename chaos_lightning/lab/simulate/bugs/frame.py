@@ -24,7 +24,7 @@ class Bug:
     """One rule, broken.
 
     Attributes:
-        rule: Number in protocol.md.
+        rule: Number in protocol.md, or with an O in outer.md.
         what: In words.
         hooks: Makes the broken behaviour.
         plan: The runs in which it must show.
