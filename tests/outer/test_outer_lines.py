@@ -313,7 +313,8 @@ def test_a_process_that_is_frozen_holds_up_no_other(stage: Any) -> None:
     fetch_push(offer, part, follower.listener.dial, donors=donors, deadline_s=LIMIT_S)
     thawed.set()
     assert torch.equal(part.data, whole.data)
-    until(lambda: sent_by(other) == whole.data.numel(), "all of it from the other one")
+    # What was sent is counted afterwards; a piece may be asked for again on a busy machine.
+    until(lambda: sent_by(other) >= whole.data.numel(), "all of it from the other one")
 
 
 def test_processes_of_a_cluster_share_its_rate(stage: Any) -> None:
