@@ -47,6 +47,9 @@ class Peaks(threading.Thread):
                 self.most[name] = max(self.most[name], held_nbytes(pid))
 
     def end(self) -> dict[str, int]:
+        """What was seen; RuntimeError if it could not look to the end, since a process was gone."""
+        if not self.is_alive():
+            raise RuntimeError(f"memory of {', '.join(self._pids)} was not watched to the end: one of them is gone")
         self._over.set()
         self.join()
         return self.most
@@ -71,8 +74,11 @@ def memory(result: Result, params_mib: int, durable: int) -> None:
         usual = dict(peaks.most)
         peaks.start()
         scene.all_train()
-        marks = lambda: sum(r.name == "entry" and r["kind"] == "Durable" for r in scene.watch.records)  # noqa: E731
-        scene.until(lambda: marks() >= durable, f"{durable} durable versions")
+
+        def enough() -> bool:
+            return sum(r.name == "entry" and r["kind"] == "Durable" for r in scene.watch.records) >= durable
+
+        scene.until(enough, f"{durable} durable versions")
         most = peaks.end()
         staged = [r for r in scene.watch.records if r.name == "push_staged"]
     parameters = params_mib * MIB / 4 / FOLLOWERS
