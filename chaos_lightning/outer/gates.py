@@ -11,16 +11,24 @@ state, so that no judgement depends on a name. A gate stops accidents, not attac
   not be above the limit. Mean and variance are moving averages over accepted pushes only: a refused one would raise
   what is usual until it is let in. Until enough pushes were accepted nobody is refused for this. If everything is
   refused for a while, it is what is usual that is wrong (the learning rate was raised, say), and it is learned anew.
-  If it is one cluster again and again while others pass, such as a newcomer whose inner optimizer is cold, it is let in
-  after some refusals (`gate_patience`; those that are far too long wait for `gate_again`), each push shortened to the
-  longest that passes: what it says counts, and does no more harm than a good push. A cluster whose pushes grow from one
-  to the next is not let in. Shortened pushes teach nothing, either: else a broken cluster would raise what is usual.
 - *Turned round.* A norm cannot see that. The cosine of D with the sum of the round's other pushes can, and so can its
   side of the momentum. Each alone is wrong now and then: of 1330 good pushes 6 were against the others, some 30 against
   the momentum, and none against both; of 38 that were turned 37 were (docs/outer.md, Convergence). So it takes both. A
   turned push lowers the others' cosines, so the worst one is refused first, and the rest is judged again without it. Of
   two pushes both cosines are equal, and the momentum tells them apart. Where nothing is known of it, the cosine decides
   in rounds of three and more. A push that is alone is not judged.
+
+Nobody is shut out for good. If it is one cluster again and again while others pass, such as a newcomer whose inner
+optimizer is cold, or whose samples are unlike the others', its pushes are let in after some refusals in a row, of
+whichever kind, until one passes as it is. They are shortened, so that what it says counts and does little harm:
+
+- what is too long (after `gate_patience`; what is far too long after `gate_again`) to the longest that passes. So it
+  does no more harm than a good push. A cluster whose pushes grow from one to the next is not let in;
+- what is turned round (after `gate_again`) until all that are let in together are at most a tenth as long in the
+  round's average as what passes, and each to half its length at most. So even a cluster that is turned for good takes
+  no more than a tenth from what the others say. One of which a push is turned now and then has good ones in between.
+
+Shortened pushes teach nothing: else a broken cluster would raise what is usual.
 
 An empty push (nothing was learned) has neither length nor direction: it passes, and says nothing of what is usual.
 
@@ -37,7 +45,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import GateState, LongRow, Offer, PushId
+from chaos_lightning.outer.types import GateState, Offer, PushId, RefusedRow
 
 STD_FLOOR = 0.1
 """Standard deviation of x that pushes have at least: without it the gate is the narrower the better training goes."""
@@ -49,7 +57,11 @@ FAR = math.log(4.0)
 """A push is far too long above so many times what is usual, as a logarithm; one of a cold inner optimizer was 1.8 times
 as long."""
 GROWN = math.log(1.5)
-"""A row of refusals begins anew with a push that is so many times as long as the row's shortest one, likewise."""
+"""A push that is too long, and so many times as long as the shortest one since it grew last, grows, likewise."""
+LITTLE = 0.1
+"""Turned pushes that are let in are at most so long in a round's average, beside what passes."""
+HALF = 0.5
+"""To so much of its length such a push is shortened at least, however short it is."""
 ROWS = 32
 """Clusters whose refusals are remembered: those that were refused last."""
 _LONGEST2 = 1e150
@@ -140,59 +152,94 @@ def product(one: MeasuredPush, other: MeasuredPush, products: Products) -> float
 
 
 def careful(pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings) -> Sifted:
-    """Refuses what is too long or turned round; shortens what is too long for too long."""
+    """Refuses what is too long or turned round; shortens what was refused for too long."""
     over = _too_long(pushes, gate, settings)
-    parts = {
+    lengths = {
         push.name: math.exp(-over[push.name])
         for push in pushes
-        if push.name in over and _has_waited(push, gate, settings)
+        if push.name in over and _has_waited(push, _patience(push, gate, settings), over, gate)
     }
-    too_long = {push.name: _words(push, gate, settings) for push in pushes if push.name in over.keys() - parts.keys()}
-    rest = [_shortened(push, parts.get(push.name, 1.0)) for push in pushes if push.name not in too_long]
-    scaled = {(a, b): parts.get(a, 1.0) * parts.get(b, 1.0) * value for (a, b), value in products.items()}
-    rejected = too_long | _turned_round(rest, scaled, settings.gate_cosine)
-    parts = {name: part for name, part in parts.items() if name not in rejected}
-    whole = [push for push in rest if push.name not in rejected and push.name not in parts]
-    after = replace(gate, rows=_rows(pushes, over, gate))
+    too_long = {push.name: _words(push, gate, settings) for push in pushes if push.name in over.keys() - lengths.keys()}
+    rest = [_shortened(push, lengths.get(push.name, 1.0)) for push in pushes if push.name not in too_long]
+    scaled = {(a, b): lengths.get(a, 1.0) * lengths.get(b, 1.0) * value for (a, b), value in products.items()}
+    turned = _turned_round(rest, scaled, settings.gate_cosine)
+    passing = [push for push in rest if push.name not in turned]
+    enough = [push for push in rest if push.name in turned and _has_waited(push, settings.gate_again, over, gate)]
+    little = _little(enough, passing, scaled, settings)
+    rejected = too_long | {name: words for name, words in turned.items() if name not in little}
+    parts = {push.name: lengths[push.name] for push in passing if push.name in lengths}
+    parts |= {name: lengths.get(name, 1.0) * part for name, part in little.items()}
     warnings = [
-        f"{name} is shortened to {part:.3f} of its length: too long, as it was before" for name, part in parts.items()
+        f"{name} is shortened to {part:.3f} of its length: {'turned round' if name in little else 'too long'}, as it "
+        "was before"
+        for name, part in parts.items()
     ]
-    in_a_row = gate.in_a_row + len(over)
-    if whole:
-        after = _learned(after, whole)
-    elif in_a_row < settings.gate_again:
-        after = replace(after, in_a_row=in_a_row)
-    else:
-        after = GateState()
+    whole = [push for push in passing if push.name not in lengths]
+    in_a_row = 0 if whole else gate.in_a_row + len(over)
+    if in_a_row >= settings.gate_again:
         warnings.append(f"{in_a_row} pushes in a row were too long: the gate learns anew what is usual")
-    return Sifted(rejected, after, "; ".join(warnings), parts)
+        return Sifted(rejected, GateState(), "; ".join(warnings), parts)
+    rows = _rows(pushes, over, turned, gate)
+    return Sifted(rejected, replace(_learned(gate, whole), in_a_row=in_a_row, rows=rows), "; ".join(warnings), parts)
 
 
-def _has_waited(push: MeasuredPush, gate: GateState, settings: OuterSettings) -> bool:
-    """Whether a push that is too long is let in, since those before it were refused, and it is no longer than they."""
-    size, row = _size(push, gate), _row(push, gate)
-    wait = settings.gate_again if size - gate.mean > FAR else settings.gate_patience
-    return row is not None and row.times >= wait and size <= row.size + GROWN
+def _has_waited(push: MeasuredPush, wait: int, over: Collection[PushId], gate: GateState) -> bool:
+    """Whether a push is let in, since so many before it were refused, and it has not grown."""
+    row = _row(push, gate)
+    return row is not None and row.times >= wait and not _grows(push, row, over, gate)
 
 
-def _row(push: MeasuredPush, gate: GateState) -> LongRow | None:
+def _grows(push: MeasuredPush, row: RefusedRow, over: Collection[PushId], gate: GateState) -> bool:
+    return push.name in over and _size(push, gate) > row.size + GROWN
+
+
+def _patience(push: MeasuredPush, gate: GateState, settings: OuterSettings) -> int:
+    """For how many one that is too long waits."""
+    return settings.gate_again if _size(push, gate) - gate.mean > FAR else settings.gate_patience
+
+
+def _row(push: MeasuredPush, gate: GateState) -> RefusedRow | None:
     return next((row for row in gate.rows if row.cluster == push.name.incarnation.cluster), None)
 
 
-def _rows(pushes: Sequence[MeasuredPush], over: Collection[PushId], gate: GateState) -> tuple[LongRow, ...]:
-    """Goes on with, begins and ends rows."""
+def _rows(
+    pushes: Sequence[MeasuredPush], over: Collection[PushId], turned: Collection[PushId], gate: GateState
+) -> tuple[RefusedRow, ...]:
+    """Goes on with and begins the rows of pushes that did not pass as they are, and ends those of pushes that did."""
     rows = {row.cluster: row for row in gate.rows}
     for push in pushes:
         if not push.norm2:
             continue
-        cluster = push.name.incarnation.cluster
+        cluster, size = push.name.incarnation.cluster, _size(push, gate)
         row = rows.pop(cluster, None)
-        if push.name in over:
-            size = _size(push, gate)
-            if row is None or size > row.size + GROWN:
-                row = LongRow(cluster, 0, size)
-            rows[cluster] = LongRow(cluster, row.times + 1, min(row.size, size))
+        if push.name not in over and push.name not in turned:
+            continue
+        if row is None:
+            rows[cluster] = RefusedRow(cluster, 1, size)
+        elif _grows(push, row, over, gate):
+            rows[cluster] = replace(row, size=size)
+        else:
+            rows[cluster] = RefusedRow(cluster, row.times + 1, min(row.size, size))
     return tuple(rows.values())[-ROWS:]
+
+
+def share(push: MeasuredPush, settings: OuterSettings) -> float:
+    """Of a push in its round's average, beside the shares of the others: T_j r_j (judging.py)."""
+    discount = settings.discount_stale and settings.policy != "di_ps"
+    return push.offer.samples * ((1 + push.staleness) ** -0.5 if discount else 1.0)
+
+
+def _little(
+    turned: Sequence[MeasuredPush], passing: Sequence[MeasuredPush], products: Products, settings: OuterSettings
+) -> dict[PushId, float]:
+    """To which part of its length each of these turned pushes is shortened; none where the others say nothing."""
+    shares = [(push, share(push, settings)) for push in passing]
+    said = math.sqrt(max(0.0, math.fsum(v * w * product(a, b, products) for a, v in shares for b, w in shares)))
+    if not said:
+        return {}
+    most = LITTLE * said / max(1, len(turned))
+    lengths = {push.name: share(push, settings) * push.norm for push in turned}
+    return {name: most / max(length, most / HALF) for name, length in lengths.items()}
 
 
 def _shortened(push: MeasuredPush, part: float) -> MeasuredPush:
@@ -281,7 +328,7 @@ def _learned(gate: GateState, accepted: Sequence[MeasuredPush]) -> GateState:
                 variance=(1 - weight) * (gate.variance + weight * ahead * ahead),
                 batch=gate.batch + weight * (_batch(push) - gate.batch),
             )
-    return replace(gate, in_a_row=0)
+    return gate
 
 
 # ------------------------------------------------------------------------------------------------ the others

@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from chaos_lightning.outer.gates import GATES, MeasuredPush, Products, product
+from chaos_lightning.outer.gates import GATES, MeasuredPush, Products, product, share
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import TICKS, Counters, Factors, GateState, Offer, Rejection, Weighed
 
@@ -120,10 +120,9 @@ def judge(
 
 def _weights(accepted: Sequence[MeasuredPush], settings: OuterSettings) -> list[float]:
     """w_j; all 0.0 if no push covers a sample."""
-    discount = settings.discount_stale and settings.policy != "di_ps"
-    shares = [push.offer.samples * ((1 + push.staleness) ** -0.5 if discount else 1.0) for push in accepted]
+    shares = [share(push, settings) for push in accepted]
     whole = math.fsum(shares)
-    return [share / whole if whole else 0.0 for share in shares]
+    return [each / whole if whole else 0.0 for each in shares]
 
 
 def _clip(

@@ -91,13 +91,15 @@ class OuterSettings:
     )
     gate_again: int = setting(
         8,
-        "After so many pushes in a row that are too long, of all clusters, what is usual is learned anew.",
+        "After so many pushes in a row that are too long, of all clusters, what is usual is learned anew. After so "
+        "many refusals in a row of one cluster, its pushes that are turned round are let in, shortened to a tenth of "
+        "what the others say together.",
         check=at_least(1, "a number of pushes"),
     )
     gate_patience: int = setting(
         2,
-        "After so many refusals by the norm in a row that do not grow, a cluster's pushes are let in, shortened to the "
-        "longest that passes. Pushes above four times what is usual wait for gate_again of them.",
+        "After so many refusals in a row, a cluster's pushes that are too long and do not grow are let in, shortened "
+        "to the longest that passes. Pushes above four times what is usual wait for gate_again of them.",
         check=at_least(1, "a number of pushes"),
     )
     gate_cosine: float = setting(

@@ -153,13 +153,13 @@ TICKS = 720720
 
 
 @dataclass(frozen=True, slots=True)
-class LongRow:
-    """Pushes of one cluster that were too long, one after another.
+class RefusedRow:
+    """Pushes of one cluster that were too long or turned round, one after another.
 
     Attributes:
         cluster: Whose, under any of its incarnations.
-        times: How many since one of it passed, or since they grew.
-        size: x of the shortest one (gates.py).
+        times: How many since one of it passed as it was; those that grew do not count.
+        size: x of the shortest one since they grew last (gates.py).
     """
 
     cluster: str
@@ -178,7 +178,7 @@ class GateState:
         in_a_row: Pushes that were too long since the last one that was let in as it is, of all clusters.
         scores: Recent scores, for the paper's own gate.
         batch: Moving average of the logarithm of an inner step's samples.
-        rows: Clusters whose last push was too long; the one that pushed last is last.
+        rows: Clusters whose last push was too long or turned round; the one that pushed last is last.
     """
 
     count: int = 0
@@ -187,7 +187,7 @@ class GateState:
     in_a_row: int = 0
     scores: tuple[float, ...] = ()
     batch: float = 0.0
-    rows: tuple[LongRow, ...] = ()
+    rows: tuple[RefusedRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

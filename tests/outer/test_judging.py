@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -18,7 +18,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer import settings as outer_settings
 from chaos_lightning.outer.codec import codec_named
 from chaos_lightning.outer.content import OuterContent
-from chaos_lightning.outer.gates import GATES, ROWS, STD_FLOOR, MeasuredPush, Products
+from chaos_lightning.outer.gates import GATES, HALF, LITTLE, ROWS, STD_FLOOR, MeasuredPush, Products
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.judging import Judgement, judge
 from chaos_lightning.outer.replica import Replica
@@ -29,10 +29,10 @@ from chaos_lightning.outer.types import (
     Counters,
     GateState,
     IncarnationId,
-    LongRow,
     Offer,
     PushAnswer,
     PushId,
+    RefusedRow,
 )
 
 SIZE = 8
@@ -452,7 +452,7 @@ def warmed_up() -> Server:
     return server
 
 
-def row(server: Server, cluster: str) -> LongRow | None:
+def row(server: Server, cluster: str) -> RefusedRow | None:
     return next((row for row in server.gate.rows if row.cluster == cluster), None)
 
 
@@ -467,7 +467,7 @@ def test_one_cluster_too_long_is_let_in_after_a_while_and_does_no_harm(size: flo
         made = server.push(*good[:3], long(good[3], size))
         assert [refusal.offer.push.incarnation.cluster for refusal in made.rejected] == ["c3"] * (number < patience)
         assert [w.part < 1.0 for w in made.accepted] == [False] * 3 + [True] * (number >= patience)
-        assert row(server, "c3") == LongRow("c3", number + 1, pytest.approx(server.gate.rows[-1].size))
+        assert row(server, "c3") == RefusedRow("c3", number + 1, pytest.approx(server.gate.rows[-1].size))
         assert server.gate.count == before.count + 3, "what is shortened teaches nothing"
         if number >= patience:
             weighed = made.accepted[-1]
@@ -496,7 +496,7 @@ def test_pushes_that_grow_are_never_let_in() -> None:
     for number in range(40):
         good = usual(60 + number)
         assert server.push(*good[:3], long(good[3], 3 * 1.6**number)).rejected
-        assert row(server, "c3") == LongRow("c3", 1, server.gate.rows[-1].size)
+        assert row(server, "c3") == RefusedRow("c3", 1, server.gate.rows[-1].size)
 
 
 def test_ten_times_the_norm_now_and_then_is_never_let_in() -> None:
@@ -519,7 +519,7 @@ def test_a_shortened_push_is_judged_by_its_direction_and_hides_nobody_s() -> Non
         assert [refusal.offer.push.incarnation.cluster for refusal in made.rejected] == ["c3"]
         assert ("its cosine with the sum" in made.rejected[0].reason) == (number > 0)
         assert not made.gate.in_a_row
-    assert row(server, "c3") == LongRow("c3", 2, pytest.approx(server.gate.rows[-1].size))
+    assert row(server, "c3") == RefusedRow("c3", 2, pytest.approx(server.gate.rows[-1].size))
 
 
 def test_a_learning_rate_raised_for_one_and_only_cluster_is_learned_anew() -> None:
@@ -589,6 +589,122 @@ def test_one_turned_push_among_good_ones_is_found(seed: int, count: int, which: 
         assert names in ([f"c{which}"], []), "never a good one"
         others = [sum(parts) for parts in zip(*(d for n, d in enumerate(deltas) if n != which), strict=True)]
         assert bool(names) == (product(deltas[which], others) < 0)
+
+
+def along(seed: int, count: int = 4) -> list[Vector]:
+    """Pushes of one direction, the same in every round, and of a bit of chance."""
+    chance = random.Random(seed)
+    return [long([1.0, *(chance.uniform(-0.3, 0.3) for _ in range(SIZE - 1))]) for _ in range(count)]
+
+
+def opposed(
+    server: Server, good: Sequence[Vector], delta: Vector, **given: int
+) -> tuple[Judgement, dict[Offer, Vector]]:
+    """A round in which cluster c9 pushes this, beside the others."""
+    server.number += 1
+    deltas = {offer(f"c{place}", server.number): one for place, one in enumerate(good)}
+    deltas[offer("c9", server.number, **given)] = delta
+    return server.round(deltas, len(deltas)), deltas
+
+
+def moved_by(made: Judgement, deltas: Mapping[Offer, Vector], who: Collection[str]) -> Vector:
+    """What these clusters' pushes make of the round's average."""
+    said = [(w.factor, deltas[w.offer]) for w in made.accepted if w.offer.push.incarnation.cluster in who]
+    return [math.fsum(factor * delta[place] for factor, delta in said) for place in range(SIZE)]
+
+
+@given(st.integers(0, 1000), st.integers(2, 5), st.floats(0.01, 1.3), st.integers(1, 8), st.integers(1, 9))
+def test_a_cluster_that_is_against_all_is_let_in_after_a_while_and_does_little_harm(
+    seed: int, count: int, size: float, patience: int, times: int
+) -> None:
+    """A newcomer with other data, or a broken cluster: nobody can tell, so it has a say, and a small one."""
+    server = Server(rules(policy="robust", gate_again=patience, discount_stale=True))
+    names = [f"c{place}" for place in range(count)]
+    for number in range(4):
+        assert not opposed(server, along(seed + number, count), along(seed + number, count)[0])[0].rejected
+    for number in range(patience + 3):
+        before, good = server.gate, along(seed + 10 + number, count)
+        made, deltas = opposed(server, good, scaled(turned(good[0]), size), samples=times * FULL, steps=times * H)
+        assert [refusal.offer.push.incarnation.cluster for refusal in made.rejected] == ["c9"] * (number < patience)
+        assert row(server, "c9") == RefusedRow("c9", number + 1, pytest.approx(server.gate.rows[-1].size))
+        assert server.gate.count == before.count + count, "what is shortened teaches nothing"
+        if number >= patience:
+            its, theirs = moved_by(made, deltas, ["c9"]), moved_by(made, deltas, names)
+            assert 0 < product(its, its) <= (LITTLE * (1 + 1e-9)) ** 2 * product(theirs, theirs)
+            part = made.accepted[-1].part
+            assert part <= HALF
+            assert f"c9~1/{server.number} is shortened to {part:.3f} of its length: turned round" in made.reason
+    assert [w.part for w in opposed(server, good, good[0])[0].accepted] == [1.0] * (count + 1)
+    assert server.gate.rows == (), "a push that passes ends the row"
+    assert opposed(server, good, turned(good[0]))[0].rejected
+
+
+def test_several_that_are_let_in_do_no_more_harm_together() -> None:
+    server = Server(rules(policy="robust", gate_again=1))
+    good = along(3, 5)
+    server.push(*good)
+    for _ in range(2):
+        bad = [turned(delta) for delta in good[3:]]
+        server.number += 1
+        deltas = {offer(f"c{place}", server.number): one for place, one in enumerate([*good[:3], *bad])}
+        made = server.round(deltas, 5)
+    assert not made.rejected
+    its, theirs = moved_by(made, deltas, ["c3", "c4"]), moved_by(made, deltas, ["c0", "c1", "c2"])
+    assert 0 < product(its, its) <= LITTLE**2 * product(theirs, theirs)
+
+
+def test_refusals_of_both_kinds_are_one_row() -> None:
+    """Too long, and then turned round: it is the same cluster that nobody has heard."""
+    server = Server(rules(policy="robust", gate_again=4, gate_patience=4))
+    for number in range(4):
+        assert not server.push(*along(number)).rejected
+    reasons, parts = [], []
+    for number in range(6):
+        good = along(20 + number)
+        made = server.push(*good[:3], long(good[3], 1.45) if number % 2 else turned(good[3]))
+        reasons += [refusal.reason for refusal in made.rejected]
+        parts += [weighed.part for weighed in made.accepted if weighed.part < 1.0]
+    assert ["standard deviations" in reason for reason in reasons] == [False, True, False, True]
+    assert len(parts) == 2
+    assert row(server, "c3") == RefusedRow("c3", 6, pytest.approx(server.gate.rows[-1].size))
+
+
+def test_pushes_that_are_long_now_and_then_are_not_shut_out() -> None:
+    """Each long one grows from the one before, and is refused; the others of its cluster are let in."""
+    server = Server(rules(policy="robust"))
+    for number in range(4):
+        assert not server.push(*along(number)).rejected
+    for sizes in ([1.5, 3.0], [1.0, 3.0]):
+        said = []
+        for number in range(24):
+            good, size = along(20 + number), sizes[number % 2]
+            said.append(server.push(*good[:3], long(turned(good[3]) if size == 1.0 else good[3], size)))
+        assert [len(made.rejected) for made in said[-8:]] == [0, 1] * 4
+        assert not server.push(*along(50)).rejected
+
+
+def test_what_is_too_long_and_turned_is_shortened_for_both() -> None:
+    server = Server(rules(policy="robust", gate_again=3, gate_patience=1))
+    for number in range(4):
+        assert not server.push(*along(number)).rejected
+    said = []
+    for number in range(4):
+        good = along(20 + number)
+        said.append(server.push(*good[:3], long(turned(good[3]), 2.5)))
+    assert ["standard deviations" in made.rejected[0].reason for made in said[:3]] == [True, False, False]
+    assert not said[3].rejected
+    assert said[3].accepted[-1].part < LITTLE * math.sqrt(3)
+
+
+def test_turned_pushes_now_and_then_are_never_let_in() -> None:
+    """One in five of a cluster, as accidents go: it never waits long enough."""
+    server, chance = Server(rules(policy="robust")), random.Random(5)
+    assert not server.push(*along(999)).rejected
+    for number in range(100):
+        deltas = along(1000 + number)
+        spoiled = chance.randrange(4) if chance.random() < 0.2 else None
+        made = server.push(*(turned(d) if place == spoiled else d for place, d in enumerate(deltas)))
+        assert all(weighed.part == 1.0 for weighed in made.accepted)
 
 
 def test_of_two_pushes_the_momentum_tells_which_is_turned() -> None:

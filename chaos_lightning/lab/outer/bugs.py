@@ -167,6 +167,12 @@ BUGS = {
         "O12", "the gate learns from what it rejects", Machines(leader=_with(rounds=bad.LearningRounds)), "poisoned"
     ),
     "O12-lost": Bug("O12", "what the gate has seen is lost with its leader", Machines(leader=_new_gate), "frozen"),
+    "O12-shut": Bug(
+        "O12",
+        "the gate forgets whom it has refused, and shuts out for good",
+        Machines(leader=_with(rounds=bad.ShuttingRounds)),
+        "turned",
+    ),
     "O13-wound": Bug(
         "O13", "each arrival puts the deadline off", Machines(leader=_with(rounds=bad.WindingRounds)), "windows"
     ),

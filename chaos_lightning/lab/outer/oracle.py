@@ -9,6 +9,7 @@ discarded and counts all the same.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from chaos_lightning.lab.outer.content import Pushed
@@ -82,6 +83,8 @@ class Oracle:
         self.staged: set[tuple[str, PushId]] = set()
         """Followers and the pushes that each of them has ever had."""
         self.versions: dict[tuple[VersionId, int], str] = {}
+        self.in_a_row: Counter[str] = Counter()
+        """Pushes of a cluster that were rejected since the last accepted one."""
         self.counted: set[int] = set()
         """Inner steps that the newest version holds."""
 
@@ -143,6 +146,16 @@ class Oracle:
                 f"round {body.number} accepts {whole} as they are, and its gate knows {body.gate.count} pushes after "
                 f"{before.count} (O12)"
             )
+
+    def refused(self, body: Round, most: int) -> None:
+        """Nobody is shut out: so many pushes of a cluster in a row are rejected at most (O12)."""
+        for weighed in body.accepted:
+            self.in_a_row[weighed.offer.push.incarnation.cluster] = 0
+        for refusal in body.rejected:
+            cluster = refusal.offer.push.incarnation.cluster
+            self.in_a_row[cluster] += 1
+            if self.in_a_row[cluster] > most:
+                raise Violation(f"round {body.number} rejects more than {most} pushes of {cluster} in a row (O12)")
 
     def _sums(self, chain: OuterChain, entry: Entry) -> None:
         """A summary says what the entries before it do, and all that somebody may ask for (O1a)."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from chaos_lightning.lab.outer.processes import ClusterSpec
+from chaos_lightning.lab.outer.processes import TURNED, ClusterSpec
 from chaos_lightning.outer.settings import OuterSettings
 
 
@@ -41,6 +41,7 @@ class Plan:
         length: Positions of an epoch; 0: each cluster has its own data.
         codec: Of pushes; int8 leaves a residual.
         answer_s: Each push is answered within so long; 0.0: nothing is promised.
+        refused: At most so many pushes of one cluster are rejected in a row; 0: nothing is promised.
         limit_s: By then it must be over.
     """
 
@@ -53,6 +54,7 @@ class Plan:
     length: int = 320
     codec: str = "bf16"
     answer_s: float = 0.0
+    refused: int = 0
     limit_s: float = 200.0
 
     @property
@@ -258,6 +260,16 @@ def windows_plan(seed: int) -> Plan:
     return Plan(seed, settings, 1, clusters, (), length=480)
 
 
+def turned_plan(seed: int) -> Plan:
+    """All that one cluster says is against the others and the momentum, while leaders take over."""
+    random = Random(seed)
+    settings = replace(any_plan(seed).settings, policy="robust", gate_again=random.choice((2, 4)), gate_limit=99.0)
+    names = ("c0", "c1", "c2", TURNED)
+    clusters = tuple(ClusterSpec(name, 0.0, random.uniform(0.03, 0.05), loop=160) for name in names)
+    faults = tuple(Fault(random.uniform(1.0, 5.0), "leader") for _ in range(2))
+    return Plan(seed, settings, 1, clusters, faults, length=0, refused=settings.gate_again)
+
+
 def all_plan(seed: int) -> Plan:
     """Of all families in turn."""
     names = [name for name in FAMILIES if name != "all"]
@@ -283,5 +295,6 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "elastic": elastic_plan,
     "newcomers": newcomers_plan,
     "windows": windows_plan,
+    "turned": turned_plan,
 }
 """By name."""

@@ -271,6 +271,22 @@ class LearningRounds(Rounds):
         return replace(made, gate=replace(made.gate, count=made.gate.count + len(made.rejected)))
 
 
+class ShuttingRounds(Rounds):
+    """The gate forgets whom it has refused."""
+
+    def _decide(
+        self,
+        offers: Sequence[Offer],
+        rows: Rows,
+        again: Collection[PushId],
+        usual: int,
+        why: str,
+        settings: OuterSettings,
+    ) -> Round | Voided:
+        made = super()._decide(offers, rows, again, usual, why, settings)
+        return made if isinstance(made, Voided) else replace(made, gate=replace(made.gate, rows=()))
+
+
 class WindingRounds(Rounds):
     """Each arrival puts the deadline off."""
 

@@ -78,6 +78,10 @@ class Job(Protocol):
     def led(self, leader: LeaderProcess, reason: str, *, finished: bool) -> None: ...
 
 
+TURNED = "turned"
+"""Clusters whose names begin so say the contrary of all others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Machines:
     """The machines' classes, and what their shells do in one point each; planted bugs replace them."""
@@ -145,16 +149,23 @@ def said(words: str) -> float:
     return Random(words).random()
 
 
+def turned(push: PushId) -> bool:
+    """Whether it is of a cluster that says the contrary of all others (plans.py)."""
+    return push.incarnation.cluster.startswith(TURNED)
+
+
 def product(one: PushId, other: PushId) -> str:
     """Of two pushes, as one shard has it; of a push with itself it is larger than with any other."""
     if one == other:
         return ExactSum.of([1.0 + 0.2 * said(f"{one}")]).encode()
-    return ExactSum.of([0.4 * said(f"{min(one, other)} {max(one, other)}") - 0.005]).encode()
+    sign = 1 if turned(one) == turned(other) else -1
+    return ExactSum.of([sign * (0.4 * said(f"{min(one, other)} {max(one, other)}") - 0.005)]).encode()
 
 
 def lean(push: PushId, version: VersionId) -> str:
     """Of a push with a version's momentum."""
-    return ExactSum.of([said(f"{push} {version}") - 0.5]).encode()
+    size = said(f"{push} {version}")
+    return ExactSum.of([-size if turned(push) else size - 0.5]).encode()
 
 
 class Stream:

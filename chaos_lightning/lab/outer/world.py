@@ -118,6 +118,8 @@ class World:
         body = entry.body
         if isinstance(body, Round):
             self.oracle.judged(gate, body, self.settings)
+            if self.plan.refused:
+                self.oracle.refused(body, self.plan.refused)
             self._check_copy()
             self._check_waits()
         if isinstance(body, Removed):
