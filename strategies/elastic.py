@@ -348,12 +348,17 @@ class ElasticPart:
 
     # ------------------------------------------------------------------ the end
 
-    def finish(self, reason: str, meet: Meet) -> None:
-        """The loop of all ranks is over: pushes the rest, and stays until the job has ended, or this rank is out."""
+    def finish(self, reason: str, meets: Callable[[], bool]) -> None:
+        """The loop of all ranks is over: pushes the rest, and stays until the job has ended, or this rank is out.
+
+        Args:
+            reason: Why it is over.
+            meets: One meeting; whether this rank is in it.
+        """
         self.cluster.finish(reason)
         while not self.cluster.over:
             self.patient(waits=True)
-            if not self.meet(meet):
+            if not meets():
                 return
         self.clock.put(self.cluster.reckoned, in_batch=False, back=True)
 

@@ -375,18 +375,21 @@ class FitSession:
         waits = outer is not None and outer.cluster.waits
         if outer is not None:
             outer.patient(waits)
-            if waits and not outer.meet(self.gather) and self.void:
+            if waits and not outer.meet(self._gather_loosely) and self.void:
                 self._come_in()
         return waits
 
     def _tell_outer(self, outer: ElasticPart, header: Header, output: Any) -> None:
         """A step of the cluster. Where all that is leased is used, it waits here until there is more, or until the
-        epoch is over: then the batch was its last one, and what is validated holds all of it."""
+        epoch is over: then the batch was its last one, and what is validated holds all of it. Or this rank leaves."""
         outer.stepped(header, output)
         while self.in_job and outer.waits_for_samples:
             outer.patient(waits=True)
-            if not outer.meet(self.gather, in_batch=True):
+            if not outer.meet(self._gather_loosely, in_batch=True):
                 return
+            self._check_departure(stepped=True)  # as with the step: what is kept is kept at the next safe point
+        if self.departed:
+            return
         if outer.cluster.ends and outer.shared:
             skip_validation(self.trainer)
         self._refit()
@@ -533,16 +536,20 @@ class FitSession:
         """Whether a step may be taken although this member is out of the job: the others take it, too."""
         return self.departed and not self.void and self.stepper.holds_average(number)
 
-    def gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]] | None:
+    def _gather_loosely(self, name: str, payload: bytes) -> list[tuple[str, bytes]] | None:
+        """A meeting that is no part of a validation: members may go with it."""
+        return self.gather(name, payload, lets_go=True)
+
+    def gather(self, name: str, payload: bytes, *, lets_go: bool = False) -> list[tuple[str, bytes]] | None:
         """Everybody's payload; None if this member is not in the job."""
         if not self.in_job:
             return None
         before = self.members
         try:
-            answers = self.engine.gather(name, payload, yields=self.collectives.owes)
+            answers = self.engine.gather(name, payload, yields=self.collectives.owes, lets_go=lets_go)
             while self.engine.header.name != name:
                 self._went_along(self.engine.header)
-                answers = self.engine.gather(name, payload, yields=True)
+                answers = self.engine.gather(name, payload, yields=True, lets_go=lets_go)
             self.collectives.settled()
         except FencedError as error:
             self.fenced(error)
@@ -688,10 +695,10 @@ class FitSession:
         self._refuse_void()
         if not self.entered:
             return
+        if self.in_job and self.outer:
+            self.outer.finish(self._reason(), self._meets_at_the_end)
+            self._refuse_void()
         if self.in_job:
-            if self.outer:
-                self.outer.finish(self._reason(), self.gather)
-                self._refuse_void()
             with contextlib.suppress(DepartedError):
                 self.engine.finish()
             # The writer may have died since the last slot: one of those who finish saves what is saved after fit.
@@ -699,6 +706,15 @@ class FitSession:
             self.in_job = False
         elif self.engine.out:
             self.engine.wait_released()
+
+    def _meets_at_the_end(self) -> bool:
+        """One meeting of ranks whose loop is over; whether this one is among them after it. The last one does not go:
+        it waits for the job's end."""
+        assert self.outer is not None
+        self.outer.meet(self._gather_loosely)
+        if self.engine.out:
+            self._depart()
+        return self.in_job
 
     def _refuse_void(self) -> None:
         if self.void:

@@ -368,7 +368,9 @@ class Engine:
         self._transfer.settle()
         return header
 
-    def gather(self, name: str, payload: bytes, *, yields: bool = False) -> list[tuple[str, bytes]]:
+    def gather(
+        self, name: str, payload: bytes, *, yields: bool = False, lets_go: bool = False
+    ) -> list[tuple[str, bytes]]:
         """A numbered collective: every member's payload, in rank order (protocol.md 28).
 
         Args:
@@ -376,6 +378,7 @@ class Engine:
             payload: What this member brings.
             yields: If the others make one by another name first, this member goes along with theirs; the header tells
                 its name.
+            lets_go: Members that wait for it may go with it, this one included; equal at all members.
 
         Returns:
             (member id, payload) of all contributors; b"" of one that yielded.
@@ -383,7 +386,7 @@ class Engine:
         Raises:
             DisagreementError: At all members: they make different calls, or their payloads are too large together.
         """
-        header = self._slot(Kind.GATHER, name=name, payload=fitting(payload), yields=yields)
+        header = self._slot(Kind.GATHER, name=name, payload=fitting(payload), yields=yields, lets_go=lets_go)
         self._prepared().accumulation.move(self.header.seq + 1)
         return [(s.member, a) for s, a in zip(header.contributors, header.answers, strict=True)]
 

@@ -127,19 +127,19 @@ def drifted(contributions: Sequence[Contribution]) -> tuple[str, ...]:
     return tuple(c.member for c in votes if c.state_hash != winner)
 
 
-def carried(kind: Kind, waiting: View | None) -> tuple[View | None, bool]:
+def carried(kind: Kind, waiting: View | None, *, lets_go: bool = False) -> tuple[View | None, bool]:
     """Which view a header of this kind carries, and whether it must ask for a BOUNDARY slot.
 
     Joiners enter only by a BOUNDARY header: every member is at rest there, so the state that the joiner pulls cannot
-    change. Other changes ride on any STEP or BOUNDARY header, never on a GATHER: a validation pass must see a constant
-    membership, except for deaths. The request for a boundary is repeated on every header until the boundary comes, so
-    that "the last header asks for it" is all that a member has to look at.
+    change. Other changes ride on any STEP or BOUNDARY header, and on that of a GATHER which lets go. No other GATHER
+    does: a validation pass must see a constant membership, except for deaths. The request for a boundary is repeated on
+    every header until the boundary comes, so that "the last header asks for it" is all that a member has to look at.
     """
     if waiting is None or kind is Kind.CLOSING:
         return None, False
     if waiting.joiners:
         return (waiting, False) if kind is Kind.BOUNDARY else (None, True)
-    return (waiting, False) if kind in (Kind.STEP, Kind.BOUNDARY) else (None, False)
+    return (waiting, False) if kind in (Kind.STEP, Kind.BOUNDARY) or lets_go else (None, False)
 
 
 def close_slot(
@@ -186,7 +186,7 @@ def close_slot(
             error=error,
             learners=prev.learners,
         )
-    change, boundary = carried(kind, waiting)
+    change, boundary = carried(kind, waiting, lets_go=kind is Kind.GATHER and first.lets_go)
     return Header(
         seq=prev.seq + 1,
         kind=kind,

@@ -182,6 +182,8 @@ class Contribution:
     """Every n steps; empty otherwise (protocol.md 24)."""
     yields: bool = False
     """Whatever kind of slot the others close, this member goes along: it is on its way out, or has no samples."""
+    lets_go: bool = False
+    """Of a GATHER: it is no part of a validation, so that members may go with it as with a step (protocol.md 2)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,6 +184,28 @@ def test_joiners_ride_on_a_boundary_only() -> None:
     assert carried(Kind.CLOSING, joining) == (None, False)
 
 
+@given(kind=st.sampled_from(Kind), lets_go=st.booleans(), joins=st.booleans())
+def test_a_collective_carries_a_leave_only_if_it_lets_go(kind: Kind, lets_go: bool, joins: bool) -> None:
+    """Of a step, a boundary and the closing slot the word says nothing."""
+    contributions = box(str(kind), lets_go=lets_go)
+    waiting = replace(VIEW, id=ViewId(1, 2), predecessor=VIEW.id, joiners=("c~3",) if joins else ())
+    change, boundary = carried(kind, waiting, lets_go=kind is Kind.GATHER and lets_go)
+    header = closed(contributions, waiting)
+    assert (header.view_change, header.boundary) == (change, boundary)
+    assert (header.view_change is not None) == (
+        kind is Kind.BOUNDARY or (not joins and (kind is Kind.STEP or (kind is Kind.GATHER and lets_go)))
+    )
+
+
+def test_who_yields_does_not_say_whether_a_collective_lets_go() -> None:
+    leaving = replace(VIEW, id=ViewId(1, 2), predecessor=VIEW.id)
+    for lets_go in (False, True):
+        contributions = box("gather", lets_go=lets_go)
+        idle = contribution(VIEW, GENESIS, "gather", "a~1", name="its own", yields=True, lets_go=not lets_go)
+        contributions["a~1"] = idle
+        assert (closed(contributions, leaving).view_change is not None) == lets_go
+
+
 def test_leave_rides_on_a_step_never_on_a_collective() -> None:
     leaving = replace(VIEW, id=ViewId(1, 2), predecessor=VIEW.id)
     assert carried(Kind.STEP, leaving) == (leaving, False)

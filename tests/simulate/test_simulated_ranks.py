@@ -13,7 +13,7 @@ from chaos_lightning.lab.simulate.bugs.outer import OUTER_BUGS
 from chaos_lightning.lab.simulate.outer_ranks import OuterHooks
 from chaos_lightning.lab.simulate.plan import Outcome, OuterScript, Replaying
 from chaos_lightning.lab.simulate.plans.learners import calm_plan
-from chaos_lightning.lab.simulate.plans.outer import outer_plan
+from chaos_lightning.lab.simulate.plans.outer import outer_plan, waiting_plan
 from chaos_lightning.lab.simulate.world import World, simulate
 
 BOUND = 40
@@ -33,6 +33,14 @@ def test_the_first_seeds_of_ranks_hold_all_contracts() -> None:
     assert sum(outcome.passed for outcome in outcomes) > 0
     answered = sum((world.outer.answered for world in worlds if world.outer is not None), Counter())
     assert set(answered) == {"accepted", "rejected", "void"}
+
+
+def test_ranks_that_wait_for_answers_let_the_others_go() -> None:
+    for seed in range(8):
+        world = World(waiting_plan(seed), OuterHooks())
+        run(world)
+        left = [node for node in world.nodes.values() if node.leaving and "rules without it" in node.outcome]
+        assert len(left) == len(world.nodes) - 1
 
 
 @pytest.mark.slow

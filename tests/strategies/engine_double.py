@@ -111,7 +111,9 @@ class EngineDouble:
     def layout_params(self, section: int) -> list[tuple[str, Tensor]]:
         return [(self.layout.slots[i].name, self.layout.slots[i].tensor) for i in self.layout.section_slots[section]]
 
-    def gather(self, name: str, payload: bytes, *, yields: bool = False) -> list[tuple[str, bytes]]:
+    def gather(
+        self, name: str, payload: bytes, *, yields: bool = False, lets_go: bool = False
+    ) -> list[tuple[str, bytes]]:
         self._commit(Kind.GATHER, name, 0.0, answers=(payload,))
         return [(self.member_id, payload)]
 

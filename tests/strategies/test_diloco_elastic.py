@@ -262,6 +262,82 @@ def test_ranks_leave_and_the_last_one_takes_the_cluster_along(job: ElasticJob) -
     audited(job)
 
 
+def leave_a_meeting(job: ElasticJob) -> None:
+    """Rank a leaves once nothing that was under way lets the ranks train any more: they only meet."""
+    harness = job.harness
+
+    def waits() -> bool:
+        kinds = [r["kind"] for r in harness.records if r.name == "committed"]
+        return len(kinds) > 50 and set(kinds[-50:]) == {"gather"}
+
+    harness.wait_until(waits, "meetings in place of steps")
+    harness.terminate("a")
+    assert harness.wait_exit("a") == 0
+    carried = [r["kind"] for r in harness.records if r.name == "committed" and r["next_view"] != r["view"]]
+    assert carried[-1] == "gather"
+
+
+def leave_while_it_waits(job: ElasticJob, stopped: str) -> None:
+    """The first rank leaves while its cluster waits for who stands still; the last one stays until all is durable."""
+    harness = job.harness
+    harness.wait_for("version_adopted", lambda r: r["progress_steps"] > 0)
+    harness.stop(stopped)
+    leave_a_meeting(job)
+    harness.terminate("b")
+    harness.wait_for("left", node="b")
+    assert harness.children["b"].running
+    harness.cont(stopped)
+    assert harness.wait_exit("b") == 0
+    committed = max(r["step"] for r in harness.records if r.name == "committed")
+    harness.wait_until(lambda: counted(job)[1] == committed, "the rounds with all steps")
+    assert len(job.entries("Joined")) == 1
+    assert "it was asked to leave" in job.entries("Removed")[0]["reason"]
+    hashes(job)
+    audited(job)
+
+
+def test_a_rank_leaves_while_its_cluster_waits_for_an_answer(job: ElasticJob) -> None:
+    """Between two batches."""
+    job.serve()
+    spec: dict[str, Any] = {"step_s": 0.02, "samples": 100_000, "trainer": {"max_epochs": 1}}
+    for name in ("a", "b"):
+        job.rank(name, told={"overlap": False}, rules={"heartbeat_s": 2.0}, **spec)
+        job.harness.wait_for("joined", node=name)
+    leave_while_it_waits(job, "follower")
+
+
+def test_a_rank_leaves_while_all_that_its_cluster_was_dealt_is_used(job: ElasticJob) -> None:
+    """Within a batch, of which the step is made."""
+    job.serve()
+    rules = {"heartbeat_s": 2.0, "lease_ahead_s": 0.3}
+    spec: dict[str, Any] = {"step_s": 0.02, "samples": 100_000, "trainer": {"max_epochs": 1}, "rules": rules}
+    for name in ("a", "b"):
+        job.rank(name, told={"data": "shared"}, **spec)
+        job.harness.wait_for("joined", node=name)
+    leave_while_it_waits(job, "leader")
+
+
+def test_a_rank_leaves_while_its_cluster_is_through_and_another_is_not(job: ElasticJob) -> None:
+    from diloco_members import cluster
+
+    job.serve()
+    told = {"inner_steps": 8, "data": "local", "options": {"heartbeat_s": 0.3, "log_dir": str(job.harness.logs)}}
+    spec = {"name": "solo", "server": job.server, "out": str(job.out), "told": told, "step_s": 0.02}
+    os.mkfifo(job.out / "gate")
+    stops = {"batches": {20: str(job.out / "gate")}, "trainer": {"max_epochs": 1}}
+    job.harness.start_function("solo", cluster, {**spec, **stops})
+    job.harness.wait_for("cluster_welcomed")
+    for name in ("a", "b"):
+        job.rank(name, trainer={"max_epochs": 1})
+        job.harness.wait_for("joined", node=name)
+    leave_a_meeting(job)
+    (job.out / "gate").write_text("")
+    b, solo = job.finish("b", "solo")
+    assert torch.equal(b["weights"], solo["weights"])
+    assert counted(job)[0] == 2 * 240
+    audited(job)
+
+
 def test_the_first_rank_is_frozen_and_comes_back(job: ElasticJob) -> None:
     job.serve()
     harness = job.harness

@@ -26,7 +26,7 @@ def behaviour(bug: str, family: str = "any") -> tuple[Callable[[int], Plan], Cal
         family: Of plans (plans.FAMILIES), without a bug.
     """
     if not bug:
-        return FAMILIES[family], OuterHooks if family == "outer" else Hooks
+        return FAMILIES[family], OuterHooks if family in ("outer", "waiting") else Hooks
     return BUGS[bug].plan, BUGS[bug].hooks
 
 

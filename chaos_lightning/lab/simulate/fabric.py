@@ -53,6 +53,7 @@ class Endpoint(Protocol):
     troubled_at: float
     newcomer_since: float
     leaving: str
+    asked_at: float
     outcome: str
 
     def deliver(self, action: Action) -> None: ...

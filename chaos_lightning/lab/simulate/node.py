@@ -377,7 +377,13 @@ class Node(Connected):
         if kind is Kind.GATHER:
             name, payload = self.vote()
             self.world.oracle.voted(self.machine.member_id, self.header.seq + 1, payload)
-        self._contribute(kind, payload=payload, name=name, prev_hash=self.header.hash)
+        lets_go = kind is Kind.GATHER and self.lets_go
+        self._contribute(kind, payload=payload, name=name, prev_hash=self.header.hash, lets_go=lets_go)
+
+    @property
+    def lets_go(self) -> bool:
+        """Members may go with the collective that comes."""
+        return False
 
     def answer(self, spans: tuple[tuple[int, int], ...]) -> bytes:
         """What it says beside the gradient of these samples."""

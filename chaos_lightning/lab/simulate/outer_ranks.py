@@ -243,6 +243,10 @@ class OuterNode(Node):
         machine = part.state.machine
         return kind is Kind.CLOSING or machine.phase is not Phase.TRAINING or machine.waits
 
+    @property
+    def lets_go(self) -> bool:
+        return self.meets
+
     def next_kind(self) -> Kind:
         return Kind.GATHER if self.meets else super().next_kind()
 

@@ -131,7 +131,7 @@ class Plan:
     """Pairs of nodes that can never make a link."""
     replaying: Replaying = field(default_factory=Replaying)
     patience_s: float = 0.0
-    """Given: whoever has been ready for so long, since the last fault was over, must be in."""
+    """Given: whoever has been ready for so long, since the last fault was over, must be in; who asked to leave, out."""
     unfailing: bool = False
     """Nobody dies and no link fails: a recovery is a violation."""
     damage: float = 0.0

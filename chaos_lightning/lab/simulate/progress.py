@@ -106,10 +106,10 @@ class Progress:
 
 
 class Patience:
-    """Watches that newcomers get in, whatever happened before (liveness from states in mid-run, protocol.md 18).
+    """Watches that newcomers get in, and leavers out, whatever happened before (liveness from states in mid-run).
 
     Args:
-        world: The job; its plan says how long a newcomer may wait once the last fault is over.
+        world: The job; its plan says how long they may wait once the last fault is over (protocol.md 18, 2).
     """
 
     def __init__(self, world: Job) -> None:
@@ -131,7 +131,12 @@ class Patience:
         now, scheduler = world.kernel.now, world.scheduler
         running = scheduler.alive and not scheduler.frozen and scheduler.machine.phase is SchedulerPhase.RUNNING
         for node in world.nodes.values() if running else ():
-            if not node.alive or node.outcome or node.frozen or node.leaving or node.newcomer_since < 0:
+            if not node.alive or node.outcome or node.frozen:
+                continue
+            if node.leaving:
+                self._must_go(node)
+                continue
+            if node.newcomer_since < 0:
                 continue
             since = max(node.newcomer_since, self._calm_at, node.thawed_at)
             if node.machine.phase in (MemberPhase.WAITING, MemberPhase.LOADING) and now - since > world.plan.patience_s:
@@ -141,3 +146,11 @@ class Patience:
                     f"it is {peer}"
                 )
         world.kernel.after(_WATCH_S, self._look)
+
+    def _must_go(self, node: Endpoint) -> None:
+        """Unless it is the last one."""
+        world, view = self._world, node.machine.view
+        waited_s = world.kernel.now - max(node.asked_at, self._calm_at, node.thawed_at)
+        alone = view is None or len(view.members) == 1
+        if node.machine.phase is MemberPhase.ACTIVE and not alone and waited_s > world.plan.patience_s:
+            raise Violation(f"{node.machine.member_id} asked to leave {waited_s:.1f} s ago, and is not let go (2)")

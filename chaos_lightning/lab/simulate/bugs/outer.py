@@ -7,13 +7,19 @@ from collections.abc import Callable
 from chaos_lightning.lab.outer.processes import Machines
 from chaos_lightning.lab.simulate.bugs.frame import Bug
 from chaos_lightning.lab.simulate.outer_ranks import OuterHooks, OuterNode
-from chaos_lightning.lab.simulate.plans.outer import outer_plan
+from chaos_lightning.lab.simulate.plans.outer import outer_plan, waiting_plan
 
 
 def _broken(rule: str, what: str, machines: Machines) -> Bug:
     node = type("BrokenRank", (OuterNode,), {"machines": machines})
     hooks: Callable[[], OuterHooks] = type("BrokenHooks", (OuterHooks,), {"node_class": node})
     return Bug(rule=rule, what=what, hooks=hooks, plan=outer_plan, control=OuterHooks)
+
+
+def _holding() -> OuterHooks:
+    node = type("HoldingRank", (OuterNode,), {"lets_go": False})
+    hooks: Callable[[], OuterHooks] = type("HoldingHooks", (OuterHooks,), {"node_class": node})
+    return hooks()
 
 
 OUTER_BUGS: dict[str, Bug] = {
@@ -23,5 +29,12 @@ OUTER_BUGS: dict[str, Bug] = {
     "O8-no-pushes": _broken("O8", "a rank that comes gets no kept pushes", Machines(joiner_lacks="pushes")),
     "O8-no-residual": _broken("O8", "a rank that comes gets no residual", Machines(joiner_lacks="residual")),
     "O8a-early": _broken("O8a", "a push is offered before another commit is known", Machines(early=True)),
+    "2-held": Bug(
+        rule="2",
+        what="ranks that wait for the server let nobody go",
+        hooks=_holding,
+        plan=waiting_plan,
+        control=OuterHooks,
+    ),
 }
 """By name."""

@@ -8,7 +8,7 @@ from chaos_lightning.lab.simulate.plan import Plan
 from chaos_lightning.lab.simulate.plans.learners import JOINING
 from chaos_lightning.lab.simulate.plans.links import SPARSE, WIRED
 from chaos_lightning.lab.simulate.plans.members import DYING, busy_plan, random_plan
-from chaos_lightning.lab.simulate.plans.outer import outer_plan
+from chaos_lightning.lab.simulate.plans.outer import outer_plan, waiting_plan
 from chaos_lightning.lab.simulate.plans.schedulers import FAILING, lost_plan
 
 _OTHERS: tuple[Callable[[int], Plan], ...] = (*DYING, *JOINING, *WIRED, *SPARSE)
@@ -37,5 +37,6 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "busy": busy_plan,
     "sparse": sparse_family,
     "outer": outer_plan,
+    "waiting": waiting_plan,
 }
 """What a long run may be confined to, by name."""

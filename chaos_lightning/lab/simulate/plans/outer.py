@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from chaos_lightning.lab.simulate.plan import Fault, OuterScript, Plan
+from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, OuterScript, Plan
 from chaos_lightning.lab.simulate.plans.learners import calm_plan, crowd_plan, flapping_plan, learner_plan
 from chaos_lightning.lab.simulate.plans.links import SPARSE
 from chaos_lightning.lab.simulate.plans.members import half_sent_plan, random_plan
+from chaos_lightning.lab.simulate.training import Program
+from chaos_lightning.protocol.types import Settings
 
 _UNDER = (random_plan, learner_plan, half_sent_plan, learner_plan, crowd_plan, flapping_plan, *SPARSE[:1], calm_plan)
 
@@ -34,6 +36,23 @@ def outer_plan(seed: int) -> Plan:
         rollbacks=_times(random, 2, 1.5) if random.random() < 0.5 else (),
     )
     return replace(_later(random, plan), outer=script)
+
+
+def waiting_plan(seed: int) -> Plan:
+    """The ranks wait for answers that take long, and all but one are asked to leave meanwhile."""
+    random = Random(seed * 977 + 3)
+    names = [f"n{i}" for i in range(random.randint(2, 4))]
+    leavers = random.sample(names, len(names) - 1)
+    return Plan(
+        seed=seed,
+        settings=Settings(job="sim", hang_timeout_s=2.0),
+        program=Program(epochs=1, length=16, gather_every=random.choice((0, 2)), work_s=0.015),
+        nodes=tuple(NodeSpec(name=name, host=random.choice(("h0", "h1"))) for name in names),
+        starts=tuple(0.002 * i for i in range(len(names))),
+        faults=tuple(Fault(action="leave", node=name, at=random.uniform(0.3, 6.0)) for name in leavers),
+        outer=OuterScript(inner_steps=4, overlap=random.random() < 0.5, answer_s=(3.0, 5.0)),
+        patience_s=2.0,
+    )
 
 
 def _later(random: Random, plan: Plan) -> Plan:
