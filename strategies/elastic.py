@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
@@ -48,8 +48,12 @@ CHECKPOINT = "checkpoint (ckpt_path)"
 """What a job goes on from, as clusters compare it."""
 SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
 """Of what ranks agree on about their data, what clusters do, too."""
-Meet = Callable[[str, bytes], list[tuple[str, bytes]] | None]
-"""A collective of the inner job; None if this rank is out of it."""
+
+
+class Meet(Protocol):
+    """A collective of the inner job; None if this rank is out of it."""
+
+    def __call__(self, name: str, payload: bytes, *, lets_go: bool = False) -> list[tuple[str, bytes]] | None: ...
 
 
 class OuterTerms:
@@ -292,7 +296,7 @@ class ElasticPart:
             ConfigurationError: The server will not have this cluster.
         """
         cluster = self.cluster
-        answers = meet(MEETING, cluster.meeting())
+        answers = meet(MEETING, cluster.meeting(), lets_go=True)
         if answers is None:
             return False
         self._take(cluster.commit([member for member, _ in answers], [said for _, said in answers]), in_batch=in_batch)
@@ -348,17 +352,14 @@ class ElasticPart:
 
     # ------------------------------------------------------------------ the end
 
-    def finish(self, reason: str, meets: Callable[[], bool]) -> None:
-        """The loop of all ranks is over: pushes the rest, and stays until the job has ended, or this rank is out.
-
-        Args:
-            reason: Why it is over.
-            meets: One meeting; whether this rank is in it.
-        """
+    def finish(self, reason: str, meet: Meet) -> None:
+        """The loop of all ranks is over: pushes the rest, and stays until the job has ended, or this rank is out."""
+        engine = self._engine
+        assert engine is not None
         self.cluster.finish(reason)
         while not self.cluster.over:
             self.patient(waits=True)
-            if not meets():
+            if not self.meet(meet) or engine.out:
                 return
         self.clock.put(self.cluster.reckoned, in_batch=False, back=True)
 

@@ -375,7 +375,7 @@ class FitSession:
         waits = outer is not None and outer.cluster.waits
         if outer is not None:
             outer.patient(waits)
-            if waits and not outer.meet(self._gather_loosely) and self.void:
+            if waits and not outer.meet(self.gather) and self.void:
                 self._come_in()
         return waits
 
@@ -385,7 +385,7 @@ class FitSession:
         outer.stepped(header, output)
         while self.in_job and outer.waits_for_samples:
             outer.patient(waits=True)
-            if not outer.meet(self._gather_loosely, in_batch=True):
+            if not outer.meet(self.gather, in_batch=True):
                 return
             self._check_departure(stepped=True)  # as with the step: what is kept is kept at the next safe point
         if self.departed:
@@ -536,12 +536,14 @@ class FitSession:
         """Whether a step may be taken although this member is out of the job: the others take it, too."""
         return self.departed and not self.void and self.stepper.holds_average(number)
 
-    def _gather_loosely(self, name: str, payload: bytes) -> list[tuple[str, bytes]] | None:
-        """A meeting that is no part of a validation: members may go with it."""
-        return self.gather(name, payload, lets_go=True)
-
     def gather(self, name: str, payload: bytes, *, lets_go: bool = False) -> list[tuple[str, bytes]] | None:
-        """Everybody's payload; None if this member is not in the job."""
+        """Everybody's payload; None if this member is not in the job.
+
+        Args:
+            name: Which collective.
+            payload: What this member brings.
+            lets_go: It is no part of a validation: members may go with it.
+        """
         if not self.in_job:
             return None
         before = self.members
@@ -696,8 +698,10 @@ class FitSession:
         if not self.entered:
             return
         if self.in_job and self.outer:
-            self.outer.finish(self._reason(), self._meets_at_the_end)
+            self.outer.finish(self._reason(), self.gather)
             self._refuse_void()
+            if self.engine.out:  # it was asked to leave; the last rank is not let go, and waits for the job's end
+                self._depart()
         if self.in_job:
             with contextlib.suppress(DepartedError):
                 self.engine.finish()
@@ -706,15 +710,6 @@ class FitSession:
             self.in_job = False
         elif self.engine.out:
             self.engine.wait_released()
-
-    def _meets_at_the_end(self) -> bool:
-        """One meeting of ranks whose loop is over; whether this one is among them after it. The last one does not go:
-        it waits for the job's end."""
-        assert self.outer is not None
-        self.outer.meet(self._gather_loosely)
-        if self.engine.out:
-            self._depart()
-        return self.in_job
 
     def _refuse_void(self) -> None:
         if self.void:

@@ -328,7 +328,7 @@ def test_a_rank_leaves_while_its_cluster_is_through_and_another_is_not(job: Elas
     job.harness.start_function("solo", cluster, {**spec, **stops})
     job.harness.wait_for("cluster_welcomed")
     for name in ("a", "b"):
-        job.rank(name, trainer={"max_epochs": 1})
+        job.rank(name, step_s=0.1, trainer={"max_epochs": 1})
         job.harness.wait_for("joined", node=name)
     leave_a_meeting(job)
     (job.out / "gate").write_text("")
