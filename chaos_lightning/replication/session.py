@@ -17,7 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos_lightning.errors import DeadlineError, NoDonorError, StateError
+from chaos_lightning.errors import DeadlineError, NoDonorError, RefusedError, StateError
 from chaos_lightning.protocol.types import Progress, SourceProgress
 from chaos_lightning.replication import bulk, by_reference
 from chaos_lightning.replication.client import Donor, PullConfig, Sink
@@ -133,6 +133,8 @@ class PullSession:
         self.deadline = self.began + self.config.deadline_s
         self.order = [e.member for e in endpoints]
         self.failed: dict[str, str] = {}
+        self.refused = False
+        """Whether a donor answered that it does not have what is asked for."""
         self.by_source: dict[str, int] = {}
         self.sources: dict[str, SourceReport] = {}
         self.retries = self.corrupted = self.steals = 0
@@ -182,6 +184,7 @@ class PullSession:
             if error is None:
                 results.append((kind, member, future.result()))
             elif isinstance(error, Exception):
+                self.refused = self.refused or isinstance(error, RefusedError)
                 self.drop(member, reason_of(error))
             else:
                 raise error
@@ -304,7 +307,8 @@ class PullSession:
                 f"{work_queue.left_nbytes} bytes in {len(left)} ranges are missing, the first is "
                 f"[{first.start}, {first.stop}){where}"
             )
-        return NoDonorError(f"no donor is left for {self.what}: {missing}; {self.fates()}; join again")
+        words = f"no donor is left for {self.what}: {missing}; {self.fates()}; join again"
+        return NoDonorError(words, refused=self.refused)
 
     def report(self, head: str, seq: int, nbytes: int, skipped: int, **more: Any) -> PullReport:
         """The account of a pull that succeeded."""

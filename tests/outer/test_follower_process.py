@@ -41,7 +41,7 @@ from chaos_lightning.outer.messages import (
     Trouble,
     Written,
 )
-from chaos_lightning.outer.serving import HOLD_S, QUIET_S, ServedVersions
+from chaos_lightning.outer.serving import ServedVersions
 from chaos_lightning.outer.shard_files import ShardFiles
 from chaos_lightning.outer.types import (
     NO_VERSION,
@@ -619,31 +619,34 @@ def test_no_thread_of_it_is_left(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- served versions
 
 
-def test_two_versions_are_served_and_one_that_is_being_fetched_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    asked: dict[int, float] = {}
-    server = StateServer()
-    monkeypatch.setattr(server, "asked_at", lambda name, version: asked.get(int(name.split()[1]), 0.0))
-    served = ServedVersions(server, lambda: now)
+def test_two_versions_are_served_and_one_that_is_held_keeps_its_place() -> None:
+    there: set[int] = set()
+    served = ServedVersions[str](lambda v, _: there.add(v.number), lambda v, _: there.remove(v.number))
 
-    def compute(number: int) -> list[int]:
+    def compute(number: int) -> set[int]:
         served.make_room()
-        served.add(VersionId(number, "a" * 32), Part.empty(GRID.whole, BF16))
-        return [version.number for version in served.versions]
+        assert len(there) < 2, "there is memory for one more"
+        served.add(VersionId(number, "a" * 32), "content")
+        assert [version.number for version in served.served] == sorted(there)
+        return there
 
-    assert [compute(n) for n in (1, 2, 3)] == [[1], [1, 2], [2, 3]]
-    asked[2] = now
-    assert served.busy()
-    assert compute(4) == [2, 4]
-    asked[4] = now + QUIET_S
-    now += QUIET_S
-    assert compute(5) == [4, 5]
-    for _ in range(3):
-        asked[4] = now = now + QUIET_S
-        assert compute(6)[0] == 4
-    asked[4] = now = now + HOLD_S
-    assert compute(7) == [6, 7]
-    assert not served.busy()
+    assert [sorted(compute(n)) for n in (1, 2, 3)] == [[1], [1, 2], [2, 3]]
+    served.hold(VersionId(3, "a" * 32))
+    assert [sorted(compute(n)) for n in (4, 5, 6)] == [[3, 4], [3, 5], [3, 6]]
+    served.hold(VersionId(6, "a" * 32))
+    assert [sorted(compute(n)) for n in (7, 8)] == [[6, 7], [6, 8]]
+    served.hold(NO_VERSION)
+    assert [sorted(compute(n)) for n in (9, 10)] == [[8, 9], [9, 10]]
+
+
+def test_what_may_have_been_rolled_back_is_served_no_more() -> None:
+    there: set[int] = set()
+    served = ServedVersions[str](lambda v, _: there.add(v.number), lambda v, _: there.remove(v.number))
+    for number in (4, 5):
+        served.add(VersionId(number, "a" * 32), "content")
+    served.hold(VersionId(5, "a" * 32))
+    served.go_back(VersionId(4, "a" * 32))
+    assert there == {4}
 
 
 def test_the_first_content_travels_as_versions_do() -> None:
