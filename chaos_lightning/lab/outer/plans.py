@@ -248,7 +248,7 @@ def newcomers_plan(seed: int) -> Plan:
     random = Random(seed)
     settings = replace(any_plan(seed).settings, policy="sync", staleness_cap=0)
     old = [ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.06)) for i in range(2)]
-    new = [ClusterSpec(f"n{i}", random.uniform(0.5, 1.5), 0.05, fetch_s=random.uniform(4.0, 6.0)) for i in range(2)]
+    new = [ClusterSpec(f"n{i}", random.uniform(0.5, 1.5), 0.05, first_s=random.uniform(4.0, 6.0)) for i in range(2)]
     return Plan(seed, settings, 1, (*old, *new), (), length=1280, answer_s=3.0)
 
 

@@ -123,7 +123,8 @@ class ClusterSpec:
         overlap: It trains while a push is under way.
         loop: So many inner steps are its whole loop; 0: it has no end of its own.
         strange: Its model is another one.
-        fetch_s: What it takes to fetch a version, beside what it takes all.
+        first_s: What it takes to fetch the version that it begins with, beside what it takes all.
+        fetch_s: What it takes to fetch each version, likewise.
         fickle: It offers other bytes under a number, too.
         ranks: It is an elastic job of so many to begin with; 0: one process.
     """
@@ -134,6 +135,7 @@ class ClusterSpec:
     overlap: bool = True
     loop: int = 0
     strange: bool = False
+    first_s: float = 0.0
     fetch_s: float = 0.0
     fickle: bool = False
     ranks: int = 0
@@ -641,6 +643,7 @@ class ClusterProcess(Client):
     def _fetch(self, version: VersionId) -> None:
         if self.machine.gone or self.machine.fetching != version:
             return
+        self._getting.takes_s = self.spec.fetch_s + (self.spec.first_s if self.machine.base == NO_VERSION else 0.0)
         contents, refused = self._getting.ask(version)
         if contents is not None:
             self.job.oracle.adopted(version, contents)
@@ -648,7 +651,7 @@ class ClusterProcess(Client):
         elif refused:
             self.feed(cl.Missed(version))
         else:
-            self.timer(AGAIN_S if self.spec.fetch_s < ASK_S else ASK_S, lambda: self._fetch(version))
+            self.timer(AGAIN_S if self._getting.takes_s < ASK_S else ASK_S, lambda: self._fetch(version))
 
     def _over(self, reason: str, *, again: bool) -> None:
         self._discard(self.content.forget())
