@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from until_support import until
 
 from chaos_lightning.errors import NoDonorError, StateError
@@ -614,6 +615,70 @@ def test_no_thread_of_it_is_left(tmp_path: Path) -> None:
     rig.close()
     left = [t.name for t in threading.enumerate() if t.name.startswith("chaos-follower") and t.name[-5:] != "fetch"]
     assert left == []
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class Alive:
+    """Memory of states, pushes and versions that a follower's threads have made since, and that is still there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._made: list[StorageWeakRef] = []
+        self._sizes: list[int] = []
+        empty, init = Part.empty, OuterState.__init__
+
+        def part_empty(shard: Shard, format: Format) -> Part:
+            part = empty(shard, format)
+            self._note(part.data)
+            return part
+
+        def state_init(state: OuterState, *given: Any) -> None:
+            init(state, *given)
+            for tensor in state.tensors:
+                self._note(tensor)
+
+        monkeypatch.setattr(Part, "empty", part_empty)
+        monkeypatch.setattr(OuterState, "__init__", state_init)
+
+    def _note(self, tensor: Tensor) -> None:
+        if threading.current_thread().name.startswith("chaos-follower"):
+            storage = tensor.untyped_storage()
+            self._made.append(StorageWeakRef(storage))
+            self._sizes.append(storage.nbytes())
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return sum(size for made, size in zip(self._made, self._sizes, strict=True) if not made.expired())
+
+
+def test_a_follower_holds_what_it_needs_and_nothing_else(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, uncollected: None
+) -> None:
+    alive = Alive(monkeypatch)
+    three_rounds(rig)
+    four = ShardFile(rig.chain.newest, rig.save(rig.chain.newest))
+    last, _ = rig.staged(HOME, 4, noise(5, 0.1))
+    rig.apply(rig.chain.round(MOVING, last))
+    five = ShardFile(rig.chain.newest, rig.save(rig.chain.newest))
+    dropped, _ = rig.staged(FAR, 3, noise(6, 0.1))
+    state, two_versions, push = 12 * GRID.elements, 4 * GRID.elements, 2 * GRID.elements
+    until(lambda: alive.nbytes == state + two_versions + 7 * push, "the end of a copy that was saved")
+    assert rig.noted("push_staged")[-1]["held"] == 7
+    rig.mark(four, five)
+    until(lambda: alive.nbytes == state + two_versions + 2 * push, "pushes of versions that are twice durable")
+    rig.leader.tell(DropPush(1, dropped.push))
+    until(lambda: alive.nbytes == state + two_versions + push, "a push that was dropped")
+
+
+def test_the_most_pushes_that_were_held_at_once_are_told(rig: Rig) -> None:
+    for number in (1, 2, 3):
+        rig.staged(HOME, number, noise(number))
+    rig.leader.tell(DropPush(1, PushId(HOME, 1), later=True))
+    rig.staged(FAR, 1, noise(4))
+    rig.staged(FAR, 2, noise(5))
+    assert [told["held"] for told in rig.noted("push_staged")] == [1, 2, 3, 3, 2]
 
 
 # ---------------------------------------------------------------------- served versions
