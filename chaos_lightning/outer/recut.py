@@ -46,7 +46,7 @@ class _Cutter:
     def do(self, step: todo.Step) -> Any:
         """One step; returns what came of it."""
         match step:
-            case todo.TakeTerm():
+            case todo.ReadChain():
                 return self._take_term()
             case todo.Find(follower):
                 place = self._folder / follower
@@ -56,7 +56,7 @@ class _Cutter:
             case todo.Write(follower, version):
                 state, counters = self._put_together(step)
                 return self._of(follower).save(version, state, counters, beside=True)
-            case todo.Record(cut):
+            case todo.StoreCut(cut):
                 outcome = self._store.append(Cut.__name__, body_bytes(cut), self._end)
                 return "" if outcome.ok else outcome.detail
             case todo.DeleteBeyond(follower, number):
@@ -73,7 +73,7 @@ class _Cutter:
             self._files[follower] = ShardFiles(self._folder / follower, self._job)
         return self._files[follower]
 
-    def _check(self, source: todo.Source) -> str:
+    def _check(self, source: todo.OldShard) -> str:
         try:
             self._of(source.follower).load(source.version, source.digest)
         except StateError as error:

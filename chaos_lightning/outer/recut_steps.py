@@ -24,7 +24,7 @@ from chaos_lightning.outer.types import NO_VERSION, Cut, Durable, VersionId
 
 
 @dataclass(frozen=True, slots=True)
-class TakeTerm:
+class ReadChain:
     """Nobody who led before writes any more; what came of it: the chain as it is then."""
 
 
@@ -36,8 +36,8 @@ class Find:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A file that lies in a follower's folder."""
+class OldShard:
+    """A file of a shard as it was cut before, in a follower's folder."""
 
     follower: str
     shard: Shard
@@ -49,7 +49,7 @@ class Source:
 class Check:
     """A file is read; what came of it: what is wrong with it, "" if it is whole."""
 
-    source: Source
+    source: OldShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class Write:
     follower: str
     version: VersionId
     shard: Shard
-    sources: tuple[Source, ...]
+    sources: tuple[OldShard, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StoreCut:
     """It is stored; what came of it: why not, or ""."""
 
     cut: Cut
@@ -84,7 +84,7 @@ class DeleteBeyond:
     number: int
 
 
-Step = TakeTerm | Find | Check | Write | Record | DeleteBeyond
+Step = ReadChain | Find | Check | Write | StoreCut | DeleteBeyond
 Steps = Generator[Step, Any, str]
 
 
@@ -116,7 +116,7 @@ def recut_steps(job: str, names: Sequence[str]) -> Steps:
         StateError: No durable version is whole.
         StoreError: The record is not taken.
     """
-    chain: OuterChain = yield TakeTerm()
+    chain: OuterChain = yield ReadChain()
     if not must_recut(chain, names):
         return ""
     if chain.cut_for(names):
@@ -131,14 +131,16 @@ def recut_steps(job: str, names: Sequence[str]) -> Steps:
         for name, shard in zip(wanted, grid.cut(len(wanted)), strict=True):
             digests.append((yield Write(name, version, shard, _of(sources, shard))))
         durable.append(Durable(version, tuple(digests)))
-    if refused := (yield Record(Cut(wanted, tuple(durable)))):
+    if refused := (yield StoreCut(Cut(wanted, tuple(durable)))):
         raise StoreError(f"the shards of job {job} cannot be cut anew: {refused}")
     yield from _clear(wanted, durable[-1].version.number if durable else 0)
     versions = ", ".join(str(mark.version) for mark in durable) or "nothing, for nothing is durable yet"
     return f"{len(chain.cut)} shards of {', '.join(chain.cut)} were cut anew for {', '.join(wanted)}: {versions}"
 
 
-def _whole(job: str, chain: OuterChain, grid: Grid) -> Generator[Step, Any, list[tuple[VersionId, tuple[Source, ...]]]]:
+def _whole(
+    job: str, chain: OuterChain, grid: Grid
+) -> Generator[Step, Any, list[tuple[VersionId, tuple[OldShard, ...]]]]:
     """The durable versions whose files are whole, and these, oldest first."""
     old = [*zip(chain.cut, grid.cut(len(chain.cut)), strict=True)]
     for number, (name, _) in enumerate(old):
@@ -149,7 +151,7 @@ def _whole(job: str, chain: OuterChain, grid: Grid) -> Generator[Step, Any, list
             )
     found, trouble = [], ""
     for version, digests in chain.durable:
-        sources = tuple(Source(*held, version, digest) for held, digest in zip(old, digests, strict=True))
+        sources = tuple(OldShard(*held, version, digest) for held, digest in zip(old, digests, strict=True))
         for source in sources:
             if wrong := (yield Check(source)):
                 trouble = wrong
@@ -161,7 +163,7 @@ def _whole(job: str, chain: OuterChain, grid: Grid) -> Generator[Step, Any, list
     return found
 
 
-def _of(sources: Sequence[Source], shard: Shard) -> tuple[Source, ...]:
+def _of(sources: Sequence[OldShard], shard: Shard) -> tuple[OldShard, ...]:
     """Those that hold something of this shard."""
     return tuple(each for each in sources if each.shard.first < shard.stop and shard.first < each.shard.stop)
 

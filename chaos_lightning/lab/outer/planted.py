@@ -17,7 +17,7 @@ from chaos_lightning.outer.leader_desk import LeaderDesk
 from chaos_lightning.outer.leases import Leases
 from chaos_lightning.outer.messages import ClusterHello, DropPush, Freed, PushAnswered, ShardFile, ToFollower
 from chaos_lightning.outer.pushes import Pushes
-from chaos_lightning.outer.recut_steps import Check, DeleteBeyond, Record, Steps, recut_steps
+from chaos_lightning.outer.recut_steps import Check, DeleteBeyond, Steps, StoreCut, recut_steps
 from chaos_lightning.outer.rounds import Rounds, Rows
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.shards import Shards
@@ -442,7 +442,7 @@ def hasty_steps(job: str, names: Sequence[str]) -> Steps:
             return str(end.value)
         if isinstance(step, Check):
             held.add(step.source.follower)
-        for name in sorted(held - {*names}) if isinstance(step, Record) else ():
+        for name in sorted(held - {*names}) if isinstance(step, StoreCut) else ():
             yield DeleteBeyond(name, 0)
         came = yield step
 

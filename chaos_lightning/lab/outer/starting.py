@@ -108,9 +108,9 @@ class ServerStart(Process):
     def _do(self, step: todo.Step) -> None:
         store, disks = self._job.store, self._job.disks
         match step:
-            case todo.TakeTerm() | todo.Record() if store.down:
+            case todo.ReadChain() | todo.StoreCut() if store.down:
                 self._end("the store is down")
-            case todo.TakeTerm():
+            case todo.ReadChain():
                 store.take_term()
                 self._chain = self._read()
                 self._go_on(self._chain)
@@ -120,7 +120,7 @@ class ServerStart(Process):
                 self._go_on("" if self._content(source) is not None else "its digest is another one")
             case todo.Write():
                 self._write(step)
-            case todo.Record(cut):
+            case todo.StoreCut(cut):
                 self._record(self._chain.entry(store.term, cut))
             case todo.DeleteBeyond(follower, number):
                 disks[follower].delete_beyond(number)
@@ -136,7 +136,7 @@ class ServerStart(Process):
         else:
             self._go_on(refused)
 
-    def _content(self, source: todo.Source) -> str | None:
+    def _content(self, source: todo.OldShard) -> str | None:
         """What a file holds; None: it is gone, or damaged."""
         content = self._job.disks[source.follower].read(source.version, source.digest)
         return content if content is not None and digest_of(content) == source.digest else None
