@@ -122,6 +122,8 @@ class ShardFiles:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _sync_folder(root)
+            with contextlib.suppress(PermissionError):  # who made that one made `root`, too
+                _sync_folder(root.parent)
             sweep(self.folder)
             _sync_folder(self.folder)  # who was here before may have died between a file's name and this (O6)
             for path in self._named():

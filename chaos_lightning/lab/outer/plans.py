@@ -20,9 +20,9 @@ class Fault:
     "cluster-effect" (killed between two effects), "again" (a cluster is killed and started again), "freeze-leader",
     "freeze-follower", "freeze-cluster", "stream" (a cluster's is cut), "store" (fails), "doubt" (it stores, and its
     answers are lost), "older" (an older copy takes its place), "server" (leader and all followers are killed), "recut"
-    (the same, and so many followers from then on), "full" (a disk), "damage" (the newest durable file; "damage-both":
-    both), "leave", "end" (an operator asks for it); of an elastic cluster: "rank" (killed), "rank-effect",
-    "freeze-rank", "rank-join", "take-back" (a commit goes back)."""
+    (the same, and a start with other followers: "f3" asks for three, "" for nothing), "full" (a disk), "damage" (the
+    newest durable file; "damage-both": both), "leave", "end" (an operator asks for it); of an elastic cluster: "rank"
+    (killed), "rank-effect", "freeze-rank", "rank-join", "take-back" (a commit goes back)."""
     name: str = ""
     lasts: float = 0.0
 
@@ -42,6 +42,7 @@ class Plan:
         codec: Of pushes; int8 leaves a residual.
         answer_s: Each push is answered within so long; 0.0: nothing is promised.
         refused: At most so many pushes of one cluster are rejected in a row; 0: nothing is promised.
+        adopt_s: Whoever wants a newer version has one within so long; likewise.
         limit_s: By then it must be over.
     """
 
@@ -55,6 +56,7 @@ class Plan:
     codec: str = "bf16"
     answer_s: float = 0.0
     refused: int = 0
+    adopt_s: float = 0.0
     limit_s: float = 200.0
 
     @property
@@ -173,9 +175,19 @@ def damaged_plan(seed: int) -> Plan:
 
 
 def recut_plan(seed: int) -> Plan:
-    """The server is stopped and started with another number of followers."""
+    """The server is stopped and started with other followers; a start may be killed. Disks fill, files get damaged."""
     random, plan = Random(seed), any_plan(seed)
-    faults = [Fault(random.uniform(0.5, 8.0), "recut", str(random.randint(1, 4))) for _ in range(3)]
+    faults = [
+        Fault(random.uniform(0.5, 8.0), "recut", random.choice(("f1", "f2", "f3", "f4", "f1", "f2", "f3", "g2", "")))
+        for _ in range(random.randint(2, 5))
+    ]
+    at = random.choice(faults).at
+    if random.random() < 0.5:  # while nobody is there to read it
+        faults.append(Fault(at + random.uniform(0.0, 0.02), "damage", f"f{random.randrange(3)}"))
+    if random.random() < 0.2:
+        faults.append(_fault(random, "full", plan.clusters, plan.followers))
+    for spec in plan.clusters[1:] if random.random() < 0.5 else ():
+        faults.append(Fault(at + random.uniform(-0.2, 0.2), random.choice(("cluster", "again")), spec.name))
     return replace(plan, faults=(*plan.faults, *faults))
 
 
@@ -248,8 +260,20 @@ def newcomers_plan(seed: int) -> Plan:
     random = Random(seed)
     settings = replace(any_plan(seed).settings, policy="sync", staleness_cap=0)
     old = [ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.06)) for i in range(2)]
-    new = [ClusterSpec(f"n{i}", random.uniform(0.5, 1.5), 0.05, fetch_s=random.uniform(4.0, 6.0)) for i in range(2)]
+    new = [ClusterSpec(f"n{i}", random.uniform(0.5, 1.5), 0.05, first_s=random.uniform(4.0, 6.0)) for i in range(2)]
     return Plan(seed, settings, 1, (*old, *new), (), length=1280, answer_s=3.0)
+
+
+def far_plan(seed: int) -> Plan:
+    """Nothing goes wrong, and some clusters take longer to fetch a version than many rounds of the others take."""
+    random = Random(seed)
+    fast = [ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.06)) for i in range(2)]
+    far = [ClusterSpec(f"n{i}", random.uniform(0.0, 1.0), 0.05, fetch_s=random.uniform(1.0, 2.0)) for i in range(2)]
+    elastic = random.randrange(3)
+    far[0] = replace(far[0], ranks=elastic)
+    settings = replace(any_plan(seed).settings, policy=random.choice(("robust", "async")))
+    longest_s = 5 * max(spec.fetch_s for spec in far)
+    return Plan(seed, settings, 2, (*fast, *far), (), length=960, adopt_s=longest_s)
 
 
 def windows_plan(seed: int) -> Plan:
@@ -294,6 +318,7 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "older": older_plan,
     "elastic": elastic_plan,
     "newcomers": newcomers_plan,
+    "far": far_plan,
     "windows": windows_plan,
     "turned": turned_plan,
 }
