@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from chaos_lightning.lab.outer.bugs import BUGS
-from chaos_lightning.lab.outer.plans import FAMILIES, any_plan
+from chaos_lightning.lab.outer.plans import AWAY_S, FAMILIES, Fault, any_plan, away_plan
+from chaos_lightning.lab.outer.processes import ClusterProcess, ClusterSpec
 from chaos_lightning.lab.outer.world import World
+from chaos_lightning.outer.types import Entry, Removed, Round
 
 SHOWED = {
     "O1a-forgotten": 10,
@@ -52,6 +55,49 @@ def test_only_the_guard_that_would_mask_a_bug_is_off_and_nothing_shows(name: str
     seeds = [SHOWED.get(name, 0), *range(6)]
     runs = [World(FAMILIES[bug.family](seed), bug.control).run() for seed in seeds]
     assert [(run.seed, run.violation) for run in runs if run.violation] == []
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_clusters_train_on_while_the_whole_server_is_away_for_ten_minutes(shared: bool) -> None:
+    clusters = tuple(
+        ClusterSpec(f"c{i}", 0.0, pace_s, loop=0 if shared else 2000) for i, pace_s in enumerate((0.4, 0.6))
+    )
+    away = Fault(10.0, "away", lasts=AWAY_S)
+    plan = replace(away_plan(0), clusters=clusters, faults=(away,), length=480 if shared else 0)
+    world = World(plan)
+    trained: list[dict[str, int]] = []
+    removed: list[Removed] = []
+    rounds: list[tuple[float, Round]] = []
+
+    def stored(entry: Entry) -> None:
+        match entry.body:
+            case Removed() as body:
+                removed.append(body)
+            case Round() as body:
+                rounds.append((world.kernel.now, body))
+
+    def look() -> None:
+        each = {name: cluster for name, cluster in world.clusters.items() if isinstance(cluster, ClusterProcess)}
+        assert all(cluster.alive for cluster in each.values())
+        trained.append({name: len(cluster.trained) for name, cluster in each.items()})
+
+    world.on_entry = stored
+    for at in (away.at, away.at + AWAY_S):
+        world.kernel.at(at, look)
+    assert world.run().violation == ""
+    assert removed == []
+    assert not any(away.at + 0.1 < at < away.at + AWAY_S for at, _ in rounds)
+    before, after = trained
+    back = [weighed.offer for at, body in rounds for weighed in body.accepted if at > away.at]
+    for spec in clusters:
+        steps = after[spec.name] - before[spec.name]
+        if shared:  # what is leased is all that there is to train
+            assert 0 < steps < 20
+        else:
+            assert steps > 0.8 * AWAY_S / spec.pace_s
+        pushed = [offer.steps for offer in back if offer.push.incarnation.cluster == spec.name]
+        assert sum(pushed) >= steps
+        assert shared or max(pushed) > 0.7 * steps  # one push has what was trained behind the one that was open
 
 
 def test_an_outer_run_is_a_function_of_its_seed() -> None:
