@@ -122,10 +122,10 @@ class ShardFiles:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _sync_folder(root)
+            for path in self._named():
+                self._refuse_strangers(path)  # before anything of theirs is touched
             sweep(self.folder)
             _sync_folder(self.folder)  # who was here before may have died between a file's name and this (O6)
-            for path in self._named():
-                self._refuse_strangers(path)
         except OSError as error:
             raise ConfigurationError(f"the follower's folder {self.folder} cannot be used: {error}") from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from until_support import until
 
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.machine.listener import free_port
+from chaos_lightning.outer import leader_main, server_main
 from chaos_lightning.outer import messages as say
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.chain_store import load_chain
@@ -96,3 +99,25 @@ def test_whoever_knows_more_ends_the_leader_before_it_decides_anything(tmp_path:
     counted = sorted(push for body in rounds for push in (weighed.offer.push for weighed in body.accepted))
     assert [push.number for push in counted] == [2, 3, 4, 5]
     assert len(set(counted)) == 4
+
+
+def test_a_chain_of_an_older_format_is_refused_with_both_formats_and_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path)
+    follower, cluster = ScriptedFollower(job.place), ScriptedCluster(job.place)
+    with job.led(), at_once(follower, cluster):
+        cluster.served(1)
+    with contextlib.closing(sqlite3.connect(job.store)) as store:
+        store.execute("UPDATE job SET format = 3")
+        store.commit()
+    before = job.store.read_bytes()
+    for main, arguments in (
+        (leader_main.main, [f"--listen={job.place}", f"--store={job.store}"]),
+        (server_main.main, [f"--listen={job.place}", f"--store={job.store}", f"--dir={tmp_path / 'files'}"]),
+    ):
+        assert main(arguments) != 0
+        said = capsys.readouterr().err
+        assert f"{job.store} has format 3, this version reads 4; finish the job with the version that began it" in said
+    assert job.store.read_bytes() == before
+    assert not (tmp_path / "files").exists()
