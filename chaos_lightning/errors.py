@@ -49,7 +49,15 @@ class StateError(ChaosError):
 
 
 class NoDonorError(StateError):
-    """Nobody who could send the training state can be reached any more; says what became of each."""
+    """Nobody who could send the training state can be reached any more; says what became of each.
+
+    Attributes:
+        refused: Whether one of them answered that it does not have it.
+    """
+
+    def __init__(self, words: str, *, refused: bool = False) -> None:
+        super().__init__(words)
+        self.refused = refused
 
 
 class PlanError(ConfigurationError):

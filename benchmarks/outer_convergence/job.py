@@ -379,7 +379,8 @@ class ClusterShell:
         parts = [follower.versions.get(version) for follower in self.job.followers]
         found = [part for part in parts if part is not None]
         if len(found) < len(parts):
-            return  # a newer one is served: it will be told
+            self.job.kernel.after(self.job.transfer_s, lambda: self.feed(cl.Missed(version)))
+            return
         whole = Part(self.job.grid.whole, found[0].format, torch.cat([part.data for part in found]))
         self.job.fetches += 1
         self.job.kernel.after(self.job.transfer_s, lambda: self._got(version, whole))

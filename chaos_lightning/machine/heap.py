@@ -5,16 +5,22 @@ from __future__ import annotations
 import ctypes
 import os
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_NAMES = {
+    _M_TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_",
+    _M_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_",
+    _M_ARENA_MAX: "MALLOC_ARENA_MAX",
+}
+"""Where users set them."""
 _MOST_MMAP_THRESHOLD_NBYTES = 32 << 20
 """The most that glibc takes."""
 _LARGE_NBYTES = 1 << 20
 
 
 def _set(*values: tuple[int, int]) -> bool:
-    """What the user set by environment (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_) stays."""
+    """What the user set by environment stays, and with it the other ones of these."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & set(os.environ):
+    if mallopt is None or any(_NAMES[which] in os.environ for which, _ in values):
         return False
     return all(mallopt(which, value) for which, value in values)
 
@@ -30,9 +36,14 @@ def keep_heap(nbytes: int) -> bool:
 
 
 def give_back_large() -> bool:
-    """Tells it to give back at once what was allocated in one piece of 1 MiB or more. False where that cannot be set.
+    """Tells it to give back at once what was allocated in one piece of 1 MiB or more, and to keep one heap.
 
-    Left to itself it takes pieces of up to 32 MiB from its heap once one of that size was freed. A follower's staged
-    pushes come and go beside what stays, so their memory was not given back: 2 to 4 bytes per parameter.
+    False where one of both cannot be set. Left to itself it takes pieces of up to 32 MiB from its heap once one of that
+    size was freed. A follower's staged pushes come and go beside what stays, so their memory was not given back: 2 to 4
+    bytes per parameter.
+
+    And threads have heaps of their own, each of which keeps what was freed in it; a follower starts threads for each
+    push: 7 MiB.
     """
-    return _set((_M_MMAP_THRESHOLD, _LARGE_NBYTES))
+    large = _set((_M_MMAP_THRESHOLD, _LARGE_NBYTES))
+    return _set((_M_ARENA_MAX, 1)) and large

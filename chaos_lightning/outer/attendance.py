@@ -7,6 +7,7 @@ takeover clusters have a while to come back. One that alone holds what a shard m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -40,6 +41,9 @@ class ClusterState:
     step_rate: float = 0.0
     steps: int = 0
     base: VersionId = NO_VERSION
+    fetching: VersionId = NO_VERSION
+    seeks_since: float = math.inf
+    """It has wanted another version than its base since then."""
     left: int = 0
     pending: int = 0
     offer: Offer | None = None
@@ -110,6 +114,11 @@ class Attendance:
         missed_s = MISSED * desk.settings.heartbeat_s
         return {who: for_s for who, for_s in silent_s.items() if for_s > missed_s and self._holds_alone(who)}
 
+    def fetched(self) -> list[VersionId]:
+        """What clusters are fetching; first what somebody fetches who has waited longest for another version (O8c)."""
+        seeking = [who for who in self.living() if self.clusters[who].fetching != NO_VERSION]
+        return [self.clusters[who].fetching for who in sorted(seeking, key=lambda who: self.clusters[who].seeks_since)]
+
     def offers(self) -> list[Offer]:
         """Open pushes of those that are in."""
         found = [self.clusters[who].offer for who in self.living()]
@@ -152,7 +161,11 @@ class Attendance:
         cluster = self.clusters.get(beat.incarnation)
         if cluster is None:
             return False
-        cluster.heard_s, cluster.base = self._desk.now, beat.base
+        if beat.fetching == NO_VERSION:
+            cluster.seeks_since = math.inf
+        elif cluster.seeks_since == math.inf or beat.base != cluster.base:
+            cluster.seeks_since = self._desk.now
+        cluster.heard_s, cluster.base, cluster.fetching = self._desk.now, beat.base, beat.fetching
         cluster.rate, cluster.step_rate = beat.rate, beat.step_rate
         cluster.left, cluster.pending, cluster.leaving = beat.left, beat.pending, beat.leaving
         if cluster.conn is not None or cluster.gone:

@@ -91,6 +91,13 @@ class Got:
 
 
 @dataclass(frozen=True, slots=True)
+class Missed:
+    """This version cannot be had: somebody who held a shard of it serves it no more."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveAsked:
     """The user asks it to go, politely."""
 
@@ -107,7 +114,9 @@ class AtRest:
     """The inner training stands between two steps."""
 
 
-ClusterEvent = Told | Connected | Disconnected | TimePassed | Trained | Frozen | Got | LeaveAsked | LoopOver | AtRest
+ClusterEvent = (
+    Told | Connected | Disconnected | TimePassed | Trained | Frozen | Got | Missed | LeaveAsked | LoopOver | AtRest
+)
 
 # ---------------------------------------------------------------------- effects
 
@@ -451,6 +460,8 @@ class ClusterMachine:
                 self._on_frozen(push, manifest)
             case Got(version):
                 self._on_got(version)
+            case Missed(version):
+                self._on_missed(version)
             case LeaveAsked():
                 self.leaving = True
             case LoopOver(reason):
@@ -458,7 +469,10 @@ class ClusterMachine:
             case AtRest():
                 pass
             case TimePassed():
+                if self._last is not None:
+                    self._last = (*self._last[:2], self._last[2] - 1)
                 self._beat()
+                self._offer()
         if self._last is not None:
             self._take_last(*self._last)
         elif not self.gone:
@@ -477,13 +491,11 @@ class ClusterMachine:
             self._out.append(Say(message))
 
     def _beat(self) -> None:
-        if self._last is not None:
-            self._last = (*self._last[:2], self._last[2] - 1)
         if self.incarnation is not None and self._stream == _WELCOME:
             left = sum(count(spans) for spans in self.free_spans().values())
             samples, leaving = self.unpushed.samples, self.leaving or bool(self.verdict)
-            self._say(Beat(self.incarnation, self.rate, self.step_rate, self.base, left, samples, leaving))
-            self._offer()
+            coming = max(self._fetching, self._here)
+            self._say(Beat(self.incarnation, self.rate, self.step_rate, self.base, left, samples, leaving, coming))
             if self.verdict and self._settled:
                 self._say(LoopEnded(self.incarnation, self.verdict))
 
@@ -633,6 +645,11 @@ class ClusterMachine:
             return
         self._fetching, self._here = NO_VERSION, version
 
+    def _on_missed(self, version: VersionId) -> None:
+        """The newest one is sought in its place; the job's last version is served until it is had."""
+        if version == self._fetching and self._last is None:
+            self._fetching = NO_VERSION
+
     def _take_got(self) -> None:
         """Adopts the version that is here."""
         version, self._here = self._here, NO_VERSION
@@ -663,11 +680,16 @@ class ClusterMachine:
             self._end("it was asked to leave", again=False)
 
     def _turn_idle(self) -> None:
-        """No push is under way: a version is fetched, or the next push is frozen."""
-        newer = self._served > self.base and (self._due is None or self._served >= self._due)
-        if newer and self._may_adopt and self._served not in (self._fetching, self._here):
+        """No push is under way: a version is fetched, or the next push is frozen.
+
+        A fetch that is under way goes on though newer versions come: where a fetch takes longer than a round, none
+        would ever end.
+        """
+        wanted = self._serves(self._served) and not self._serves(self._fetching)
+        if wanted and self._may_adopt and self._served != self._here:
             self._fetching = self._served
             self._out.append(FetchVersion(self._served))
+            self._beat()  # so that it is served until it is here
         if self._due is not None or not self._resting:
             return
         # Enough is pushed from the base that there is: where newer ones come all the time, it would never be.
@@ -680,6 +702,10 @@ class ClusterMachine:
             self._next += 1
             self._covered, self.unpushed = self.unpushed, Unpushed()
             self._out.append(Freeze(self._freezing, self.base))
+
+    def _serves(self, version: VersionId) -> bool:
+        """Whether it may be adopted next."""
+        return version > self.base and (self._due is None or version >= self._due)
 
     @property
     def _may_adopt(self) -> bool:

@@ -240,6 +240,13 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldVersion:
+    """This version is served beside the newest one, as long as no other is named (O8c)."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Read this version from disk and compare it with the digest, then `Loaded`."""
 
@@ -277,5 +284,17 @@ class TurnedAway:
 
 
 FollowerEffect = (
-    Say | HoldShard | FetchPush | Compute | Empty | Save | Load | Delete | Forget | JobOver | TurnedAway | OuterNote
+    Say
+    | HoldShard
+    | FetchPush
+    | Compute
+    | Empty
+    | Save
+    | HoldVersion
+    | Load
+    | Delete
+    | Forget
+    | JobOver
+    | TurnedAway
+    | OuterNote
 )

@@ -156,7 +156,7 @@ class ElasticCluster:
         """So many of these stand in an answer that was given."""
         self._encoding: tuple[PushId, Future[Part]] | None = None
         self._encoded: tuple[PushId, Part, str] | None = None
-        self._getter = VersionGetter(self._changed, self._model.empty, self._sought, server=inner.server)
+        self._getter = VersionGetter(self._changed, self._model.empty, self._sought, self._missed, server=inner.server)
         self._told: tuple[Any, Any] = (None, None)
         """What of these the last answer said."""
         self._me, self._ranks = "", 1
@@ -549,6 +549,14 @@ class ElasticCluster:
             return Sought(wanted, state.machine, lambda part: self._copy(wanted, part, others))
         get = partial(self._model.get, wanted, serving=self._serving)
         return Sought(wanted, state.machine, get) if self._first and self._serving.holders else None
+
+    def _missed(self, version: VersionId) -> None:
+        """The first rank says so, once in a commit."""
+        event = cl.Missed(version)
+        with self._changed:
+            if self._first and event not in self._news:
+                self._news.append(event)
+                self._changed.notify_all()
 
     def _copy(self, wanted: VersionId, part: Part, ranks: Sequence[str]) -> None:
         name = version_name(wanted, part.shard, part.format.name)

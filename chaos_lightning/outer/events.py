@@ -111,7 +111,7 @@ EVENTS = (
             "push": "its name",
             "nbytes": "of the part, bytes",
             "seconds": "s",
-            "held": "pushes whose part has memory here, those that arrive included",
+            "held": "pushes whose part had memory here, the most at once since this was told last",
         },
         {"sources": "{process: bytes that it sent, verified}; a process is written as incarnation/mark (lines.py)"},
     ),

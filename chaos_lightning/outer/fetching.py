@@ -262,8 +262,11 @@ def fetch_version(
     until = time.monotonic() + deadline_s + STALL_S
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    if errors:
-        raise errors[0]
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # each one's traceback leads to this list, and to the part
     if late := [thread.name for thread in threads if thread.is_alive()]:
         raise DeadlineError(f"version {version} took longer than {deadline_s:g} s, still waiting for {', '.join(late)}")
     return part.data.numel()

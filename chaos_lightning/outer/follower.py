@@ -35,6 +35,7 @@ from chaos_lightning.outer.effects import (
     FollowerEvent,
     Forget,
     HoldShard,
+    HoldVersion,
     JobOver,
     Load,
     Loaded,
@@ -54,6 +55,7 @@ from chaos_lightning.outer.messages import (
     DropPush,
     FollowerHello,
     FromFollower,
+    Hold,
     JobFinished,
     Keep,
     LineKey,
@@ -251,6 +253,8 @@ class FollowerMachine:
                     self._offers[offer.push] = offer
             case Apply(_, entry):
                 self._append(entry)
+            case Hold(_, version):
+                self._out.append(HoldVersion(version))
             case Keep(_, version):
                 self._keep = version
             case Marked(_, durable, base):

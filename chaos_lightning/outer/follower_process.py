@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 from chaos_lightning.errors import ConfigurationError, StateError
@@ -43,6 +44,7 @@ from chaos_lightning.outer.effects import (
     FollowerEvent,
     Forget,
     HoldShard,
+    HoldVersion,
     JobOver,
     Load,
     Loaded,
@@ -54,6 +56,7 @@ from chaos_lightning.outer.effects import (
     Told,
     TurnedAway,
 )
+from chaos_lightning.outer.fetching import drop_version, hold_version, version_name
 from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.follower_options import has_port
 from chaos_lightning.outer.kernel import OuterState, RoundUpdate
@@ -208,12 +211,17 @@ class _Saver(threading.Thread):
         self._post(Saved(copy.version, digest))
 
 
+QUIET_S = 3.0
+"""Who asks for nothing of a version for so long, and is sent nothing, fetches no more."""
+
+
 class _State:
     """What a follower holds of the outer state; methods are called in the state thread."""
 
     def __init__(self, files: ShardFiles, staged: Callable[[], StagedPushes], server: StateServer, note: Note) -> None:
         self._files, self._staged, self._note = files, staged, note
-        self.versions = ServedVersions(server)
+        self.versions = ServedVersions[Part](partial(hold_version, server), partial(drop_version, server))
+        self._server = server
         self._held: HeldShard | None = None
         self._state: OuterState | None = None
         self._counters = Counters()
@@ -221,6 +229,14 @@ class _State:
 
     def hold(self, held: HeldShard) -> None:
         self._held = held
+
+    def fetched(self) -> bool:
+        """Whether somebody is fetching a version. Any thread."""
+        asked = [
+            self._server.asked_at(version_name(version, part.shard, part.format.name), 0)
+            for version, part in self.versions.served.items()
+        ]
+        return any(time.monotonic() - asked_at < QUIET_S for asked_at in asked)
 
     def compute(self, entry: Entry, parts: Sequence[Part], marked: str) -> FollowerEvent:
         """The version that this entry makes of the state as it stands.
@@ -255,7 +271,7 @@ class _State:
     def empty(self, version: VersionId) -> FollowerEvent:
         """A version that has no content."""
         self._state, self._counters, self._version = None, Counters(), version
-        self.versions.make_room()
+        self.versions.go_back(NO_VERSION)
         self._note("version_computed", version=str(version), seconds=0.0, nbytes=0)
         return Computed(version)
 
@@ -263,6 +279,7 @@ class _State:
         """A version from its file."""
         began, held = time.monotonic(), self._held
         assert held is not None
+        self.versions.go_back(version)
         try:
             state, counters = self._files.load(version, digest)
             if state.shard != held.shard:
@@ -394,7 +411,7 @@ class FollowerProcess:
     def linger(self) -> None:
         """After the job's end: serves its last version while the leader tells of it, or somebody fetches it."""
         deadline = time.monotonic() + LINGER_S
-        while (self._connected or self._state.versions.busy()) and time.monotonic() < deadline:
+        while (self._connected or self._state.fetched()) and time.monotonic() < deadline:
             time.sleep(_TURN_S)
 
     def close(self) -> None:
@@ -455,6 +472,8 @@ class FollowerProcess:
                 self._saver.inbox.put(version)
             case Forget(push):
                 self._staged.forget(push)
+            case HoldVersion(version):
+                worker.do(lambda: state.versions.hold(version))
             case JobOver(version, reason):
                 self.end(f"the job is over with {version}: {reason}")
             case TurnedAway(reason):

@@ -1,7 +1,8 @@
 """Gets the versions that a cluster wants, in a thread of its own, each again and again until it is here.
 
 Theory of operation. One version is here at a time. The next one may be wanted, and come, before the loop's thread gets
-to adopt it. So whoever is about to adopt it takes it away at the moment in which that is settled.
+to adopt it. So whoever is about to adopt it takes it away at the moment in which that is settled. Who wants a version
+is told when it is served no more, and may want another one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chaos_lightning.errors import ChaosError
+from chaos_lightning.errors import ChaosError, NoDonorError
 from chaos_lightning.outer.codec import Part
 from chaos_lightning.outer.fetching import drop_version, hold_version
 from chaos_lightning.outer.types import NO_VERSION, VersionId
@@ -46,6 +47,7 @@ class VersionGetter:
         changed: Notified when what `seek` says may have changed.
         empty: Makes memory for a version.
         seek: What is to be got; None: nothing. Called with `changed` held.
+        missed: Told which version somebody who held a part of it has no more.
         landed: Told which version is here, with `changed` held.
         server: Where others may get what is here; None: nowhere.
 
@@ -58,11 +60,13 @@ class VersionGetter:
         changed: threading.Condition,
         empty: Callable[[], Part],
         seek: Callable[[], Sought | None],
+        missed: Callable[[VersionId], None],
         landed: Callable[[VersionId], None] = lambda version: None,
         server: StateServer | None = None,
     ) -> None:
         self.here: tuple[VersionId, Part] | None = None
-        self._changed, self._empty, self._seek, self._landed, self._server = changed, empty, seek, landed, server
+        self._changed, self._empty, self._seek, self._server = changed, empty, seek, server
+        self._missed, self._landed = missed, landed
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -113,6 +117,8 @@ class VersionGetter:
                 sought.get(part)
             except (ChaosError, OSError) as error:
                 _log.debug("version %s is not here yet: %s", of, error)
+                if isinstance(error, NoDonorError) and error.refused:
+                    self._missed(of)
                 self._closing.wait(AGAIN_S)
                 continue
             if self._server is not None:

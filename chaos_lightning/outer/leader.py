@@ -187,6 +187,7 @@ class LeaderMachine:
             self._turn()
         if not desk.done:
             self.shards.save()
+            self.shards.hold(self.attendance.fetched())
         return desk.out
 
     # ------------------------------------------------------------------ hearing

@@ -86,6 +86,7 @@ class Beat:
         left: Samples that it is leased and has not trained.
         pending: Samples that it trained and that no push covers yet.
         leaving: It was asked to leave.
+        fetching: The version that it is about to have for its base; NO_VERSION: none.
     """
 
     incarnation: IncarnationId
@@ -95,6 +96,7 @@ class Beat:
     left: int
     pending: int
     leaving: bool
+    fetching: VersionId = NO_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,6 +456,14 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """A cluster is fetching this version: it is served beside the newest one. NO_VERSION: nobody is."""
+
+    term: int
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
 class Marked:
     """These are durable, with this shard's digests, oldest first; what came before `base` may be deleted (O6)."""
 
@@ -488,4 +498,4 @@ class LineKey:
     key: bytes = field(repr=False)
 
 
-ToFollower = Obey | Stage | Apply | Keep | Marked | DropPush | LineKey | JobFinished | Dismissed
+ToFollower = Obey | Stage | Apply | Keep | Hold | Marked | DropPush | LineKey | JobFinished | Dismissed

@@ -27,7 +27,7 @@ from chaos_lightning.outer.vocabulary import TO_CLUSTER
 from chaos_lightning.replication.manifest import decode_manifest, encode_manifest
 
 _VALUES = (IncarnationId, VersionId, PushId, Offer, Covered, JobProgress, cl.Unpushed, RankSays)
-_EVENTS = (fx.Connected, fx.Disconnected, fx.TimePassed)
+_EVENTS = (fx.Connected, fx.Disconnected, fx.TimePassed, cl.Missed)
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*_VALUES, *_EVENTS)}
 
 

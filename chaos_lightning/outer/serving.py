@@ -1,75 +1,59 @@
 """The versions that a follower serves: its newest one, and beside it one that somebody is fetching (O8c).
 
 Theory of operation. Whoever fetches a version takes a while, and the next ones do not wait for that. So the newest
-version is served and one more: the one before, unless somebody is still fetching an older one that had this place. Who
-fetches the one that goes is refused, and begins again with the newest. Nobody holds the place for longer than
-`HOLD_S`. One goes before the next is computed, so a follower never has more than two in memory.
+version is served and one more: the one before, unless the leader says that an older one, which had this place, is being
+fetched. The leader says so, for a fetch needs the same version of all followers. Who fetches the one that goes is
+refused, and begins again with the newest. One goes before the next is computed, so a follower never has more than two
+in memory.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from chaos_lightning.outer.codec import Part
-from chaos_lightning.outer.fetching import drop_version, hold_version, version_name
-from chaos_lightning.outer.types import VersionId
-from chaos_lightning.replication.server import StateServer
+from chaos_lightning.outer.types import NO_VERSION, VersionId
 
-HOLD_S = 60.0
-"""From the moment at which another version became the newest."""
-QUIET_S = 3.0
-"""Who asks for nothing for so long fetches no more."""
+T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Served:
-    version: VersionId
-    part: Part
-    until: float = float("inf")
-    """It is not held for those who fetch it beyond this."""
-
-
-class ServedVersions:
+class ServedVersions(Generic[T]):
     """See the module. One thread changes what is served; any may ask.
 
     Args:
-        server: Serves them.
-        clock: As `time.monotonic`.
+        serve: Serves this version, whose content is this part.
+        drop: Serves it no more.
     """
 
-    def __init__(self, server: StateServer, clock: Callable[[], float] = time.monotonic) -> None:
-        self._server, self._clock = server, clock
-        self._served: list[_Served] = []
-        """Oldest first."""
+    def __init__(self, serve: Callable[[VersionId, T], None], drop: Callable[[VersionId, T], None]) -> None:
+        self._serve, self._drop = serve, drop
+        self._served: dict[VersionId, T] = {}
+        """In the order of their computing."""
+        self._held = NO_VERSION
 
     @property
-    def versions(self) -> tuple[VersionId, ...]:
-        """Those that are served, oldest first."""
-        return tuple(one.version for one in self._served)
+    def served(self) -> dict[VersionId, T]:
+        """Those that are served, in the order of their computing."""
+        return dict(self._served)
+
+    def hold(self, version: VersionId) -> None:
+        """This one is kept beside the newest from now on, if it is served; NO_VERSION: the one before the newest."""
+        self._held = version
 
     def make_room(self) -> None:
-        """Before the next version gets its memory: of two one goes, the older one unless somebody is fetching it."""
+        """Before the next version gets its memory: of two one goes, the older one unless it is held."""
         if len(self._served) > 1:
-            self._drop(1 if self._fetched(self._served[0]) else 0)
+            self._forget(next(version for version in self._served if version != self._held))
 
-    def add(self, version: VersionId, part: Part) -> None:
+    def go_back(self, version: VersionId) -> None:
+        """What was served and comes after this version may have been rolled back: nobody is to adopt it."""
+        for later in [served for served in self._served if served > version]:
+            self._forget(later)
+
+    def add(self, version: VersionId, part: T) -> None:
         """This is the newest one; its bytes must not change any more."""
-        hold_version(self._server, version, part)
-        if self._served:
-            self._served[-1].until = self._clock() + HOLD_S
-        self._served.append(_Served(version, part))
+        self._serve(version, part)
+        self._served[version] = part
 
-    def busy(self) -> bool:
-        """Whether somebody is fetching one of them."""
-        return any(self._fetched(one) for one in list(self._served))
-
-    def _fetched(self, one: _Served) -> bool:
-        now = self._clock()
-        asked_at = self._server.asked_at(version_name(one.version, one.part.shard, one.part.format.name), 0)
-        return now - asked_at < QUIET_S and now < one.until
-
-    def _drop(self, place: int) -> None:
-        one = self._served.pop(place)
-        drop_version(self._server, one.version, one.part)
+    def _forget(self, version: VersionId) -> None:
+        self._drop(version, self._served.pop(version))

@@ -141,7 +141,7 @@ class OuterSession:
         self._changed = threading.Condition(threading.RLock())
         self._todo: deque[tuple[cl.ClusterEffect, Part | None]] = deque()
         """For the loop's thread; with the version that an effect adopts."""
-        self._getter = VersionGetter(self._changed, self._model.empty, self._sought, self._landed)
+        self._getter = VersionGetter(self._changed, self._model.empty, self._sought, self._missed, self._landed)
         self._claimed: dict[int, tuple[Span, ...]] = {}
         self._rates = TrainingRates()
         self._error: ChaosError | None = None
@@ -605,6 +605,9 @@ class OuterSession:
 
         get = partial(self._model.get, wanted, serving=life.serving)
         return Sought(wanted, life, get) if wanted != NO_VERSION and life.serving.holders else None
+
+    def _missed(self, version: VersionId) -> None:
+        self._feed(self._life, cl.Missed(version))
 
     def _landed(self, version: VersionId) -> None:
         self._feed(self._life, cl.Got(version))

@@ -8,7 +8,7 @@ disk, it is marked durable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -18,6 +18,7 @@ from chaos_lightning.outer.leader_desk import LeaderDesk
 from chaos_lightning.outer.messages import (
     Applied,
     FollowerHello,
+    Hold,
     Holder,
     Holders,
     Keep,
@@ -29,6 +30,9 @@ from chaos_lightning.outer.messages import (
     ToFollower,
 )
 from chaos_lightning.outer.types import NO_VERSION, Cut, Durable, Offer, PushId, Started, VersionId
+
+HOLD_S = 600.0
+"""So long a version is served for those who fetch it, while others wait to fetch one."""
 
 
 @dataclass(slots=True)
@@ -63,7 +67,8 @@ class Shards:
         self._desk = desk
         self._wanted = wanted
         self._conns: dict[int, str] = {}
-        self._keep = NO_VERSION
+        self._keep = self._held = NO_VERSION
+        self._held_since = 0.0
         self.followers: dict[str, Follower] = {}
         self.served = NO_VERSION
 
@@ -157,6 +162,8 @@ class Shards:
             self._desk.send(follower.conn, Stage(term, offer))
         if self._keep != NO_VERSION:
             self._desk.send(follower.conn, Keep(term, self._keep))
+        if self._held != NO_VERSION:
+            self._desk.send(follower.conn, Hold(term, self._held))
 
     def _durable_of(self, shard: int) -> tuple[ShardFile, ...]:
         return tuple(ShardFile(v, digests[shard]) for v, digests in self._desk.chain.durable) if shard >= 0 else ()
@@ -231,6 +238,20 @@ class Shards:
         if chain.newest > newest and chain.founded:
             self._keep = chain.newest
             self.tell(Keep(self._desk.term, self._keep))
+
+    def hold(self, fetched: Sequence[VersionId]) -> None:
+        """Has a version that is being fetched served until it is there, for no longer than `HOLD_S` (O8c).
+
+        Args:
+            fetched: Such versions; the first is the most urgent one.
+        """
+        now, held = self._desk.now, self._held
+        others = [version for version in fetched if version != held]
+        if held in fetched and (now - self._held_since < HOLD_S or not others):
+            return
+        self._held, self._held_since = others[0] if others else NO_VERSION, now
+        if self._held != held:
+            self.tell(Hold(self._desk.term, self._held))
 
     def newly_served(self) -> VersionId | None:
         """The newest version that all shards have computed, if it is news."""

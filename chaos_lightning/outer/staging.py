@@ -132,6 +132,8 @@ class StagedPushes:
         """Those that are not finite, or malformed."""
         self._reasons: dict[PushId, str] = {}
         """Why they were not fetched, as told last."""
+        self._most = 0
+        """Pushes that were held at once since it was told last."""
         self._slots = threading.BoundedSemaphore(AT_ONCE)
         self._measuring = threading.Lock()
         self._closing = threading.Event()
@@ -188,14 +190,15 @@ class StagedPushes:
             part = self._arriving.get(push)
             if part is None:
                 part = self._arriving[push] = Part.empty(held.shard, held.codec.format_of(offer.base))
+                self._most = max(self._most, self._count())
         sources: Counter[str] = Counter()
         with self._slots:
             reason = self._attempts(offer, part, sources)
         if not reason:
             seconds = round(time.monotonic() - began, 4)
             with self._lock:
-                here = len(self._parts.keys() | self._arriving.keys())
-            told = {"nbytes": part.data.numel(), "seconds": seconds, "held": here, "sources": sources}
+                most, self._most = self._most, self._count()
+            told = {"nbytes": part.data.numel(), "seconds": seconds, "held": most, "sources": sources}
             self._note("push_staged", push=str(push), **told)
             if push in self._decided:
                 self._keep(push, part, finite=True)  # else it would not have been accepted
@@ -237,6 +240,9 @@ class StagedPushes:
                 sources.update(so_far)
                 so_far.clear()
         return reason
+
+    def _count(self) -> int:
+        return len(self._parts.keys() | self._arriving.keys())
 
     def _holds(self, push: PushId) -> bool:
         with self._lock:

@@ -120,7 +120,7 @@ class Summaries:
             return None
         if any(not known.over and who not in clusters for who, known in chain.incarnations.items()):
             return None
-        bases = {state.base for state in clusters.values()}
+        bases = {version for state in clusters.values() for version in (state.base, state.fetching)}
         bases |= {offer.base for offer in self._attendance.offers()}
         found = summary_of(chain, bases, self.versions)
         if len(found.state) <= MOST_CHARACTERS:

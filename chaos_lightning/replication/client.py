@@ -147,13 +147,8 @@ class Donor:
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
-            work, future = item
-            try:
-                result = work()
-            except BaseException as error:  # whoever waits for the future decides
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            _fulfil(*item)
+            del item  # what it holds of a state must not outlive it
         self.source.disconnect()
 
     # --- in the donor's thread ------------------------------------------------------------------------------------
@@ -288,6 +283,16 @@ class Donor:
         else:
             self._failures = 0
             work_queue.done(request, buffers)
+
+
+def _fulfil(work: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        result = work()
+    except BaseException as error:  # whoever waits for the future decides
+        future.set_exception(error)
+        del future  # the error's traceback has this frame: what it holds would stay until garbage is collected
+    else:
+        future.set_result(result)
 
 
 def elsewhere(job: Job) -> list[memoryview]:

@@ -36,7 +36,9 @@ class Published:
     snapshot: Snapshot | None = None
     """The live state that this is, while it is still, and what of it was copied before it changed."""
     asked_at: float = 0.0
-    """When somebody last asked for something of it, by `time.monotonic()`."""
+    """When somebody last asked for something of it, or was sent it; by `time.monotonic()`."""
+    sending: int = 0
+    """Answers with bytes of it that are under way."""
     table: StateTable | None = None
     encoded: bytes = b""
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -192,9 +192,11 @@ class StateServer:
             self._changed.notify_all()
 
     def asked_at(self, name: str, version: int) -> float:
-        """When somebody last asked for something of this version, by `time.monotonic()`; 0.0: nobody has."""
+        """When somebody last asked for something of this version, or was sent it; by `time.monotonic()`; 0.0: never."""
         with self._changed:
             item = self._named.get(bulk.named_head(name), {}).get(version)
+            if item is not None and item.sending:
+                return time.monotonic()  # over a slow link a single answer takes long
             return item.asked_at if item is not None else 0.0
 
     @staticmethod
@@ -488,7 +490,12 @@ class StateServer:
             checksum, flags = (bulk.checksum_of(views), 0) if result else (0, bulk.UNSUMMED)
             with self._changed:  # before it can be seen that they have come
                 self.served_nbytes[peer] = self.served_nbytes.get(peer, 0) + request.length
-            channel.send(BulkFrame(Type.DATA, head, seq, start, request.length, flags, checksum), views)
+                item.sending += 1
+            try:
+                channel.send(BulkFrame(Type.DATA, head, seq, start, request.length, flags, checksum), views)
+            finally:
+                with self._changed:
+                    item.sending, item.asked_at = item.sending - 1, time.monotonic()
 
     def _answer_beside(self, channel: BulkSocket, request: BulkFrame, peer: str, tick: Callable[[], None]) -> None:
         """Somebody who reads this process's memory."""

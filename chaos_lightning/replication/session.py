@@ -7,6 +7,9 @@ waited for.
 
 When all bytes are there, requests that a faster copy has overtaken may still be under way: their connections are cut,
 and only when those threads have let go of the memory does delivery return.
+
+Whoever pulls may drop the memory then, and it must go at once, not when Python next collects cycles: it may be as large
+as a model. So nothing that leads to it may be in a cycle once the pull is over.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos_lightning.errors import DeadlineError, NoDonorError, StateError
+from chaos_lightning.errors import DeadlineError, NoDonorError, RefusedError, StateError
 from chaos_lightning.protocol.types import Progress, SourceProgress
 from chaos_lightning.replication import bulk, by_reference
 from chaos_lightning.replication.client import Donor, PullConfig, Sink
@@ -133,6 +136,8 @@ class PullSession:
         self.deadline = self.began + self.config.deadline_s
         self.order = [e.member for e in endpoints]
         self.failed: dict[str, str] = {}
+        self.refused = False
+        """Whether a donor answered that it does not have what is asked for."""
         self.by_source: dict[str, int] = {}
         self.sources: dict[str, SourceReport] = {}
         self.retries = self.corrupted = self.steals = 0
@@ -155,6 +160,8 @@ class PullSession:
             donor.close()
         for member in self._work_queue.busy() if self._work_queue is not None else ():
             self.donors[member].join(self.config.stall_timeout_s)  # the caller is about to reuse what it writes to
+        self._work_queue = None  # it refers to this session, and so may the futures: see the module
+        self._pending.clear()
 
     def start(self, kind: str, member: str, work: Callable[[], Any]) -> None:
         """Have a donor's thread do something; `collect` returns it as (kind, member, result)."""
@@ -182,6 +189,7 @@ class PullSession:
             if error is None:
                 results.append((kind, member, future.result()))
             elif isinstance(error, Exception):
+                self.refused = self.refused or isinstance(error, RefusedError)
                 self.drop(member, reason_of(error))
             else:
                 raise error
@@ -228,12 +236,14 @@ class PullSession:
             recruit: Given a late answer (kind, member, result), says whether that donor joins in.
         """
 
-        def account(source: str, nbytes: int) -> None:
+        by_donor: dict[str, SourceStats] = {}
+
+        def account(source: str, nbytes: int) -> None:  # the queue refers to it, so it must not refer to the queue
             self.by_source[source] = self.by_source.get(source, 0) + nbytes
-            on_bytes(nbytes, work_queue.stats)
+            on_bytes(nbytes, by_donor)
 
         size = self.config.request_nbytes
-        work_queue = WorkQueue(jobs, policy, sink.place, on_done=account, request_nbytes=size)
+        work_queue = WorkQueue(jobs, policy, sink.place, on_done=account, request_nbytes=size, stats=by_donor)
         self._work_queue, self.policy = work_queue, policy
         how = policy.way() or (by_reference.deliver if self.config.by_reference else None)
 
@@ -304,7 +314,8 @@ class PullSession:
                 f"{work_queue.left_nbytes} bytes in {len(left)} ranges are missing, the first is "
                 f"[{first.start}, {first.stop}){where}"
             )
-        return NoDonorError(f"no donor is left for {self.what}: {missing}; {self.fates()}; join again")
+        words = f"no donor is left for {self.what}: {missing}; {self.fates()}; join again"
+        return NoDonorError(words, refused=self.refused)
 
     def report(self, head: str, seq: int, nbytes: int, skipped: int, **more: Any) -> PullReport:
         """The account of a pull that succeeded."""

@@ -6,8 +6,8 @@ import pytest
 
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer.cluster import ClusterMachine
-from chaos_lightning.outer.effects import Connected, TimePassed, Told
-from chaos_lightning.outer.messages import JobFinished, OnDisk, PushAnswered, Served, Welcomed
+from chaos_lightning.outer.effects import Connected, Say, TimePassed, Told
+from chaos_lightning.outer.messages import Beat, JobFinished, OnDisk, PushAnswered, Served, Welcomed
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
@@ -31,7 +31,7 @@ def training(*, overlap: bool) -> ClusterMachine:
     agreement = Agreement((TensorSpec("w", "float32", (4,)),), settings=RULES.words)
     machine = ClusterMachine("home", "here", "nonce", agreement, overlap=overlap)
     machine.on(Connected())
-    assert machine.on(Told(Welcomed(1, WHO, 1, V1, True, JobProgress()))) == [cl.FetchVersion(V1)]
+    assert fetched(machine.on(Told(Welcomed(1, WHO, 1, V1, True, JobProgress())))) == [V1]
     assert cl.Adopt(V1, True) in machine.on(cl.Got(V1))
     machine.on(cl.Trained(1))
     return machine
@@ -58,6 +58,36 @@ def test_with_overlap_a_newer_version_is_taken_in_the_middle_of_a_round() -> Non
     assert fetched(machine.on(Told(Served(1, V2, JobProgress())))) == [V2]
     assert adopted(machine.on(cl.Got(V2))) == [V2]
     assert machine.unpushed.steps == 1
+
+
+def test_a_fetch_that_is_under_way_goes_on_though_newer_versions_come() -> None:
+    """Where a fetch took longer than a round it was begun anew with each version, and never ended."""
+    machine = training(overlap=True)
+    (version,) = fetched(effects := machine.on(Told(Served(1, V2, JobProgress()))))
+    assert version == V2
+    assert [e.message.fetching for e in effects if isinstance(e, Say) and isinstance(e.message, Beat)] == [V2], (
+        "the leader has followers serve it until it is here"
+    )
+    assert fetched(machine.on(Told(Served(1, V3, JobProgress())))) == []
+    effects = machine.on(cl.Got(V2))
+    assert adopted(effects) == [V2]
+    assert fetched(effects) == [V3]
+
+
+def test_in_place_of_a_version_that_nobody_serves_any_more_the_newest_is_fetched() -> None:
+    machine = training(overlap=True)
+    machine.on(Told(Served(1, V2, JobProgress())))
+    machine.on(Told(Served(1, V3, JobProgress())))
+    assert fetched(machine.on(cl.Missed(V2))) == [V3]
+    assert fetched(machine.on(cl.Missed(V2))) == [], "that is old news"
+    assert fetched(machine.on(cl.Missed(V3))) == [V3], "there is no other one"
+
+
+def test_a_fetch_of_what_is_too_old_after_an_answer_is_given_up() -> None:
+    machine = training(overlap=True)
+    machine.on(Told(Served(1, V2, JobProgress())))
+    answered(machine, PushAnswer.ACCEPTED, V3)
+    assert fetched(machine.on(Told(Served(1, V3, JobProgress())))) == [V3]
 
 
 def test_without_overlap_a_version_is_taken_between_two_rounds_alone() -> None:

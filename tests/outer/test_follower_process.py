@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from until_support import until
 
 from chaos_lightning.errors import NoDonorError, StateError
@@ -41,7 +42,7 @@ from chaos_lightning.outer.messages import (
     Trouble,
     Written,
 )
-from chaos_lightning.outer.serving import HOLD_S, QUIET_S, ServedVersions
+from chaos_lightning.outer.serving import ServedVersions
 from chaos_lightning.outer.shard_files import ShardFiles
 from chaos_lightning.outer.types import (
     NO_VERSION,
@@ -616,34 +617,101 @@ def test_no_thread_of_it_is_left(tmp_path: Path) -> None:
     assert left == []
 
 
+# ---------------------------------------------------------------------- memory
+
+
+class Alive:
+    """Memory of states, pushes and versions that a follower's threads have made since, and that is still there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._made: list[StorageWeakRef] = []
+        self._sizes: list[int] = []
+        empty, init = Part.empty, OuterState.__init__
+
+        def part_empty(shard: Shard, format: Format) -> Part:
+            part = empty(shard, format)
+            self._note(part.data)
+            return part
+
+        def state_init(state: OuterState, *given: Any) -> None:
+            init(state, *given)
+            for tensor in state.tensors:
+                self._note(tensor)
+
+        monkeypatch.setattr(Part, "empty", part_empty)
+        monkeypatch.setattr(OuterState, "__init__", state_init)
+
+    def _note(self, tensor: Tensor) -> None:
+        if threading.current_thread().name.startswith("chaos-follower"):
+            storage = tensor.untyped_storage()
+            self._made.append(StorageWeakRef(storage))
+            self._sizes.append(storage.nbytes())
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return sum(size for made, size in zip(self._made, self._sizes, strict=True) if not made.expired())
+
+
+def test_a_follower_holds_what_it_needs_and_nothing_else(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, uncollected: None
+) -> None:
+    alive = Alive(monkeypatch)
+    three_rounds(rig)
+    four = ShardFile(rig.chain.newest, rig.save(rig.chain.newest))
+    last, _ = rig.staged(HOME, 4, noise(5, 0.1))
+    rig.apply(rig.chain.round(MOVING, last))
+    five = ShardFile(rig.chain.newest, rig.save(rig.chain.newest))
+    dropped, _ = rig.staged(FAR, 3, noise(6, 0.1))
+    state, two_versions, push = 12 * GRID.elements, 4 * GRID.elements, 2 * GRID.elements
+    until(lambda: alive.nbytes == state + two_versions + 7 * push, "the end of a copy that was saved")
+    assert rig.noted("push_staged")[-1]["held"] == 7
+    rig.mark(four, five)
+    until(lambda: alive.nbytes == state + two_versions + 2 * push, "pushes of versions that are twice durable")
+    rig.leader.tell(DropPush(1, dropped.push))
+    until(lambda: alive.nbytes == state + two_versions + push, "a push that was dropped")
+
+
+def test_the_most_pushes_that_were_held_at_once_are_told(rig: Rig) -> None:
+    for number in (1, 2, 3):
+        rig.staged(HOME, number, noise(number))
+    rig.leader.tell(DropPush(1, PushId(HOME, 1), later=True))
+    rig.staged(FAR, 1, noise(4))
+    rig.staged(FAR, 2, noise(5))
+    assert [told["held"] for told in rig.noted("push_staged")] == [1, 2, 3, 3, 2]
+
+
 # ---------------------------------------------------------------------- served versions
 
 
-def test_two_versions_are_served_and_one_that_is_being_fetched_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    asked: dict[int, float] = {}
-    server = StateServer()
-    monkeypatch.setattr(server, "asked_at", lambda name, version: asked.get(int(name.split()[1]), 0.0))
-    served = ServedVersions(server, lambda: now)
+def test_two_versions_are_served_and_one_that_is_held_keeps_its_place() -> None:
+    there: set[int] = set()
+    served = ServedVersions[str](lambda v, _: there.add(v.number), lambda v, _: there.remove(v.number))
 
-    def compute(number: int) -> list[int]:
+    def compute(number: int) -> set[int]:
         served.make_room()
-        served.add(VersionId(number, "a" * 32), Part.empty(GRID.whole, BF16))
-        return [version.number for version in served.versions]
+        assert len(there) < 2, "there is memory for one more"
+        served.add(VersionId(number, "a" * 32), "content")
+        assert [version.number for version in served.served] == sorted(there)
+        return there
 
-    assert [compute(n) for n in (1, 2, 3)] == [[1], [1, 2], [2, 3]]
-    asked[2] = now
-    assert served.busy()
-    assert compute(4) == [2, 4]
-    asked[4] = now + QUIET_S
-    now += QUIET_S
-    assert compute(5) == [4, 5]
-    for _ in range(3):
-        asked[4] = now = now + QUIET_S
-        assert compute(6)[0] == 4
-    asked[4] = now = now + HOLD_S
-    assert compute(7) == [6, 7]
-    assert not served.busy()
+    assert [sorted(compute(n)) for n in (1, 2, 3)] == [[1], [1, 2], [2, 3]]
+    served.hold(VersionId(3, "a" * 32))
+    assert [sorted(compute(n)) for n in (4, 5, 6)] == [[3, 4], [3, 5], [3, 6]]
+    served.hold(VersionId(6, "a" * 32))
+    assert [sorted(compute(n)) for n in (7, 8)] == [[6, 7], [6, 8]]
+    served.hold(NO_VERSION)
+    assert [sorted(compute(n)) for n in (9, 10)] == [[8, 9], [9, 10]]
+
+
+def test_what_may_have_been_rolled_back_is_served_no_more() -> None:
+    there: set[int] = set()
+    served = ServedVersions[str](lambda v, _: there.add(v.number), lambda v, _: there.remove(v.number))
+    for number in (4, 5):
+        served.add(VersionId(number, "a" * 32), "content")
+    served.hold(VersionId(5, "a" * 32))
+    served.go_back(VersionId(4, "a" * 32))
+    assert there == {4}
 
 
 def test_the_first_content_travels_as_versions_do() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from until_support import until
 
 from chaos_lightning.errors import ConfigurationError, NoDonorError, RefusedError, StateError
@@ -350,6 +351,57 @@ def test_a_process_with_other_bytes_under_a_pushs_name_is_passed_over(stage: Any
     fetch_push(offer, part, follower.listener.dial, donors=donors, deadline_s=LIMIT_S)
     assert torch.equal(part.data, whole.data)
     assert sent_by(strange) == 0
+
+
+@pytest.mark.parametrize("end", ["all goes well", "connections break", "one dies", "all die", "it is not served"])
+def test_the_memory_of_a_push_goes_with_the_push(
+    stage: Any, monkeypatch: pytest.MonkeyPatch, uncollected: None, end: str
+) -> None:
+    monkeypatch.setattr(lines, "TAKE_S", 0.1)
+    follower = stage(Follower("f0"))
+    ranks = of_ranks(stage, follower, 1 if end == "all die" else 2)
+    donors = follower.listener.donors(str(HOME))
+    part = Part.empty(GRID.whole, BF16)
+    part.data.zero_()
+    memory = StorageWeakRef(part.data.untyped_storage())
+    (offer,) = {offered(each, random_part(), 1) for each in ranks}
+    strikes: dict[str, Callable[[], None]] = {
+        "connections break": lambda: lines._cut([sock for each in ranks for sock in each.server._sockets]),
+        "one dies": ranks[0].close,
+        "all die": ranks[0].close,
+    }
+    if end == "it is not served":
+        for each in ranks:
+            drop_push(each.server, PUSH, GRID.cut(1))
+    told = Breaks(strikes.get(end, lambda: None))
+    failed = False
+    try:
+        fetch_push(offer, part, follower.listener.dial, donors=donors, deadline_s=LIMIT_S, progress=told)
+    except NoDonorError:
+        failed = True
+    assert failed == (end in ("all die", "it is not served"))
+    assert not memory.expired()
+    del part
+    until(memory.expired, "the end of the threads that fetched it")
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_the_memory_of_a_version_goes_with_the_version(stage: Any, uncollected: None, served: bool) -> None:
+    follower, home = stage(Follower("f0")), stage(Home())
+    part = Part.empty(GRID.whole, BF16)
+    memory = StorageWeakRef(part.data.untyped_storage())
+    hold_version(follower.server, VERSION, random_part(1))
+    if not served:
+        drop_version(follower.server, VERSION, random_part(1))
+    failed = False
+    try:
+        fetch_version(VERSION, GRID.cut(1), BF16, [follower.holder], part, home.lines.dial, deadline_s=LIMIT_S)
+    except NoDonorError:
+        failed = True
+    assert failed != served
+    assert not memory.expired()
+    del part
+    until(memory.expired, "the end of the threads that fetched it")
 
 
 def test_a_follower_that_dies_in_the_middle_of_a_version_ends_the_fetch_and_the_next_one_goes_on(stage: Any) -> None:

@@ -10,11 +10,12 @@ from contextlib import closing
 import pytest
 import torch
 from replication_support import LIMIT_S, Plain, dial, listen, numbered, start_donor
+from until_support import until
 
 from chaos_lightning.errors import ChaosError, StateError
 from chaos_lightning.member.connection_pool import ConnectionPool
 from chaos_lightning.replication import Endpoint, PullConfig, StateServer, StateServerConfig, pull_state, state_hash
-from chaos_lightning.replication.bulk import named_head
+from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type, named_head
 
 CONFIG = PullConfig(deadline_s=LIMIT_S, request_nbytes=1 << 16)
 
@@ -56,6 +57,24 @@ def test_it_is_known_when_a_version_was_asked_for_last() -> None:
         before = time.monotonic()
         pulled(donor.endpoint, "outer", 1)
         assert donor.server.asked_at("outer", 1) >= before
+
+
+def test_who_is_being_sent_a_long_answer_is_still_asking() -> None:
+    """Over a slow link one answer takes longer than anybody is waited for who asks for nothing."""
+    server, (near, far) = StateServer(), socket.socketpair()
+    server.hold("outer", 0, [("w", torch.zeros(4_000_000))], {})
+    serving = threading.Thread(target=server.serve, args=(near, "peer"))
+    serving.start()
+    with closing(server), far:
+        channel = BulkSocket(far, stall_timeout_s=30.0)
+        channel.send(BulkFrame(Type.GET_STATE, named_head("outer"), 0, 0, 16_000_000))
+        for _ in range(2):
+            begun = time.monotonic()
+            until(lambda since=begun: server.asked_at("outer", 0) > since, "an answer under way")  # type: ignore[misc]
+        channel.receive_header()
+        channel.receive_into([memoryview(bytearray(16_000_000))])
+        until(lambda: server.asked_at("outer", 0) == server.asked_at("outer", 0), "the end of the answer")
+    serving.join()
 
 
 def test_a_version_that_is_still_ahead_is_waited_for_and_may_be_overwritten_once_it_was_copied() -> None:

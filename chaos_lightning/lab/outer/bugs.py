@@ -109,6 +109,9 @@ BUGS = {
     "O4-older": Bug(
         "O4", "a leader decides on an older copy of the store", Machines(leader=_with(desk=bad.TrustingDesk)), "older"
     ),
+    "O8c-chase": Bug(
+        "O8", "a fetch is begun anew with each newer version", Machines(cluster=bad.ChasingCluster), "far"
+    ),
     "O5-freed": Bug(
         "O5", "pushes are freed when a round has them", Machines(leader=_with(pushes=bad.FreeingPushes)), "rolled"
     ),

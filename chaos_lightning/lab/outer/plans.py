@@ -45,6 +45,7 @@ class Plan:
         length: Positions of an epoch; 0: each cluster has its own data.
         codec: Of pushes; int8 leaves a residual.
         answer_s: Each push is answered within so long; 0.0: nothing is promised.
+        adopt_s: Whoever wants a newer version has one within so long; likewise.
         limit_s: By then it must be over.
     """
 
@@ -57,6 +58,7 @@ class Plan:
     length: int = 320
     codec: str = "bf16"
     answer_s: float = 0.0
+    adopt_s: float = 0.0
     limit_s: float = 200.0
 
     @property
@@ -265,8 +267,20 @@ def newcomers_plan(seed: int) -> Plan:
     random = Random(seed)
     settings = replace(any_plan(seed).settings, policy="sync", staleness_cap=0)
     old = [ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.06)) for i in range(2)]
-    new = [ClusterSpec(f"n{i}", random.uniform(0.5, 1.5), 0.05, fetch_s=random.uniform(4.0, 6.0)) for i in range(2)]
+    new = [ClusterSpec(f"n{i}", random.uniform(0.5, 1.5), 0.05, first_s=random.uniform(4.0, 6.0)) for i in range(2)]
     return Plan(seed, settings, 1, (*old, *new), (), length=1280, answer_s=3.0)
+
+
+def far_plan(seed: int) -> Plan:
+    """Nothing goes wrong, and some clusters take longer to fetch a version than many rounds of the others take."""
+    random = Random(seed)
+    fast = [ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.06)) for i in range(2)]
+    far = [ClusterSpec(f"n{i}", random.uniform(0.0, 1.0), 0.05, fetch_s=random.uniform(1.0, 2.0)) for i in range(2)]
+    elastic = random.randrange(3)
+    far[0] = replace(far[0], ranks=elastic)
+    settings = replace(any_plan(seed).settings, policy=random.choice(("robust", "async")))
+    longest_s = 5 * max(spec.fetch_s for spec in far)
+    return Plan(seed, settings, 2, (*fast, *far), (), length=960, adopt_s=longest_s)
 
 
 def windows_plan(seed: int) -> Plan:
@@ -302,6 +316,7 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "away": away_plan,
     "elastic": elastic_plan,
     "newcomers": newcomers_plan,
+    "far": far_plan,
     "windows": windows_plan,
 }
 """By name."""

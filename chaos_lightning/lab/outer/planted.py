@@ -403,6 +403,15 @@ class NumberedFollower(NewestFileFollower):
         return sum(entry.version.number <= at.number for entry in line), newest if begins else None, line
 
 
+class ChasingCluster(ClusterMachine):
+    """It begins another fetch with each newer version."""
+
+    def _turn_idle(self) -> None:
+        if self._fetching < self._served:
+            self._fetching = NO_VERSION
+        super()._turn_idle()
+
+
 class NewestBaseCluster(ClusterMachine):
     """Its pushes are deltas to the newest version."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -20,8 +21,10 @@ from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.messages import ClusterHello, FollowerHello, Offered, PushAnswered, PushProduct
+from chaos_lightning.outer.serving import ServedVersions
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
+    NO_VERSION,
     Agreement,
     Covered,
     Entry,
@@ -34,6 +37,8 @@ from chaos_lightning.outer.types import (
 from chaos_lightning.protocol.types import Span
 
 AGAIN_S = 0.05
+ASK_S = 0.2
+"""Who fetches a version asks for something of it so often."""
 TICK_S = 0.1
 SILENT_S = 1.2
 
@@ -118,7 +123,8 @@ class ClusterSpec:
         overlap: It trains while a push is under way.
         loop: So many inner steps are its whole loop; 0: it has no end of its own.
         strange: Its model is another one.
-        fetch_s: What it takes to fetch a version, beside what it takes all.
+        first_s: What it takes to fetch the version that it begins with, beside what it takes all.
+        fetch_s: What it takes to fetch each version, likewise.
         fickle: It offers other bytes under a number, too.
         ranks: It is an elastic job of so many to begin with; 0: one process.
     """
@@ -129,6 +135,7 @@ class ClusterSpec:
     overlap: bool = True
     loop: int = 0
     strange: bool = False
+    first_s: float = 0.0
     fetch_s: float = 0.0
     fickle: bool = False
     ranks: int = 0
@@ -353,7 +360,7 @@ class FollowerProcess(Client):
         self.disk = job.disks[name]
         self.machine = job.machines.follower(name, f"{name}-{job.number()}", self.disk.found())
         self.content = ""
-        self.served: dict[VersionId, str] = {}
+        self.versions = ServedVersions[str](lambda version, content: None, lambda version, content: None)
         self.parts: dict[PushId, str] = {}
         self.troubled = False
         self.born = job.kernel.now
@@ -409,6 +416,8 @@ class FollowerProcess(Client):
                 self.disk.delete(version)
             case fx.Forget(push):
                 self.parts.pop(push, None)
+            case fx.HoldVersion(version):
+                self.versions.hold(version)
             case fx.TurnedAway():
                 self.kill()  # and it is started again
             case fx.OuterNote():
@@ -445,12 +454,13 @@ class FollowerProcess(Client):
 
     def _empty(self, version: VersionId) -> None:
         self.content = ""
+        self.versions.go_back(NO_VERSION)
         self.feed(fx.Computed(version, self._leans(version)))
 
     def _stand(self, version: VersionId, content: str) -> None:
         self.content = content
-        self.served[version] = content
-        self.served = dict(sorted(self.served.items())[-2:])
+        self.versions.make_room()
+        self.versions.add(version, content)
         self.job.oracle.stands(version, self.machine.shard, content)
 
     def _save(self, version: VersionId, content: str, steps: Sequence[str]) -> None:
@@ -483,12 +493,39 @@ class FollowerProcess(Client):
         self.feed(fx.Loaded(version, True, self._leans(version)))
 
 
-def contents_of(job: Job, version: VersionId) -> list[str] | None:
-    """What the followers serve of a version; None: not all of them can be asked, and serve it."""
-    names = job.leader.chain.cut if job.leader is not None else ()
-    here = [f for name in names if (f := job.followers.get(name)) is not None and f.alive and not f.frozen]
-    found = [content for f in here if (content := f.served.get(version)) is not None]
-    return found if names and len(found) == len(names) else None
+@dataclass(slots=True)
+class VersionFetch:
+    """A version comes from all followers at once, as `getting.VersionGetter` gets it.
+
+    Args:
+        job: Whose.
+        takes_s: From the first question to the last byte.
+    """
+
+    job: Job
+    takes_s: float
+    version: VersionId = NO_VERSION
+    _until: float = 0.0
+
+    def ask(self, version: VersionId) -> tuple[Sequence[str] | None, bool]:
+        """Asks all of them for something of it, and for what is left of it once the time is over.
+
+        Returns:
+            Their contents when it is all here, and whether a follower serves it no more.
+        """
+        now = self.job.kernel.now
+        if version != self.version:
+            self.version, self._until = version, now + self.takes_s
+        names = self.job.leader.chain.cut if self.job.leader is not None else ()
+        here = [f for name in names if (f := self.job.followers.get(name)) is not None and f.alive and not f.frozen]
+        found = [f.versions.served.get(version) for f in here]
+        contents = [content for content in found if content is not None]
+        if len(contents) < len(found):
+            self.version = NO_VERSION
+            return None, True
+        if not names or len(contents) < len(names) or now < self._until:
+            return None, False
+        return contents, False
 
 
 class ClusterProcess(Client):
@@ -514,6 +551,9 @@ class ClusterProcess(Client):
         self._busy = False
         """In an inner step: nothing touches the parameters before it ends."""
         self._todo: list[cl.ClusterEffect] = []
+        self._getting = VersionFetch(job, spec.fetch_s)
+        self.seeks_since = math.inf
+        """It has wanted a newer version since then."""
         self.timer(TICK_S, self._tick)
         self._train(0)
         self.connect()
@@ -559,7 +599,8 @@ class ClusterProcess(Client):
             case fx.Say(message):
                 self.say(message)
             case cl.FetchVersion(version):
-                self.timer(self.kernel.between(0.01, 0.1) + self.spec.fetch_s, lambda: self._fetch(version))
+                self.seeks_since = min(self.seeks_since, self.kernel.now)
+                self.timer(self.kernel.between(0.01, 0.1), lambda: self._fetch(version))
             case fx.OuterNote() | cl.TakeLast():
                 pass
             case _ if self._busy:
@@ -573,6 +614,7 @@ class ClusterProcess(Client):
             case cl.Freeze(push, _):
                 self._freeze(push)
             case cl.Adopt(version, outright):
+                self.seeks_since = math.inf
                 live = self.content.live
                 self._discard(self.content.adopt(version, outright=outright))
                 if outright and not self.job.machines.discards:
@@ -599,20 +641,23 @@ class ClusterProcess(Client):
         self.timer(0.002, lambda: self.feed(cl.Frozen(push, pushed.manifest)))
 
     def _fetch(self, version: VersionId) -> None:
-        if self.machine.gone:
+        if self.machine.gone or self.machine.fetching != version:
             return
-        contents = contents_of(self.job, version)
-        if contents is None:
-            if self.machine.fetching == version:
-                self.timer(AGAIN_S, lambda: self._fetch(version))
-            return
-        self.job.oracle.adopted(version, contents)
-        self.feed(cl.Got(version))
+        self._getting.takes_s = self.spec.fetch_s + (self.spec.first_s if self.machine.base == NO_VERSION else 0.0)
+        contents, refused = self._getting.ask(version)
+        if contents is not None:
+            self.job.oracle.adopted(version, contents)
+            self.feed(cl.Got(version))
+        elif refused:
+            self.feed(cl.Missed(version))
+        else:
+            self.timer(AGAIN_S if self._getting.takes_s < ASK_S else ASK_S, lambda: self._fetch(version))
 
     def _over(self, reason: str, *, again: bool) -> None:
         self._discard(self.content.forget())
         self._todo, self._busy = [], False
         self._life += 1
+        self.seeks_since = math.inf
         if not again:
             self.left = reason
             self.die()

@@ -23,11 +23,12 @@ from chaos_lightning.lab.outer.processes import (
     ClusterSpec,
     Job,
     Stream,
+    VersionFetch,
     agreement,
-    contents_of,
 )
 from chaos_lightning.lab.outer.rank_part import RankPart
 from chaos_lightning.lab.simulate.kernel import Process
+from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.messages import PushAnswered
@@ -59,6 +60,7 @@ class Rank(Client):
         content = Content(job.codec == "int8", job.machines.residual)
         self.part = RankPart(self, ranks.made(), content, job.machines)
         self.taken: Commit | None = None
+        self._getting = VersionFetch(job, ranks.spec.fetch_s)
         self.timer(TICK_S, self._tick)
         self.timer(AGAIN_S, self._fetch)
 
@@ -152,9 +154,14 @@ class Rank(Client):
         others = [rank for rank in self.ranks.up() if rank.name in part.state.having and rank is not self]
         if any(rank.part.fetched == wanted for rank in others):
             part.fetched = wanted
-        elif part.attends and not others and (contents := contents_of(self.job, wanted)) is not None:
-            self.job.oracle.adopted(wanted, contents)
-            part.fetched = wanted
+        elif part.attends and not others:
+            contents, refused = self._getting.ask(wanted)
+            missed = cl.Missed(wanted)
+            if contents is not None:
+                self.job.oracle.adopted(wanted, contents)
+                part.fetched = wanted
+            elif refused and missed not in part.news:
+                part.news.append(missed)
 
 
 class RanksJob(Process):

@@ -122,6 +122,7 @@ class World:
             self.oracle.judged(gate, body, self.settings)
             self._check_copy()
             self._check_waits()
+            self._check_adoptions()
         if isinstance(body, Removed):
             self._removed_at[body.incarnation] = self.kernel.now
             self._check_removal(body)
@@ -150,6 +151,13 @@ class World:
                 waited_s = self.kernel.now - self.oracle.frozen_at[offer.push]
                 if waited_s > self.plan.answer_s:
                     raise Violation(f"{name} has waited {waited_s:.1f} s for an answer to {offer.push} (O13)")
+
+    def _check_adoptions(self) -> None:
+        """Where that is promised, whoever wants a newer version adopts one, however fast others come (O8c)."""
+        for name, cluster in self.clusters.items():
+            waited_s = self.kernel.now - cluster.seeks_since if isinstance(cluster, ClusterProcess) else 0.0
+            if self.plan.adopt_s and waited_s > self.plan.adopt_s:
+                raise Violation(f"{name} has wanted a newer version for {waited_s:.1f} s (O8c)")
 
     def _check_forgotten(self, body: Voided) -> None:
         """What a summary does not know is no base that its cluster has told of long ago (O1a)."""

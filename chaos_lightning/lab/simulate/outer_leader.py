@@ -170,8 +170,8 @@ class ScriptedLeader:
             kernel.at(at, self._others)
 
     def has(self, version: VersionId) -> bool:
-        """Whether followers serve it."""
-        return NO_VERSION < version <= self._newest
+        """Whether followers serve it: it is one of the two newest."""
+        return version != NO_VERSION and self._newest.number - 1 <= version.number <= self._newest.number
 
     def number_of(self, part: RankPart) -> int:
         """A number that stands for a rank's outer state: equal for equal ones."""

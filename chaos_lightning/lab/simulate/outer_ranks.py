@@ -26,6 +26,7 @@ from chaos_lightning.lab.simulate.outer_leader import Line, ScriptedLeader
 from chaos_lightning.lab.simulate.plan import NodeSpec
 from chaos_lightning.lab.simulate.training import State
 from chaos_lightning.lab.simulate.world import Hooks
+from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.ranks_machine import RanksMachine
@@ -223,6 +224,8 @@ class OuterNode(Node):
                 part.fetched = wanted
         elif part.attends and self.leader.has(wanted):
             part.fetched = wanted
+        elif part.attends and (missed := cl.Missed(wanted)) not in part.news:
+            part.news.append(missed)
 
     def tell_leader(self, message: object) -> None:
         if self._line is not None:

@@ -1,0 +1,110 @@
+"""Which versions followers keep for those who fetch them, and who says so (O8c)."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+
+import pytest
+from until_support import until
+
+from chaos_lightning.errors import NoDonorError
+from chaos_lightning.lab.outer.processes import agreement
+from chaos_lightning.outer import effects as fx
+from chaos_lightning.outer.chain import OuterChain
+from chaos_lightning.outer.codec import BF16, Part
+from chaos_lightning.outer.getting import Sought, VersionGetter
+from chaos_lightning.outer.grid import Grid
+from chaos_lightning.outer.leader import LeaderMachine
+from chaos_lightning.outer.messages import Beat, ClusterHello, FollowerHello, Hold
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.shards import HOLD_S
+from chaos_lightning.outer.types import NO_VERSION, IncarnationId, VersionId
+
+A, B, C = IncarnationId("a", 1), IncarnationId("b", 2), IncarnationId("c", 3)
+V1, V2, V3 = (VersionId(number, f"hash {number}") for number in (1, 2, 3))
+
+
+class Rig:
+    """A leader with a follower and three clusters, each of which says what it fetches."""
+
+    def __init__(self) -> None:
+        self.machine, self.now, self.held = LeaderMachine(OuterChain(), 1, 1), 0.0, list[VersionId]()
+        self.feed(fx.Heard(1, FollowerHello("f", "n", 0, (), NO_VERSION)))
+        agreed = agreement(OuterSettings(heartbeat_s=HOLD_S), 0)
+        for conn, name in ((2, "a"), (3, "b"), (4, "c")):
+            self.feed(fx.Heard(conn, ClusterHello(name, "here", name, 0, None, NO_VERSION, NO_VERSION, agreed)))
+
+    def feed(self, event: fx.LeaderEvent) -> None:
+        waiting = [event]
+        while waiting:
+            for effect in self.machine.on(self.now, waiting.pop(0)):
+                if isinstance(effect, fx.StoreEntry):
+                    waiting.append(fx.EntryStored(True))
+                elif isinstance(effect, fx.SendTo) and isinstance(effect.message, Hold):
+                    assert effect.conn in (1, 5)
+                    self.held.append(effect.message.version)
+
+    def beats(self, who: IncarnationId, fetching: VersionId) -> list[VersionId]:
+        """What followers have been told to hold so far."""
+        self.now += 1.0
+        self.feed(fx.Heard(1 + who.number, Beat(who, 0.0, 0.0, NO_VERSION, 0, 0, False, fetching)))
+        return self.held
+
+
+def test_what_is_fetched_is_held_until_it_is_there() -> None:
+    rig = Rig()
+    assert rig.beats(A, V1) == [V1]
+    assert rig.beats(A, V1) == [V1]
+    assert rig.beats(A, NO_VERSION) == [V1, NO_VERSION]
+
+
+def test_one_version_is_held_at_a_time_and_who_waited_longest_has_the_next() -> None:
+    rig = Rig()
+    rig.beats(A, V1)
+    rig.beats(B, V2)
+    rig.beats(C, V3)
+    assert rig.held == [V1]
+    assert rig.beats(A, NO_VERSION) == [V1, V2], "b has waited for longer than c"
+    rig.beats(A, V2)
+    assert rig.beats(B, NO_VERSION) == [V1, V2], "a fetches it, too"
+    assert rig.beats(A, NO_VERSION) == [V1, V2, V3]
+
+
+def test_nobody_holds_a_place_for_ever_while_another_waits() -> None:
+    rig = Rig()
+    rig.beats(A, V1)
+    rig.now += HOLD_S
+    assert rig.beats(A, V1) == [V1], "nobody else wants it"
+    assert rig.beats(B, V2) == [V1, V2]
+
+
+def test_a_follower_that_comes_hears_what_is_held() -> None:
+    rig = Rig()
+    rig.beats(A, V1)
+    rig.feed(fx.StreamClosed(1))
+    rig.feed(fx.Heard(5, FollowerHello("f", "another", 1, (), NO_VERSION)))
+    assert rig.held == [V1, V1]
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_who_wants_a_version_is_told_that_it_is_served_no_more(*, refused: bool) -> None:
+    """Of a link that broke nothing is said: what has come by it is of use for the same version alone."""
+    changed, missed, tries, whose = threading.Condition(), list[VersionId](), 0, object()
+
+    def get(part: Part) -> None:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise NoDonorError("it is gone", refused=refused)
+
+    getter = VersionGetter(
+        changed,
+        lambda: Part.empty(Grid((64,), 64).whole, BF16),
+        lambda: Sought(V1, whose, get),
+        missed.append,
+    )
+    with closing(getter):
+        getter.start()
+        until(lambda: getter.here is not None, "the version")
+    assert missed == ([V1, V1] if refused else [])
