@@ -3,13 +3,13 @@
 Theory of operation. The durable versions lie in the followers' files. From these the new shards are put together and
 written as files of the new followers, beside the old ones. Once all are on disk, one record names the new followers and
 the digests of their shards: from then on they rule, and a moment before the old ones do. So whoever dies at whatever
-instant leaves a job that goes on, by the cut that its chain has; a second try writes the same files again.
+instant leaves a job that goes on, by the cut that its chain has; a second try writes the same files again. What is done
+in which order is decided in outer/recut_steps.py; here it is done.
 
 Versions beyond the newest durable one are computed again, as after any restart, from pushes that their clusters keep
-and offer again. So files that old followers had saved of such versions go first: they are of shards that will not be
-there any more. The old files of durable versions go when later marks let followers delete them (O6), and those of
-followers that have no shard any more at a later start of the server (outer/server_main.py), which runs this as a
-process of its own: that keeps torch out of the supervisor.
+and offer again. What followers had saved of such versions goes behind the record. The old files of durable versions go
+when later marks let followers delete them (O6), and those of followers that have no shard any more at a later start of
+the server (outer/server_main.py), which runs this as a process of its own: that keeps torch out of the supervisor.
 """
 
 from __future__ import annotations
@@ -17,59 +17,80 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, assert_never
 
 import torch
 
 from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.control.store import Store
-from chaos_lightning.errors import ChaosError, ConfigurationError, StateError, StoreError
+from chaos_lightning.control.store import End, Store
+from chaos_lightning.errors import ChaosError, ConfigurationError, StateError
 from chaos_lightning.machine.terminal import printable
+from chaos_lightning.outer import recut_steps as todo
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.chain_store import load_chain
-from chaos_lightning.outer.grid import Grid, Shard
 from chaos_lightning.outer.kernel import OuterState
 from chaos_lightning.outer.shard_files import TENSORS, ShardFiles
-from chaos_lightning.outer.types import Counters, Cut, Durable, VersionId
+from chaos_lightning.outer.types import Counters, Cut
 from chaos_lightning.outer.vocabulary import body_bytes
 
 
-class _OldShards:
-    """What the followers so far have on this machine."""
+class _Cutter:
+    """Does what is to be done, on a store and on the folders of followers."""
 
-    def __init__(self, chain: OuterChain, folder: Path, job: str, grid: Grid) -> None:
-        self._shards = grid.cut(len(chain.cut))
-        self.files: list[ShardFiles] = []
-        for number, name in enumerate(chain.cut):
-            if chain.durable and not (folder / name).is_dir():
-                raise ConfigurationError(
-                    f"the shards of job {job} cannot be cut anew: follower {name} holds shard {number} of "
-                    f"{len(chain.cut)}, and there is no folder {folder / name}; copy it here, or go on with "
-                    f"{len(chain.cut)} followers"
-                )
-            self.files.append(ShardFiles(folder / name, job))
+    def __init__(self, store: Store, folder: Path, job: str) -> None:
+        self._store, self._folder, self._job = store, folder, job
+        self._end = End()
+        self._files: dict[str, ShardFiles] = {}
 
-    def whole(self, version: VersionId, digests: Sequence[str]) -> str:
-        """Why this version cannot be had; "" if all its shards are whole."""
+    def do(self, step: todo.Step) -> Any:
+        """One step; returns what came of it."""
+        match step:
+            case todo.ReadChain():
+                return self._take_term()
+            case todo.Find(follower):
+                place = self._folder / follower
+                return "" if place.is_dir() else str(place)
+            case todo.Check(source):
+                return self._check(source)
+            case todo.Write(follower, version):
+                state, counters = self._put_together(step)
+                return self._of(follower).save(version, state, counters, beside=True)
+            case todo.StoreCut(cut):
+                outcome = self._store.append(Cut.__name__, body_bytes(cut), self._end)
+                return "" if outcome.ok else outcome.detail
+            case todo.DeleteBeyond(follower, number):
+                return self._of(follower).delete_beyond(number)
+            case _:
+                assert_never(step)
+
+    def _take_term(self) -> OuterChain:
+        self._end = self._store.take_term()
+        return load_chain(self._store)  # with what a leader that was ending wrote until then, a mark perhaps
+
+    def _of(self, follower: str) -> ShardFiles:
+        if follower not in self._files:
+            self._files[follower] = ShardFiles(self._folder / follower, self._job)
+        return self._files[follower]
+
+    def _check(self, source: todo.OldShard) -> str:
         try:
-            for files, digest in zip(self.files, digests, strict=True):
-                files.load(version, digest)
+            self._of(source.follower).load(source.version, source.digest)
         except StateError as error:
             return str(error)
         return ""
 
-    def shard(self, version: VersionId, digests: Sequence[str], wanted: Shard) -> tuple[OuterState, Counters]:
-        """A new shard of this version, put together."""
-        tensors = torch.empty(len(TENSORS), wanted.elements).unbind()
-        first, stop = wanted.span
+    def _put_together(self, write: todo.Write) -> tuple[OuterState, Counters]:
+        tensors = torch.empty(len(TENSORS), write.shard.elements).unbind()
+        first, stop = write.shard.span
         counters = Counters()
-        for files, old, digest in zip(self.files, self._shards, digests, strict=True):
-            begin, end = max(first, old.span[0]), min(stop, old.span[1])
-            if begin < end:
-                state, counters = files.load(version, digest)
-                for mine, its in zip(tensors, state.tensors, strict=True):
-                    mine[begin - first : end - first] = its[begin - old.span[0] : end - old.span[0]]
-        return OuterState(wanted, *tensors), counters
+        for source in write.sources:
+            state, counters = self._of(source.follower).load(source.version, source.digest)
+            start = source.shard.span[0]
+            begin, end = max(first, start), min(stop, source.shard.span[1])
+            for mine, its in zip(tensors, state.tensors, strict=True):
+                mine[begin - first : end - first] = its[begin - start : end - start]
+        return OuterState(write.shard, *tensors), counters
 
 
 def recut(store: Store, folder: Path, job: str, names: Sequence[str]) -> str:
@@ -86,36 +107,16 @@ def recut(store: Store, folder: Path, job: str, names: Sequence[str]) -> str:
         StateError: No durable version is whole, or the new files cannot be written.
         StoreError: The chain cannot be read, or does not take the record.
     """
-    chain = load_chain(store)
-    if not chain.cut or chain.agreement is None or chain.ended is not None:
+    if not todo.must_recut(load_chain(store), names):
         return ""
-    grid = Grid(tuple(tensor.elements for tensor in chain.agreement.tensors), chain.agreement.block)
-    wanted = tuple(names[: grid.blocks])
-    if chain.cut_for(names):
-        return ""
-    end = store.take_term()
-    chain = load_chain(store)  # what a leader that was ending wrote until then, a mark perhaps
-    old = _OldShards(chain, folder, job, grid)
-    marks = [(version, digests, old.whole(version, digests)) for version, digests in chain.durable]
-    whole = [(version, digests) for version, digests, trouble in marks if not trouble]
-    if marks and not whole:
-        raise StateError(f"the shards of job {job} cannot be cut anew: {marks[-1][2]}")
-    new = [ShardFiles(folder / name, job) for name in wanted]
-    newest = chain.durable[-1][0].number if chain.durable else 0
-    for files in (*old.files, *new):
-        files.delete_beyond(newest)
-    durable = []
-    for version, digests in whole:
-        made = []
-        for files, shard in zip(new, grid.cut(len(wanted)), strict=True):
-            state, counters = old.shard(version, digests, shard)
-            made.append(files.save(version, state, counters, beside=True))
-        durable.append(Durable(version, tuple(made)))
-    outcome = store.append(Cut.__name__, body_bytes(Cut(wanted, tuple(durable))), end)
-    if not outcome.ok:
-        raise StoreError(f"the shards of job {job} cannot be cut anew: {outcome.detail}")
-    versions = ", ".join(str(mark.version) for mark in durable) or "nothing, for nothing is durable yet"
-    return f"{len(chain.cut)} shards of {', '.join(chain.cut)} were cut anew for {', '.join(wanted)}: {versions}"
+    cutter, steps = _Cutter(store, folder, job), todo.recut_steps(job, names)
+    came: Any = None
+    while True:
+        try:
+            step = steps.send(came)
+        except StopIteration as end:
+            return str(end.value)
+        came = cutter.do(step)
 
 
 def main(arguments: Sequence[str]) -> int:

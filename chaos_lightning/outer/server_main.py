@@ -27,6 +27,7 @@ from chaos_lightning.machine.terminal import printable
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.leader_main import EXIT_IDLE
 from chaos_lightning.outer.options import LeaderOptions, ServerOptions
+from chaos_lightning.outer.recut_steps import must_recut, needless
 from chaos_lightning.outer.supervisor import Supervisor
 from chaos_lightning.security.credentials import Credentials, check_bind
 
@@ -102,23 +103,24 @@ def followers_of(options: ServerOptions) -> list[str]:
     if not chain.cut or chain.ended is not None:
         return names
     _clear_up(chain, options.folder)
-    if not options.followers:
-        return [name for name in chain.cut if (options.folder / name).is_dir()] or names
-    if chain.agreement is not None and not chain.cut_for(names):
+    wanted = names if options.followers else [*chain.cut]
+    if must_recut(chain, wanted):
         command = [sys.executable, "-m", "chaos_lightning.outer.recut", str(path), options.job, str(options.folder)]
-        done = subprocess.run([*command, *names], capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, *wanted], capture_output=True, text=True, check=False)
         if done.returncode:
             raise (ConfigurationError if done.returncode == EXIT_USAGE else StateError)(done.stderr.strip())
         _say(f"job {options.job}: {done.stdout.strip()}")
-    return names
+    if options.followers:
+        return names
+    return [name for name in chain.cut if (options.folder / name).is_dir()] or names
 
 
 def _clear_up(chain: OuterChain, folder: Path) -> None:
     """Files of followers that have no shard any more go once no durable version needs them."""
     for place in folder.iterdir():
-        if place.is_dir() and place.name not in chain.cut:
+        if place.is_dir():
             files = {path: int(path.name[1:].partition("-")[0]) for path in place.glob("*/v*-*.safetensors")}
-            if max(files.values(), default=0) < chain.safe.number:
+            if needless(chain, place.name, max(files.values(), default=0)):
                 for path in files:
                     path.unlink(missing_ok=True)
 

@@ -122,6 +122,8 @@ class ShardFiles:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _sync_folder(root)
+            with contextlib.suppress(PermissionError):  # who made that one made `root`, too
+                _sync_folder(root.parent)
             for path in self._named():
                 self._refuse_strangers(path)  # before anything of theirs is touched
             sweep(self.folder)

@@ -46,7 +46,7 @@ class Stopped:
     """A job whose server is stopped: two durable versions, and one beyond, which one follower has saved."""
 
     def __init__(self, folder: Path, followers: int, store: Callable[[], Store], *, durable: bool = True) -> None:
-        self.folder, self.open = folder, store
+        self.folder, self.open, self.followers = folder, store, followers
         self.contents: dict[VersionId, OuterState] = {}
         self.chain = OuterChain()
         names = tuple(f"follower-{number}" for number in range(followers))
@@ -96,9 +96,16 @@ class Stopped:
         with self.open() as store:
             return recut(store, self.folder, "job", [f"follower-{number}" for number in range(followers)])
 
-    def check(self) -> OuterChain:
-        """By the chain as it is, all durable versions lie whole with those who hold them, and no other is taken."""
+    def check(self, *, cleared: bool = True) -> OuterChain:
+        """By the chain as it is all durable versions lie whole with those who hold them.
+
+        Args:
+            cleared: Behind a cut these have no file of a version beyond, for it would be of another shard.
+        """
         chain = self.now
+        if cleared and len(chain.cut) != self.followers:
+            newest = chain.durable[-1][0].number if chain.durable else 0
+            assert all(file.version.number <= newest for n in chain.cut for file in self.files(n).look().whole)
         shards = GRID.cut(len(chain.cut))
         for version, digests in chain.durable:
             whole = self.contents[version]

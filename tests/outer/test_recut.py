@@ -21,10 +21,9 @@ from chaos_lightning.outer.export import read_version
 from chaos_lightning.outer.options import ServerOptions
 from chaos_lightning.outer.recut import recut
 from chaos_lightning.outer.server_main import followers_of
-from chaos_lightning.outer.shard_files import FolderContents, ShardFiles
-from chaos_lightning.outer.types import (
-    Durable,
-)
+from chaos_lightning.outer.shard_files import ShardFiles
+from chaos_lightning.outer.types import Durable, Started
+from chaos_lightning.outer.vocabulary import body_bytes
 
 
 class Killed(BaseException):
@@ -43,21 +42,22 @@ def job(tmp_path: Path) -> Callable[..., Stopped]:
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3), (3, 2), (1, 100)])
 def test_both_durable_versions_are_cut_anew(job: Callable[..., Stopped], before: int, after: int) -> None:
     stopped = job(before)
+    first = stopped.chain.cut
     words = stopped.cut(after)
     assert f"{before} shards of follower-0" in words
     chain = stopped.check()
     assert len(chain.cut) == min(after, GRID.blocks)
     assert len(chain.durable) == 2
-    beyond = chain.newest.number
-    for name in {*chain.cut, *stopped.chain.cut}:
-        assert all(file.version.number < beyond for file in stopped.files(name).look().whole)
+    for name in {*chain.cut, *first}:
         assert stopped.files(name).look().strange == ()
+    assert stopped.cut(after) == "files of the former shards were removed", "if whoever cut them died before it was"
+    stopped.put(Started("follower-0", "its start"))
     assert stopped.cut(after) == "", "there is nothing to do any more"
     tensors, _ = read_version(chain, stopped.folder, "job", "newest")
     newest = stopped.contents[chain.durable[-1][0]]
     assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in tensors.values()]), newest.theta)
     stopped.cut(before)
-    assert stopped.check().cut == stopped.chain.cut, "and back again, over the files that are still there"
+    assert stopped.check().cut == first, "and back again, over the files that are still there"
 
 
 def test_followers_of_other_names_get_the_shards(job: Callable[..., Stopped]) -> None:
@@ -65,6 +65,8 @@ def test_followers_of_other_names_get_the_shards(job: Callable[..., Stopped]) ->
     with stopped.open() as store:
         words = recut(store, stopped.folder, "job", ["other-0", "other-1"])
         assert "cut anew for other-0, other-1" in words
+    stopped.put(Started("other-0", "its start"))
+    with stopped.open() as store:
         assert recut(store, stopped.folder, "job", ["other-0", "other-1"]) == ""
     assert stopped.now.cut == ("other-0", "other-1")
 
@@ -98,11 +100,26 @@ def test_whoever_dies_between_any_two_steps_leaves_a_job_that_goes_on(
             break
         except Killed:
             deaths += 1
-        chain = stopped.check()
-        if len(chain.cut) == 3:
-            break  # it died behind the record
+        behind = len(stopped.check(cleared=False).cut) == 3
     assert deaths > 10
+    assert behind, "the last ones died behind the record, and what they left to be removed was removed"
     assert len(stopped.check().durable) == 2
+
+
+def test_what_a_leader_that_was_ending_still_marked_is_cut_anew(
+    job: Callable[..., Stopped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped, true = job(1), MemoryStore.take_term
+    late = Durable(stopped.chain.newest, stopped.save(stopped.chain.newest, 1))
+
+    def take_term(store: MemoryStore, *given: Any) -> Any:
+        monkeypatch.setattr(MemoryStore, "take_term", true)
+        assert store.append(Durable.__name__, body_bytes(late), true(store)).ok
+        return true(store, *given)
+
+    monkeypatch.setattr(MemoryStore, "take_term", take_term)
+    stopped.cut(2)
+    assert [version for version, _ in stopped.check().durable] == [stopped.chain.durable[-1][0], late.version]
 
 
 def test_a_follower_whose_files_are_elsewhere_is_named(job: Callable[..., Stopped]) -> None:
@@ -122,6 +139,7 @@ def test_of_a_damaged_version_the_one_before_is_cut_anew(job: Callable[..., Stop
     path.write_bytes(path.read_bytes()[:-1])
     stopped.cut(3)
     assert [version for version, _ in stopped.check().durable] == [older]
+    assert newest not in {file.version for file in stopped.files("follower-0").look().whole}
     for name in stopped.now.cut:
         for file in stopped.files(name).folder.iterdir():
             file.unlink()
@@ -133,8 +151,7 @@ def test_a_job_of_which_nothing_is_durable_yet_is_cut_anew_too(tmp_path: Path) -
     shelf = Shelf()
     stopped = Stopped(tmp_path, 2, lambda: MemoryStore("job", shelf), durable=False)
     assert "nothing is durable yet" in stopped.cut(1)
-    assert (stopped.now.cut, stopped.now.durable) == (("follower-0",), [])
-    assert stopped.files("follower-0").look() == stopped.files("follower-1").look() == FolderContents((), ())
+    assert (stopped.check().cut, stopped.now.durable) == (("follower-0",), [])
 
 
 def test_a_server_cuts_anew_only_for_a_number_that_it_was_given(
@@ -149,6 +166,10 @@ def test_a_server_cuts_anew_only_for_a_number_that_it_was_given(
     assert followers_of(ServerOptions(followers=2, **given)) == ["follower-0", "follower-1"]
     assert "3 shards of follower-0, follower-1, follower-2 were cut anew" in capsys.readouterr().out
     assert stopped.check().cut == ("follower-0", "follower-1")
+    stopped.save(stopped.chain.newest, 1, 3)
+    assert followers_of(ServerOptions(**given)) == ["follower-0", "follower-1"]
+    assert "were removed" in capsys.readouterr().out, "as if it had died behind the record"
+    stopped.check()
     old = stopped.files("follower-2").folder
     assert len([*old.iterdir()]) == 2, "the old files stay"
     for _ in range(3):

@@ -53,6 +53,13 @@ def restarted(files: ShardFiles) -> ShardFiles:
     return ShardFiles(files.folder.parent, files.job)
 
 
+def test_the_names_of_a_followers_new_folders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, true = [], shard_files._sync_folder
+    monkeypatch.setattr(shard_files, "_sync_folder", lambda folder: (synced.append(folder), true(folder)))
+    made = ShardFiles(tmp_path / "new", "job")
+    assert {tmp_path, tmp_path / "new", made.folder} == {*synced}
+
+
 def test_what_was_saved_comes_back_and_is_found_at_the_next_start(files: ShardFiles) -> None:
     assert files.look() == FolderContents((), ())
     digests = [files.save(version, state(seed), COUNTERS) for seed, version in enumerate((NEW, OLD))]

@@ -188,6 +188,24 @@ BUGS = {
     "O14-holder": Bug(
         "O14", "who alone holds a push is removed by its heartbeats", Machines(leader=bad.ImpatientLeader), "holders"
     ),
+    "O15-staged": Bug(
+        "O15",
+        "bytes that were staged for the old shard are applied to the new one",
+        Machines(spool="push"),
+        "recut",
+        Machines(spool="shard"),
+    ),
+    "O15-replaced": Bug(
+        "O15", "files of new shards take the place of the old ones before the record", Machines(beside=False), "recut"
+    ),
+    "O15-removed": Bug("O15", "old files go before the record", Machines(recut=bad.hasty_steps), "recut"),
+    "O15-early": Bug("O15", "the record comes before the new files", Machines(cutting=_reported("write")), "recut"),
+    "O15-unsynced": Bug(
+        "O15", "the record comes before the new files are synced", Machines(cutting=_reported("sync")), "recut"
+    ),
+    "O15-left": Bug(
+        "O15", "files of the old shards are taken for those of the new ones", Machines(recut=bad.leaving_steps), "recut"
+    ),
     "O16-early": Bug("O16", "the end does not wait for the disks", Machines(leader=_with(end=bad.EarlyEnding))),
 }
 """By name."""

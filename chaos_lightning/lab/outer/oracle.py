@@ -1,9 +1,10 @@
 """What must hold in a simulated outer job, whatever goes wrong (docs/outer.md).
 
-Theory of operation. The state of a shard is a symbol: a digest of the entries and of the bytes that it was computed
-from, which anybody can compute again from the chain. Each inner step has a number of its own, and a push is the set of
-those that it covers. So the oracle sees a version that mixes rounds, a push that counts twice, and progress that was
-discarded and counts all the same.
+Theory of operation. The state of a block is a symbol: a digest of the entries and of the bytes that it was computed
+from, which anybody can compute again from the chain. A shard is a run of these, so that its content is compared
+whatever the cut (blocks.py). Each inner step has a number of its own, and a push is the set of those that it covers. So
+the oracle sees a version that mixes rounds or cuts, a push that counts twice, and progress that was discarded and
+counts all the same.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
+from chaos_lightning.lab.outer.blocks import blocks_of, grid_of, joined
 from chaos_lightning.lab.outer.content import Pushed
-from chaos_lightning.lab.outer.store import Disk
+from chaos_lightning.lab.outer.store import Disk, digest_of
 from chaos_lightning.outer.chain import OuterChain
+from chaos_lightning.outer.grid import Shard
 from chaos_lightning.outer.messages import PushAnswered
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
+    Cut,
     Durable,
     Ended,
     Entry,
@@ -45,18 +49,23 @@ def computed(content: str, entry: Entry, parts: Sequence[str]) -> str:
     Args:
         content: Its state before; "": it holds none.
         entry: A founding, a round or a rollback.
-        parts: The bytes of its pushes, in order.
+        parts: The bytes of its pushes for this shard, in order.
 
     Raises:
         Violation: There is no state that this could be computed from.
     """
-    if isinstance(entry.body, Founded):
-        content = ""
-    elif not content:
+    pushed, words = [blocks_of(part) for part in parts], repr(entry.body)
+    before = [""] * len(pushed[0]) if isinstance(entry.body, Founded) else blocks_of(content)
+    if not before:
         raise Violation(f"{entry.version} is computed from no state (O1)")
     if isinstance(entry.body, RolledBack):
         return content
-    return hashlib.blake2b(f"{content}|{'|'.join(parts)}|{entry.body!r}".encode(), digest_size=8).hexdigest()
+    if any(len(part) != len(before) for part in pushed):
+        raise Violation(f"{entry.version} is computed from bytes of another cut (O15)")
+    return joined(
+        hashlib.blake2b("/".join((*block, words)).encode(), digest_size=8).hexdigest()
+        for block in zip(before, *pushed, strict=True)
+    )
 
 
 class Oracle:
@@ -65,7 +74,7 @@ class Oracle:
     Attributes:
         pushes: What each push covers: numbers of inner steps.
         discarded: Inner steps that their cluster has thrown away.
-        versions: By version and shard: what it must be.
+        versions: By version and block: what it must be.
     """
 
     def __init__(self) -> None:
@@ -97,8 +106,9 @@ class Oracle:
     def stored(self, chain: OuterChain, entry: Entry, disks: Mapping[str, Disk]) -> None:
         """An entry is durable; `chain` has followed it."""
         self._answered(entry)
-        if isinstance(entry.body, Durable):
-            self._on_disk(chain.cut, entry.body, disks)
+        if isinstance(entry.body, Durable | Cut):
+            for mark in chain.durable[-1:] if isinstance(entry.body, Durable) else chain.durable:
+                self._on_disk(chain, mark, disks)
         if isinstance(entry.body, RolledBack) and entry.body.to < chain.safe:
             raise Violation(f"{entry.version} goes back behind the durable {chain.safe} (O5a)")
         durable = chain.durable[-1][0] if chain.durable else NO_VERSION  # an operator may end what has not begun
@@ -170,11 +180,17 @@ class Oracle:
             ):
                 raise Violation(f"the summary at {entry.position} lacks what {base} holds of those who live (O1a)")
 
-    def _on_disk(self, cut: Sequence[str], mark: Durable, disks: Mapping[str, Disk]) -> None:
-        """What is marked is there (O6), but where it was damaged since."""
-        for name, digest in zip(cut, mark.digests, strict=True):
-            if not disks[name].safe(mark.version, digest):
-                raise Violation(f"{mark.version} is marked durable and is not on the disk of {name} (O6)")
+    def _on_disk(self, chain: OuterChain, mark: tuple[VersionId, tuple[str, ...]], disks: Mapping[str, Disk]) -> None:
+        """What is marked is there, but where it was damaged since (O6), and is of the shards as they are cut (O15)."""
+        version, digests = mark
+        assert chain.agreement is not None
+        shards = grid_of(chain.agreement).cut(len(chain.cut))
+        for name, shard, digest in zip(chain.cut, shards, digests, strict=True):
+            content = joined(self.versions[version, block] for block in range(shard.first, shard.stop))
+            if digest != digest_of(content):
+                raise Violation(f"{version} is marked durable with what is not shard {shard.first} at {name} (O15)")
+            if not disks[name].safe(version, digest):
+                raise Violation(f"{version} is marked durable and is not on the disk of {name} (O6)")
 
     def told(self, message: PushAnswered) -> None:
         """A cluster hears what became of its push."""
@@ -208,13 +224,15 @@ class Oracle:
         if wrong := self.discarded.intersection(seen):
             raise Violation(f"inner step {min(wrong)} was discarded and counts in {seen[min(wrong)]} (O10)")
 
-    def stands(self, version: VersionId, shard: int, content: str) -> None:
+    def stands(self, version: VersionId, shard: Shard, content: str) -> None:
         """A follower's shard is at this version."""
-        if self.versions.setdefault((version, shard), content) != content:
-            raise Violation(f"shard {shard} of {version} was computed twice with two contents (O1)")
+        for block, symbol in enumerate(blocks_of(content), shard.first):
+            if self.versions.setdefault((version, block), symbol) != symbol:
+                raise Violation(f"block {block} of {version} was computed twice with two contents (O1)")
 
     def adopted(self, version: VersionId, contents: Sequence[str]) -> None:
         """A cluster has taken over a version from all shards."""
-        for shard, content in enumerate(contents):
-            if self.versions.get((version, shard)) != content:
-                raise Violation(f"shard {shard} of {version} is not what its follower computed")
+        symbols = [symbol for content in contents for symbol in blocks_of(content)]
+        known = [self.versions.get((version, block)) for block in range(len(symbols))]
+        if symbols != known or (version, len(symbols)) in self.versions:
+            raise Violation(f"{version} is fetched and is not what its followers computed")

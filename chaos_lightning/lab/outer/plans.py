@@ -23,10 +23,10 @@ class Fault:
     "cluster-effect" (killed between two effects), "again" (a cluster is killed and started again), "freeze-leader",
     "freeze-follower", "freeze-cluster", "stream" (a cluster's is cut), "store" (fails), "doubt" (it stores, and its
     answers are lost), "older" (an older copy takes its place), "server" (leader and all followers are killed), "away"
-    (the same, and none of them is started again for so long), "recut"
-    (the same, and so many followers from then on), "full" (a disk), "damage" (the newest durable file; "damage-both":
-    both), "leave", "end" (an operator asks for it); of an elastic cluster: "rank" (killed), "rank-effect",
-    "freeze-rank", "rank-join", "take-back" (a commit goes back)."""
+    (the same, and none of them is started again for so long), "recut" (the same, and a start with other followers: "f3"
+    asks for three, "" for nothing), "full" (a disk), "damage" (the newest durable file; "damage-both": both), "leave",
+    "end" (an operator asks for it); of an elastic cluster: "rank" (killed), "rank-effect", "freeze-rank", "rank-join",
+    "take-back" (a commit goes back)."""
     name: str = ""
     lasts: float = 0.0
 
@@ -177,9 +177,19 @@ def damaged_plan(seed: int) -> Plan:
 
 
 def recut_plan(seed: int) -> Plan:
-    """The server is stopped and started with another number of followers."""
+    """The server is stopped and started with other followers; a start may be killed. Disks fill, files get damaged."""
     random, plan = Random(seed), any_plan(seed)
-    faults = [Fault(random.uniform(0.5, 8.0), "recut", str(random.randint(1, 4))) for _ in range(3)]
+    faults = [
+        Fault(random.uniform(0.5, 8.0), "recut", random.choice(("f1", "f2", "f3", "f4", "f1", "f2", "f3", "g2", "")))
+        for _ in range(random.randint(2, 5))
+    ]
+    at = random.choice(faults).at
+    if random.random() < 0.5:  # while nobody is there to read it
+        faults.append(Fault(at + random.uniform(0.0, 0.02), "damage", f"f{random.randrange(3)}"))
+    if random.random() < 0.2:
+        faults.append(_fault(random, "full", plan.clusters, plan.followers))
+    for spec in plan.clusters[1:] if random.random() < 0.5 else ():
+        faults.append(Fault(at + random.uniform(-0.2, 0.2), random.choice(("cluster", "again")), spec.name))
     return replace(plan, faults=(*plan.faults, *faults))
 
 

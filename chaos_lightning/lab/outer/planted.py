@@ -17,6 +17,7 @@ from chaos_lightning.outer.leader_desk import LeaderDesk
 from chaos_lightning.outer.leases import Leases
 from chaos_lightning.outer.messages import ClusterHello, DropPush, Freed, PushAnswered, ShardFile, ToFollower
 from chaos_lightning.outer.pushes import Pushes
+from chaos_lightning.outer.recut_steps import Check, DeleteBeyond, Steps, StoreCut, recut_steps
 from chaos_lightning.outer.rounds import Rounds, Rows
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.shards import Shards
@@ -435,3 +436,32 @@ class ForgetfulSummaries(Summaries):
     def next_summary(self) -> Summary | None:
         found = super().next_summary()
         return summary_of(self._desk.chain, (), 1) if found is not None else None
+
+
+# ---------------------------------------------------------------------- another cut
+
+
+def hasty_steps(job: str, names: Sequence[str]) -> Steps:
+    """Files of those who are to have no shard any more go before the record."""
+    steps, came, held = recut_steps(job, names), None, set()
+    while True:
+        try:
+            step = steps.send(came)
+        except StopIteration as end:
+            return str(end.value)
+        if isinstance(step, Check):
+            held.add(step.source.follower)
+        for name in sorted(held - {*names}) if isinstance(step, StoreCut) else ():
+            yield DeleteBeyond(name, 0)
+        came = yield step
+
+
+def leaving_steps(job: str, names: Sequence[str]) -> Steps:
+    """What followers have of versions that the record does not name stays."""
+    steps, came = recut_steps(job, names), None
+    while True:
+        try:
+            step = steps.send(came)
+        except StopIteration as end:
+            return str(end.value)
+        came = None if isinstance(step, DeleteBeyond) else (yield step)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
+from chaos_lightning.lab.outer.blocks import grid_of, part_of
 from chaos_lightning.lab.outer.content import Content
 from chaos_lightning.lab.outer.oracle import Oracle, Violation, computed
 from chaos_lightning.lab.outer.store import SAVING, ChainStore, Disk, digest_of
@@ -19,8 +20,10 @@ from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.follower import FollowerMachine
+from chaos_lightning.outer.grid import Shard
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.messages import ClusterHello, FollowerHello, Offered, PushAnswered, PushProduct
+from chaos_lightning.outer.recut_steps import Steps, recut_steps
 from chaos_lightning.outer.serving import ServedVersions
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
@@ -78,6 +81,8 @@ class Job(Protocol):
 
     def stored(self, entry: Entry) -> None: ...
 
+    def check_safe(self) -> None: ...
+
     def follower_died(self, name: str) -> None: ...
 
     def led(self, leader: LeaderProcess, reason: str, *, finished: bool) -> None: ...
@@ -110,6 +115,14 @@ class Machines:
     """What newcomers of it do not get: "base", "frozen", "pushes" or "residual"."""
     early: bool = False
     """A push of it counts as frozen, and is offered, at once (O8a)."""
+    recut: Callable[[str, Sequence[str]], Steps] = recut_steps
+    """What is done where shards are cut anew (O15)."""
+    cutting: tuple[str, ...] = SAVING
+    """In this order a file of a new shard is saved; what is behind "report" comes behind the record."""
+    beside: bool = True
+    """It lies beside those of old shards."""
+    spool: str = ""
+    """Staged bytes outlive their follower, told apart by "push" alone, or by "shard", too; "": they do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +365,14 @@ class Client(Process):
         """It may be started again."""
 
 
+@dataclass(frozen=True, slots=True)
+class StagedPart:
+    """A shard's bytes of a push, and the manifest of all of it."""
+
+    manifest: str
+    blocks: str
+
+
 class FollowerProcess(Client):
     """One life of a follower, on its disk."""
 
@@ -361,7 +382,8 @@ class FollowerProcess(Client):
         self.machine = job.machines.follower(name, f"{name}-{job.number()}", self.disk.found())
         self.content = ""
         self.versions = ServedVersions[str](lambda version, content: None, lambda version, content: None)
-        self.parts: dict[PushId, str] = {}
+        self.parts: dict[PushId, StagedPart] = {}
+        self.held: Shard | None = None
         self.troubled = False
         self.born = job.kernel.now
         self.timer(TICK_S, self._tick)
@@ -400,10 +422,14 @@ class FollowerProcess(Client):
         match effect:
             case fx.Say(message):
                 self.say(message)
+            case fx.HoldShard(agreed, shard, shards):
+                self._hold(grid_of(agreed).cut(shards)[shard])
             case fx.FetchPush(offer):
                 self.timer(between(0.01, 0.1), lambda: self._fetch(offer))
             case fx.Compute(entry):
-                parts = [self.parts[offer.push] for offer in entry.offers]  # held, whatever is forgotten meanwhile
+                parts = [
+                    self.parts[offer.push].blocks for offer in entry.offers
+                ]  # held, whatever is forgotten meanwhile
                 self.timer(between(0.005, 0.05), lambda: self._compute(entry, parts))
             case fx.Empty(version):
                 self.timer(between(0.005, 0.05), lambda: self._empty(version))
@@ -423,6 +449,12 @@ class FollowerProcess(Client):
             case fx.OuterNote():
                 pass
 
+    def _hold(self, shard: Shard) -> None:
+        """It begins anew where it held another one."""
+        if self.held is not None and self.held != shard:
+            self.kill()
+        self.held = shard
+
     def _fetch(self, offer: Offer) -> None:
         """Some take long, and are heard of meanwhile."""
         if self.kernel.random.random() < 0.2:
@@ -438,12 +470,21 @@ class FollowerProcess(Client):
         if not found or self.kernel.random.random() < 0.05:
             self.feed(fx.NotFetched(push))
             return
-        self.parts[push] = offer.manifest if offer.manifest in found else found[0]
+        self.parts[push] = self._part(push, offer.manifest if offer.manifest in found else found[0])
         self.job.oracle.staged.add((self.name, push))
         finite = not self.job.poisoned(push)
         products = tuple(PushProduct(p, product(push, p)) for p in sorted(self.parts)) if finite else ()
         at = self.machine.version
-        self.feed(fx.Fetched(push, self.parts[push], products, finite, lean(push, at), at))
+        self.feed(fx.Fetched(push, self.parts[push].manifest, products, finite, lean(push, at), at))
+
+    def _part(self, push: PushId, manifest: str) -> StagedPart:
+        """What a cluster sent for the shard as it is held."""
+        assert self.held is not None
+        blocks, spool = part_of(manifest, self.held), self.job.machines.spool
+        if spool:
+            name = (push, self.held.first, self.held.stop) if spool == "shard" else (push,)
+            blocks = self.disk.staged.setdefault(name, blocks)
+        return StagedPart(manifest, blocks)
 
     def _leans(self, version: VersionId) -> tuple[PushProduct, ...]:
         return tuple(PushProduct(push, lean(push, version)) for push in sorted(self.parts))
@@ -461,7 +502,8 @@ class FollowerProcess(Client):
         self.content = content
         self.versions.make_room()
         self.versions.add(version, content)
-        self.job.oracle.stands(version, self.machine.shard, content)
+        assert self.held is not None
+        self.job.oracle.stands(version, self.held, content)
 
     def _save(self, version: VersionId, content: str, steps: Sequence[str]) -> None:
         """The first of these steps, after a while, and then the others; a crash may come between any two."""
@@ -485,7 +527,7 @@ class FollowerProcess(Client):
         self._save(version, content, steps[1:])
 
     def _load(self, version: VersionId, digest: str) -> None:
-        content = self.disk.read(version)
+        content = self.disk.read(version, digest)
         if content is None or (digest_of(content) != digest and self.job.machines.compares):
             self.feed(fx.Loaded(version, False))
             return

@@ -57,13 +57,13 @@ class _File:
     content: str
     digest: str
     synced: bool = False
-    named: bool = False
-    kept: bool = False
-    """Its name is in the folder as that is on disk."""
 
 
 SAVING = ("write", "sync", "rename", "sync-folder", "report")
 """In this order a follower saves a file (O6)."""
+
+Name = tuple[VersionId, str]
+"""Of a file: its version, and the digest if it was written beside one of other shards (O15), else ""."""
 
 
 class Disk:
@@ -74,81 +74,98 @@ class Disk:
 
     Attributes:
         full: Nothing can be written.
+        staged: Staged bytes that outlive a follower, by what they are told apart: a planted bug.
     """
 
     def __init__(self, *, synced_first: bool = True) -> None:
         self.full, self._synced_first = False, synced_first
-        self._files: dict[VersionId, _File] = {}
-        self._removed: dict[VersionId, _File] = {}
-        """Since the folder was synced."""
+        self.staged: dict[tuple[object, ...], str] = {}
+        self._parts: dict[Name, _File] = {}
+        """What has no name yet."""
+        self._files: dict[Name, _File] = {}
+        self._kept: dict[Name, _File] = {}
+        """The folder as it was when it was synced."""
 
-    def step(self, what: str, version: VersionId, content: str) -> None:
+    def step(self, what: str, version: VersionId, content: str, *, beside: bool = False) -> None:
         """One step of saving; another one's removal may have come between."""
+        name = version, digest_of(content) if beside else ""
         if what == "write":
-            self._files[version] = _File(content, digest_of(content))
-        elif (file := self._files.get(version)) is not None:
-            file.synced |= what == "sync"
-            file.named |= what == "rename"
-        if what == "sync-folder":
+            self._parts[name] = _File(content, digest_of(content))
+        elif what == "sync" and (file := self._parts.get(name, self._files.get(name))) is not None:
+            file.synced = True
+        elif what == "rename" and name in self._parts:
+            self._files[name] = self._parts.pop(name)
+        elif what == "sync-folder":
             self._sync_folder()
 
     def _sync_folder(self) -> None:
-        self._removed.clear()
-        for each in self._files.values():
-            each.kept |= each.named
-
-    def write(self, version: VersionId, content: str) -> None:
-        """All steps."""
-        for what in SAVING:
-            self.step(what, version, content)
+        self._kept = dict(self._files)
 
     def delete(self, version: VersionId) -> None:
         """Gone, unless power is lost before the folder is synced."""
-        file = self._files.pop(version, None)
-        if file is not None and file.kept:
-            self._removed[version] = file
+        self._files = {name: file for name, file in self._files.items() if name[0] != version}
+
+    def delete_beyond(self, number: int) -> None:
+        """All versions above this number are gone, durably."""
+        self._files = {name: file for name, file in self._files.items() if name[0].number <= number}
+        self._sync_folder()
+
+    def clear(self) -> None:
+        """All are gone, unless power is lost before the folder is synced."""
+        self._files = {}
 
     def lose_power(self, random: Random) -> None:
         """What was not synced is there or not, as it happens."""
-        back = {version: file for version, file in self._removed.items() if random.random() < 0.5}
-        files = {version: file for version, file in self._files.items() if file.kept or random.random() < 0.5}
-        self._files, self._removed = {**back, **files}, {}
-        for file in self._files.values():
-            file.kept = file.named
-            if not file.synced:
-                file.content, file.synced = f"{file.content}?", True
+        files = {}
+        for name in sorted({*self._files, *self._kept}):
+            now, kept = self._files.get(name), self._kept.get(name)
+            file = now if now is kept or random.random() < 0.5 else kept
+            if file is not None:
+                files[name] = file
+                if not file.synced:
+                    file.content, file.synced = f"{file.content}?", True
+        self._parts, self._files, self._kept = {}, files, dict(files)
 
-    def read(self, version: VersionId) -> str | None:
+    def _at(self, version: VersionId, digest: str) -> _File | None:
+        """The file that is taken for the one with this digest."""
+        return self._files.get((version, digest), self._files.get((version, "")))
+
+    def read(self, version: VersionId, digest: str) -> str | None:
         """What lies there; None: nothing does."""
-        file = self._files.get(version)
-        return file.content if file is not None and file.named else None
-
-    def whole(self, version: VersionId) -> bool:
-        """Whether its file is there, and is what it was."""
-        file = self._files.get(version)
-        return file is not None and file.named and digest_of(file.content) == file.digest
+        file = self._at(version, digest)
+        return None if file is None else file.content
 
     def safe(self, version: VersionId, digest: str) -> bool:
         """Whether power could be lost now, and what was written under this digest would be there."""
-        file = self._files.get(version)
-        return file is not None and file.kept and file.synced and file.digest == digest
 
-    def damage(self, version: VersionId) -> None:
+        def good(file: _File | None) -> bool:
+            return file is not None and file.synced and file.digest == digest
+
+        names = (version, digest), (version, "")  # with the same shard in both cuts both have what is looked for
+        kept = any(good(self._files.get(name)) and good(self._kept.get(name)) for name in names)
+        return kept and good(self._at(version, digest))
+
+    def damage(self, version: VersionId, digest: str) -> None:
         """A bit flips at rest; nobody knows before it is read."""
-        if version in self._files:
-            self._files[version].content += "?"
+        if (file := self._at(version, digest)) is not None:
+            file.content += "?"
 
-    def damaged(self, versions: Iterable[VersionId]) -> bool:
+    def damaged(self, marks: Iterable[tuple[VersionId, str]]) -> bool:
         """Whether the files of all of these are not what they were."""
-        files = [self._files.get(version) for version in versions]
+        files = [self._at(*mark) for mark in marks]
         return all(file is not None and digest_of(file.content) != file.digest for file in files)
+
+    @property
+    def newest(self) -> int:
+        """The highest number of a version; 0: there is none."""
+        return max((version.number for version, _ in self._files), default=0)
 
     def found(self) -> tuple[ShardFile, ...]:
         """What a follower finds when it starts; it does not read all of it."""
-        self._files = {version: file for version, file in self._files.items() if file.named}
+        self._parts = {}
         if self._synced_first:
             self._sync_folder()
-        return tuple(ShardFile(version, file.digest) for version, file in sorted(self._files.items()))
+        return tuple(ShardFile(version, file.digest) for (version, _), file in sorted(self._files.items()))
 
 
 def digest_of(content: str) -> str:

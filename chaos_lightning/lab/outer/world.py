@@ -7,7 +7,7 @@ which is a violation too, since every plan leaves a leader, all followers and on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -15,13 +15,13 @@ from chaos_lightning.lab.outer.oracle import Oracle, Violation
 from chaos_lightning.lab.outer.plans import Fault, Plan
 from chaos_lightning.lab.outer.processes import ClusterProcess, ClusterSpec, FollowerProcess, LeaderProcess, Machines
 from chaos_lightning.lab.outer.ranks import RanksJob
-from chaos_lightning.lab.outer.store import Disk, digest_of
+from chaos_lightning.lab.outer.starting import ServerStart
+from chaos_lightning.lab.outer.store import Disk
 from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.effects import EndAsked
 from chaos_lightning.outer.types import (
     NO_VERSION,
-    Cut,
     Durable,
     Entry,
     IncarnationId,
@@ -30,6 +30,7 @@ from chaos_lightning.outer.types import (
     Removed,
     RolledBack,
     Round,
+    VersionId,
     Voided,
 )
 
@@ -74,6 +75,10 @@ class World:
         self.length, self.codec, self.shards = plan.length, plan.codec, plan.followers
         self.sums = plan.sums
         self.disks = {f"f{i}": Disk(synced_first=self.machines.syncs_first) for i in range(plan.followers)}
+        self.names = [*self.disks]
+        """Of the followers that are kept running."""
+        self.start: ServerStart | None = None
+        """While it goes on nothing else of the server runs."""
         self.followers: dict[str, FollowerProcess] = {}
         self.clusters: dict[str, ClusterProcess | RanksJob] = {}
         self.leader: LeaderProcess | None = None
@@ -209,7 +214,7 @@ class World:
     def _lead(self) -> None:
         if self.kernel.now < self._away_until:
             self.kernel.at(self._away_until, self._lead)
-        elif self.leader is None:
+        elif self.leader is None and self.start is None:
             self.leader = LeaderProcess(self, "leader")
             self.say(f"leader {self.leader.term} leads")
 
@@ -218,8 +223,8 @@ class World:
             self.kernel.at(self._away_until, lambda: self._follow(name))
             return
         before = self.followers.get(name)
-        if before is not None and before.alive:
-            return  # its folder is locked
+        if self.start is not None or name not in self.names or (before is not None and before.alive):
+            return
         self.followers[name] = FollowerProcess(self, name)
 
     def _cluster(self, spec: ClusterSpec) -> None:
@@ -266,12 +271,12 @@ class World:
             case "server" | "recut" | "away":
                 if fault.action == "away":
                     self._away_until = self.kernel.now + fault.lasts
-                if leader is not None:
-                    leader.crash()
-                for follower in list(self.followers.values()):
-                    follower.kill()
-                if fault.action == "recut" and not self.store.down:
-                    self._recut([f"f{number}" for number in range(int(fault.name))])
+                self._stop_server()
+                before = self.start
+                if fault.action == "recut":
+                    self._start_server(fault.name)
+                if before is not None:
+                    before.kill()
             case "store" | "doubt":
                 self.store.down, self.store.doubtful = fault.action == "store", True
                 after(fault.lasts, self._store_is_back)
@@ -311,40 +316,57 @@ class World:
         if self.leader is not leader:
             leader.crash()
 
-    def _recut(self, names: Sequence[str]) -> None:
-        """While the server stands its shards are cut anew, or somebody dies on the way (outer/recut.py)."""
-        chain, disks = self.chain, self.disks
-        if not chain.cut or chain.ended is not None or len(names) == len(chain.cut):
+    def _stop_server(self) -> None:
+        """All its processes are killed."""
+        if self.leader is not None:
+            self.leader.crash()
+        for follower in list(self.followers.values()):
+            follower.kill()
+
+    def _start_server(self, called: str) -> None:
+        """A start of all of it, one at a time; whoever begins one ends the one before, as a lock would."""
+        start = ServerStart(self, called, lambda trouble: self._started(start, called, trouble))
+        self.start = start
+
+    def _started(self, start: ServerStart, called: str, trouble: str) -> None:
+        """Where it failed, it is tried again, perhaps with the old number of followers, or yet another one."""
+        self.say(f"a start with {called or 'what there is'}: {trouble or start.names}")
+        if self.start is not start:
             return
-        whole = [v for v, _ in chain.durable if all(disks[n].whole(v) for n in chain.cut)]
-        if chain.durable and not whole:
+        between, random = self.kernel.between, self.kernel.random
+        if trouble:
+            others = (called, called, "", f"f{max(1, len(self.chain.cut))}", f"f{random.randint(1, 4)}")
+            self.kernel.after(between(0.05, 0.5), lambda: self._again(start, random.choice(others)))
             return
-        newest, term = chain.durable[-1][0] if chain.durable else NO_VERSION, self.store.take_term()
-        for name in names:
-            if name not in disks:
-                disks[name] = Disk(synced_first=self.machines.syncs_first)
-                self.kernel.after(0.1, lambda n=name: self._follow(n))  # type: ignore[misc]
-        for disk in disks.values():
-            for file in disk.found():
-                if file.version.number > newest.number:
-                    disk.delete(file.version)
-        lives = self.kernel.random.randrange(8)
-        for version, name in ((version, name) for version in whole for name in names):
-            if not lives:
-                return
-            lives -= 1
-            disks[name].write(version, disks[chain.cut[0]].read(version) or "")  # all shards have one content here
-        marks = tuple(Durable(v, tuple(digest_of(disks[name].read(v) or "") for name in names)) for v in whole)
-        entry = chain.entry(term, Cut(tuple(names), marks))
-        if not self.store.append(entry):
-            self.stored(entry)
+        self.start, self.names, self.shards = None, start.names, len(start.names)
+        for name in start.names:
+            self.disks.setdefault(name, Disk(synced_first=self.machines.syncs_first))
+            self.kernel.after(between(0.0, 0.2), lambda n=name: self._follow(n))  # type: ignore[misc]
+        self.kernel.after(between(0.0, 0.3), self._lead)
+
+    def _again(self, start: ServerStart, called: str) -> None:
+        if self.start is start:
+            self._start_server(called)
+
+    def check_safe(self) -> None:
+        """What is durable would be there if power went now, by the cut that rules (O15)."""
+        for version, digests in self.chain.durable:
+            for name, digest in zip(self.chain.cut, digests, strict=True):
+                if not self.disks[name].safe(version, digest):
+                    raise Violation(f"{version} is durable, and is not on the disk of {name} any more (O15)")
 
     def _damage(self, fault: Fault) -> None:
         """A follower's durable files, while nobody reads them; it is started again, and so it reads them."""
-        durable = [version for version, _ in self.chain.durable]
-        for version in durable if fault.action == "damage-both" else durable[-1:]:
-            self.disks[fault.name].damage(version)
-        self.followers[fault.name].kill()
+        marks = self._marks_of(fault.name)
+        for mark in marks if fault.action == "damage-both" else marks[-1:]:
+            self.disks[fault.name].damage(*mark)
+        if fault.name in self.followers:
+            self.followers[fault.name].kill()
+
+    def _marks_of(self, name: str) -> list[tuple[VersionId, str]]:
+        """A follower's shard of the durable versions."""
+        cut = self.chain.cut
+        return [(version, digests[cut.index(name)]) for version, digests in self.chain.durable if name in cut]
 
     def _empty(self, name: str) -> None:
         self.disks[name].full = False
@@ -383,7 +405,7 @@ class World:
             return
         for name, follower in self.followers.items():
             if follower.alive and follower.machine.lost:
-                if not self.disks[name].damaged(version for version, _ in self.chain.durable):
+                if not self.disks[name].damaged(self._marks_of(name)):
                     raise Violation(f"{name} gives its shard up: {follower.machine.lost} (O6)")
                 return
         for name, cluster in self.clusters.items():

@@ -1,0 +1,36 @@
+"""What a simulated shard holds, block by block: a block's content is a text that does not depend on the cut (O15)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from chaos_lightning.outer.grid import Grid, Shard
+from chaos_lightning.outer.types import Agreement
+
+_BETWEEN = "|"
+
+
+def joined(blocks: Iterable[str]) -> str:
+    """The content of a run of blocks."""
+    return _BETWEEN.join(blocks)
+
+
+def blocks_of(content: str) -> list[str]:
+    """The blocks of a content; none of "", which is no content."""
+    return content.split(_BETWEEN) if content else []
+
+
+def part_of(manifest: str, shard: Shard) -> str:
+    """The bytes of a push's part for a shard."""
+    return joined(f"{manifest}@{block}" for block in range(shard.first, shard.stop))
+
+
+def put_together(wanted: Shard, found: Sequence[tuple[Shard, str]]) -> str:
+    """The content of a shard out of those of others, which hold all of it."""
+    blocks = {shard.first + place: block for shard, content in found for place, block in enumerate(blocks_of(content))}
+    return joined(blocks[block] for block in range(wanted.first, wanted.stop))
+
+
+def grid_of(agreement: Agreement) -> Grid:
+    """The grid of a job."""
+    return Grid(tuple(tensor.elements for tensor in agreement.tensors), agreement.block)
