@@ -98,8 +98,10 @@ def explain(
         return RefusedError(f"at {endpoint} another kind of service listens ({details}); choose another port")
     if code == grpc.StatusCode.NOT_FOUND:
         return RefusedError(details)
-    if timeout_s and code == grpc.StatusCode.UNAVAILABLE and (trouble := tls_trouble(endpoint, secret, timeout_s)):
-        return RefusedError(trouble)
+    if timeout_s and code == grpc.StatusCode.UNAVAILABLE:
+        trouble = tls_trouble(endpoint, secret, timeout_s, what)
+        if trouble:
+            return RefusedError(trouble)
     return SchedulerUnreachableError(f"no {what} answered at {endpoint}: {code.name if code else '?'}: {details}")
 
 

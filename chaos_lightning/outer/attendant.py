@@ -18,6 +18,7 @@ from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.control_client import ControlClient
 from chaos_lightning.outer.effects import Connected, Disconnected, TimePassed, Told
 from chaos_lightning.outer.hosting import host_for_cluster
+from chaos_lightning.outer.leaving import tell_refusal
 from chaos_lightning.outer.messages import Beat, ClusterHello, FromCluster
 from chaos_lightning.outer.types import NO_VERSION
 from chaos_lightning.security.credentials import Secret
@@ -86,7 +87,7 @@ class Attendant:
         try:
             host_for_cluster(self._options, again=self._was_in, given_up=self._closing.is_set)
         except ChaosError as error:
-            self._note_trouble(error)
+            self.trouble = str(error)
             if not self._was_in:
                 self._refused(str(error))
                 return
@@ -119,3 +120,5 @@ class Attendant:
         self.trouble = str(error)
         if isinstance(error, RefusedError) and not self._was_in:
             self._refused(str(error))
+        elif isinstance(error, RefusedError):
+            tell_refusal(self._options.name, error)

@@ -237,7 +237,7 @@ class LeaderMachine:
         if not lacking and who is not None and who not in chain.incarnations and who.number > chain.joined:
             lacking = f"incarnation {who}"
         if lacking:
-            desk.end(f"{hello.cluster} knows {lacking}, which this chain lacks: it is an older copy, or another's")
+            desk.doubt(hello.cluster, lacking)
             return
         agreed = chain.agreement
         if agreed is None and (words := _impossible(hello.agreement)):
@@ -294,14 +294,15 @@ class LeaderMachine:
 
     def _on_follower(self, conn: int, hello: FollowerHello) -> None:
         words = self.desk.stranger(hello.follower, hello.job_id)
-        lacking = self.desk.lacks(hello.term)  # its files may be another job's, or of versions that were never told
+        # Its files may be another job's; where its state stands it has from a leader of the job that it names.
+        lacking = self.desk.lacks(hello.term, *([hello.version] if hello.job_id else []))
         if not words and lacking and not hello.job_id:
             words = f"{hello.follower} knows {lacking}, of another job, or of a server that leads here now"
         if words:
             self._turn_away(conn, hello, words)
             return
         if lacking:
-            self.desk.end(f"{hello.follower} knows {lacking}, which this chain lacks: it is an older copy, or late")
+            self.desk.doubt(hello.follower, lacking)
             return
         self.shards.on_hello(conn, hello)
         if (told := self.end.told()) is not None:

@@ -67,6 +67,13 @@ class LeaderDesk:
         self.done = reason
         self.out.append(Done(reason, finished))
 
+    def doubt(self, who: str, lacking: str) -> None:
+        """Somebody of this job knows what the chain lacks: nothing more may be decided on it (O4)."""
+        self.end(
+            f"{who} knows {lacking}, which this chain lacks: it is an older copy, or another leader rules by now. Stop "
+            "this server, put the newest one in its place, and start it again: clusters and followers wait for that"
+        )
+
     def persist(self, body: Body) -> None:
         """The next entry of the chain; nobody hears of it before it is stored."""
         self.persisting = self.chain.entry(self.term, body)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from chaos_lightning.errors import DeadlineError
+from chaos_lightning.errors import DeadlineError, RefusedError
 from chaos_lightning.machine.signals import ExitSignals, Handler, aside, end_by, say
 
 TELL_S = 10.0
@@ -44,6 +44,11 @@ class Patience:
         if self._tells and now - self._told > TELL_S:
             self._told = now
             _log.warning("cluster %s waits for %s", self._who, self._waits_for())
+
+
+def tell_refusal(who: str, error: RefusedError) -> None:
+    """A cluster that is in is not let in again: it trains on, and says so before it waits for anything."""
+    _log.warning("cluster %s trains on, and its parameter server does not let it in: %s", who, error)
 
 
 def _nothing(number: signal.Signals, frame: FrameType | None) -> None:

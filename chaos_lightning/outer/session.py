@@ -52,7 +52,7 @@ from chaos_lightning.outer.codec import Part, codec_named
 from chaos_lightning.outer.control_client import ControlClient
 from chaos_lightning.outer.getting import Sought, VersionGetter
 from chaos_lightning.outer.hosting import host_for_cluster
-from chaos_lightning.outer.leaving import Patience
+from chaos_lightning.outer.leaving import Patience, tell_refusal
 from chaos_lightning.outer.messages import Holder, ProcessPlace
 from chaos_lightning.outer.push_serving import PushServing
 from chaos_lightning.outer.replica import Replica
@@ -505,6 +505,8 @@ class OuterSession:
             self._trouble = str(error)
             if isinstance(error, RefusedError) and life.machine.incarnation is None:
                 self._fail(error)
+            elif isinstance(error, RefusedError):
+                tell_refusal(self.options.name, error)
 
         life.client = ControlClient(
             self.options.endpoints,

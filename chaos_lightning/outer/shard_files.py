@@ -124,10 +124,10 @@ class ShardFiles:
             _sync_folder(root)
             with contextlib.suppress(PermissionError):  # who made that one made `root`, too
                 _sync_folder(root.parent)
+            for path in self._named():
+                self._refuse_strangers(path)  # before anything of theirs is touched
             sweep(self.folder)
             _sync_folder(self.folder)  # who was here before may have died between a file's name and this (O6)
-            for path in self._named():
-                self._refuse_strangers(path)
         except OSError as error:
             raise ConfigurationError(f"the follower's folder {self.folder} cannot be used: {error}") from error
 

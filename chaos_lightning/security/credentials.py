@@ -81,6 +81,8 @@ class KeyFolder:
         self._seen: object = None
         self._complained: object = None
         self._warned_at = 0.0
+        self._warned_of: tuple[Facts, str] | None = None
+        """The certificate that was looked at then, and what was wrong with it."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             self._seen = self._signature()
@@ -97,6 +99,7 @@ class KeyFolder:
                 f"the certificate of {facts.name} in {self.folder} does not count: {facts.trouble}; make another one "
                 f"with `chaos-lightning keys node {facts.name} --renew` and copy it here"
             )
+        self._warn_of_end(facts)
 
     def __repr__(self) -> str:
         return f"KeyFolder({str(self.folder)!r})"
@@ -111,8 +114,7 @@ class KeyFolder:
                 except ConfigurationError as error:
                     logger.warning("the keys in %s have changed and cannot be used: %s", self.folder, error)
                     self._complained = signature
-            if time.monotonic() - self._warned_at > _WARN_AGAIN_S:
-                self._warn_of_end(self._keys.facts)
+            self._warn_of_end(self._keys.facts)
             return self._keys
 
     def _signature(self) -> tuple[object, ...]:
@@ -142,15 +144,21 @@ class KeyFolder:
         if self._signature() != before:
             raise ConfigurationError(f"the files in {self.folder} are being replaced")
         self._warn_of_readers()
-        self._warn_of_end(facts)
         return Keys(facts, contents[TRUSTED], contents[CHAIN], contents[KEY], tokens, server, client, curious)
 
     def _warn_of_end(self, facts: Facts) -> None:
-        self._warned_at = time.monotonic()
-        if not facts.trouble and (left := facts.until - datetime.now(UTC)) < _SOON:
+        """When the certificate is another one, or ends, and then once a day."""
+        found = (facts, facts.trouble)
+        if found == self._warned_of and time.monotonic() - self._warned_at < _WARN_AGAIN_S:
+            return
+        self._warned_at, self._warned_of, how = time.monotonic(), found, ""
+        if facts.trouble:
+            how = f"does not count: {facts.trouble}; nobody lets this process in, nor comes in here"
+        elif (left := facts.until - datetime.now(UTC)) < _SOON:
+            how = f"ends in {left / timedelta(days=1):.1f} days, on {when(facts.until)}"
+        if how:
             logger.warning(
-                "the certificate of %s ends in %.1f days, on %s; renew it: chaos-lightning keys node %s --renew",
-                *(facts.name, left / timedelta(days=1), when(facts.until), facts.name),
+                "the certificate of %s %s; renew it: chaos-lightning keys node %s --renew", facts.name, how, facts.name
             )
 
     def _facts(self) -> Facts:

@@ -1,8 +1,8 @@
-"""Why TLS to a scheduler fails, in words: gRPC only says that a handshake did.
+"""Why TLS to a server fails, in words: gRPC only says that a handshake did.
 
 Theory of operation. After a call that failed without an answer, the endpoint is tried once with Python's own ssl and
 the same keys: the certificate at the other end, the names it is made for, and what the other end thinks of ours. The
-answer "" means that nothing is wrong with TLS; then the scheduler is away, or was.
+answer "" means that nothing is wrong with TLS; then the server is away, or was.
 """
 
 from __future__ import annotations
@@ -26,50 +26,52 @@ _LISTEN_S = 0.3
 """A refusal of our certificate follows the handshake within a round trip."""
 
 
-def tls_trouble(endpoint: str, secret: Secret, timeout_s: float = _TIMEOUT_S) -> str:
-    """What is wrong, or ""."""
+def tls_trouble(endpoint: str, secret: Secret, timeout_s: float = _TIMEOUT_S, what: str = "scheduler") -> str:
+    """What is wrong, or ""; `what` is what was called there, such as a scheduler."""
     host, port = split_endpoint(endpoint)
     keys = Credentials.of(secret).keys
     deadline = time.monotonic() + timeout_s
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as sock:
             if keys is None:
-                return _without_keys(sock, endpoint)
-            return _with_keys(sock, endpoint, keys.current(), deadline)
+                return _without_keys(sock, endpoint, what)
+            return _with_keys(sock, endpoint, keys.current(), deadline, what)
     except OSError:
         return ""
 
 
-def _without_keys(sock: socket.socket, endpoint: str) -> str:
+def _without_keys(sock: socket.socket, endpoint: str, what: str) -> str:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with contextlib.suppress(OSError), context.wrap_socket(sock):
-        return f"the scheduler at {endpoint} demands a certificate: give keys_dir (--keys-dir, CHAOS_KEYS_DIR)"
+        return f"the {what} at {endpoint} demands a certificate: give keys_dir (--keys-dir, CHAOS_KEYS_DIR)"
     return ""
 
 
-def _with_keys(sock: socket.socket, endpoint: str, keys: Keys, deadline: float) -> str:
+def _with_keys(sock: socket.socket, endpoint: str, keys: Keys, deadline: float, what: str) -> str:
     host, _ = split_endpoint(endpoint)
     try:
         tls = keys.client.wrap_socket(sock)
     except ssl.SSLCertVerificationError as error:
         shown = _shown(endpoint, keys, max(0.1, deadline - time.monotonic()))
         said = f" (it says to be {shown.name}, {shown.role}{_until(shown)})" if shown is not None else ""
+        name = shown.name if shown is not None else "NAME"
         return (
-            f"the certificate of the scheduler at {endpoint} does not count: {error.verify_message}{said}; it must be "
-            "of this cluster's authority, a member's, and not expired"
+            f"the certificate of the {what} at {endpoint} does not count: {error.verify_message}{said}; it must be of "
+            "this cluster's authority, of a role that serves, and not expired: renew it there "
+            f"(`chaos-lightning keys node {name} --renew`)"
         )
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
         return ""  # closed in the middle: it is ending, or has too much to do; the next attempt may succeed
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
-            return f"at {endpoint} something listens that speaks no TLS; its scheduler has no keys, or it is none"
+            return f"at {endpoint} something listens that speaks no TLS; its {what} has no keys, or it is none"
         return f"TLS with {endpoint} failed: {(error.reason or str(error)).replace('_', ' ').lower()}"
     with tls:
         found = _read(tls.getpeercert(binary_form=True))
         if found is not None and not _names(found, host):
             return (
-                f"the certificate of the scheduler at {endpoint} is {found.name}'s and made for "
+                f"the certificate of the {what} at {endpoint} is {found.name}'s and made for "
                 f"{', '.join(found.hosts) or 'no host'}, not for {host}: renew it "
                 f"(`chaos-lightning keys node {found.name}={host} --renew`), or use one of these names"
             )
@@ -81,7 +83,7 @@ def _with_keys(sock: socket.socket, endpoint: str, keys: Keys, deadline: float) 
                 why = str(error.reason).rpartition("ALERT_")[2].replace("_", " ").lower()
                 mine = keys.facts
                 return (
-                    f"the scheduler at {endpoint} refused the certificate of {mine.name} ({mine.role}{_until(mine)}): "
+                    f"the {what} at {endpoint} refused the certificate of {mine.name} ({mine.role}{_until(mine)}): "
                     f"{why}; its own log says more"
                 )
         except OSError:

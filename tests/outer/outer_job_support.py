@@ -37,6 +37,8 @@ class OuterJob:
         self.followers = [f"f{number}" for number in range(followers)]
         self.more: list[str] = []
         """Of each follower's command line."""
+        self.leads: list[str] = []
+        """Of the leader's."""
         self.server = f"127.0.0.1:{free_port()}"
 
     def start(self) -> OuterJob:
@@ -48,7 +50,7 @@ class OuterJob:
     def start_leader(self) -> None:
         store = self.folder / "chain.sqlite"
         arguments = ["--listen", self.server, "--store", str(store), "--followers", str(len(self.followers))]
-        self.harness.start_function("leader", run, LEADER, [*arguments, *self._logs()])
+        self.harness.start_function("leader", run, LEADER, [*arguments, *self.leads, *self._logs()])
 
     def start_follower(self, name: str) -> None:
         self.harness.start_function(name, run, FOLLOWER, self.arguments_of(name))

@@ -146,6 +146,8 @@ class ScriptedFollower(Scripted):
         match message:
             case say.Obey(job_id=job_id):
                 self.job_id = job_id
+                if self.version != NO_VERSION:
+                    self.client.say(say.Applied(self.name, self.version))
             case say.Stage(offer=offer):
                 products = (say.PushProduct(offer.push, ONE),)
                 self.client.say(say.Staged(self.name, offer.push, offer.manifest, products, True, ZERO))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import math
+import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -388,6 +390,51 @@ def test_a_server_that_is_killed_again_and_again_loses_nothing(tmp_path: Path) -
     assert chain.leases.over(1)
     assert chain.counters.samples == 2 * LENGTH
     assert not any(isinstance(version.entry.body, RolledBack) for version in chain.versions.values())
+
+
+def copy_chain(store: Path, to: Path) -> None:
+    """What the chain's file holds at this moment, with what its write-ahead log has; `to` is nobody's."""
+    for left in to.parent.glob(f"{to.name}-*"):
+        left.unlink()  # of a leader that was killed
+    with contextlib.closing(sqlite3.connect(store)) as source, contextlib.closing(sqlite3.connect(to)) as target:
+        source.backup(target)
+
+
+def test_a_leader_on_an_older_copy_of_its_store_decides_nothing_and_says_what_to_do(tmp_path: Path) -> None:
+    """Clusters train on; once the newest copy is back all is counted once (O4)."""
+    store, older, newest = (tmp_path / f"{name}.sqlite" for name in ("chain", "older", "newest"))
+    pushes = tmp_path / "pushes"
+    pushes.mkdir()
+    with Harness(tmp_path, deadline_s=120) as harness:
+        job = OuterJob(harness, 2).start()
+        for name in "ab":
+            harness.start_function(name, train_shared, job.server, name, str(harness.logs), str(pushes), 0.02)
+        seen = harness.wait_for("version_adopted", node="b")
+        copy_chain(store, older)
+        for _ in range(3):  # which all clusters and followers know of then
+            seen = harness.wait_for("version_adopted", after=seen, node="b")
+        harness.declare("leader")
+        harness.kill("leader")
+        harness.wait_exit("leader")
+        copy_chain(store, newest)
+        copy_chain(older, store)
+        harness.declare("leader")
+        job.start_leader()
+        assert harness.wait_exit("leader") == 1
+        ended = harness.wait_for("outer_leader_ended")
+        with SqliteStore(store, read_only=True) as wrong, SqliteStore(older, read_only=True) as before:
+            assert wrong.read()[1] == before.read()[1]
+        copy_chain(newest, store)
+        job.start_leader()
+        harness.wait_all()
+    assert "which this chain lacks: it is an older copy" in ended["reason"]
+    chain, digests = replayed(store, pushes, 2)
+    assert chain.ended is not None
+    assert chain.durable[-1] == (chain.ended.version, tuple(digests))
+    assert chain.counters.samples == 2 * LENGTH
+    (judged,) = audit_folder(harness.logs)
+    (found,) = [finding for finding in judged.findings if finding.verdict == VIOLATED]
+    assert [line.rpartition(" both led job ")[2] for line in found.details] == ["default in term 2 (O7)"]
 
 
 def follow_on_a_full_disk(full: str, arguments: list[str]) -> None:

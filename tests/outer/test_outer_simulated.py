@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from chaos_lightning.lab.outer.bugs import BUGS
-from chaos_lightning.lab.outer.plans import FAMILIES, any_plan
+from chaos_lightning.lab.outer.plans import AWAY_S, FAMILIES, Fault, Plan, any_plan, away_plan
+from chaos_lightning.lab.outer.processes import ClusterProcess, ClusterSpec
 from chaos_lightning.lab.outer.world import World
+from chaos_lightning.outer.snapshot import snapshot
+from chaos_lightning.outer.types import Entry, Removed, Round
 
 SHOWED = {
     "O1a-forgotten": 10,
@@ -54,6 +59,87 @@ def test_only_the_guard_that_would_mask_a_bug_is_off_and_nothing_shows(name: str
     seeds = [SHOWED.get(name, 0), *range(6)]
     runs = [World(FAMILIES[bug.family](seed), bug.control).run() for seed in seeds]
     assert [(run.seed, run.violation) for run in runs if run.violation] == []
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_clusters_train_on_while_the_whole_server_is_away_for_ten_minutes(shared: bool) -> None:
+    clusters = tuple(
+        ClusterSpec(f"c{i}", 0.0, pace_s, loop=0 if shared else 2000) for i, pace_s in enumerate((0.4, 0.6))
+    )
+    away = Fault(10.0, "away", lasts=AWAY_S)
+    plan = replace(away_plan(0), clusters=clusters, faults=(away,), length=480 if shared else 0)
+    world = World(plan)
+    trained: list[dict[str, int]] = []
+    removed: list[Removed] = []
+    rounds: list[tuple[float, Round]] = []
+
+    def stored(entry: Entry) -> None:
+        match entry.body:
+            case Removed() as body:
+                removed.append(body)
+            case Round() as body:
+                rounds.append((world.kernel.now, body))
+
+    def look() -> None:
+        each = {name: cluster for name, cluster in world.clusters.items() if isinstance(cluster, ClusterProcess)}
+        assert all(cluster.alive for cluster in each.values())
+        trained.append({name: len(cluster.trained) for name, cluster in each.items()})
+
+    world.on_entry = stored
+    for at in (away.at, away.at + AWAY_S):
+        world.kernel.at(at, look)
+    assert world.run().violation == ""
+    assert removed == []
+    assert not any(away.at + 0.1 < at < away.at + AWAY_S for at, _ in rounds)
+    before, after = trained
+    back = [weighed.offer for at, body in rounds for weighed in body.accepted if at > away.at]
+    for spec in clusters:
+        steps = after[spec.name] - before[spec.name]
+        if shared:  # what is leased is all that there is to train
+            assert 0 < steps < 20
+        else:
+            assert steps > 0.8 * AWAY_S / spec.pace_s
+        pushed = [offer.steps for offer in back if offer.push.incarnation.cluster == spec.name]
+        assert sum(pushed) >= steps
+        assert shared or max(pushed) > 0.7 * steps  # one push has what was trained behind the one that was open
+
+
+MOST_STAGED = 7
+"""Of a cluster: 3 rounds between two durable marks, 3 ahead, 1 open."""
+
+
+@pytest.mark.parametrize("policy", ["async", "robust"])
+def test_while_a_disk_is_full_memory_is_bounded_and_clusters_train_on(policy: str) -> None:
+    clusters = tuple(ClusterSpec(f"c{i}", 0.0, pace_s, loop=1500) for i, pace_s in enumerate((0.03, 0.04, 0.05)))
+    full = Fault(3.0, "full", "f0", 30.0)
+    settings = replace(any_plan(0).settings, policy=policy, staleness_cap=0)
+    world = World(Plan(0, settings, 2, clusters, (full,), length=0, limit_s=400.0))
+    staged: list[int] = []
+    kept: list[int] = []
+    ahead: list[int] = []
+    trained: list[int] = []
+    waits: set[str] = set()
+
+    def look() -> None:
+        for follower in world.followers.values():
+            staged.append(max(Counter(push.incarnation for push in follower.parts).values(), default=0))
+        each = [cluster for cluster in world.clusters.values() if isinstance(cluster, ClusterProcess)]
+        kept.append(max(len(cluster.content.pushes) for cluster in each))
+        ahead.append(world.chain.ahead)
+        if full.at + 5.0 < world.kernel.now < full.at + full.lasts and world.leader is not None:
+            trained.append(min(len(cluster.trained) for cluster in each))
+            waits.add(str(snapshot(world.leader.machine, world.kernel.now + 1.0)["window"]))
+        world.kernel.after(0.02, look)
+
+    world.kernel.at(0.01, look)
+    assert world.run().violation == ""
+    assert max(ahead) == 3
+    assert 4 <= max(staged) <= MOST_STAGED
+    assert 4 <= max(kept) <= MOST_STAGED
+    assert trained[-1] - trained[0] > 0.7 * (full.lasts - 5.0) / clusters[-1].pace_s
+    assert len(waits) == 1
+    (words,) = waits
+    assert "3 versions are ahead of the disk: waits for f0 to save" in words
 
 
 def test_an_outer_run_is_a_function_of_its_seed() -> None:

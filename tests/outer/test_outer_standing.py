@@ -5,22 +5,30 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from etcd_for_tests import servers
+from forked_support import run
+from outer_job_support import LEADER
 from outer_served import PATIENCE_S, ScriptedCluster, ScriptedFollower, at_once, outer_serving
 from until_support import until
 
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.events.events import read_events
+from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.listener import free_ports
+from chaos_lightning.observe.audit import VIOLATED
+from chaos_lightning.observe.outer_audit import audit_folder
 from chaos_lightning.outer import messages as say
+from chaos_lightning.outer.chain_store import load_chain
 from chaos_lightning.outer.control_client import ask_end, fetch_facts
 from chaos_lightning.outer.options import LeaderOptions
-from chaos_lightning.outer.standing import OuterCandidacy
+from chaos_lightning.outer.standing import OuterCandidacy, open_outer_store
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +116,77 @@ def test_a_frozen_leader_is_deposed_and_stands_by_again(etcd: EtcdServers, tmp_p
             assert other.wait(PATIENCE_S) == 128 + signal.SIGTERM
         until(lambda: is_now(first, "leader"), "its election again")
     assert "stands by again" in (tmp_path / f"{ports[0]}.log").read_text()
+
+
+FROZEN_S = 10.0
+
+
+def test_a_leader_that_wakes_two_terms_later_stores_nothing_and_nobody_heeds_it(
+    etcd: EtcdServers, tmp_path: Path
+) -> None:
+    job, names = "two-terms", "abc"
+    places = dict(zip(names, (f"127.0.0.1:{port}" for port in free_ports(3)), strict=True))
+
+    def is_now(name: str, what: str) -> bool:
+        try:
+            return role(places[name]) == what
+        except ChaosError:
+            return False
+
+    with Harness(tmp_path, deadline_s=90) as harness:
+        for name in names:
+            arguments = ["--listen", places[name], "--store", etcd.address, "--job", job]
+            harness.start_function(name, run, LEADER, [*arguments, "--log-dir", str(harness.logs)])
+            harness.wait_until(lambda: is_now("a", "leader"), "the first one's election")
+        late_log = next(harness.logs.glob(f"leader-{job}-{harness.children['a'].pid}*"))
+        follower, cluster = (kind(",".join(places.values())) for kind in (ScriptedFollower, ScriptedCluster))
+
+        def beating(done: bool) -> bool:
+            if cluster.me is not None:
+                cluster.beat()
+            return done
+
+        with at_once(follower, cluster):
+            cluster.served(1)
+            harness.stop("a")
+            stopped_s = time.monotonic()
+            cluster.push()  # it lies in the sleeper's socket, and is offered to the next ones again
+            waiting, leads = ["b", "c"], ""  # either of them may be the next one
+            for number in (2, 3):
+                if leads:
+                    harness.declare(leads)
+                    harness.kill(leads)
+                    waiting.remove(leads)
+                harness.wait_until(lambda: beating(any(is_now(n, "leader") for n in waiting)), "the next election")
+                leads = next(name for name in waiting if is_now(name, "leader"))
+                cluster.heard.wait_for(say.Welcomed, number)
+                until(lambda n=number: cluster.number == n, "the answer to the push before")
+                cluster.push()
+                cluster.served(number)
+            harness.wait_until(lambda: beating(time.monotonic() - stopped_s > FROZEN_S), "the end of its sleep")
+            heard = len(cluster.heard.seen), len(follower.heard.seen)
+            harness.cont("a")
+            harness.wait_until(lambda: beating(is_now("a", "standby")), "its standing by again")
+            until(lambda: fetch_facts(places["a"], b"")["endpoint"] == places[leads], "its look at the leader")
+            cluster.push()
+            cluster.served(4)
+            for each, known in zip((cluster, follower), heard, strict=True):
+                assert {message.term for message in each.heard.seen[known:]} == {3}
+                assert each.states.seen.count("connected") == 3
+            ask_end(places[leads], "enough", b"", PATIENCE_S)
+        harness.declare("a")
+        harness.terminate("a")
+        assert harness.wait_exit("a") == 128 + signal.SIGTERM
+        harness.wait_all()
+    with open_outer_store(etcd.address, job) as store:
+        terms = [record.term for record in store.read()[1]]
+        assert load_chain(store).ended is not None
+    assert terms == sorted(terms)
+    assert set(terms) == {1, 2, 3}
+    stored = [record["ok"] for record in read_events(late_log) if record.name == "stored"]
+    assert stored.count(True) == terms.count(1)
+    (judged,) = audit_folder(harness.logs)
+    assert [str(finding) for finding in judged.findings if finding.verdict == VIOLATED] == []
 
 
 def test_a_candidate_must_say_where_it_is_reached() -> None:

@@ -329,8 +329,15 @@ def test_an_older_format_is_refused_by_name(files: ShardFiles, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(shard_files, "FORMAT", 0)
         files.save(NEW, state(0), COUNTERS)
-    with pytest.raises(ConfigurationError, match="has format 0, this package reads and writes format 1"):
+    gone = part_of(files.path(NEW)).name.replace(f"-{os.getpid()}-", "-4194999-")
+    (files.folder / gone).write_text("a part whose writer is dead")
+    before = {path.name: path.read_bytes() for path in files.folder.iterdir()}
+    with pytest.raises(ConfigurationError, match="has format 0, this package reads and writes format 1: use the pack"):
         restarted(files)
+    assert {path.name: path.read_bytes() for path in files.folder.iterdir()} == before
+    files.path(NEW).unlink()
+    restarted(files)
+    assert list(files.folder.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:

@@ -115,6 +115,23 @@ def test_one_that_will_expire_soon_and_one_that_others_can_read_are_warned_of(
     assert caplog.text == ""
 
 
+def test_who_runs_on_with_a_certificate_that_has_ended_says_so_once(
+    keys: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server whose own certificate had ended let nobody in any more, and said nothing."""
+    folder = KeyFolder(write_keys(tmp_path / "odd", keys.issued(MEMBER, 30)))
+    assert caplog.text == ""
+    write_keys(tmp_path / "odd", keys.issued(MEMBER, -0.001))
+    for _ in range(3):
+        assert folder.current().facts.trouble
+    (said,) = [record.message for record in caplog.records]
+    assert "the certificate of odd does not count: it expired on 2" in said
+    assert said.endswith("renew it: chaos-lightning keys node odd --renew")
+    write_keys(tmp_path / "odd", keys.issued(MEMBER, 3))
+    folder.current()
+    assert "ends in 3.0 days" in caplog.text
+
+
 # ------------------------------------------------------------------------------------------------ read anew
 
 

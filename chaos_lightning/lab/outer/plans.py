@@ -9,6 +9,9 @@ from random import Random
 from chaos_lightning.lab.outer.processes import TURNED, ClusterSpec
 from chaos_lightning.outer.settings import OuterSettings
 
+AWAY_S = 600.0
+AWAY_LIMIT_S = 2000.0
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -19,10 +22,11 @@ class Fault:
     """"leader", "follower", "cluster" (killed; a follower is started again), "leader-effect", "follower-effect",
     "cluster-effect" (killed between two effects), "again" (a cluster is killed and started again), "freeze-leader",
     "freeze-follower", "freeze-cluster", "stream" (a cluster's is cut), "store" (fails), "doubt" (it stores, and its
-    answers are lost), "older" (an older copy takes its place), "server" (leader and all followers are killed), "recut"
-    (the same, and a start with other followers: "f3" asks for three, "" for nothing), "full" (a disk), "damage" (the
-    newest durable file; "damage-both": both), "leave", "end" (an operator asks for it); of an elastic cluster: "rank"
-    (killed), "rank-effect", "freeze-rank", "rank-join", "take-back" (a commit goes back)."""
+    answers are lost), "older" (an older copy takes its place), "server" (leader and all followers are killed), "away"
+    (the same, and none of them is started again for so long), "recut" (the same, and a start with other followers: "f3"
+    asks for three, "" for nothing), "full" (a disk), "damage" (the newest durable file; "damage-both": both), "leave",
+    "end" (an operator asks for it); of an elastic cluster: "rank" (killed), "rank-effect", "freeze-rank", "rank-join",
+    "take-back" (a commit goes back)."""
     name: str = ""
     lasts: float = 0.0
 
@@ -237,6 +241,21 @@ def older_plan(seed: int) -> Plan:
     return replace(plan, faults=(Fault(random.uniform(2.0, 5.0), "older"),))
 
 
+def away_plan(seed: int) -> Plan:
+    """The whole server is away for ten minutes; somebody may die, come again, stand still or leave meanwhile."""
+    random, plan = Random(seed), any_plan(seed)
+    at, shared = random.uniform(6.0, 12.0), random.random() < 0.5
+    loop = 0 if shared else random.randint(900, 1300)
+    clusters = tuple(
+        ClusterSpec(f"c{i}", 0.0, random.uniform(0.4, 0.8), loop=loop) for i in range(random.randint(2, 3))
+    )
+    faults = [Fault(at, "away", lasts=AWAY_S)]
+    if random.random() < 0.5:
+        action = random.choice(("cluster", "again", "freeze-cluster", "leave"))
+        faults.append(Fault(random.uniform(at, at + AWAY_S), action, clusters[-1].name, random.uniform(0.2, 3.0)))
+    return replace(plan, clusters=clusters, faults=tuple(faults), length=480 * (not loop), limit_s=AWAY_LIMIT_S)
+
+
 def elastic_plan(seed: int) -> Plan:
     """A cluster is an elastic job itself, whose ranks die, stand still and come, and whose commits are taken back."""
     random, plan = Random(seed), any_plan(seed)
@@ -316,6 +335,7 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "holders": holders_plan,
     "fickle": fickle_plan,
     "older": older_plan,
+    "away": away_plan,
     "elastic": elastic_plan,
     "newcomers": newcomers_plan,
     "far": far_plan,

@@ -90,6 +90,8 @@ class World:
         self._number = 0
         self._removed_at: dict[IncarnationId, float] = {}
         self._struck_at = self._lost_at = 0.0
+        self._away_until = 0.0
+        """Nobody starts a process of the server before."""
         self._todo = len(plan.clusters) + len(plan.faults)
         self.kernel.at(0.0, self._lead)
         for name in self.disks:
@@ -212,11 +214,16 @@ class World:
                 stream.cut()
 
     def _lead(self) -> None:
-        if self.leader is None and self.start is None:
+        if self.kernel.now < self._away_until:
+            self.kernel.at(self._away_until, self._lead)
+        elif self.leader is None and self.start is None:
             self.leader = LeaderProcess(self, "leader")
             self.say(f"leader {self.leader.term} leads")
 
     def _follow(self, name: str) -> None:
+        if self.kernel.now < self._away_until:
+            self.kernel.at(self._away_until, lambda: self._follow(name))
+            return
         before = self.followers.get(name)
         if self.start is not None or name not in self.names or (before is not None and before.alive):
             return
@@ -263,7 +270,9 @@ class World:
             case "freeze-follower":
                 self.followers[fault.name].freeze()
                 after(fault.lasts, self.followers[fault.name].thaw)
-            case "server" | "recut":
+            case "server" | "recut" | "away":
+                if fault.action == "away":
+                    self._away_until = self.kernel.now + fault.lasts
                 self._stop_server()
                 before = self.start
                 if fault.action == "recut":
