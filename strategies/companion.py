@@ -77,7 +77,7 @@ class Companion(pl.Callback):
             # fit's loop ends at a StopIteration, without the epoch-end hooks that would judge half an epoch.
             session.end_epoch()
         if session.departed or (session.outer is not None and session.outer.ended):
-            unfinish_epoch(session.trainer)
+            unfinish_epoch(session.trainer, begun=not session.through)
             raise StopIteration
         results.agree(
             session.trainer,

@@ -14,14 +14,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 
 from chaos_lightning.data.loader import ElasticLoader
-from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.errors import ConfigurationError, DeadlineError, UnsupportedError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.training import reduced_buffers
@@ -44,6 +45,9 @@ from chaos_lightning.strategies.outer_clock import JobClock
 _log = logging.getLogger("chaos_lightning")
 
 MEETING = "outer sync"
+LET_GO_S = 3.0
+"""After its loop a rank that was asked to leave waits so long to be let go. If all do, as their scheduler is away, the
+cluster leaves as a whole (s)."""
 CHECKPOINT = "checkpoint (ckpt_path)"
 """What a job goes on from, as clusters compare it."""
 SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
@@ -149,6 +153,8 @@ class ElasticPart:
         self._cluster: ElasticCluster | None = None
         self._engine: Engine | None = None
         self._patience: Patience | None = None
+        self._asked_at = 0.0
+        """When this rank was first seen to be asked to leave, after the loop; 0.0: it was not."""
         self._closed = False
         self._epoch: int | None = None
         """Of the job, that the present pass goes over."""
@@ -352,19 +358,48 @@ class ElasticPart:
 
     # ------------------------------------------------------------------ the end
 
-    def finish(self, reason: str, meet: Meet) -> None:
-        """The loop of all ranks is over: pushes the rest, and stays until the job has ended, or this rank is out."""
-        engine = self._engine
-        assert engine is not None
+    def finish(self, reason: str, meet: Meet, goes: Callable[[], bool]) -> None:
+        """The loop of all ranks is over: pushes the rest, and stays until the job has ended, or the cluster has left.
+
+        Args:
+            reason: Why it is over.
+            meet: A collective of the ranks.
+            goes: After a meeting: whether this rank is out now.
+
+        Raises:
+            DeadlineError: The cluster was to leave, and could not in `patience_s`.
+        """
+        self._patience = None
         self.cluster.finish(reason)
         while not self.cluster.over:
-            self.patient(waits=True)
-            if not self.meet(meet) or engine.out:
+            self._await_end()
+            if not self.meet(meet) or goes():
                 return
         self.clock.put(self.cluster.reckoned, in_batch=False, back=True)
 
+    def _await_end(self) -> None:
+        """Who is through long before other clusters leaves. Ranks lose patience one soon after the other, so each of
+        them asks: the word of the first one counts, and every rank may be that. From then on each waits as long again.
+
+        Raises:
+            DeadlineError: That was in vain, too.
+        """
+        assert self._engine is not None
+        if self._engine.leaving:
+            self._asked_at = self._asked_at or time.monotonic()
+            self.cluster.held = time.monotonic() - self._asked_at > LET_GO_S
+        try:
+            self.patient(waits=True)
+        except DeadlineError as error:
+            if self.cluster.leaves:
+                raise
+            _log.warning("%s; this cluster is through, so it leaves, with %s", error, self.cluster.base)
+            self._patience = None
+            self.cluster.leave()
+
     def leave(self) -> None:
         """The last rank goes, and the cluster with it, once what it has pushed is durable."""
+        self._patience = None
         self.cluster.leave()
         while not self.cluster.over:
             self.patient(waits=True)

@@ -117,9 +117,10 @@ def _refit_bars(trainer: Trainer, total: float) -> None:
             bar.progress.update(number, total=shown)
 
 
-def unfinish_epoch(trainer: Trainer) -> None:
-    """The epoch ended in its midst, by a StopIteration: Lightning has counted it, and a checkpoint must not."""
-    if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+def unfinish_epoch(trainer: Trainer, *, begun: bool = True) -> None:
+    """The epoch ended in its midst, by a StopIteration: Lightning has counted it, and a checkpoint must not. One that
+    was not `begun` was over at those whose counters these are, and counts already."""
+    if not begun or not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
         for count in _processed(trainer.fit_loop.epoch_progress):
             count.processed -= 1
 

@@ -136,6 +136,8 @@ class FitSession:
         """This fit's part in an outer job, if the members are ranks of one of its clusters."""
         self._outer_due: Header | None = None
         """A step of which that has yet to be told."""
+        self.through = False
+        """The loop of all ranks of a cluster is over; perhaps it was before this one came."""
         self._uncommitted: dict[str, Any] | None = None
         """Counters without the batch in which this last member left: it runs on, and its step does not count."""
 
@@ -218,6 +220,7 @@ class FitSession:
             "gradients": lambda: self.stepper.gradients(),
             "log_dir": lambda: self.writer.log_dir,
             "clock": lambda: self.outer.clock.manifest() if self.outer else {},
+            "through": lambda: self.through,
         }
         outer = self.outer
         batch = self.elastic.batch * trainer.accumulate_grad_batches
@@ -313,6 +316,7 @@ class FitSession:
         self.collectives.syncs = set(extra["syncs"])
         self.stepper.adopt_gradients(extra["gradients"])
         self.writer.log_dir = extra["log_dir"]
+        self.through = extra["through"]
         if self.outer:
             self.outer.clock.adopt(extra["clock"])
 
@@ -330,6 +334,11 @@ class FitSession:
             raise StopIteration
         if not self.in_job:
             return
+        if (
+            self.outer and self.through
+        ):  # what follows the last epoch the others have behind them: they meet in `finish`
+            self.outer.ended, self.in_job = True, False
+            raise StopIteration
         if self.state.ended:
             self.state.ended = False
             make_up_for_end(self.trainer)
@@ -364,7 +373,8 @@ class FitSession:
                 self._observe()
         except FencedError as error:
             self.fenced(error)
-            self._come_in()
+            if not self.through:
+                self._come_in()
         except DepartedError:
             self._depart()
         self._check_departure()
@@ -697,11 +707,11 @@ class FitSession:
         self._refuse_void()
         if not self.entered:
             return
+        self.in_job |= self.through and not self.departed
         if self.in_job and self.outer:
-            self.outer.finish(self._reason(), self.gather)
+            self.through = True
+            self.outer.finish(self._reason(), self.gather, self._goes)
             self._refuse_void()
-            if self.engine.out:  # it was asked to leave; the last rank is not let go, and waits for the job's end
-                self._depart()
         if self.in_job:
             with contextlib.suppress(DepartedError):
                 self.engine.finish()
@@ -710,6 +720,16 @@ class FitSession:
             self.in_job = False
         elif self.engine.out:
             self.engine.wait_released()
+
+    def _goes(self) -> bool:
+        """After a meeting of ranks whose loop is over: whether this one is out. The last one that was asked to leave
+        takes the cluster along. Newcomers are let in, for they are waited for before anybody goes."""
+        assert self.outer is not None
+        if not self.outer.cluster.over:
+            self._let_others_in()
+        elif self.engine.out:
+            self._depart()
+        return self.departed or self.void
 
     def _refuse_void(self) -> None:
         if self.void:

@@ -62,7 +62,8 @@ class ClusterOptions:
     )
     patience_s: float = setting(
         1800.0,
-        "How long to wait for samples, or for the job's end, before this cluster gives up with an error.",
+        "How long to wait for samples, before this cluster gives up with an error, or for the job's end, before it "
+        "leaves.",
         check=positive("seconds"),
     )
     followers: int = same_as(LeaderOptions, "followers")

@@ -129,6 +129,11 @@ class ElasticCluster:
         options: Of this cluster, equal at all ranks but for folders.
         inner: The job of the ranks.
         events: Of this rank, as part of the cluster.
+
+    Attributes:
+        leaves: This rank has said `leave`.
+        held: This rank was asked to leave after the loop of all ranks, and has not been let go. If all are held, the
+            cluster leaves.
     """
 
     def __init__(
@@ -163,7 +168,7 @@ class ElasticCluster:
         self._serving = PushServing(options, self._secret, self._model.grid, self._model.who, events.emit)
         self._step = _Step()
         self._reason = self._failed = ""
-        self._leaves = False
+        self.leaves = self.held = False
         self._closing = threading.Event()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
 
@@ -348,9 +353,10 @@ class ElasticCluster:
             self._step.samples,
             (self._step.rates.samples_per_s, self._step.rates.steps_per_s),
             self._reason,
-            self._leaves,
+            self.leaves,
             self._failed,
             events,
+            self.held,
         )
 
     def meeting(self) -> bytes:
@@ -611,8 +617,8 @@ class ElasticCluster:
         self._reason = reason
 
     def leave(self) -> None:
-        """The cluster is to go; ranks are to meet until `over`."""
-        self._leaves = True
+        """The cluster is to go; ranks are to meet until `over`. Of several ranks the first one's word counts."""
+        self.leaves = True
 
     def _end_of_life(self, reason: str, *, again: bool) -> None:
         self._model.end(reason, again=again)

@@ -48,6 +48,7 @@ class RankSays:
         leaves: The cluster is to leave.
         failed: Why the server will not have this cluster, or why this rank cannot go on.
         events: What the machines are to hear, if it is the first rank.
+        held: It was asked to leave after the loop of all ranks, and has not been let go.
     """
 
     holds: VersionId = NO_VERSION
@@ -58,6 +59,7 @@ class RankSays:
     leaves: bool = False
     failed: str = ""
     events: tuple[cl.ClusterEvent, ...] = ()
+    held: bool = False
 
 
 @dataclass(slots=True)
@@ -171,7 +173,7 @@ class RanksMachine:
         yield from self._agreed(ranks, said)
         if first.over and not self.machine.verdict and not self.machine.leaving:
             yield from self.machine.on(cl.LoopOver(first.over))
-        if first.leaves and not self.machine.leaving:
+        if (first.leaves or all(each.held for each in said)) and not self.machine.leaving:
             yield from self.machine.on(cl.LeaveAsked())
         yield from self.machine.on(cl.AtRest())
 

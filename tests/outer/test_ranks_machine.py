@@ -22,3 +22,14 @@ def test_a_version_that_all_ranks_still_have_is_not_dropped_to_be_fetched_again(
     effects = list(state.commit(["a", "b"], said, 0, ()))
     assert [type(effect) for effect in effects] == [fx.Told, cl.Adopt]
     assert state.machine.base == HERE
+
+
+def test_a_cluster_leaves_when_its_first_rank_says_so_or_all_are_held() -> None:
+    def leaves(*said: RankSays) -> bool:
+        state = RanksMachine(ClusterMachine("e", "here", "n", agreement(OuterSettings(), 0)))
+        list(state.commit(["a", "b"], said, 0, ()))
+        return state.machine.leaving
+
+    stays, held, asks = RankSays(), RankSays(held=True), RankSays(leaves=True)
+    assert [leaves(stays, stays), leaves(stays, asks), leaves(held, stays), leaves(stays, held)] == [False] * 4
+    assert [leaves(asks, stays), leaves(held, held)] == [True] * 2

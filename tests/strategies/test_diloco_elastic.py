@@ -13,6 +13,7 @@ import pytest
 import strategy_models as models
 import torch
 from forked_support import patient, run, scheduler
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
@@ -262,15 +263,20 @@ def test_ranks_leave_and_the_last_one_takes_the_cluster_along(job: ElasticJob) -
     audited(job)
 
 
-def leave_a_meeting(job: ElasticJob) -> None:
-    """Rank a leaves once nothing that was under way lets the ranks train any more: they only meet."""
-    harness = job.harness
+def wait_for_meetings(job: ElasticJob) -> None:
+    """Nothing that was under way lets the ranks train any more: they only meet."""
 
     def waits() -> bool:
-        kinds = [r["kind"] for r in harness.records if r.name == "committed"]
+        kinds = [r["kind"] for r in job.harness.records if r.name == "committed"]
         return len(kinds) > 50 and set(kinds[-50:]) == {"gather"}
 
-    harness.wait_until(waits, "meetings in place of steps")
+    job.harness.wait_until(waits, "meetings in place of steps")
+
+
+def leave_a_meeting(job: ElasticJob) -> None:
+    """Rank a leaves while the ranks only meet."""
+    harness = job.harness
+    wait_for_meetings(job)
     harness.terminate("a")
     assert harness.wait_exit("a") == 0
     carried = [r["kind"] for r in harness.records if r.name == "committed" and r["next_view"] != r["view"]]
@@ -317,7 +323,8 @@ def test_a_rank_leaves_while_all_that_its_cluster_was_dealt_is_used(job: Elastic
     leave_while_it_waits(job, "leader")
 
 
-def test_a_rank_leaves_while_its_cluster_is_through_and_another_is_not(job: ElasticJob) -> None:
+def through(job: ElasticJob, **rules: Any) -> None:
+    """Ranks a and b are through, or will be soon, and a cluster of one process stands still until `go_on`."""
     from diloco_members import cluster
 
     job.serve()
@@ -328,14 +335,107 @@ def test_a_rank_leaves_while_its_cluster_is_through_and_another_is_not(job: Elas
     job.harness.start_function("solo", cluster, {**spec, **stops})
     job.harness.wait_for("cluster_welcomed")
     for name in ("a", "b"):
-        job.rank(name, step_s=0.1, trainer={"max_epochs": 1})
+        job.rank(name, step_s=0.1, samples=400, trainer={"max_epochs": 1}, rules=rules)
         job.harness.wait_for("joined", node=name)
-    leave_a_meeting(job)
+
+
+def go_on(job: ElasticJob) -> dict[str, Any]:
+    """The cluster of one process goes on to its end."""
     (job.out / "gate").write_text("")
-    b, solo = job.finish("b", "solo")
-    assert torch.equal(b["weights"], solo["weights"])
-    assert counted(job)[0] == 2 * 240
+    return job.finish("solo")[0]
+
+
+def left_in_good_order(job: ElasticJob) -> None:
+    """The cluster of ranks a and b was out before the other went on, and all that it has trained counts."""
+    removed = job.harness.wait_for("entry", lambda r: r["kind"] == "Removed")
+    assert "it was asked to leave" in removed["body"]["reason"]
+    assert job.harness.children["solo"].running
+    go_on(job)
+    assert counted(job)[0] == 400 + 240
+    hashes(job)
     audited(job)
+
+
+def test_a_rank_leaves_while_its_cluster_is_through_and_another_is_not(job: ElasticJob) -> None:
+    through(job)
+    leave_a_meeting(job)
+    solo = go_on(job)
+    (b,) = job.finish("b")
+    assert torch.equal(b["weights"], solo["weights"])
+    assert counted(job)[0] == 400 + 240
+    audited(job)
+
+
+def test_the_last_rank_leaves_while_its_cluster_is_through_and_another_is_not(job: ElasticJob) -> None:
+    through(job)
+    leave_a_meeting(job)
+    job.harness.terminate("b")
+    assert job.harness.wait_exit("b") == 0
+    left_in_good_order(job)
+
+
+def test_all_ranks_are_asked_to_leave_at_once_while_their_cluster_is_through(job: ElasticJob) -> None:
+    through(job)
+    wait_for_meetings(job)
+    for name in ("a", "b"):
+        job.harness.terminate(name, number=signal.SIGINT)
+    assert [job.harness.wait_exit(name) for name in ("a", "b")] == [0, 0]
+    left_in_good_order(job)
+
+
+def test_all_ranks_leave_while_their_cluster_is_through_and_their_scheduler_is_away(job: ElasticJob) -> None:
+    """Nobody can let one of them go, so they go together."""
+    through(job)
+    wait_for_meetings(job)
+    job.kill_scheduler()
+    for name in ("a", "b"):
+        job.harness.terminate(name)
+    assert [job.harness.wait_exit(name) for name in ("a", "b")] == [0, 0]
+    left_in_good_order(job)
+
+
+def test_a_cluster_of_ranks_that_is_through_long_before_the_others_leaves(job: ElasticJob) -> None:
+    through(job, patience_s=2.0)
+    a, b = job.finish("a", "b")
+    assert torch.equal(a["weights"], b["weights"])
+    assert a["over"] == b["over"] == "it was asked to leave"
+    assert a["status"] == b["status"] == str(TrainerStatus.FINISHED)
+    left_in_good_order(job)
+
+
+def test_a_rank_comes_when_the_others_are_through(job: ElasticJob) -> None:
+    """It trains nothing, and is the last one, which takes the cluster along."""
+    through(job)
+    wait_for_meetings(job)
+    job.rank("c", step_s=0.1, samples=400, trainer={"max_epochs": 1})
+    late = job.harness.wait_for("joined", node="c")
+    assert late["step"] == max(r["step"] for r in job.harness.records if r.name == "committed")
+    for name in ("a", "b", "c"):
+        job.harness.terminate(name)
+        assert job.harness.wait_exit(name) == 0
+    reports = job.finish("a", "b", "c")
+    assert len({each["step"] for each in reports}) == 1
+    assert {each["epoch"] for each in reports} == {1}
+    assert [line[0] for line in reports[2]["lines"]] == ["epoch"]
+    left_in_good_order(job)
+
+
+def test_ranks_that_cannot_even_leave_give_up(job: ElasticJob) -> None:
+    """The push after the last step is not answered: they wait, are to leave, and wait as long for that."""
+    job.serve()
+    harness = job.harness
+    for name in ("a", "b"):
+        job.rank(name, step_s=0.05, samples=1600, trainer={"max_epochs": 1}, rules={"patience_s": 2.0})
+        harness.wait_for("joined", node=name)
+    harness.wait_for("version_adopted", lambda r: r["progress_steps"] > 0)
+    harness.stop("follower")
+    harness.declare("a", "b")
+    assert [harness.wait_exit(name) for name in ("a", "b")] == [1, 1]
+    harness.cont("follower")
+    for name in ("a", "b"):
+        said = harness.children[name].log.read_text()
+        assert "this cluster is through, so it leaves" in said
+        assert "DeadlineError: cluster home waited 2 s for the answer to push" in said
 
 
 def test_the_first_rank_is_frozen_and_comes_back(job: ElasticJob) -> None:
