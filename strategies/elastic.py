@@ -46,8 +46,8 @@ _log = logging.getLogger("chaos_lightning")
 
 MEETING = "outer sync"
 LET_GO_S = 3.0
-"""After its loop a rank that was asked to leave waits so long to be let go. If all do, as their scheduler is away, the
-cluster leaves as a whole (s)."""
+"""So long (s) a rank that was asked to leave after its loop waits to be let go. If all wait longer, as their scheduler
+is away, the cluster leaves as a whole."""
 CHECKPOINT = "checkpoint (ckpt_path)"
 """What a job goes on from, as clusters compare it."""
 SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")

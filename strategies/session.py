@@ -297,7 +297,7 @@ class FitSession:
             self.writer.log_dir = ("", "")  # what was kept with a state is of the job before
         self._samples.begin(engine.header.ledger)
         self._observe(fresh=fresh)
-        if not fresh and epoch_of(trainer) != epoch_before:
+        if not fresh and not self.through and epoch_of(trainer) != epoch_before:
             # Every process has seen this hook for the epoch that it is in.
             with self.alone():
                 _call_callback_hooks(trainer, "on_train_epoch_start")
@@ -334,9 +334,7 @@ class FitSession:
             raise StopIteration
         if not self.in_job:
             return
-        if (
-            self.outer and self.through
-        ):  # what follows the last epoch the others have behind them: they meet in `finish`
+        if self.outer and self.through:  # the others are past all that follows an epoch: it meets them in `finish`
             self.outer.ended, self.in_job = True, False
             raise StopIteration
         if self.state.ended:
