@@ -46,7 +46,7 @@ from chaos_lightning.outer.cluster_model import ClusterModel
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.codec import Part
 from chaos_lightning.outer.fetching import fetch, version_name
-from chaos_lightning.outer.getting import Sought, VersionGetter
+from chaos_lightning.outer.getting import Attempt, Sought, VersionGetter
 from chaos_lightning.outer.messages import ClusterHello, Holder
 from chaos_lightning.outer.push_serving import FETCH_S, PushServing
 from chaos_lightning.outer.ranks_machine import RankSays, RanksEffect, RanksMachine, Sealed
@@ -546,7 +546,7 @@ class ElasticCluster:
         others = tuple(rank for rank in state.having if rank != self._me)
 
         if others:
-            return Sought(wanted, state.machine, lambda part: self._copy(wanted, part, others))
+            return Sought(wanted, state.machine, lambda attempt: self._copy(wanted, attempt, others))
         get = partial(self._model.get, wanted, serving=self._serving)
         return Sought(wanted, state.machine, get) if self._first and self._serving.holders else None
 
@@ -558,11 +558,12 @@ class ElasticCluster:
                 self._news.append(event)
                 self._changed.notify_all()
 
-    def _copy(self, wanted: VersionId, part: Part, ranks: Sequence[str]) -> None:
+    def _copy(self, wanted: VersionId, attempt: Attempt, ranks: Sequence[str]) -> None:
+        part = attempt.part
         name = version_name(wanted, part.shard, part.format.name)
         for donor in self._inner.ways(ranks):
             try:
-                fetch(name, [donor], self._inner.dial, part.data, deadline_s=FETCH_S, abandoned=self._closing.is_set)
+                fetch(name, [donor], self._inner.dial, part.data, deadline_s=FETCH_S, abandoned=attempt.abandoned)
                 return
             except NoDonorError as error:
                 _log.debug("version %s is not at %s: %s", wanted, donor.member, error)
