@@ -145,6 +145,14 @@ def frozen_plan(seed: int) -> Plan:
     return replace(plan, followers=2, clusters=clusters, faults=tuple(faults))
 
 
+def unheard_plan(seed: int) -> Plan:
+    """Leaders die again and again between what they store and what they say of it."""
+    random, plan = Random(seed), any_plan(seed)
+    clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.04)) for i in range(2))
+    faults = tuple(Fault(0.5 + 0.7 * turn + random.uniform(0.0, 0.5), "leader-effect") for turn in range(12))
+    return replace(plan, clusters=clusters, faults=faults)
+
+
 def poisoned_plan(seed: int) -> Plan:
     """Many pushes are not finite."""
     return replace(any_plan(seed), poison=0.25)
@@ -338,6 +346,7 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "fragile": fragile_plan,
     "rolled": rolled_plan,
     "frozen": frozen_plan,
+    "unheard": unheard_plan,
     "poisoned": poisoned_plan,
     "own": own_plan,
     "strange": strange_plan,
