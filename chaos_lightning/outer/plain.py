@@ -124,5 +124,5 @@ def read_text(hint: type[T], data: bytes) -> T:
     try:
         found: T = built(hint, json.loads(data))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise WireError(f"{len(data)} bytes that should be {hint} are malformed: {error!r}") from error
+        raise WireError(f"{len(data)} bytes that should be a {hint.__name__} are malformed: {error!r}") from error
     return found
