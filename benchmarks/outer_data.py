@@ -134,7 +134,7 @@ def follower(pipe: Connection, nbytes: int, seed: int) -> None:
         if order == "empty":
             into.data.zero_()
         elif order == "push":
-            fetch_push(what, into, ends[level].dial, deadline_s=DEADLINE_S)
+            fetch_push(what, into, ends[level].dial, deadline_s=DEADLINE_S, blank=True)
         elif order == "hold":
             hold_version(servers[level], what, whole)
         elif order == "drop":
@@ -209,7 +209,8 @@ class Data:
         asked = time.monotonic()
         began = self._tell("hold", level, version)
         self.publishing["version"].append(began - asked)
-        fetch_version(version, [part.shard], BF16, holders, part, self._lines[level].dial, deadline_s=DEADLINE_S)
+        dial = self._lines[level].dial
+        fetch_version(version, [part.shard], BF16, holders, part, dial, deadline_s=DEADLINE_S, blank=True)
         took_s = time.monotonic() - began
         self._tell("drop", level, version)
         return took_s

@@ -28,7 +28,7 @@ from chaos_lightning.protocol.types import (
     View,
 )
 
-EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper")
+EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper", "lets_go")
 """Fields in which all contributions to one slot must agree, in the order in which they are compared."""
 
 
@@ -56,7 +56,7 @@ def disagreement(contributions: Sequence[Contribution]) -> str:
 def _yielded(reference: Contribution, other: Contribution) -> tuple[str, ...]:
     """Fields in which a contribution that yields may differ: what comes from the script, but for a step's section."""
     if other.kind is Kind.GATHER:
-        return ("name",)
+        return ("name", "lets_go")
     return ("kind", "hyper") if other.kind is reference.kind else ("kind", "hyper", "name")
 
 

@@ -56,6 +56,14 @@ class ClusterState:
     """Pushes whose bytes it held when it came."""
     in_s: dict[str, float] = field(default_factory=dict)
 
+    def stands(self, now: float, base: VersionId, fetching: VersionId) -> None:
+        """It has this base, and fetches that version."""
+        if fetching == NO_VERSION:
+            self.seeks_since = math.inf
+        elif self.seeks_since == math.inf or base != self.base:
+            self.seeks_since = now
+        self.base, self.fetching = base, fetching
+
 
 class Attendance:
     """See the module.
@@ -114,6 +122,12 @@ class Attendance:
         missed_s = MISSED * desk.settings.heartbeat_s
         return {who: for_s for who, for_s in silent_s.items() if for_s > missed_s and self._holds_alone(who)}
 
+    @property
+    def spoken(self) -> bool:
+        """Whether all that are in have said what their base is."""
+        known = self._desk.chain.incarnations.items()
+        return all(who in self.clusters for who, incarnation in known if not incarnation.over)
+
     def fetched(self) -> list[VersionId]:
         """What clusters are fetching; first what somebody fetches who has waited longest for another version (O8c)."""
         seeking = [who for who in self.living() if self.clusters[who].fetching != NO_VERSION]
@@ -149,7 +163,8 @@ class Attendance:
         cluster = self.clusters.setdefault(who, ClusterState(conn, now))
         if (known := self._desk.chain.paced.get(who)) is not None and not cluster.steps:
             cluster.steps, cluster.rate, cluster.step_rate = known.steps, known.rate, known.step_rate
-        cluster.conn, cluster.heard_s, cluster.nonce, cluster.base = conn, now, hello.nonce, hello.base
+        cluster.conn, cluster.heard_s, cluster.nonce = conn, now, hello.nonce
+        cluster.stands(now, hello.base, hello.fetching)
         cluster.kept = frozenset(hello.kept)
         self._conns[conn] = who
 
@@ -161,11 +176,8 @@ class Attendance:
         cluster = self.clusters.get(beat.incarnation)
         if cluster is None:
             return False
-        if beat.fetching == NO_VERSION:
-            cluster.seeks_since = math.inf
-        elif cluster.seeks_since == math.inf or beat.base != cluster.base:
-            cluster.seeks_since = self._desk.now
-        cluster.heard_s, cluster.base, cluster.fetching = self._desk.now, beat.base, beat.fetching
+        cluster.heard_s = self._desk.now
+        cluster.stands(self._desk.now, beat.base, beat.fetching)
         cluster.rate, cluster.step_rate = beat.rate, beat.step_rate
         cluster.left, cluster.pending, cluster.leaving = beat.left, beat.pending, beat.leaving
         if cluster.conn is not None or cluster.gone:

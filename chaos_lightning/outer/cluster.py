@@ -348,6 +348,7 @@ class ClusterMachine:
             newest=self.newest,
             kept=tuple(sorted(self.kept)),
             job_id=self.job_id,
+            fetching=max(self._fetching, self._here),
         )
 
     @property
@@ -685,23 +686,24 @@ class ClusterMachine:
         A fetch that is under way goes on though newer versions come: where a fetch takes longer than a round, none
         would ever end.
         """
+        # Enough is pushed from the base that there is: where newer ones come all the time, it would never be.
+        assert self.incarnation is not None
+        founds = self.base == NO_VERSION and self._stream == _WELCOME and not self._founded
+        hurries = self.dry or self.leaving or bool(self.verdict)
+        enough = self.unpushed.steps >= self.inner_steps or (self.unpushed.steps > 0 and hurries)
+        ready = self._due is None and self._resting
+        if ready and (founds or (self.base != NO_VERSION and enough)):
+            self._freezing = PushId(self.incarnation, self._next)
+            self._next += 1
+            self._covered, self.unpushed = self.unpushed, Unpushed()
+            self._fetching = NO_VERSION  # once the push is answered, a newer one is due
+            self._out.append(Freeze(self._freezing, self.base))
+            return
         wanted = self._serves(self._served) and not self._serves(self._fetching)
         if wanted and self._may_adopt and self._served != self._here:
             self._fetching = self._served
             self._out.append(FetchVersion(self._served))
             self._beat()  # so that it is served until it is here
-        if self._due is not None or not self._resting:
-            return
-        # Enough is pushed from the base that there is: where newer ones come all the time, it would never be.
-        founds = self.base == NO_VERSION and self._stream == _WELCOME and not self._founded
-        hurries = self.dry or self.leaving or bool(self.verdict)
-        enough = self.unpushed.steps >= self.inner_steps or (self.unpushed.steps > 0 and hurries)
-        if founds or (self.base != NO_VERSION and enough):
-            assert self.incarnation is not None
-            self._freezing = PushId(self.incarnation, self._next)
-            self._next += 1
-            self._covered, self.unpushed = self.unpushed, Unpushed()
-            self._out.append(Freeze(self._freezing, self.base))
 
     def _serves(self, version: VersionId) -> bool:
         """Whether it may be adopted next."""

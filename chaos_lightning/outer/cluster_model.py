@@ -18,6 +18,7 @@ from chaos_lightning.outer.cluster import ClusterMachine
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.codec import Part, codec_named
 from chaos_lightning.outer.content import OuterContent
+from chaos_lightning.outer.getting import Attempt
 from chaos_lightning.outer.messages import Dismissed, PushAnswered, Welcomed
 from chaos_lightning.outer.push_serving import PushServing
 from chaos_lightning.outer.replica import Replica
@@ -65,10 +66,10 @@ class ClusterModel:
         """Memory for a version."""
         return Part.empty(self.grid.whole, self.codec.version)
 
-    def get(self, version: VersionId, part: Part, serving: PushServing) -> None:
+    def get(self, version: VersionId, attempt: Attempt, *, serving: PushServing) -> None:
         """Fills `part` with a version from the followers; errors are those of `PushServing.fetch`."""
         began = time.monotonic()
-        nbytes = serving.fetch(version, part)
+        nbytes = serving.fetch(version, attempt.part, attempt.abandoned, blank=attempt.blank)
         self.tell("version_fetched", version=str(version), nbytes=nbytes, seconds=_since(began), incarnation=self.who())
 
     # ------------------------------------------------------------------ what the log tells

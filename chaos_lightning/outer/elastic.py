@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -46,7 +46,7 @@ from chaos_lightning.outer.cluster_model import ClusterModel
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.codec import Part
 from chaos_lightning.outer.fetching import fetch, version_name
-from chaos_lightning.outer.getting import Sought, VersionGetter
+from chaos_lightning.outer.getting import Attempt, Sought, VersionGetter
 from chaos_lightning.outer.messages import ClusterHello, Holder
 from chaos_lightning.outer.plain import read_text, text_of
 from chaos_lightning.outer.push_serving import FETCH_S, PushServing
@@ -70,6 +70,8 @@ from chaos_lightning.replication.table import StateTable
 from chaos_lightning.security.credentials import Credentials
 
 _log = logging.getLogger("chaos_lightning")
+_read = lru_cache(maxsize=64)(partial(read_text, RankSays))
+"""Ranks mostly say what they said before: then a step reads nothing."""
 
 POLL_S = 0.05
 """While the ranks wait, the first one has them meet so often at least; sooner if there is news."""
@@ -105,6 +107,11 @@ class _Step:
     """When outer sync took the training thread; 0.0: it does not have it."""
     waited_s: float = 0.0
     """For how long it has had it since the last adoption."""
+
+    @property
+    def rounded(self) -> tuple[float, float]:
+        """Samples and steps a second, to two digits: what changes with each step is written and read at each step."""
+        return float(f"{self.rates.samples_per_s:.2g}"), float(f"{self.rates.steps_per_s:.2g}")
 
     def waited(self) -> float:
         """Up to now; what comes counts for the next adoption."""
@@ -172,6 +179,8 @@ class ElasticCluster:
         self._me, self._ranks = "", 1
         self._serving = PushServing(options, self._secret, self._model.grid, self._model.who, events.emit)
         self._step = _Step()
+        self._said = RankSays(), text_of(RankSays, RankSays())
+        """What it said last."""
         self._reason = self._failed = ""
         self._leaves = False
         self._closing = threading.Event()
@@ -345,7 +354,10 @@ class ElasticCluster:
         with self._changed:
             events = tuple(self._news) if self._first else ()
             self._sent, self._told = len(events), (self._getter.here, self._encoded)
-            return text_of(RankSays, self._answer(events))
+            said = self._answer(events)
+            if said != self._said[0]:
+                self._said = said, text_of(RankSays, said)
+            return self._said[1]
 
     def _answer(self, events: tuple[RankNews, ...]) -> RankSays:
         fetched, encoded = self._getter.here, self._encoded
@@ -353,7 +365,7 @@ class ElasticCluster:
             fetched[0] if fetched is not None else NO_VERSION,
             (encoded[0], encoded[2]) if encoded is not None and self._serving.holders else None,
             self._step.samples,
-            (self._step.rates.samples_per_s, self._step.rates.steps_per_s),
+            self._step.rounded if self._first else (0.0, 0.0),
             self._reason,
             self._leaves,
             self._failed,
@@ -407,7 +419,7 @@ class ElasticCluster:
         if not answers:
             return Boundary()
         self._step.kept_at = self._step.kept_at or began
-        said = [read_text(RankSays, answer) if answer else RankSays() for answer in answers]
+        said = [_read(answer) if answer else RankSays() for answer in answers]
         found = Boundary()
         self._take_place(ranks)
         if steps:
@@ -553,7 +565,7 @@ class ElasticCluster:
         others = tuple(rank for rank in state.having if rank != self._me)
 
         if others:
-            return Sought(wanted, state.machine, lambda part: self._copy(wanted, part, others))
+            return Sought(wanted, state.machine, lambda attempt: self._copy(wanted, attempt, others))
         get = partial(self._model.get, wanted, serving=self._serving)
         return Sought(wanted, state.machine, get) if self._first and self._serving.holders else None
 
@@ -565,11 +577,12 @@ class ElasticCluster:
                 self._news.append(event)
                 self._changed.notify_all()
 
-    def _copy(self, wanted: VersionId, part: Part, ranks: Sequence[str]) -> None:
+    def _copy(self, wanted: VersionId, attempt: Attempt, ranks: Sequence[str]) -> None:
+        part = attempt.part
         name = version_name(wanted, part.shard, part.format.name)
         for donor in self._inner.ways(ranks):
             try:
-                fetch(name, [donor], self._inner.dial, part.data, deadline_s=FETCH_S, abandoned=self._closing.is_set)
+                fetch(name, [donor], self._inner.dial, part.data, deadline_s=FETCH_S, abandoned=attempt.abandoned)
                 return
             except NoDonorError as error:
                 _log.debug("version %s is not at %s: %s", wanted, donor.member, error)

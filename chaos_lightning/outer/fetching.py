@@ -116,6 +116,7 @@ def fetch(
     progress: Tell | None = None,
     check: Check | None = None,
     abandoned: Callable[[], bool] | None = None,
+    blank: bool = False,
 ) -> Mapping[str, Any]:
     """Fills `part` with a state's bytes; what is here already is not fetched again.
 
@@ -129,6 +130,7 @@ def fetch(
         progress: Told of bytes that arrived.
         check: Looks at the manifest before anything is fetched; who gives it proves the bytes when they are here, too.
         abandoned: Asked now and then; True ends it.
+        blank: Nothing is here yet, so that nothing need be looked for.
 
     Returns:
         The manifest.
@@ -145,7 +147,8 @@ def fetch(
         redial_s=0.0,
         survey_grace_s=GRACE_S,
         redial_silent=len(donors) == 1,  # else the others go on at once
-        prove=check is None,
+        prove=False,  # each piece was verified where it lies
+        blank=blank,
     )
     pull_state(
         donors,
@@ -169,6 +172,7 @@ def fetch_push(
     deadline_s: float,
     donors: Sequence[Endpoint] = (),
     progress: Tell | None = None,
+    blank: bool = False,
 ) -> None:
     """Fills a follower's part of a push from the cluster that offers it; arguments and errors are those of `fetch`.
 
@@ -179,6 +183,7 @@ def fetch_push(
         deadline_s: For all of it.
         donors: Processes of that cluster (lines.DataListener.donors); none: whichever has one parked.
         progress: Told of bytes that arrived.
+        blank: See `fetch`.
 
     Raises:
         StateError: Its bytes are not what was offered.
@@ -196,8 +201,10 @@ def fetch_push(
 
     name = push_name(offer.push, shard)
     whom = donors or [Endpoint(str(offer.push.incarnation), "", 0)]
-    fetch(name, whom, dial, part.data, deadline_s=deadline_s, progress=progress, check=check)
-    for block, (digest, wanted) in enumerate(zip(part.digests(), expected[shard.first : shard.stop], strict=True)):
+    fetch(name, whom, dial, part.data, deadline_s=deadline_s, progress=progress, check=check, blank=blank)
+    for block, (digest, wanted) in enumerate(
+        zip(part.digests(several=True), expected[shard.first : shard.stop], strict=True)
+    ):
         if digest != wanted:
             raise StateError(
                 f"block {shard.first + block} of push {offer.push} is not the one that was offered: its digest is "
@@ -215,6 +222,8 @@ def fetch_version(
     *,
     deadline_s: float,
     progress: Tell | None = None,
+    abandoned: Callable[[], bool] = lambda: False,
+    blank: bool = False,
 ) -> int:
     """Fills the whole grid with a version, from all followers at once.
 
@@ -227,6 +236,8 @@ def fetch_version(
         dial: Makes a connection to a follower (lines.ParkedLines.dial).
         deadline_s: For all of it.
         progress: Told of bytes that arrived, by several threads.
+        abandoned: Asked now and then, by several threads; True ends it.
+        blank: See `fetch`.
 
     Returns:
         Its size in bytes.
@@ -242,13 +253,16 @@ def fetch_version(
     over = threading.Event()
     errors: list[BaseException] = []
 
+    def given_up() -> bool:
+        return over.is_set() or abandoned()
+
     def one(shard: Shard, holder: Holder) -> None:
         try:
             if not holder.endpoint:
                 raise NoDonorError(f"version {version}: follower {holder.name} is away, which holds a shard of it")
             donor = Endpoint(holder.name, *split_endpoint(holder.endpoint))
             name, data = version_name(version, shard, format.name), slice_of(part, shard)
-            fetch(name, [donor], dial, data, deadline_s=deadline_s, progress=progress, abandoned=over.is_set)
+            fetch(name, [donor], dial, data, deadline_s=deadline_s, progress=progress, abandoned=given_up, blank=blank)
         except BaseException as error:  # whoever waits for all of them raises it
             errors.append(error)
             over.set()

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from chaos_lightning.errors import ChaosError, NoDonorError
 from chaos_lightning.outer.codec import Part
@@ -26,18 +27,33 @@ _log = logging.getLogger("chaos_lightning")
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt to get a version.
+
+    Attributes:
+        part: Its memory.
+        blank: Nothing of the version is there yet.
+        abandoned: Whether it is wanted no more.
+    """
+
+    part: Part
+    blank: bool
+    abandoned: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class Sought:
     """What is to be got.
 
     Attributes:
         version: Which.
         whose: Whoever wants it; another one would not take it.
-        get: Fills memory with it; ChaosError or OSError if that cannot be for now.
+        get: Makes an attempt; ChaosError or OSError if it fails.
     """
 
     version: VersionId
     whose: object
-    get: Callable[[Part], None]
+    get: Callable[[Attempt], None]
 
 
 class VersionGetter:
@@ -111,10 +127,10 @@ class VersionGetter:
                 sought = self._open()
             if sought is None or self._closing.is_set():
                 continue
-            if part is None or of != sought.version:
+            if blank := part is None or of != sought.version:
                 part, of = self._empty(), sought.version
             try:
-                sought.get(part)
+                sought.get(Attempt(part, blank, partial(self._abandoned, sought)))
             except (ChaosError, OSError) as error:
                 _log.debug("version %s is not here yet: %s", of, error)
                 if isinstance(error, NoDonorError) and error.refused:
@@ -124,14 +140,19 @@ class VersionGetter:
             if self._server is not None:
                 hold_version(self._server, of, part)
             with self._changed:
-                still = self._open()
-                if still is not None and still.version == of and still.whose is sought.whose:
+                if not self._abandoned(sought):
                     self.drop()
                     self.here, part = (of, part), None
                     self._landed(of)
                     self._changed.notify_all()
                 elif self._server is not None:
                     drop_version(self._server, of, part)
+
+    def _abandoned(self, sought: Sought) -> bool:
+        """Another version is to be got, or none, or somebody else wants it."""
+        with self._changed:
+            now = self._open()
+        return self._closing.is_set() or now is None or now.version != sought.version or now.whose is not sought.whose
 
     def _open(self) -> Sought | None:
         """What is to be got and is not here."""

@@ -187,7 +187,8 @@ class LeaderMachine:
             self._turn()
         if not desk.done:
             self.shards.save()
-            self.shards.hold(self.attendance.fetched())
+            if self.attendance.spoken:
+                self.shards.hold(self.attendance.fetched())
         return desk.out
 
     # ------------------------------------------------------------------ hearing

@@ -52,6 +52,7 @@ class ClusterHello:
         process: Of its first rank.
         kept: Pushes whose bytes it holds, those of earlier incarnations among them.
         job_id: The job that it was let into (`OuterChain.job_id`); "": none yet.
+        fetching: The version that it is about to have for its base; NO_VERSION: none.
     """
 
     cluster: str
@@ -65,6 +66,7 @@ class ClusterHello:
     process: ProcessPlace = ProcessPlace()
     kept: tuple[PushId, ...] = ()
     job_id: str = ""
+    fetching: VersionId = NO_VERSION
 
 
 @dataclass(frozen=True, slots=True)

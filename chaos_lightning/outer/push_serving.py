@@ -120,11 +120,24 @@ class PushServing:
         """A connection to a follower, for versions. Any thread."""
         return self._lines.dial(endpoint)
 
-    def fetch(self, version: VersionId, part: Part) -> int:
-        """Fills `part` with a version, from all holders at once; its size in bytes. Errors are `fetch_version`'s."""
+    def fetch(self, version: VersionId, part: Part, abandoned: Callable[[], bool], *, blank: bool) -> int:
+        """Fills `part` with a version, from all holders at once; its size in bytes.
+
+        Arguments and errors are those of `fetch_version`.
+        """
         holders = self.holders
         cut = self._grid.cut(len(holders))
-        return fetch_version(version, cut, part.format, holders, part, self.dial, deadline_s=FETCH_S)
+        return fetch_version(
+            version,
+            cut,
+            part.format,
+            holders,
+            part,
+            self.dial,
+            deadline_s=FETCH_S,
+            abandoned=abandoned,
+            blank=blank,
+        )
 
     def close(self) -> None:
         """Hangs up everywhere."""

@@ -119,7 +119,8 @@ def _clear_up(chain: OuterChain, folder: Path) -> None:
     """Files of followers that have no shard any more go once no durable version needs them."""
     for place in folder.iterdir():
         if place.is_dir():
-            files = {path: int(path.name[1:].partition("-")[0]) for path in place.glob("*/v*-*.safetensors")}
+            found = [(path, path.name[1:].partition("-")[0]) for path in place.glob("*/v*-*.safetensors")]
+            files = {path: int(number) for path, number in found if number.isdecimal()}
             if needless(chain, place.name, max(files.values(), default=0)):
                 for path in files:
                     path.unlink(missing_ok=True)

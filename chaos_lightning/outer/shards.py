@@ -31,8 +31,8 @@ from chaos_lightning.outer.messages import (
 )
 from chaos_lightning.outer.types import NO_VERSION, Cut, Durable, Offer, PushId, Started, VersionId
 
-HOLD_S = 600.0
-"""So long a version is served for those who fetch it, while others wait to fetch one."""
+HOLD_S = 3600.0
+"""So long at most a version is served for those who fetch it, while others wait to fetch one."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,9 @@ class Shards:
         self._desk = desk
         self._wanted = wanted
         self._conns: dict[int, str] = {}
-        self._keep = self._held = NO_VERSION
+        self._keep = NO_VERSION
+        self._held: VersionId | None = None
+        """For those who fetch it; None: nobody has been told anything, and an earlier leader's word holds."""
         self._held_since = 0.0
         self.followers: dict[str, Follower] = {}
         self.served = NO_VERSION
@@ -162,7 +164,7 @@ class Shards:
             self._desk.send(follower.conn, Stage(term, offer))
         if self._keep != NO_VERSION:
             self._desk.send(follower.conn, Keep(term, self._keep))
-        if self._held != NO_VERSION:
+        if self._held is not None:
             self._desk.send(follower.conn, Hold(term, self._held))
 
     def _durable_of(self, shard: int) -> tuple[ShardFile, ...]:
@@ -249,9 +251,10 @@ class Shards:
         others = [version for version in fetched if version != held]
         if held in fetched and (now - self._held_since < HOLD_S or not others):
             return
-        self._held, self._held_since = others[0] if others else NO_VERSION, now
-        if self._held != held:
-            self.tell(Hold(self._desk.term, self._held))
+        new = others[0] if others else NO_VERSION
+        self._held, self._held_since = new, now
+        if new != held:
+            self.tell(Hold(self._desk.term, new))
 
     def newly_served(self) -> VersionId | None:
         """The newest version that all shards have computed, if it is news."""
@@ -268,5 +271,7 @@ class Shards:
         return served.id
 
     def _has(self, follower: Follower, version: Version) -> bool:
-        """Whether a follower serves this version: the newest two that it computed."""
-        return any(v.id == version.id for v in islice(self._desk.chain.line(follower.version), 2))
+        """Whether a follower serves this version: its newest, or the one before, unless an older one has that place."""
+        newest = [v.id for v in islice(self._desk.chain.line(follower.version), 2)]
+        free = self._held in (None, NO_VERSION, *newest)
+        return version.id in (newest if free else newest[:1])

@@ -188,12 +188,12 @@ class StagedPushes:
         push, began = offer.push, time.monotonic()
         with self._lock:
             part = self._arriving.get(push)
-            if part is None:
+            if first := part is None:
                 part = self._arriving[push] = Part.empty(held.shard, held.codec.format_of(offer.base))
                 self._most = max(self._most, self._count())
         sources: Counter[str] = Counter()
         with self._slots:
-            reason = self._attempts(offer, part, sources)
+            reason = self._attempts(offer, part, sources, first=first)
         if not reason:
             seconds = round(time.monotonic() - began, 4)
             with self._lock:
@@ -214,8 +214,11 @@ class StagedPushes:
         if not self._closing.wait(AGAIN_S):
             self._post(NotFetched(push))
 
-    def _attempts(self, offer: Offer, part: Part, sources: Counter[str]) -> str:
-        """Tries as long as anything comes; "" once all is here, else why not. Counts verified bytes by source."""
+    def _attempts(self, offer: Offer, part: Part, sources: Counter[str], *, first: bool) -> str:
+        """Tries as long as anything comes; "" once all is here, else why not. Counts verified bytes by source.
+
+        `first`: nothing of it is here yet.
+        """
         told_at, moved = time.monotonic(), True
         so_far: dict[str, int] = {}
 
@@ -227,15 +230,17 @@ class StagedPushes:
                 told_at = time.monotonic()
                 self._post(Progressed(offer.push, progress.remaining_s))
 
-        reason = "this follower ends"
+        reason, blank = "this follower ends", first
         while moved and not self._closing.is_set():
             moved = False
             donors = self._lines.donors(str(offer.push.incarnation))
             try:
-                fetch_push(offer, part, self._lines.dial, deadline_s=ATTEMPT_S, donors=donors, progress=tell)
+                fetch_push(
+                    offer, part, self._lines.dial, deadline_s=ATTEMPT_S, donors=donors, progress=tell, blank=blank
+                )
                 return ""
             except (ChaosError, OSError) as error:
-                reason = str(error)
+                reason, blank = str(error), False
             finally:
                 sources.update(so_far)
                 so_far.clear()

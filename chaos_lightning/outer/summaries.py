@@ -117,7 +117,7 @@ class Summaries:
         chain, clusters = self._desk.chain, self._attendance.clusters
         if chain.position < max(chain.summed + self.every, self._not_before) or chain.safe == NO_VERSION:
             return None
-        if any(not known.over and who not in clusters for who, known in chain.incarnations.items()):
+        if not self._attendance.spoken:
             return None
         bases = {version for state in clusters.values() for version in (state.base, state.fetching)}
         bases |= {offer.base for offer in self._attendance.offers()}

@@ -69,6 +69,8 @@ class PullConfig:
     forgotten the connection."""
     prove: bool = True
     """Hash the whole state again where it lies at last; False: the caller proves it by other hashes."""
+    blank: bool = False
+    """Nothing of the state is here yet, so that it is not hashed to find out what is: all of it is fetched."""
     by_reference: bool = False
     """Read the state out of the memory of donors on this machine that lend it (by_reference.py)."""
 

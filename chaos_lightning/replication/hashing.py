@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import xxhash
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from chaos_lightning.replication.memory import Region, in_place, region
 from chaos_lightning.replication.table import Named, cuts
 
+T = TypeVar("T")
 _HASHERS = 4
 _TOGETHER = 16
 """Pieces that a thread hashes in one go."""
@@ -41,13 +43,21 @@ def hash_regions(regions: Sequence[Region]) -> list[Hashes]:
     return [tuple(hashes) for hashes in found]
 
 
-def _groups(pieces: Sequence[tuple[int, int, int]]) -> list[Sequence[tuple[int, int, int]]]:
+def hash_spans(data: memoryview, spans: Sequence[tuple[int, int]], *, several: bool) -> list[bytes]:
+    """xxh3-128 of each of these byte ranges, on several cores or on this one."""
+
+    def digests(group: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [xxhash.xxh3_128_digest(data[start:stop]) for start, stop in group]
+
+    groups = _groups(spans) if several else [spans]
+    return [digest for found in _on_several(digests, groups) for digest in found]
+
+
+def _groups(pieces: Sequence[T]) -> list[Sequence[T]]:
     return [pieces[at : at + _TOGETHER] for at in range(0, len(pieces), _TOGETHER)]
 
 
-def _on_several(
-    work: Callable[[Sequence[tuple[int, int, int]]], list[bytes]], groups: Sequence[Sequence[tuple[int, int, int]]]
-) -> Iterable[list[bytes]]:
+def _on_several(work: Callable[[Sequence[T]], list[bytes]], groups: Sequence[Sequence[T]]) -> Iterable[list[bytes]]:
     if len(groups) < 2:
         return [work(group) for group in groups]
     with ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1), "chaos-hash") as pool:

@@ -182,7 +182,7 @@ class _StatePull:
         early = self._ask_early() if self.replayed else None
         self.survey.begin()
         mine = self._adopt_early(early) if early is not None else None
-        if mine is None:
+        if mine is None and not self.session.config.blank:
             self._own = Own(self.state.tensors())
         self.survey.run()
         lead = self.survey.choose()
@@ -279,9 +279,7 @@ class _StatePull:
     def _round(self, lead: str, table: StateTable, landing: Landing) -> WorkQueue | None:
         """Deliver and adopt; the work queue if donors ran out before everything arrived."""
         regions = landing.regions
-        hashes = hash_regions(regions) if self._own is None else self._own.of(landing.named, regions)
-        self._own = None  # another round finds other bytes here
-        missing = _missing(table, hashes)
+        missing = self._missing(table, landing, regions)
         missing_nbytes = sum(p.nbytes for p in missing)
         if self.skipped is None:
             self.skipped = table.nbytes - missing_nbytes
@@ -292,6 +290,14 @@ class _StatePull:
         if self.session.config.prove:
             self._prove(table)
         return None
+
+    def _missing(self, table: StateTable, landing: Landing, regions: Sequence[Region]) -> list[Piece]:
+        """What is to be fetched. In a second round other bytes are here than at the beginning."""
+        own, blank = self._own, self.session.config.blank and self.skipped is None
+        self._own = None
+        if blank:
+            return list(table.pieces())
+        return _missing(table, hash_regions(regions) if own is None else own.of(landing.named, regions))
 
     def _deliver(
         self, lead: str, table: StateTable, regions: Sequence[Region], missing: Sequence[Piece], missing_nbytes: int

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from until_support import until
 
-from chaos_lightning.errors import NoDonorError
+from chaos_lightning.errors import NoDonorError, StateError
+from chaos_lightning.lab.outer.plans import FAMILIES
 from chaos_lightning.lab.outer.processes import agreement
+from chaos_lightning.lab.outer.world import World
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.codec import BF16, Part
-from chaos_lightning.outer.getting import Sought, VersionGetter
+from chaos_lightning.outer.getting import Attempt, Sought, VersionGetter
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.messages import Beat, ClusterHello, FollowerHello, Hold
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.shards import HOLD_S
+from chaos_lightning.outer.shards import HOLD_S, Follower
 from chaos_lightning.outer.types import NO_VERSION, IncarnationId, VersionId
 
 A, B, C = IncarnationId("a", 1), IncarnationId("b", 2), IncarnationId("c", 3)
@@ -34,6 +37,7 @@ class Rig:
         agreed = agreement(OuterSettings(heartbeat_s=HOLD_S), 0)
         for conn, name in ((2, "a"), (3, "b"), (4, "c")):
             self.feed(fx.Heard(conn, ClusterHello(name, "here", name, 0, None, NO_VERSION, NO_VERSION, agreed)))
+        self.held.clear()  # that nothing is fetched was told, too
 
     def feed(self, event: fx.LeaderEvent) -> None:
         waiting = [event]
@@ -92,8 +96,9 @@ def test_who_wants_a_version_is_told_that_it_is_served_no_more(*, refused: bool)
     """Of a link that broke nothing is said: what has come by it is of use for the same version alone."""
     changed, missed, tries, whose = threading.Condition(), list[VersionId](), 0, object()
 
-    def get(part: Part) -> None:
+    def get(attempt: Attempt) -> None:
         nonlocal tries
+        assert attempt.blank == (tries == 0)
         tries += 1
         if tries < 3:
             raise NoDonorError("it is gone", refused=refused)
@@ -108,3 +113,48 @@ def test_who_wants_a_version_is_told_that_it_is_served_no_more(*, refused: bool)
         getter.start()
         until(lambda: getter.here is not None, "the version")
     assert missed == ([V1, V1] if refused else [])
+
+
+def test_a_fetch_of_what_nobody_wants_any_more_is_given_up() -> None:
+    """One thread fetches: what was wanted next came after the end of what was wanted no more."""
+    changed, wanted, begun, whose = threading.Condition(), [V1], threading.Event(), object()
+
+    def get(attempt: Attempt) -> None:
+        if wanted == [V1]:
+            begun.set()
+            until(attempt.abandoned, "the end of the attempt")
+            raise StateError("it was abandoned")
+
+    getter = VersionGetter(
+        changed,
+        lambda: Part.empty(Grid((64,), 64).whole, BF16),
+        lambda: Sought(wanted[0], whose, get),
+        lambda version: None,
+    )
+    with closing(getter):
+        getter.start()
+        assert begun.wait(30.0)
+        with changed:
+            wanted[:] = [V2]
+        until(lambda: getter.here is not None and getter.here[0] == V2, "the other version")
+
+
+def test_where_an_older_version_is_held_the_one_before_the_newest_is_not_served() -> None:
+    """It was told as served as soon as all had computed it, and who had computed the next one had it no more."""
+    world = World(replace(FAMILIES["far"](0), adopt_s=0.0))
+    world.run()
+    machine = world.leader.machine if world.leader is not None else None
+    assert machine is not None
+    shards, line = machine.shards, list(machine.chain.line())
+    follower = Follower(9, "n", version=line[0].id)
+    for held, serves in (
+        (None, True),
+        (NO_VERSION, True),
+        (line[0].id, True),
+        (line[1].id, True),
+        (line[-1].id, False),
+    ):
+        shards._held = held
+        assert shards._has(follower, line[0])
+        assert shards._has(follower, line[1]) is serves
+        assert not shards._has(follower, line[2])

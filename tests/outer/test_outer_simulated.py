@@ -18,11 +18,10 @@ from chaos_lightning.outer.types import Entry, Removed, Round
 
 SHOWED = {
     "O1a-forgotten": 10,
-    "O3-leader": 42,
     "O3-order": 11,
     "O4-older": 8,
     "O5a-samples": 24,
-    "O6-newest": 67,
+    "O6-newest": 40,
     "O10-nan": 3,
     "O10-sent": 11,
 }

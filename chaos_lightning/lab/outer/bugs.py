@@ -80,7 +80,7 @@ BUGS = {
         "O3",
         "another leader takes a push that was answered once more",
         Machines(leader=_with(pushes=bad.ForgetfulPushes)),
-        "frozen",
+        "unheard",
     ),
     "O3-bytes": Bug(
         "O3",

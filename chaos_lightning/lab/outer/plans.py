@@ -145,6 +145,14 @@ def frozen_plan(seed: int) -> Plan:
     return replace(plan, followers=2, clusters=clusters, faults=tuple(faults))
 
 
+def unheard_plan(seed: int) -> Plan:
+    """Leaders die again and again between what they store and what they say of it."""
+    random, plan = Random(seed), any_plan(seed)
+    clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.04)) for i in range(2))
+    faults = tuple(Fault(0.5 + 0.7 * turn + random.uniform(0.0, 0.5), "leader-effect") for turn in range(12))
+    return replace(plan, clusters=clusters, faults=faults)
+
+
 def poisoned_plan(seed: int) -> Plan:
     """Many pushes are not finite."""
     return replace(any_plan(seed), poison=0.25)
@@ -295,6 +303,19 @@ def far_plan(seed: int) -> Plan:
     return Plan(seed, settings, 2, (*fast, *far), (), length=960, adopt_s=longest_s)
 
 
+def slow_plan(seed: int) -> Plan:
+    """A cluster is a hundred times slower than the others, so the chain is cut beyond its base while it trains."""
+    random = Random(seed)
+    fast = [ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.03)) for i in range(2)]
+    slow = ClusterSpec("s0", random.uniform(0.0, 0.5), random.uniform(2.0, 3.0), random.random() < 0.8)
+    settings = replace(
+        any_plan(seed).settings,
+        policy=random.choice(("robust", "async", "di_ps")),
+        staleness_cap=random.choice((0, 2, 16)),
+    )
+    return Plan(seed, settings, random.randint(1, 2), (*fast, slow), (), length=480, limit_s=600.0)
+
+
 def windows_plan(seed: int) -> Plan:
     """Many clusters of unequal speed, whose pushes come one after the other."""
     random = Random(seed)
@@ -325,6 +346,7 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "fragile": fragile_plan,
     "rolled": rolled_plan,
     "frozen": frozen_plan,
+    "unheard": unheard_plan,
     "poisoned": poisoned_plan,
     "own": own_plan,
     "strange": strange_plan,
@@ -339,6 +361,7 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "elastic": elastic_plan,
     "newcomers": newcomers_plan,
     "far": far_plan,
+    "slow": slow_plan,
     "windows": windows_plan,
     "turned": turned_plan,
 }
