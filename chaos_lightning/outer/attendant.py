@@ -13,13 +13,13 @@ import threading
 from collections.abc import Callable
 
 from chaos_lightning.errors import ChaosError, RefusedError
-from chaos_lightning.outer.cluster import ClusterEvent
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.control_client import ControlClient
 from chaos_lightning.outer.effects import Connected, Disconnected, TimePassed, Told
 from chaos_lightning.outer.hosting import host_for_cluster
 from chaos_lightning.outer.leaving import tell_refusal
 from chaos_lightning.outer.messages import Beat, ClusterHello, FromCluster
+from chaos_lightning.outer.ranks_machine import RankNews
 from chaos_lightning.outer.types import NO_VERSION
 from chaos_lightning.security.credentials import Secret
 
@@ -45,7 +45,7 @@ class Attendant:
         heartbeat_s: float,
         *,
         hello: Callable[[], ClusterHello],
-        happened: Callable[[ClusterEvent], None],
+        happened: Callable[[RankNews], None],
         refused: Callable[[str], None],
     ) -> None:
         self.trouble = ""

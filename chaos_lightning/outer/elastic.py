@@ -48,9 +48,9 @@ from chaos_lightning.outer.codec import Part
 from chaos_lightning.outer.fetching import fetch, version_name
 from chaos_lightning.outer.getting import Attempt, Sought, VersionGetter
 from chaos_lightning.outer.messages import ClusterHello, Holder
+from chaos_lightning.outer.plain import read_text, text_of
 from chaos_lightning.outer.push_serving import FETCH_S, PushServing
-from chaos_lightning.outer.ranks_machine import RankSays, RanksEffect, RanksMachine, Sealed
-from chaos_lightning.outer.ranks_say import read_text, text_of, tree_of, value_of
+from chaos_lightning.outer.ranks_machine import RankNews, RankSays, RanksEffect, RanksFacts, RanksMachine, Sealed
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import Boundary
 from chaos_lightning.outer.settings import OuterSettings
@@ -70,8 +70,8 @@ from chaos_lightning.replication.table import StateTable
 from chaos_lightning.security.credentials import Credentials
 
 _log = logging.getLogger("chaos_lightning")
-_read = lru_cache(maxsize=64)(read_text)
-"""Ranks mostly say what they said before, and reading one answer takes 0.1 ms of each step."""
+_read = lru_cache(maxsize=64)(partial(read_text, RankSays))
+"""Ranks mostly say what they said before: then a step reads nothing."""
 
 POLL_S = 0.05
 """While the ranks wait, the first one has them meet so often at least; sooner if there is news."""
@@ -125,6 +125,16 @@ class _Step:
         self.since, self.kept_at = now, 0.0
 
 
+@dataclass(slots=True)
+class NewcomerFacts:
+    """What a newcomer gets beside the training state and tensors: as text, a tensor itself."""
+
+    ranks: RanksFacts
+    pending: PushId | None
+    rejections: int
+    holders: tuple[Holder, ...]
+
+
 class ElasticCluster:
     """See the module. One rank's part; methods are the training thread's, but for `close`.
 
@@ -162,7 +172,7 @@ class ElasticCluster:
         self._first = False
         self._attendant: Attendant | None = None
         self._hello: ClusterHello | None = None
-        self._news: deque[cl.ClusterEvent] = deque()
+        self._news: deque[RankNews] = deque()
         """What the first rank's next answer tells the machines."""
         self._sent = 0
         """So many of these stand in an answer that was given."""
@@ -174,7 +184,7 @@ class ElasticCluster:
         self._me, self._ranks = "", 1
         self._serving = PushServing(options, self._secret, self._model.grid, self._model.who, events.emit)
         self._step = _Step()
-        self._said = RankSays(), text_of(RankSays())
+        self._said = RankSays(), text_of(RankSays, RankSays())
         """What it said last."""
         self._reason = self._failed = ""
         self.leaves = self.held = False
@@ -299,13 +309,9 @@ class ElasticCluster:
     def _facts(self) -> Tensor | None:
         if self._state is None:
             return None
-        facts = {
-            **self._state.facts(),
-            "pending": self._content.pending,
-            "rejections": self._content.rejections,
-            "holders": [(h.name, h.endpoint, h.key_name, h.key) for h in self._serving.holders],
-        }
-        return torch.frombuffer(bytearray(text_of(facts)), dtype=torch.uint8)
+        content = self._content
+        facts = NewcomerFacts(self._state.facts(), content.pending, content.rejections, self._serving.holders)
+        return torch.frombuffer(bytearray(text_of(NewcomerFacts, facts)), dtype=torch.uint8)
 
     def manifest(self) -> dict[str, object]:
         content, facts = self._content, self._facts()
@@ -314,7 +320,8 @@ class ElasticCluster:
             "residual": content.residual is not None,
             "frozen": content.frozen is not None,
             "pushes": [
-                (tree_of(push), part.format == self._model.codec.push) for push, part in sorted(content.pushes.items())
+                (text_of(PushId, push), part.format == self._model.codec.push)
+                for push, part in sorted(content.pushes.items())
             ],
             "facts": 0 if facts is None else facts.numel(),
         }
@@ -325,7 +332,7 @@ class ElasticCluster:
         content.residual = torch.zeros(self._model.grid.elements) if manifest["residual"] else None
         content.frozen = torch.zeros(self._model.grid.elements) if manifest["frozen"] else None
         content.pushes = {
-            value_of(push): Part.empty(whole, content.format_of(founding=not delta))
+            read_text(PushId, push): Part.empty(whole, content.format_of(founding=not delta))
             for push, delta in manifest["pushes"]
         }
         self._landing = torch.zeros(manifest["facts"], dtype=torch.uint8) if manifest["facts"] else None
@@ -335,11 +342,11 @@ class ElasticCluster:
         if landing is None:
             self._state = None
             return
-        facts = read_text(bytes(landing.numpy()))
-        self._state = self._make(facts["nonce"])
-        self._state.restore(facts)
-        self._content.pending, self._content.rejections = facts["pending"], facts["rejections"]
-        self._serving.holders = tuple(Holder(*each) for each in facts["holders"])
+        facts = read_text(NewcomerFacts, bytes(landing.numpy()))
+        self._state = self._make(facts.ranks.nonce)
+        self._state.restore(facts.ranks)
+        self._content.pending, self._content.rejections = facts.pending, facts.rejections
+        self._serving.holders = facts.holders
 
     # ------------------------------------------------------------------ commits
 
@@ -354,10 +361,10 @@ class ElasticCluster:
             self._sent, self._told = len(events), (self._getter.here, self._encoded)
             said = self._answer(events)
             if said != self._said[0]:
-                self._said = said, text_of(said)
+                self._said = said, text_of(RankSays, said)
             return self._said[1]
 
-    def _answer(self, events: tuple[cl.ClusterEvent, ...]) -> RankSays:
+    def _answer(self, events: tuple[RankNews, ...]) -> RankSays:
         fetched, encoded = self._getter.here, self._encoded
         return RankSays(
             fetched[0] if fetched is not None else NO_VERSION,
@@ -595,7 +602,7 @@ class ElasticCluster:
             self._first = self._model.tells = True
             self._news.clear()
 
-        def happened(event: cl.ClusterEvent) -> None:
+        def happened(event: RankNews) -> None:
             with self._changed:
                 self._news.append(event)
                 self._changed.notify_all()

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from chaos_lightning.errors import StateError
 from chaos_lightning.outer.effects import (
     Compute,
     Computed,
@@ -151,7 +152,11 @@ class FollowerMachine:
     # ------------------------------------------------------------------ events
 
     def on(self, event: FollowerEvent) -> list[FollowerEffect]:
-        """Takes one event in; returns the effects in order."""
+        """Takes one event in; returns the effects in order.
+
+        Raises:
+            StateError: The leader says what no chain can hold.
+        """
         self._out = []
         match event:
             case Connected():
@@ -275,7 +280,7 @@ class FollowerMachine:
         self.term, self._obeys, self.job_id = message.term, True, message.job_id
         self._hold(message)
         before = self._needed()
-        self._entries = []
+        self._entries, self._base = [], message.base
         for entry in message.entries:
             self._append(entry)
         self._mark(message.durable, message.base)
@@ -302,8 +307,12 @@ class FollowerMachine:
             self._out.append(HoldShard(message.agreement, message.shard, message.shards))
 
     def _append(self, entry: Entry) -> None:
-        if any(e.position >= entry.position for e in self._entries):
-            return  # told twice
+        if entry.version == NO_VERSION:
+            kind = type(entry.body).__name__
+            raise StateError(f"the leader has entry {entry.position} applied, and its kind, {kind}, makes no version")
+        made = (0, self._base.number, *(e.version.number for e in self._entries))
+        if entry.version.number <= max(made):
+            return  # told twice: computed again, it would never lie behind the state
         self._entries.append(entry)
         for offer in entry.offers:
             self._offers.setdefault(offer.push, offer)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from chaos_lightning.errors import StateError
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer.cluster import ClusterMachine
+from chaos_lightning.outer.cluster import ClusterMachine, Phase, Unpushed
 from chaos_lightning.outer.messages import FromCluster
-from chaos_lightning.outer.types import NO_VERSION, Covered, PushId, VersionId
+from chaos_lightning.outer.types import NO_VERSION, Covered, IncarnationId, JobProgress, Offer, PushId, VersionId
 from chaos_lightning.planning.tape import Tape
 from chaos_lightning.protocol.spans import count, normalise, subtract
 from chaos_lightning.protocol.types import Span
@@ -33,6 +32,8 @@ class Sealed:
 
 RanksEffect = cl.ClusterEffect | Sealed | fx.Told
 """`Told`: the machines are about to hear this."""
+RankNews = fx.Told | fx.Connected | fx.Disconnected | fx.TimePassed | cl.Missed
+"""What the first rank may tell the machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class RankSays:
     over: str = ""
     leaves: bool = False
     failed: str = ""
-    events: tuple[cl.ClusterEvent, ...] = ()
+    events: tuple[RankNews, ...] = ()
     held: bool = False
 
 
@@ -91,6 +92,55 @@ class LeasedTape:
         unused = subtract([(0, self.tape.length)] if self.tape.pieces else (), self.spent)
         more = subtract(free.get(self.tape.epoch, ()), normalise(self.tape.positions(unused)))
         self.tape = self.tape.longer(more) if more else self.tape
+
+
+@dataclass
+class MachineFacts:
+    """What `ClusterMachine.facts` tells, by its attributes' names: as text it is read by these types (plain.py)."""
+
+    job_id: str
+    inner_steps: int
+    _usual_steps: int
+    phase: Phase
+    term: int
+    incarnation: IncarnationId | None
+    oldest: IncarnationId | None
+    base: VersionId
+    newest: VersionId
+    open: Offer | None
+    kept: dict[PushId, Offer]
+    leased: dict[int, tuple[Span, ...]]
+    unpushed: Unpushed
+    job: JobProgress
+    rate: float
+    step_rate: float
+    leaving: bool
+    verdict: str
+    _reopened: list[PushId]
+    _freezing: PushId | None
+    _covered: Unpushed
+    _next: int
+    _due: VersionId | None
+    _outright: bool
+    _served: VersionId
+    _durable: VersionId
+    _progress: dict[VersionId, JobProgress]
+    _in: dict[PushId, VersionId]
+    _fetching: VersionId
+    _here: VersionId
+    _last: tuple[VersionId, str, int] | None
+    _stream: int
+    _founded: bool
+
+
+@dataclass(slots=True)
+class RanksFacts:
+    """All that a `RanksMachine` holds between two commits, for one of another rank: live objects."""
+
+    machine: MachineFacts
+    nonce: str
+    over: str
+    leased: LeasedTape | None
 
 
 class RanksMachine:
@@ -130,8 +180,16 @@ class RanksMachine:
             spent: Places on the tape that are spent with it, if it is a step.
 
         Raises:
-            StateError: A rank cannot go on.
+            StateError: A rank cannot go on, or what ranks or the leader say contradicts what is held.
         """
+        try:
+            yield from self._taken(ranks, said, steps, spent)
+        except ValueError as error:  # spans, such as positions that are leased twice
+            raise StateError(f"what was said in a commit contradicts what is held: {error}") from error
+
+    def _taken(
+        self, ranks: Sequence[str], said: Sequence[RankSays], steps: int, spent: Sequence[Span]
+    ) -> Iterator[RanksEffect]:
         outright = False
         if said[0].rates[1]:
             self.machine.rate, self.machine.step_rate = said[0].rates
@@ -195,20 +253,11 @@ class RanksMachine:
 
     # ------------------------------------------------------------------ for newcomers
 
-    def facts(self) -> dict[str, Any]:
-        """All of it, for `restore`: live objects."""
-        leased = self.leased
-        return {
-            "machine": self.machine.facts(),
-            "nonce": self.machine.nonce,
-            "over": self.over,
-            "tape": (leased.tape.number, leased.tape.epoch, leased.tape.pieces, leased.spent) if leased else None,
-        }
+    def facts(self) -> RanksFacts:
+        """All of it, for `restore`."""
+        return RanksFacts(MachineFacts(**self.machine.facts()), self.machine.nonce, self.over, self.leased)
 
-    def restore(self, facts: Mapping[str, Any]) -> None:
+    def restore(self, facts: RanksFacts) -> None:
         """Takes over what `facts` gave at another rank; the objects are this one's from here on."""
-        self.machine.restore(facts["machine"])
-        self.over = facts["over"]
-        if facts["tape"] is not None:
-            *tape, spent = facts["tape"]
-            self.leased = LeasedTape(Tape(*tape), spent)
+        self.machine.restore(vars(facts.machine))
+        self.over, self.leased = facts.over, facts.leased

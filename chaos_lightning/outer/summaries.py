@@ -24,7 +24,7 @@ from dataclasses import replace
 from chaos_lightning.outer.attendance import Attendance
 from chaos_lightning.outer.chain import Incarnation, OuterChain, SummedChain
 from chaos_lightning.outer.leader_desk import LeaderDesk
-from chaos_lightning.outer.plain import plain
+from chaos_lightning.outer.plain import text_of
 from chaos_lightning.outer.types import NO_VERSION, PushId, Summary, VersionId
 
 EVERY = 2048
@@ -82,8 +82,7 @@ def summary_of(chain: OuterChain, bases: Collection[VersionId], versions: int = 
         states={version: state for version, state in chain.states.items() if version in (NO_VERSION, *kept)},
         reopened=chain.reopened,
     )
-    text = json.dumps(plain(SummedChain, summed), separators=(",", ":"))
-    return Summary(chain.hash, base64.b64encode(zlib.compress(text.encode())).decode())
+    return Summary(chain.hash, base64.b64encode(zlib.compress(text_of(SummedChain, summed))).decode())
 
 
 def _cut(known: Incarnation, needed: Collection[PushId]) -> Incarnation:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+import pytest
+
+from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.lab.outer.processes import agreement
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine
-from chaos_lightning.outer.messages import Welcomed
-from chaos_lightning.outer.ranks_machine import RankSays, RanksMachine
+from chaos_lightning.outer.messages import Granted, Holder, Holders, Welcomed
+from chaos_lightning.outer.plain import read_text, text_of
+from chaos_lightning.outer.ranks_machine import RankSays, RanksFacts, RanksMachine
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import IncarnationId, JobProgress, VersionId
+from chaos_lightning.outer.types import Covered, IncarnationId, JobProgress, Offer, PushId, VersionId
 
 HERE = VersionId(1, "a" * 32)
 
@@ -33,3 +40,86 @@ def test_a_cluster_leaves_when_its_first_rank_says_so_or_all_are_held() -> None:
     stays, held, asks = RankSays(), RankSays(held=True), RankSays(leaves=True)
     assert [leaves(stays, stays), leaves(stays, asks), leaves(held, stays), leaves(stays, held)] == [False] * 4
     assert [leaves(asks, stays), leaves(held, held)] == [True] * 2
+
+
+PUSH = PushId(IncarnationId("e", 1), 1)
+SAYS = RankSays(
+    HERE,
+    (PUSH, "m"),
+    4,
+    (8.0, 2.0),
+    "its loop is over",
+    True,
+    "",
+    (fx.Connected(), fx.Told(Holders(1, (Holder("f0", "127.0.0.1:1", "k", b"key"),))), cl.Missed(HERE)),
+)
+
+
+def test_what_a_rank_says_is_the_same_when_it_is_read() -> None:
+    for said in (RankSays(), SAYS):
+        assert read_text(RankSays, text_of(RankSays, said)) == said
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ((), None),
+        ((), [1, 2, 3]),
+        ((), {"kind": "RankSays", "of": [1, 2, 3]}),
+        ((0,), None),
+        ((0,), "v1"),
+        ((0, 0), "1"),
+        ((0, 0), True),
+        ((0, 0), 1 << 63),
+        ((0, 1), "\ud800"),
+        ((1,), ["str", "x"]),
+        ((1, 1), []),
+        ((3, 0), 8),
+        ((3, 0), float("inf")),
+        ((5,), 1),
+        ((7,), "x"),
+        ((7, 0), None),
+        ((7, 0), ["Trained", [1, [], 1]]),
+        ((7, 1, 1, 0, 0), "Applied"),
+        ((7, 1, 1, 0, 1, 1, 0, 3), "no base64"),
+    ],
+)
+def test_whatever_a_rank_cannot_say_is_refused_when_it_is_read(path: tuple[int, ...], value: object) -> None:
+    """Dataclasses were made of whatever came, and failed in the training thread."""
+    root: list[Any] = [json.loads(text_of(RankSays, SAYS))]
+    place, last = root, 0
+    for at in path:
+        place, last = place[last], at
+    place[last] = value
+    with pytest.raises(WireError, match="malformed"):
+        read_text(RankSays, json.dumps(root[0]).encode())
+
+
+def test_reversed_spans_and_documents_nested_without_end_are_refused_too() -> None:
+    granted = text_of(RankSays, RankSays(events=(fx.Told(Granted(1, (Covered(0, ((2, 5),)),))),)))
+    assert b"[2,5]" in granted
+    for data in (granted.replace(b"[2,5]", b"[5,2]"), b"[" * 100_000, b"\xff", b""):
+        with pytest.raises(WireError, match="malformed"):
+            read_text(RankSays, data)
+
+
+def test_what_all_ranks_hold_is_the_same_text_in_whatever_order_it_came_about() -> None:
+    kept = {PushId(PUSH.incarnation, n): Offer(PushId(PUSH.incarnation, n), HERE, "m", 1, 1) for n in (1, 2)}
+    texts = []
+    for held in (kept, dict(reversed(kept.items()))):
+        state = RanksMachine(ClusterMachine("e", "here", "n", agreement(OuterSettings(), 64)))
+        state.machine.kept = held
+        texts.append(text_of(RanksFacts, state.facts()))
+    assert texts[0] == texts[1]
+    other = RanksMachine(ClusterMachine("e", "here", "n", agreement(OuterSettings(), 64)))
+    other.restore(read_text(RanksFacts, texts[0]))
+    assert other.facts() == state.facts()
+
+
+def test_positions_that_are_leased_twice_are_an_error_that_says_so() -> None:
+    """It was a ValueError in the training thread of all ranks."""
+    state = RanksMachine(ClusterMachine("e", "here", "n", agreement(OuterSettings(), 64)))
+    granted = RankSays(events=(fx.Told(Granted(1, (Covered(0, ((0, 8), (4, 12))),))),))
+    list(state.commit(["a"], [granted], 0, ()))
+    with pytest.raises(StateError, match=r"contradicts what is held: .*named twice"):
+        list(state.commit(["a"], [RankSays()], 0, ()))

@@ -171,8 +171,9 @@ def value_of(hint: Any, rng: Random) -> Any:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return rng.choice(list(hint))
     if isinstance(hint, types.UnionType):
-        inner = [a for a in typing.get_args(hint) if a is not type(None)]
-        return None if rng.randint(0, 1) else value_of(rng.choice(inner), rng)
+        inner = [a for a in typing.get_args(hint) if a is not types.NoneType]
+        may_lack = types.NoneType in typing.get_args(hint)
+        return None if may_lack and rng.randint(0, 1) else value_of(rng.choice(inner), rng)
     if typing.get_origin(hint) is tuple:
         arguments = typing.get_args(hint)
         if arguments[-1] is not Ellipsis:

@@ -8,8 +8,10 @@ import tempfile
 import typing
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from google.protobuf.message import DecodeError
@@ -24,18 +26,36 @@ from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer import outer_pb2
 from chaos_lightning.outer.chain import OuterChain, SummedChain
 from chaos_lightning.outer.chain_store import load_chain
-from chaos_lightning.outer.cluster import ClusterMachine
+from chaos_lightning.outer.cluster import ClusterMachine, Missed
+from chaos_lightning.outer.elastic import NewcomerFacts
+from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.kernel import OuterState
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.messages import (
+    Apply,
     ClusterHello,
+    DropPush,
     FollowerHello,
     FromCluster,
     FromFollower,
+    Granted,
+    Hold,
+    Holder,
+    JobFinished,
+    Keep,
+    LineKey,
+    Marked,
+    Obey,
+    PushAnswered,
+    ShardFile,
+    Stage,
     ToCluster,
     ToFollower,
+    Welcomed,
 )
+from chaos_lightning.outer.plain import read_text, text_of
+from chaos_lightning.outer.ranks_machine import RankSays, RanksMachine
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.shard_files import ShardFiles
 from chaos_lightning.outer.summaries import summary_of
@@ -44,16 +64,25 @@ from chaos_lightning.outer.types import (
     Agreement,
     Body,
     Counters,
+    Covered,
     Durable,
+    Entry,
+    Factors,
     Founded,
+    GateState,
     IncarnationId,
     JobOpened,
+    JobProgress,
     Joined,
     Offer,
+    PushAnswer,
     PushId,
+    RolledBack,
+    Round,
     Summary,
     TensorSpec,
     VersionId,
+    Weighed,
 )
 from chaos_lightning.outer.vocabulary import FROM_CLUSTER, FROM_FOLLOWER, TO_CLUSTER, TO_FOLLOWER, body_bytes, entry_of
 
@@ -192,6 +221,148 @@ def _feed_cluster(data: bytes) -> None:
         machine.on(fx.TimePassed())
 
 
+# ------------------------------------------------------------------ ranks of an elastic cluster
+
+
+_STEP, _ALL, _FACTS = 1, 2, 4
+"""Of a part's number: the commit is a step; both ranks say so; it is what a newcomer gets."""
+
+
+def _ranks() -> RanksMachine:
+    return RanksMachine(ClusterMachine("a", "here", "n1", agreement()))
+
+
+def _rank_seeds() -> list[bytes]:
+    who, version = IncarnationId("a", 1), VersionId(1, "0" * 32)
+    welcome = fx.Told(Welcomed(1, who, 1, version, True, JobProgress()))
+    granted = fx.Told(Granted(1, (Covered(0, ((0, 16), (32, 48))),)))
+    said = (
+        RankSays(events=(fx.Connected(), welcome, granted, fx.TimePassed())),
+        RankSays(version),
+        RankSays(samples=4, rates=(8.0, 2.0)),
+        RankSays(frozen=(PushId(who, 1), "m"), over="its loop is over"),
+        RankSays(events=(fx.Told(PushAnswered(1, PushId(who, 1), PushAnswer.ACCEPTED, version, "")),), leaves=True),
+        RankSays(events=(fx.Disconnected(), Missed(version)), failed="it cannot"),
+    )
+    commits = [(_STEP | _ALL, text_of(RankSays, each)) for each in said]
+    ranks = _ranks()
+    for each in said[:3]:
+        list(ranks.commit(("a", "b"), (each, each), 0, ()))
+    facts = NewcomerFacts(ranks.facts(), PushId(who, 1), 1, (Holder("f0", "127.0.0.1:1", "k", b"key"),))
+    newcomer = (_FACTS, text_of(NewcomerFacts, facts))
+    return [mutate.joined(commits), mutate.joined([newcomer, *commits[2:]])]
+
+
+def _feed_ranks(data: bytes) -> None:
+    """Two ranks say this in commits, or a newcomer begins with it."""
+    ranks, spent = _ranks(), 0
+    for tag, part in mutate.split(data):
+        kind = NewcomerFacts if tag & _FACTS else RankSays
+        with contextlib.suppress(WireError):
+            found: Any = read_text(kind, part)
+            if read_text(kind, text_of(kind, found)) != found:
+                raise FindingError(f"{kind.__name__} is another one when it is written and read again")
+            if isinstance(found, NewcomerFacts):
+                ranks = _ranks()
+                ranks.restore(found.ranks)
+                continue
+            spent = min(spent + 1, ranks.leased.tape.length) if ranks.leased is not None else 0
+            said = (found, replace(found, events=()) if tag & _ALL else RankSays())
+            try:
+                for _ in ranks.commit(("a", "b"), said, tag & _STEP, ((0, spent),) if spent else ()):
+                    pass
+            except StateError:
+                return
+            ranks.known()
+
+
+def _mutate_ranks(data: bytes, rng: Random) -> bytes:
+    def change(tag: int, part: bytes, r: Random) -> bytes:
+        return mutate.json_of(part, r) if part else text_of(RankSays, mutate.value_of(RankSays, r))
+
+    return mutate.parts_of(data, rng, change, (0, _STEP, _ALL, _STEP | _ALL, _FACTS))
+
+
+# ------------------------------------------------------------------ a follower's machine
+
+
+_ILL = 1
+"""A part's number: fetches, saves and loads fail."""
+
+
+def _follower_seeds() -> list[bytes]:
+    who, job = IncarnationId("a", 1), agreement()
+    first, second = (Offer(PushId(who, n), NO_VERSION, "m", 4, 1) for n in (1, 2))
+    founded = Entry(1, 1, Founded(1, first))
+    weighed = (Weighed(second, 1.0, 0),)
+    made = Round(2, founded.version, weighed, (), Factors(1.0, 1.0, 0.9), Counters(), GateState(), "all are here")
+    decided = Entry(2, 1, made, founded.hash)
+    back = Entry(3, 1, RolledBack(3, founded.version, (), "lost"), decided.hash)
+    nothing = Entry(4, 1, RolledBack(4, NO_VERSION, (), "lost"), back.hash)
+    files = tuple(ShardFile(entry.version, "d") for entry in (founded, decided))
+    said = (
+        Obey(1, "n0", 0, 1, job, (), NO_VERSION, (founded,), "job"),
+        Stage(1, second),
+        Apply(1, decided),
+        Keep(1, decided.version),
+        Hold(1, founded.version),
+        Marked(1, files, founded.version),
+        Apply(1, founded),
+        Apply(1, back),
+        DropPush(1, second.push, later=True),
+        Obey(2, "n0", 0, 1, job, files, founded.version, (decided, back), "job"),
+        Apply(2, nothing),
+        LineKey(2, "a", "k", b"key"),
+        JobFinished(2, back.version, "asked"),
+    )
+    parts = [TO_FOLLOWER.encode(each) for each in said]
+    return [mutate.joined([(tag, part) for part in parts]) for tag in (0, _ILL)]
+
+
+def _answered(effect: fx.FollowerEffect, *, ill: bool) -> fx.FollowerEvent | None:
+    """What a follower's process makes of this."""
+    match effect:
+        case fx.FetchPush(offer):
+            return fx.NotFetched(offer.push) if ill else fx.Fetched(offer.push, offer.manifest, (), True)
+        case fx.Compute(entry):
+            return fx.Computed(entry.version)
+        case fx.Empty(version):
+            return fx.Computed(version)
+        case fx.Save(version):
+            return fx.DiskTrouble("full") if ill else fx.Saved(version, "d")
+        case fx.Load(version, _):
+            return fx.Loaded(version, not ill)
+    return None
+
+
+def _feed_follower(data: bytes) -> None:
+    """A leader says this to a follower."""
+    machine = FollowerMachine("f0", "n0", (ShardFile(VersionId(1, "0" * 32), "d"),))
+    machine.on(fx.Connected())
+    late: list[fx.FollowerEvent] = []
+    for tag, part in mutate.split(data):
+        with contextlib.suppress(WireError):
+            waiting, late, count = [*late, fx.Told(TO_FOLLOWER.decode(part))], [], 0
+            while waiting:
+                try:
+                    effects = machine.on(waiting.pop(0))
+                except StateError:
+                    return
+                count += len(effects)
+                if count > MOST_EFFECTS:
+                    raise FindingError(f"a leader's word has {count} effects, such as {effects[-1:]}")
+                for effect in effects:
+                    if isinstance(effect, fx.JobOver | fx.TurnedAway):
+                        return
+                    answer = _answered(effect, ill=bool(tag & _ILL))
+                    if answer is not None:
+                        (late if isinstance(answer, fx.NotFetched) else waiting).append(answer)
+
+
+def _mutate_follower(data: bytes, rng: Random) -> bytes:
+    return mutate.parts_of(data, rng, lambda tag, part, r: _changed(3, part, r), (0, _ILL))
+
+
 # ------------------------------------------------------------------ summaries
 
 
@@ -268,6 +439,8 @@ OUTER: tuple[Target, ...] = (
         "outer-leader", "what clusters and followers say, by the leader", _leader_seeds, _feed_leader, _mutate_leader
     ),
     Target("outer-cluster", "what a leader says, by a cluster", _cluster_seeds, _feed_cluster, _mutate_cluster),
+    Target("outer-follower", "what a leader says, by a follower", _follower_seeds, _feed_follower, _mutate_follower),
+    Target("outer-ranks", "what ranks of a cluster say, by the others", _rank_seeds, _feed_ranks, _mutate_ranks),
     Target("outer-summary", "the text of a summary in a leader's store", _summary_seeds, _read_summary, mutate.json_of),
     Target("outer-files", "a follower's files", _file_seeds, _read_file, _mutate_file, 8 << 20),
 )

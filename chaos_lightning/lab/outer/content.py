@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any, Self
 
 from chaos_lightning.outer.types import NO_VERSION, PushAnswer, PushId, VersionId
 
@@ -32,10 +31,6 @@ class _Last:
     live: tuple[int, ...]
     sent: tuple[int, ...]
     left: tuple[int, ...]
-
-
-def _fields(value: Pushed | _Last) -> tuple[Any, ...]:
-    return tuple(getattr(value, name) for name in value.__match_args__)
 
 
 @dataclass(slots=True)
@@ -112,20 +107,6 @@ class Content:
         gone = [*self.live, *self.residual, *self._last_steps]
         self.base, self.live, self.residual, self.last = NO_VERSION, [], [], None
         return gone
-
-    def facts(self) -> tuple[Any, ...]:
-        """All of it, as values that travel (outer/ranks_say.py)."""
-        last = None if self.last is None else _fields(self.last)
-        pushes = [(push, _fields(pushed)) for push, pushed in sorted(self.pushes.items())]
-        return self.base, self.live, self.residual, last, pushes
-
-    def restored(self, facts: tuple[Any, ...]) -> Self:
-        """Another one, of which `facts` tells."""
-        base, live, residual, last, pushes = facts
-        held = {push: Pushed(*pushed) for push, pushed in pushes}
-        return replace(
-            self, base=base, live=live, residual=residual, last=None if last is None else _Last(*last), pushes=held
-        )
 
     @property
     def held(self) -> set[int]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from chaos_lightning.lab.outer.content import Content, Pushed
 from chaos_lightning.lab.outer.oracle import Violation
@@ -18,10 +18,18 @@ from chaos_lightning.lab.outer.processes import Machines
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.messages import Beat, ClusterHello
-from chaos_lightning.outer.ranks_machine import RankSays, RanksEffect, RanksMachine, Sealed
-from chaos_lightning.outer.ranks_say import read_text, text_of, tree_of
+from chaos_lightning.outer.plain import read_text, text_of
+from chaos_lightning.outer.ranks_machine import RankNews, RankSays, RanksEffect, RanksFacts, RanksMachine, Sealed
 from chaos_lightning.outer.types import NO_VERSION, PushAnswer, PushId, VersionId
 from chaos_lightning.protocol.types import Span
+
+
+@dataclass(slots=True)
+class Held:
+    """What a newcomer gets."""
+
+    state: RanksFacts
+    content: Content
 
 
 class RankHome(Protocol):
@@ -79,7 +87,7 @@ class RankPart:
         self.attends = False
         self.fetched = NO_VERSION
         self.encoded: tuple[PushId, str] | None = None
-        self.news: deque[cl.ClusterEvent] = deque()
+        self.news: deque[RankNews] = deque()
         self.gone: list[int] = []
         self.given_up: list[int] = []
         self.beat: Beat | None = None
@@ -91,7 +99,7 @@ class RankPart:
         """What it contributes."""
         events = tuple(self.news) if self.attends else ()
         self._sent = len(events)
-        return text_of(RankSays(self.fetched, self.encoded, samples, rates, over, leaves, "", events))
+        return text_of(RankSays, RankSays(self.fetched, self.encoded, samples, rates, over, leaves, "", events))
 
     def commit(
         self, me: str, ranks: Sequence[str], answers: Sequence[bytes], step: int = 0, spent: Sequence[Span] = ()
@@ -118,7 +126,7 @@ class RankPart:
             self.attend()
         if step:
             self.content.live.append(step)
-        said = [read_text(answer) if answer else RankSays() for answer in answers]
+        said = [read_text(RankSays, answer) if answer else RankSays() for answer in answers]
         if not self._machines.together:
             said = [replace(each, holds=said[ranks.index(me)].holds) for each in said]
         for effect in self.state.commit(ranks, said, int(step > 0), spent):
@@ -201,20 +209,13 @@ class RankPart:
 
     def facts(self) -> bytes:
         """What all ranks hold alike, as it travels."""
-        return text_of(self._all())
-
-    def tree(self) -> Any:
-        """The same, as values that are equal where those are."""
-        return tree_of(self._all())
-
-    def _all(self) -> tuple[Any, Any]:
-        return self.state.facts(), self.content.facts()
+        return text_of(Held, Held(self.state.facts(), self.content))
 
     def restore(self, facts: bytes) -> None:
         """It has what another one held."""
-        state, content = read_text(facts)
-        self.state.restore(state)
-        self.content, lacks = self.content.restored(content), self._machines.joiner_lacks
+        held, lacks = read_text(Held, facts), self._machines.joiner_lacks
+        self.state.restore(held.state)
+        self.content = held.content
         if lacks == "base":
             self.content.base = NO_VERSION
         elif lacks == "frozen":

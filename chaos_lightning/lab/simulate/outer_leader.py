@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from chaos_lightning.lab.outer.content import Content, Pushed
 from chaos_lightning.lab.outer.rank_part import RankPart
@@ -39,7 +39,6 @@ from chaos_lightning.outer.messages import (
     ToCluster,
     Welcomed,
 )
-from chaos_lightning.outer.ranks_say import text_of, value_of
 from chaos_lightning.outer.types import (
     NO_VERSION,
     IncarnationId,
@@ -157,8 +156,8 @@ class ScriptedLeader:
         self._reopened: list[PushId] = []
         self._judging: Offer | None = None
         self._over = ""
-        self._numbers: dict[str, int] = {}
-        self._states: dict[int, Any] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._states: dict[int, bytes] = {}
         """By number."""
         for at in script.cuts:
             kernel.at(at, self._cut)
@@ -175,14 +174,14 @@ class ScriptedLeader:
 
     def number_of(self, part: RankPart) -> int:
         """A number that stands for a rank's outer state: equal for equal ones."""
-        tree = part.tree()
-        number = self._numbers.setdefault(repr(tree), 2 * len(self._numbers) + 2)  # even: a damaged one is none
-        self._states.setdefault(number, tree)
+        text = part.facts()
+        number = self._numbers.setdefault(text, 2 * len(self._numbers) + 2)  # even: a damaged one is none
+        self._states[number] = text
         return number
 
     def facts_of(self, number: int) -> bytes:
         """The outer state for which it stands, as it travels."""
-        return text_of(value_of(self._states[number]))
+        return self._states[number]
 
     # ------------------------------------------------------------------ streams
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from chaos_lightning.lab.outer.content import Content, Pushed
 from chaos_lightning.lab.outer.processes import TICK_S, Machines, agreement
-from chaos_lightning.lab.outer.rank_part import RankPart
+from chaos_lightning.lab.outer.rank_part import Held, RankPart
 from chaos_lightning.lab.simulate.dataplane import SumEntry
 from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.node import Node
@@ -29,8 +29,8 @@ from chaos_lightning.lab.simulate.world import Hooks
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine, Phase
+from chaos_lightning.outer.plain import read_text
 from chaos_lightning.outer.ranks_machine import RanksMachine
-from chaos_lightning.outer.ranks_say import read_text
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import NO_VERSION, PushId, VersionId
 from chaos_lightning.protocol.types import Header, Kind
@@ -137,7 +137,7 @@ class OuterNode(Node):
         """An outer state: that of a founder (0), or another member's."""
         script, view = self.leader.script, self.machine.view
         held = self.leader.facts_of(facts) if facts else b""
-        nonce = read_text(held)[0]["nonce"] if held else view.chain if view is not None else ""
+        nonce = read_text(Held, held).state.nonce if held else view.chain if view is not None else ""
         settings = OuterSettings(inner_steps=script.inner_steps)
         machine = ClusterMachine("e0", "e0", nonce, agreement(settings, 0), overlap=script.overlap)
         part = RankPart(home, RanksMachine(machine), Content(script.lossy), self.machines)
