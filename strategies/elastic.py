@@ -221,7 +221,7 @@ class ElasticPart:
         engine = self._engine
         assert engine is not None
         assert engine.view is not None
-        self.cluster.found(engine.view.chain)
+        self.cluster.found(engine.view.chain, alone=engine.world_size == 1)
         self.cluster.begin(engine.member_id, first=engine.rank == 0)
 
     @property

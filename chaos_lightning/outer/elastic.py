@@ -257,8 +257,16 @@ class ElasticCluster:
 
     # ------------------------------------------------------------------ coming in
 
-    def found(self, nonce: str) -> None:
-        """The ranks begin: nobody has any of this yet, unless the state that they begin with does."""
+    def found(self, nonce: str, *, alone: bool) -> None:
+        """The ranks begin: nobody has any of this yet, unless the state that they begin with does.
+
+        Args:
+            nonce: Drawn when they began.
+            alone: There is no other rank. Whoever begins with what the last rank of a cluster that had left kept on its
+                disk comes in anew.
+        """
+        if alone and self.over:
+            self.forget()
         if self._state is None:
             self._state = self._make(nonce)
 

@@ -81,7 +81,7 @@ class Elastic:
         self.name, self.model, self.cluster = name, model, cluster
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         self.steps = 0
-        cluster.found("nonce")
+        cluster.found("nonce", alone=True)
         cluster.begin(name, first=True)
 
     def meet(self, done: Callable[[], object], what: str) -> None:
