@@ -267,14 +267,16 @@ def test_who_begins_with_what_a_cluster_that_left_had_kept_comes_in_anew(job: El
     """The state said that the cluster's part is over, so training ended at once, and nothing was trained."""
     job.serve()
     harness = job.harness
-    spec: dict[str, Any] = {"options": {"on_last_exit": str(tmp_path / "kept")}, "trainer": {"max_epochs": 1}, "step_s": 0.02}
+    keeps = {"on_last_exit": str(tmp_path / "kept")}
+    spec: dict[str, Any] = {"options": keeps, "trainer": {"max_epochs": 1}, "step_s": 0.02}
     for name in ("a", "b"):
         job.rank(name, samples=100_000, **spec)
         joined = harness.wait_for("joined", node=name)
         harness.wait_for("version_adopted", lambda r: r["progress_steps"] > 0, after=joined)
         harness.terminate(name)
         assert harness.wait_exit(name) == 0
-    assert min(r["step"] for r in harness.records if r.name == "committed" and r.node == "b") > 1, "b goes on from there"
+    began = min(r["step"] for r in harness.records if r.name == "committed" and r.node == "b")
+    assert began > 1, "b goes on from there"
     assert len(job.entries("Joined")) == 2
     audited(job)
 
