@@ -310,7 +310,7 @@ def slow_plan(seed: int) -> Plan:
     slow = ClusterSpec("s0", random.uniform(0.0, 0.5), random.uniform(2.0, 3.0), random.random() < 0.8)
     settings = replace(
         any_plan(seed).settings,
-        policy=random.choice(("robust", "async", "di_ps")),
+        policy=random.choice(("robust", "async")),
         staleness_cap=random.choice((0, 2, 16)),
     )
     return Plan(seed, settings, random.randint(1, 2), (*fast, slow), (), length=480, limit_s=600.0)
