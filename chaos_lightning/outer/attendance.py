@@ -80,8 +80,8 @@ class Attendance:
         self._desk = desk
         self._holds_alone = holds_alone
         self._conns: dict[int, IncarnationId] = {}
-        self._hellos: dict[str, tuple[int, ClusterHello]] = {}
-        """Clusters that wait to be let in, by name."""
+        self._hellos: dict[int, ClusterHello] = {}
+        """Of clusters that wait to be let in, by stream: ranks of one may have several, of which some are gone."""
         self._why = ""
         """Of the paces that were decided last."""
         self.clusters: dict[IncarnationId, ClusterState] = {}
@@ -142,20 +142,26 @@ class Attendance:
 
     def waits(self, conn: int, hello: ClusterHello) -> None:
         """A cluster that is new wants to come in."""
-        self._hellos[hello.cluster] = (conn, hello)
+        self._hellos[conn] = hello
 
     def waiting(self) -> list[int]:
         """Streams of those that wait to be let in."""
-        return [conn for conn, _ in self._hellos.values()]
+        return [*self._hellos]
 
     def again(self) -> list[tuple[int, ClusterHello]]:
         """Takes all out that wait to be let in: they are judged anew."""
-        found, self._hellos = [*self._hellos.values()], {}
+        found, self._hellos = [*self._hellos.items()], {}
         return found
 
     def has_come(self, who: IncarnationId) -> tuple[int, ClusterHello] | None:
         """Its incarnation is stored: the stream and the word of who waits for it, if it still does."""
-        return self._hellos.pop(who.cluster, None)
+        found = next((each for each in self._in_turn() if each[1].cluster == who.cluster), None)
+        if found is not None:
+            del self._hellos[found[0]]
+        return found
+
+    def _in_turn(self) -> list[tuple[int, ClusterHello]]:
+        return sorted(self._hellos.items(), key=lambda each: (each[1].cluster, each[0]))
 
     def on_stream(self, conn: int, who: IncarnationId, hello: ClusterHello) -> None:
         """The stream of a known incarnation."""
@@ -188,7 +194,7 @@ class Attendance:
     def closed(self, conn: int, *, proof: bool) -> None:
         """A stream is gone; `proof`: its process is known to be dead."""
         who = self._conns.pop(conn, None)
-        self._hellos = {name: held for name, held in self._hellos.items() if held[0] != conn}
+        self._hellos.pop(conn, None)
         cluster = self.clusters.get(who) if who is not None else None
         if cluster is not None and cluster.conn == conn:  # it may be removed, or here again
             cluster.conn = None
@@ -205,8 +211,8 @@ class Attendance:
         """The first cluster's agreement is the job's."""
         if self._desk.chain.agreement is not None or not self._hellos:
             return None
-        name, (_, hello) = next(iter(self._hellos.items()))
-        return JobOpened(hello.agreement, f"{name} at {hello.place}", hello.nonce)
+        hello = next(iter(self._hellos.values()))
+        return JobOpened(hello.agreement, f"{hello.cluster} at {hello.place}", hello.nonce)
 
     def next_join(self, welcome: Callable[[int, IncarnationId, ClusterHello], None]) -> Joined | None:
         """Who comes in next.
@@ -215,14 +221,15 @@ class Attendance:
             welcome: Told of one that is in already, whose welcome was lost: its stream, its name and its word.
         """
         chain = self._desk.chain
-        for name, (conn, hello) in sorted(self._hellos.items()):
+        for conn, hello in self._in_turn():
+            name = hello.cluster
             same = [who for who in self.living() if who.cluster == name]
             own = [who for who in same if self.clusters[who].nonce == hello.nonce]
             if own:
-                del self._hellos[name]
+                del self._hellos[conn]
                 welcome(conn, own[0], hello)
             elif any(self.clusters[who].conn is not None for who in same):
-                del self._hellos[name]
+                del self._hellos[conn]
                 words = f"a cluster called {name} is in already, at {chain.incarnations[same[0]].place}"
                 words += ": give this one another name"
                 self._desk.send(conn, Dismissed(self._desk.term, words, again=False))

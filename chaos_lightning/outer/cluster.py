@@ -684,7 +684,8 @@ class ClusterMachine:
         """No push is under way: a version is fetched, or the next push is frozen.
 
         A fetch that is under way goes on though newer versions come: where a fetch takes longer than a round, none
-        would ever end.
+        would ever end. What is here waits for the end of an inner step, and is adopted first: heartbeats name one
+        version that is to be the base, and the chain keeps that one (O1a).
         """
         # Enough is pushed from the base that there is: where newer ones come all the time, it would never be.
         assert self.incarnation is not None
@@ -699,8 +700,8 @@ class ClusterMachine:
             self._fetching = NO_VERSION  # once the push is answered, a newer one is due
             self._out.append(Freeze(self._freezing, self.base))
             return
-        wanted = self._serves(self._served) and not self._serves(self._fetching)
-        if wanted and self._may_adopt and self._served != self._here:
+        coming = self._serves(self._fetching) or self._serves(self._here)
+        if self._serves(self._served) and not coming and self._may_adopt:
             self._fetching = self._served
             self._out.append(FetchVersion(self._served))
             self._beat()  # so that it is served until it is here

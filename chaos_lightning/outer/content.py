@@ -9,6 +9,8 @@ the same steps hold the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from chaos_lightning.outer.codec import Codec, Format, Part
@@ -22,7 +24,7 @@ RESETS = 2
 
 
 class OuterContent:
-    """See the module. Methods but for `encode` are the training thread's.
+    """See the module. Methods are the training thread's.
 
     Args:
         replica: The model's part that travels.
@@ -54,20 +56,28 @@ class OuterContent:
         return self._codec.version if founding else self._codec.push
 
     def freeze(self, push: PushId) -> None:
-        """Fixes a push; `encode` makes it."""
+        """Fixes a push; what `encoder` gives makes it."""
         self.pending, self.frozen = push, self._replica.read(self._grid, self._spare)
         self._spare = None
         if self._codec.residual and self.residual is None:
             self.residual = self.frozen.new_zeros(self.frozen.shape)
 
-    def encode(self) -> Part:
-        """The content of the push that was frozen last. Any thread, until that push is answered."""
-        assert self.frozen is not None
-        if self.base is None:
-            return Part.encoded(self._grid.whole, self._codec.version, self.frozen)
-        part = Part.empty(self._grid.whole, self._codec.push)
-        freeze(self.base, self.frozen, part, self.residual)
-        return part
+    def encoder(self) -> Callable[[], Part]:
+        """What makes the content of the push that was frozen last, in any thread until that push is answered.
+
+        It holds what it needs: the incarnation may end meanwhile.
+        """
+        base, frozen, residual = self.base, self.frozen, self.residual
+        assert frozen is not None
+
+        def encode() -> Part:
+            if base is None:
+                return Part.encoded(self._grid.whole, self._codec.version, frozen)
+            part = Part.empty(self._grid.whole, self._codec.push)
+            freeze(base, frozen, part, residual)
+            return part
+
+        return encode
 
     def settle(self, push: PushId, answer: PushAnswer) -> None:
         """What becomes of the residual (O10)."""

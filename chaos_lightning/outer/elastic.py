@@ -511,7 +511,7 @@ class ElasticCluster:
         if push is None or self._closing.is_set() or (self._encoding is not None and self._encoding[0] == push):
             return  # the last commit of a rank that leaves is told after its farewell
         began = time.monotonic()
-        future = self._worker.submit(self._content.encode)
+        future = self._worker.submit(self._content.encoder())
         self._encoding = (push, future)
         covered, base = self.machine.covering, self.machine.base
         steps, samples = covered.steps, covered.samples

@@ -419,12 +419,20 @@ class OuterSession:
         self._model.tell_steps()
         began, covered = time.monotonic(), self._life.machine.covering
         self._content.freeze(push)
-        self._worker.submit(self._encode, self._life, push, base, covered, began)
+        self._worker.submit(self._encode, self._life, push, base, covered, self._content.encoder(), began)
 
-    def _encode(self, life: _Life, push: PushId, base: VersionId, covered: cl.Unpushed, began: float) -> None:
+    def _encode(
+        self,
+        life: _Life,
+        push: PushId,
+        base: VersionId,
+        covered: cl.Unpushed,
+        encode: Callable[[], Part],
+        began: float,
+    ) -> None:
         """In the worker's thread."""
         try:
-            part = self._content.encode()
+            part = encode()
             manifest = part.hash
         except Exception as error:
             if not life.over:  # else its content is gone

@@ -74,6 +74,18 @@ def test_a_fetch_that_is_under_way_goes_on_though_newer_versions_come() -> None:
     assert fetched(effects) == [V3]
 
 
+def test_what_is_here_is_adopted_before_a_newer_version_is_fetched() -> None:
+    """Heartbeats named the newer one, so a summary of the chain left the one out that was the base soon after."""
+    machine = training(overlap=True)
+    machine.on(Told(Served(1, V2, JobProgress())))
+    machine.on(cl.Got(V2), resting=False)
+    assert fetched(machine.on(Told(Served(1, V3, JobProgress())), resting=False)) == []
+    assert machine.hello().fetching == V2
+    effects = machine.on(cl.AtRest())
+    assert adopted(effects) == [V2]
+    assert fetched(effects) == [V3]
+
+
 def test_in_place_of_a_version_that_nobody_serves_any_more_the_newest_is_fetched() -> None:
     machine = training(overlap=True)
     machine.on(Told(Served(1, V2, JobProgress())))

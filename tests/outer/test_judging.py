@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer import settings as outer_settings
-from chaos_lightning.outer.codec import codec_named
+from chaos_lightning.outer.codec import Part, codec_named
 from chaos_lightning.outer.content import OuterContent
 from chaos_lightning.outer.gates import GATES, HALF, LITTLE, ROWS, STD_FLOOR, MeasuredPush, Products
 from chaos_lightning.outer.grid import Grid
@@ -548,6 +548,17 @@ def test_the_inner_optimizer_begins_anew_ever_more_rarely() -> None:
     content.settle(name, PushAnswer.ACCEPTED)
     assert not content.resets_optimizer
     assert rejected(3) == [2]
+
+
+def test_a_push_is_encoded_though_its_incarnation_ends_meanwhile() -> None:
+    """A cluster that was dismissed just then ended with an AssertionError, where it was to come in again."""
+    grid = Grid((SIZE,), 64)
+    content = OuterContent(Replica([("w", torch.ones(SIZE))]), grid, codec_named("fp32"))
+    content.base = Part.of(grid.whole, torch.zeros(grid.elements))
+    content.freeze(offer("a").push)
+    encode = content.encoder()
+    content.forget()
+    assert torch.equal(encode().decoded()[:SIZE], -torch.ones(SIZE))
 
 
 def test_refusals_of_a_few_clusters_only_are_remembered() -> None:

@@ -6,9 +6,9 @@ from chaos_lightning.lab.outer.processes import agreement
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import Beat, ClusterHello, FollowerHello, Welcomed
+from chaos_lightning.outer.messages import Beat, ClusterHello, Dismissed, FollowerHello, Offered, Welcomed
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION, IncarnationId
+from chaos_lightning.outer.types import NO_VERSION, IncarnationId, Offer, PushId
 
 
 def fed(machine: LeaderMachine, event: fx.LeaderEvent) -> list[fx.LeaderEffect]:
@@ -20,6 +20,41 @@ def fed(machine: LeaderMachine, event: fx.LeaderEvent) -> list[fx.LeaderEffect]:
             if isinstance(effect, fx.StoreEntry):
                 waiting.append(fx.EntryStored(True))
     return found
+
+
+def test_a_rank_that_is_gone_and_says_hello_last_takes_nobodys_place() -> None:
+    """Its cluster was never let in: the leader knew the last stream alone, and forgot it when that ended."""
+    machine, agreed = LeaderMachine(OuterChain(), 1, 1), agreement(OuterSettings(), 0)
+    hello = ClusterHello("e", "here", "n", 0, None, NO_VERSION, NO_VERSION, agreed)
+    machine.on(1.0, fx.Heard(3, hello))
+    machine.on(1.0, fx.Heard(2, hello))  # of a stream that is older
+    fed(machine, fx.StreamClosed(2))
+    fed(machine, fx.EntryStored(True))
+    told = fed(machine, fx.Heard(1, FollowerHello("f", "n", 0, (), NO_VERSION)))
+    assert [e.conn for e in told if isinstance(e, fx.SendTo) and isinstance(e.message, Welcomed)] == [3]
+
+
+def test_two_clusters_of_one_name_that_wait_at_once_are_both_answered() -> None:
+    """The first one waited for ever."""
+    machine, agreed = LeaderMachine(OuterChain(), 1, 1), agreement(OuterSettings(), 0)
+    for conn, nonce in ((2, "n"), (3, "another")):
+        machine.on(1.0, fx.Heard(conn, ClusterHello("e", "here", nonce, 0, None, NO_VERSION, NO_VERSION, agreed)))
+    fed(machine, fx.EntryStored(True))
+    told = fed(machine, fx.Heard(1, FollowerHello("f", "n", 0, (), NO_VERSION)))
+    told = [(e.conn, type(e.message)) for e in told if isinstance(e, fx.SendTo) and e.conn != 1]
+    assert told[0] == (2, Welcomed)
+    assert (3, Dismissed) in told
+
+
+def test_a_cluster_that_had_an_answer_which_the_chain_lacks_proves_an_older_copy() -> None:
+    """Its next push was never answered: the leader waited for the one before, and the cluster had done with that."""
+    machine, agreed = LeaderMachine(OuterChain(), 1, 1), agreement(OuterSettings(), 0)
+    fed(machine, fx.Heard(1, FollowerHello("f", "n", 0, (), NO_VERSION)))
+    fed(machine, fx.Heard(2, ClusterHello("e", "here", "n", 0, None, NO_VERSION, NO_VERSION, agreed)))
+    push = PushId(IncarnationId("e", 1), 2)
+    effects = fed(machine, fx.Heard(2, Offered(Offer(push, NO_VERSION, "manifest", 0, 0))))
+    (done,) = [effect for effect in effects if isinstance(effect, fx.Done)]
+    assert "e knows an answer to push e~1/1, which this chain lacks: it is an older copy" in done.reason
 
 
 def test_a_cluster_whose_last_stream_ended_is_answered_where_it_is_heard() -> None:

@@ -48,14 +48,19 @@ SYNC = OuterSettings(policy="sync", inner_steps=STEPS, batch=16, heartbeat_s=2.0
 
 def keep_pushes(pushes: str) -> None:
     """From now on this process leaves a copy of each push in that folder."""
-    encode = OuterContent.encode
+    encoder = OuterContent.encoder
 
-    def encode_and_keep(content: OuterContent) -> Part:
-        push, part = content.pending, encode(content)
-        torch.save(part.data.clone(), Path(pushes) / str(push).replace("/", ":"))
-        return part
+    def keeping_encoder(content: OuterContent) -> Callable[[], Part]:
+        push, encode = content.pending, encoder(content)
 
-    OuterContent.encode = encode_and_keep
+        def encode_and_keep() -> Part:
+            part = encode()
+            torch.save(part.data.clone(), Path(pushes) / str(push).replace("/", ":"))
+            return part
+
+        return encode_and_keep
+
+    OuterContent.encoder = keeping_encoder
 
 
 def train_locally(server: str, name: str, logs: str, go: str, out: str, rounds: int = ROUNDS) -> None:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -19,13 +18,12 @@ from until_support import until
 from chaos_lightning.diloco import DiLoCo
 from chaos_lightning.errors import ConfigurationError, DeadlineError, SchedulerUnreachableError
 from chaos_lightning.lab.harness import Harness
-from chaos_lightning.outer import attendant, leaving, push_serving
-from chaos_lightning.outer.content import OuterContent
+from chaos_lightning.outer import attendant, leaving
 from chaos_lightning.outer.elastic import ElasticCluster
 from chaos_lightning.outer.lines import SERVING
 from chaos_lightning.outer.session import OuterSession
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION, PushAnswer, PushId
+from chaos_lightning.outer.types import NO_VERSION
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint
 
@@ -135,34 +133,16 @@ def clusters(tmp_path: Path) -> Iterator[Clusters]:
         yield Clusters(harness, meanwhile)
 
 
-def test_a_version_that_comes_while_the_one_before_is_about_to_be_adopted(
-    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It took the other one's place, and training ended with an AssertionError."""
+def test_a_version_that_comes_while_the_one_before_is_about_to_be_adopted(clusters: Clusters) -> None:
+    """It took the other one's place, and training ended with an AssertionError. Now it waits for its turn."""
     fast, slow = clusters.come_in("fast", codec="int8"), clusters.come_in("slow", codec="int8")
     machine = slow.session._life.machine
-    hold, settles = Event(), Event()
-    fetch, settle = push_serving.fetch_version, OuterContent.settle
-
-    def fetch_later(*given: Any, **named: Any) -> int:
-        if hold.is_set():
-            assert settles.wait(30)
-        return fetch(*given, **named)
-
-    def settle_long(content: OuterContent, push: PushId, answer: PushAnswer) -> None:
-        if content is slow.session._content:
-            settles.set()
-            until(lambda: machine.fetching == NO_VERSION, "the version that is being fetched")
-        settle(content, push, answer)
-
-    monkeypatch.setattr(push_serving, "fetch_version", fetch_later)
-    monkeypatch.setattr(OuterContent, "settle", settle_long)
     slow.train()
     own = machine.newest
     until(lambda: machine._here == own, "the version of its push")
-    hold.set()
     fast.train()
-    until(lambda: machine.fetching > own, "the next version to be fetched")
+    until(lambda: machine._served > own, "the next version to be served")
+    assert machine.fetching == NO_VERSION
     assert slow.session.boundary(0, steps=0).adopted == own
     slow.settle()
     assert machine.base == machine.newest > own

@@ -104,7 +104,8 @@ class Content:
 
     def forget(self) -> list[int]:
         """A new incarnation has no base; what is kept stays."""
-        gone = [*self.live, *self.residual, *self._last_steps]
+        residual = self.residual if self.last is None else []  # what was left out before is in that push
+        gone = [*self.live, *residual, *self._last_steps]
         self.base, self.live, self.residual, self.last = NO_VERSION, [], [], None
         return gone
 

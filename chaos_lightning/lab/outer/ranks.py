@@ -229,7 +229,9 @@ class RanksJob(Process):
 
     def unaccounted(self) -> set[int]:
         """Inner steps of which it knows nothing any more, though it has not thrown them away."""
-        return self.trained - self.ranks[0].part.content.held - self.given_up - self.job.oracle.discarded
+        part = self.ranks[0].part
+        last = {*part.gone, *part.given_up}  # the whole cluster may have died on a commit that it knew alone
+        return self.trained - part.content.held - self.given_up - last - self.job.oracle.discarded
 
     # ------------------------------------------------------------------ what happens to it
 
