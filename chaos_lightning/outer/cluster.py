@@ -443,6 +443,9 @@ class ClusterMachine:
             event: What happened.
             resting: The inner training stands between two steps, and will until the effects are carried out. Freeze and
                 Adopt come only then.
+
+        Raises:
+            ValueError: Positions were trained, or are leased, twice.
         """
         self._out, self._resting = [], resting
         if self.gone:
@@ -535,7 +538,7 @@ class ClusterMachine:
                     self._in.pop(push, None)
                 self._offer()
             case Granted(_, leased):
-                self.leased = {each.epoch: each.spans for each in leased}
+                self.leased = {each.epoch: normalise(each.spans, what="leases") for each in leased}
             case Dismissed(_, reason, again):
                 self._end(reason, again=again)
             case JobFinished(_, version, reason):

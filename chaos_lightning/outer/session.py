@@ -336,7 +336,10 @@ class OuterSession:
             self._rest(lambda: bool(self.over), limit_s)
 
     def leave(self) -> None:
-        """Asks to go: what is there is pushed, and `finish` returns once that is durable. Any thread, and handlers."""
+        """Asks to go: what is there is pushed, and `finish` returns once that is durable.
+
+        Any thread. A signal's handler calls it in a thread of its own, for it takes a lock.
+        """
         self._feed(self._life, cl.LeaveAsked())
 
     def close(self) -> None:
@@ -538,7 +541,12 @@ class OuterSession:
         with self._changed:
             if life.over or life is not self._life:
                 return
-            for effect in life.machine.on(event, resting=resting):
+            try:
+                effects = life.machine.on(event, resting=resting)
+            except ValueError as error:
+                self._fail(StateError(f"what was said to cluster {self.options.name} cannot be: {error}"))
+                return
+            for effect in effects:
                 self._apply(life, effect)
             self._changed.notify_all()
 

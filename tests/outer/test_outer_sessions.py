@@ -16,14 +16,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from until_support import until
 
 from chaos_lightning.diloco import DiLoCo
-from chaos_lightning.errors import ConfigurationError, DeadlineError, SchedulerUnreachableError
+from chaos_lightning.errors import ConfigurationError, DeadlineError, SchedulerUnreachableError, StateError
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.outer import attendant, leaving
+from chaos_lightning.outer.effects import Told
 from chaos_lightning.outer.elastic import ElasticCluster
 from chaos_lightning.outer.lines import SERVING
+from chaos_lightning.outer.messages import Granted
 from chaos_lightning.outer.session import OuterSession
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION
+from chaos_lightning.outer.types import NO_VERSION, Covered
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint
 
@@ -161,6 +163,15 @@ def test_who_is_through_long_before_the_others_leaves(
     assert "cluster second waits for the end of the job: other clusters train" in caplog.text
     assert "cluster second waited 0.5 s for the end of the job" in caplog.text
     clusters.harness.wait_for("entry", lambda r: r["kind"] == "Removed")
+
+
+def test_positions_that_are_leased_twice_are_an_error_that_says_so(clusters: Clusters) -> None:
+    """The loop ended with a ValueError, or the thread that hears the leader did, and nobody heard it any more."""
+    session = clusters.come_in("home").session
+    granted = Granted(session._life.machine.term, (Covered(0, ((0, 4), (2, 6))),))
+    session._feed(session._life, Told(granted))
+    with pytest.raises(StateError, match=r"said to cluster home cannot be: leases: positions \[2, 4\) are"):
+        session.boundary(16)
 
 
 def test_a_plain_loop_that_is_dealt_no_samples_says_what_it_waits_for(clusters: Clusters) -> None:

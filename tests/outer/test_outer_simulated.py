@@ -167,6 +167,11 @@ def test_the_command_tells_what_it_found() -> None:
         ("elastic", 40029),
         ("recut", 14),
         ("elastic", 40059),
+        ("strange", 359),
+        ("elastic", 1600),
+        ("elastic", 3074),
+        ("older", 2104),
+        ("far", 3252),
     ],
 )
 def test_seeds_of_outer_jobs_that_once_showed_something_are_well(family: str, seed: int) -> None:
