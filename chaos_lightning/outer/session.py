@@ -445,7 +445,7 @@ class OuterSession:
             if life.over:
                 return
             self._content.pushes[push] = part
-            life.serving.serve({push: part})
+        self._serve(life, {push: part})
         self._events.emit(
             "push_frozen",
             push=str(push),
@@ -567,10 +567,18 @@ class OuterSession:
                 self._todo.append((effect, None))
 
     def _reach(self, holders: tuple[Holder, ...]) -> None:
-        for life in (self._life, *self._old):
+        for life in (self._life, *self._old) if not self._closing.is_set() else ():
             life.serving.reach(holders)
             mine = life.machine.incarnation
-            life.serving.serve({p: part for p, part in self._content.pushes.items() if p.incarnation == mine})
+            kept = {p: part for p, part in self._content.pushes.items() if p.incarnation == mine}
+            self._worker.submit(self._serve, life, kept)
+
+    def _serve(self, life: _Life, pushes: Mapping[PushId, Part]) -> None:
+        """In the worker's thread, without the lock that boundaries take, for it hashes all of them."""
+        life.serving.serve(pushes)
+        with self._changed:
+            for push in pushes.keys() - self._content.pushes.keys():  # freed meanwhile
+                life.serving.drop(push)
 
     def _free_push(self, push: PushId) -> None:
         with self._changed:

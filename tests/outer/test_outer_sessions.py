@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,11 +19,12 @@ from until_support import until
 from chaos_lightning.diloco import DiLoCo
 from chaos_lightning.errors import ConfigurationError, DeadlineError, SchedulerUnreachableError, StateError
 from chaos_lightning.lab.harness import Harness
-from chaos_lightning.outer import attendant, leaving
+from chaos_lightning.outer import attendant, leaving, push_serving
 from chaos_lightning.outer.effects import Told
 from chaos_lightning.outer.elastic import ElasticCluster
+from chaos_lightning.outer.fetching import hold_push
 from chaos_lightning.outer.lines import SERVING
-from chaos_lightning.outer.messages import Granted
+from chaos_lightning.outer.messages import Granted, Holder, Holders
 from chaos_lightning.outer.session import OuterSession
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import NO_VERSION, Covered
@@ -163,6 +165,57 @@ def test_who_is_through_long_before_the_others_leaves(
     assert "cluster second waits for the end of the job: other clusters train" in caplog.text
     assert "cluster second waited 0.5 s for the end of the job" in caplog.text
     clusters.harness.wait_for("entry", lambda r: r["kind"] == "Removed")
+
+
+@pytest.mark.parametrize("when", ["a push is made", "there are other followers"])
+def test_training_goes_on_while_pushes_are_hashed(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It stood, for they were made ready to be asked for under the lock that each boundary takes."""
+    began, go_on, waits = threading.Event(), threading.Event(), list[bool]()
+
+    def hold(*given: Any) -> str:
+        began.set()
+        waits.append(go_on.wait(10))
+        return hold_push(*given)
+
+    home = clusters.come_in("home")
+    if when == "a push is made":
+        monkeypatch.setattr(push_serving, "hold_push", hold)
+        inner_step(home.model, home.optimizer, "home", 1)
+        home.session.boundary(16)
+    else:
+        home.train()
+        monkeypatch.setattr(push_serving, "hold_push", hold)
+        life = home.session._life
+        home.session._feed(life, Told(Holders(life.machine.term, (*life.serving.holders, Holder("more", "")))))
+    until(began.is_set, "the hashing")
+    home.session.boundary(0, steps=0)
+    assert not waits
+    go_on.set()
+    until(lambda: waits, "its end")
+    assert all(waits)
+
+
+def test_a_push_that_is_freed_while_it_is_hashed_is_not_served(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = clusters.come_in("home")
+    home.train()
+    serving = home.session._life.serving
+    push = max(serving._cuts)
+
+    def hold(server: StateServer, *given: Any) -> str:
+        serving.drop(push)
+        return hold_push(server, *given)
+
+    monkeypatch.setattr(push_serving, "hold_push", hold)
+    served = len(serving._server._named)
+    part = home.session._content.pushes[push]
+    serving.drop(push)
+    assert len(serving._server._named) == served - 1
+    serving.serve({push: part})
+    assert len(serving._server._named) == served - 1
 
 
 def test_positions_that_are_leased_twice_are_an_error_that_says_so(clusters: Clusters) -> None:
