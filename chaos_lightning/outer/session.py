@@ -57,7 +57,7 @@ from chaos_lightning.outer.messages import Holder, ProcessPlace
 from chaos_lightning.outer.push_serving import PushServing
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.training_rates import TrainingRates
+from chaos_lightning.outer.training_rates import TrainingRates, Waits
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Agreement,
@@ -146,7 +146,8 @@ class OuterSession:
         self._rates = TrainingRates()
         self._error: ChaosError | None = None
         """Why this cluster cannot go on."""
-        self._rested_at = self._waits_since = 0.0
+        self._rested_at = 0.0
+        self._waits = Waits()
         self._trouble = ""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
         self._closing = threading.Event()
@@ -234,6 +235,7 @@ class OuterSession:
             ConfigurationError: The job differs; says in what, and from whose.
             DeadlineError: Nobody answered in time; says what was waited for.
         """
+        self._waits.kept_at = time.monotonic()
         host_for_cluster(self.options)
         self._begin(self._life)
         self._beats.start()
@@ -241,7 +243,7 @@ class OuterSession:
         self._rest(self._is_in, timeout_s)
         if self.over:
             raise ConfigurationError(self.over)
-        self._rested_at = time.monotonic()
+        self._go_on()
         return self.progress
 
     def boundary(
@@ -258,7 +260,7 @@ class OuterSession:
         Raises:
             ChaosError: This cluster cannot go on.
         """
-        began = time.monotonic()
+        began = self._waits.kept_at = time.monotonic()
         self._measure(samples, steps, began)
         self._model.trained(steps, samples, loss)
         with self._changed:
@@ -266,8 +268,16 @@ class OuterSession:
                 self._unclaim(each)
             self._feed(self._life, cl.Trained(samples, tuple(covers), steps), resting=True)
         done = self._rest(self._is_in)
-        self._rested_at = time.monotonic()
+        self._go_on()
         return Boundary(done.adopted, done.outright, done.reset_optimizer, self.over, self._rested_at - began)
+
+    def _go_on(self) -> None:
+        self._rested_at = time.monotonic()
+        self._waits.let_go(self._rested_at)
+
+    def waited(self, seconds: float) -> None:
+        """Training stood still for so long beside what boundaries know of: a version went to other ranks."""
+        self._waits.add(seconds)
 
     def claim(self, positions: int, timeout_s: float = 0.0) -> tuple[Covered, ...]:
         """The next positions of the shared data that this cluster trains, each of them once.
@@ -323,6 +333,7 @@ class OuterSession:
         Raises:
             DeadlineError: It was to leave, and could not in that time.
         """
+        self._waits.kept_at = time.monotonic()
         leaving, limit_s = self.leaving, timeout_s if timeout_s is not None else self.options.patience_s
         if not leaving:
             self._feed(self._life, cl.LoopOver(reason), resting=True)
@@ -354,6 +365,7 @@ class OuterSession:
         self._getter.close()
         if self._beats.is_alive():
             self._beats.join(5.0)
+        self._events.close()
 
     # ------------------------------------------------------------------ standing still
 
@@ -369,7 +381,6 @@ class OuterSession:
             DeadlineError: It is not `done` by then.
             DepartedError: The session was closed.
         """
-        self._waits_since = time.monotonic()
         patience = Patience(self.options.name, self.waits_for, timeout_s)
         found = Boundary()
         while True:
@@ -457,11 +468,8 @@ class OuterSession:
         )
         self._feed(life, cl.Frozen(push, manifest))
 
-    def _waited_s(self) -> float:
-        return time.monotonic() - self._waits_since
-
     def _adopt(self, version: VersionId, part: Part | None, outright: bool) -> bool:
-        reset = self._model.adopt(version, part, outright=outright, waited_s=self._waited_s)
+        reset = self._model.adopt(version, part, outright=outright, waited_s=self._waits.take)
         with self._changed:
             self.progress = self._life.machine.job
             if outright:

@@ -18,6 +18,7 @@ from until_support import until
 
 from chaos_lightning.diloco import DiLoCo
 from chaos_lightning.errors import ConfigurationError, DeadlineError, SchedulerUnreachableError, StateError
+from chaos_lightning.events.reader import Record
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.outer import attendant, leaving, push_serving
 from chaos_lightning.outer.effects import Told
@@ -25,11 +26,13 @@ from chaos_lightning.outer.elastic import ElasticCluster
 from chaos_lightning.outer.fetching import hold_push
 from chaos_lightning.outer.lines import SERVING
 from chaos_lightning.outer.messages import Granted, Holder, Holders
+from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import OuterSession
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION, Covered
+from chaos_lightning.outer.types import NO_VERSION, Covered, PushId
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint
+from chaos_lightning.strategies.outer_ranks import RankedSession, RankGroup
 
 EACH = OuterSettings(policy="async", inner_steps=1, batch=16)
 """Each push is a version."""
@@ -103,6 +106,23 @@ class Elastic:
         self.cluster.commit([self.name], [self.cluster.answer()], steps=1)
 
 
+class RanksDouble(RankGroup):
+    """Rank 0's group; it takes a while until the others have a version."""
+
+    def __init__(self) -> None:
+        self.rank, self.shared = 0, 0
+
+    def tell(self, make: Callable[[], Any]) -> Any:
+        return make()
+
+    def sum(self, *numbers: int) -> list[int]:
+        return list(numbers)
+
+    def share(self, tensors: Sequence[torch.Tensor]) -> None:  # type: ignore[override]
+        self.shared += 1
+        threading.Event().wait(0.2)
+
+
 class Clusters:
     """Of one job."""
 
@@ -135,6 +155,11 @@ class Clusters:
 def clusters(tmp_path: Path) -> Iterator[Clusters]:
     with Harness(tmp_path, deadline_s=90) as harness, ExitStack() as meanwhile:
         yield Clusters(harness, meanwhile)
+
+
+def told_of(clusters: Clusters, name: str) -> list[Record]:
+    """What the logs tell of this so far."""
+    return [record for record in clusters.harness.records if record.name == name]
 
 
 def test_a_version_that_comes_while_the_one_before_is_about_to_be_adopted(clusters: Clusters) -> None:
@@ -216,6 +241,38 @@ def test_a_push_that_is_freed_while_it_is_hashed_is_not_served(
     assert len(serving._server._named) == served - 1
     serving.serve({push: part})
     assert len(serving._server._named) == served - 1
+
+
+def test_the_log_has_all_that_training_waited_for(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had what the boundaries waited that adopt, and not those that freeze; of a cluster with ranks, not the sending
+    of a version to them."""
+    copies, home = threading.Event(), clusters.come_in("home")
+    session, freeze = home.session, home.session._content.freeze
+
+    def slowly(push: PushId) -> None:
+        copies.wait(0.2)
+        freeze(push)
+
+    monkeypatch.setattr(session._content, "freeze", slowly)
+    founded = len(told_of(clusters, "version_adopted"))
+    waited = list[float]()
+    group = RanksDouble()
+    ranked = RankedSession(session, Replica.of_module(home.model), group, shared=False)
+    for step in (1, 2):
+        inner_step(home.model, home.optimizer, "home", step)
+        waited.append(ranked.boundary(16).waited_s)
+        until(lambda: session._life.machine._here > session.base, "its version")
+        waited.append(ranked.boundary(0, steps=0).waited_s)
+    adopted = told_of(clusters, "version_adopted")[founded:]
+    assert len(adopted) == group.shared == 2
+    assert sum(waited[:-1]) <= sum(r["waited_s"] for r in adopted) + 1e-5
+
+
+def test_a_session_that_is_closed_closes_its_log(clusters: Clusters) -> None:
+    home = clusters.come_in("home")
+    home.session.close()
+    assert home.session._events._fd < 0
+    clusters.harness.wait_for("closed", node="home")
 
 
 def test_positions_that_are_leased_twice_are_an_error_that_says_so(clusters: Clusters) -> None:
