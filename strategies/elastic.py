@@ -93,11 +93,8 @@ class OuterTerms:
 
 def replica_of(module: Any) -> Replica:
     """What of a LightningModule travels between clusters."""
-    buffers = reduced_buffers(module, getattr(module, "chaos_buffers", ()), named_by="chaos_buffers")
-    return Replica(
-        [(n, p) for n, p in module.named_parameters() if p.requires_grad],
-        [(n, b) for n, b in buffers if b.is_floating_point()],
-    )
+    named = getattr(module, "chaos_buffers", ())
+    return Replica.of_module(module, reduced_buffers(module, named, named_by="chaos_buffers"))
 
 
 def words_of(trainer: Trainer) -> dict[str, str]:

@@ -54,11 +54,11 @@ class Replica:
         self.specs = tuple(TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in self._named)
 
     @classmethod
-    def of_module(cls, module: nn.Module) -> Self:
-        """Parameters that require gradients, and floating buffers; sorted by name as the module has them."""
+    def of_module(cls, module: nn.Module, reduced: Iterable[tuple[str, Tensor]] = ()) -> Self:
+        """Parameters that require gradients, as the module has them, and of the buffers that are reduced the floating
+        ones. Other buffers are constants, which need not travel and must not be rounded."""
         trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        buffers = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
-        return cls(trained, buffers)
+        return cls(trained, [(n, b) for n, b in reduced if b.is_floating_point()])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -76,6 +76,11 @@ class Replica:
         for (_, tensor), values in zip(self._named, _split(flat, grid), strict=True):
             values.copy_(tensor.reshape(-1))
         return flat
+
+    def not_finite(self, flat: Tensor, grid: Grid) -> list[str]:
+        """Names of the tensors of which `read` gave a value that is not finite."""
+        parts = zip(self._named, _split(flat, grid), strict=True)
+        return [name for (name, _), values in parts if not values.isfinite().all()]
 
     @torch.no_grad()
     def adopt(self, version: Part, frozen: Part | None) -> None:

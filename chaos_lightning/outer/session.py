@@ -450,7 +450,8 @@ class OuterSession:
             manifest = part.hash
         except Exception as error:
             if not life.over:  # else its content is gone
-                self._fail(StateError(f"push {push} could not be encoded: {error!r}"))
+                known = isinstance(error, ChaosError)
+                self._fail(error if known else StateError(f"push {push} could not be encoded: {error!r}"))
             return
         with self._changed:
             if life.over:

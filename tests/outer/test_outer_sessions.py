@@ -275,6 +275,50 @@ def test_a_session_that_is_closed_closes_its_log(clusters: Clusters) -> None:
     clusters.harness.wait_for("closed", node="home")
 
 
+class Masked(nn.Module):
+    """Constants in buffers, one of which is not finite, and a mean that forward passes keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.inner = nn.Linear(8, 3)
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        self.register_buffer("third", torch.tensor([1 / 3]))
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean += x.detach().mean()
+        return self.inner(x) * self.third
+
+
+def test_constant_buffers_of_a_plain_loop_stay_as_they_are(clusters: Clusters) -> None:
+    """All floating buffers travelled: no job could be founded with a causal mask, and tables were rounded to bf16."""
+    told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False}
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with DiLoCo(model, optimizer, buffers=["mean"], data="local", inner_steps=2, **told) as loop:
+        for (x,) in loop.prepare([(torch.randn(8, 8),)] * 4):
+            model(x).sum().backward()
+            optimizer.step()
+            loop.step()
+    assert loop.session is not None
+    agreement = loop.session.agreement
+    assert [t.name for t in agreement.tensors] == ["inner.weight", "inner.bias", "mean"]
+    assert agreement.averaged == 1
+    assert float(model.third) == float(torch.tensor(1 / 3))
+    with pytest.raises(StateError, match=r"buffers names \['no'\], which the module has not"):
+        DiLoCo(model, optimizer, buffers=["no"], data="local", **told).prepare([(torch.randn(8, 8),)])
+
+
+def test_what_no_job_can_begin_with_is_named(clusters: Clusters) -> None:
+    model = small_model()
+    with torch.no_grad():
+        model[2].bias.fill_(torch.nan)
+    with pytest.raises(ConfigurationError, match=r"no job can begin with what is not finite: 2\.bias$"):
+        clusters.come_in("home", model)
+    clusters.come_in("after")
+
+
 def test_positions_that_are_leased_twice_are_an_error_that_says_so(clusters: Clusters) -> None:
     """The loop ended with a ValueError, or the thread that hears the leader did, and nobody heard it any more."""
     session = clusters.come_in("home").session
