@@ -227,6 +227,11 @@ class ElasticPart:
         machine = self.cluster.machine if self.cluster.founded else None
         return machine is None or machine.oldest in (None, machine.incarnation)
 
+    @property
+    def at_risk(self) -> int:
+        """Inner steps of this cluster that no durable version holds, as far as this rank stands in it."""
+        return self.cluster.machine.at_risk if self.cluster.founded else 0
+
     # ------------------------------------------------------------------ commits
 
     def says(self) -> bytes:

@@ -1,4 +1,4 @@
-"""How fast a cluster trains: moving averages of samples and inner steps a second, and for how long outer sync kept it."""
+"""How fast a cluster trains, as moving averages of samples and inner steps a second, and how long it waits."""
 
 from __future__ import annotations
 
