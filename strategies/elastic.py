@@ -179,8 +179,13 @@ class ElasticPart:
 
     @property
     def seed(self) -> int | None:
-        """Of the order of the data that clusters share, if it was given."""
-        return self._terms.options.seed if self.shared else None
+        """Of the order of the data that clusters or ranks share, if it was given."""
+        return self._terms.options.seed
+
+    @property
+    def leave_on_signals(self) -> bool:
+        """Whether signals leave, as far as outer sync was told; the inner strategy's own option may say no, too."""
+        return self._terms.options.leave_on_signals
 
     def tape(self) -> Tape | None:
         """What is leased to the ranks, once this one is among them."""

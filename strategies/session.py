@@ -181,9 +181,9 @@ class FitSession:
 
     def wrap(self, dataloader: Any) -> TrainLoader:
         """The training loader that Lightning gets instead of the user's; a new one when loaders are reloaded."""
-        outer = self.outer if self.outer and self.outer.shared else None
+        outer = self.outer
         seed = seed_of(self._options.seed if outer is None or outer.seed is None else outer.seed)
-        tape = outer.tape if outer else None
+        tape = outer.tape if outer and outer.shared else None
         elastic = ElasticLoader(dataloader, mode=self._data, seed=seed, source=self._source, tape=tape)
         if self._loader is not None:
             self.elastic.close()
@@ -242,7 +242,7 @@ class FitSession:
         epoch = epoch_of(trainer)
         if outer:
             self._signals = ExitSignals(self._on_signal, again=self._on_another_signal)
-        if self._options.leave_on_signals:
+        if self._options.leave_on_signals and (outer is None or outer.leave_on_signals):
             self._signals.install()
         try:
             engine.join(
