@@ -338,9 +338,9 @@ def test_a_plain_loop_that_is_dealt_no_samples_says_what_it_waits_for(clusters: 
             loops.enter_context(DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.05), name=name, **told))
             for name, model in zip(("other", "loop"), models, strict=True)
         )
-        next(other.prepare(DataLoader(data, 8)))
+        next(other.prepare(DataLoader(data, 8, shuffle=True)))
         with pytest.raises(DeadlineError, match=r"cluster loop waited 0.5 s for samples to train"):
-            _ = [loop.step() for _ in loop.prepare(DataLoader(data, 8))]
+            _ = [loop.step() for _ in loop.prepare(DataLoader(data, 8, shuffle=True))]
         loops.pop_all()
     for each in (loop, other):
         each.__exit__(DeadlineError, None, None)
