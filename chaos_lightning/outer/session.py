@@ -450,8 +450,8 @@ class OuterSession:
             manifest = part.hash
         except Exception as error:
             if not life.over:  # else its content is gone
-                known = isinstance(error, ChaosError)
-                self._fail(error if known else StateError(f"push {push} could not be encoded: {error!r}"))
+                odd = StateError(f"push {push} could not be encoded: {error!r}")
+                self._fail(error if isinstance(error, ChaosError) else odd)
             return
         with self._changed:
             if life.over:

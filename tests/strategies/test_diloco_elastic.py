@@ -82,7 +82,9 @@ class ElasticJob:
         return [torch.load(self.out / f"{name}.pt", weights_only=False) for name in names]
 
     def entries(self, kind: str) -> list[dict[str, Any]]:
-        return [r["body"] for r in self.harness.records if r.name == "entry" and r["kind"] == kind]
+        """Each once: who leads next writes the last one again, lest its log lacks it."""
+        told = [r for r in self.harness.records if r.name == "entry" and r["kind"] == kind]
+        return [*{r["hash"]: r["body"] for r in told}.values()]
 
     def close(self) -> None:
         for each in self._schedulers.values():
