@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, Protocol
 
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
@@ -24,11 +26,12 @@ from torch import Tensor
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import ConfigurationError, DeadlineError, UnsupportedError
 from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.signals import ExitSignals, Handler
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.training import reduced_buffers
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.elastic import ElasticCluster
-from chaos_lightning.outer.leaving import Patience
+from chaos_lightning.outer.leaving import Patience, cost, insist
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import Boundary, agreement_of, renew
 from chaos_lightning.outer.settings import OuterSettings
@@ -48,6 +51,7 @@ MEETING = "outer sync"
 LET_GO_S = 3.0
 """So long (s) a rank that was asked to leave after its loop waits to be let go. If all wait longer, as their scheduler
 is away, the cluster leaves as a whole."""
+OTHERS_HOLD = "still waiting to be let go. To end now costs nothing, for other ranks hold all that this one holds"
 CHECKPOINT = "checkpoint (ckpt_path)"
 """What a job goes on from, as clusters compare it."""
 SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
@@ -232,11 +236,6 @@ class ElasticPart:
         machine = self.cluster.machine if self.cluster.founded else None
         return machine is None or machine.oldest in (None, machine.incarnation)
 
-    @property
-    def at_risk(self) -> int:
-        """Inner steps of this cluster that no durable version holds, as far as this rank stands in it."""
-        return self.cluster.machine.at_risk if self.cluster.founded else 0
-
     # ------------------------------------------------------------------ commits
 
     def says(self) -> bytes:
@@ -411,6 +410,21 @@ class ElasticPart:
         while not self.cluster.over:
             self.patient(waits=True)
             self.cluster.alone()
+
+    def exit_signals(self, first: Handler, last: Callable[[], bool]) -> ExitSignals:
+        """The first signal calls `first`, the second one says what it may cost to end now, the third one ends.
+
+        Args:
+            first: Asks to go.
+            last: Whether no other rank holds what this one does.
+        """
+
+        def again(number: signal.Signals, frame: FrameType | None) -> None:
+            at_risk = self.cluster.machine.at_risk if self.cluster.founded else 0
+            insist(signals, number, cost(at_risk) if last() else OTHERS_HOLD)
+
+        signals = ExitSignals(first, again=again)
+        return signals
 
     def close(self) -> None:
         """Idempotent."""

@@ -33,7 +33,6 @@ from chaos_lightning.errors import DepartedError, FencedError, RefusedError, Uns
 from chaos_lightning.machine.signals import ExitSignals, aside, say
 from chaos_lightning.member import training
 from chaos_lightning.member.engine import Engine
-from chaos_lightning.outer.leaving import cost, insist
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
@@ -241,7 +240,7 @@ class FitSession:
         engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers)
         epoch = epoch_of(trainer)
         if outer:
-            self._signals = ExitSignals(self._on_signal, again=self._on_another_signal)
+            self._signals = outer.exit_signals(self._on_signal, lambda: self._is_last and not self.gone)
         if self._options.leave_on_signals and (outer is None or outer.leave_on_signals):
             self._signals.install()
         try:
@@ -628,12 +627,6 @@ class FitSession:
         aside(self._leave, f"signal {number.name}")
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
             handler(number, frame)
-
-    def _on_another_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        assert self.outer is not None
-        last = self.entered and not self.gone and self._is_last
-        others = "still waiting to be let go. To end now costs nothing, for other ranks hold all that this one holds"
-        insist(self._signals, number, cost(self.outer.at_risk) if last else others)
 
     def _leave(self, reason: str) -> None:
         self.terminated |= "SIGTERM" in reason
