@@ -2,8 +2,8 @@
 
 Theory of operation. A version lies in the followers' files, a shard each, and the leader's chain says what it must be:
 its digests, and in its first entry the names and shapes of all tensors. Both are only read, so a job may run meanwhile,
-and none has to. Of a job that goes on both move: where a file cannot be read the chain is read again, and if the version
-is durable no more, the export begins anew. What clusters do not exchange (frozen parameters, integer buffers,
+and none has to. Of a job that goes on both move: where a file cannot be read the chain is read again, and if the
+version is durable no more, the export begins anew. What clusters do not exchange (frozen parameters, integer buffers,
 hyperparameters, the state of inner optimizers and schedules) comes from a checkpoint of a cluster, if one is given
 (`--like`): its parameters and the counters of its loops are replaced by the version's. So a Trainer can go on from it,
 at the beginning of the epoch. Without one there are weights alone, of tied ones by all names.
@@ -194,7 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("version", metavar="VERSION", help=f"{NEWEST}, or the number of a durable one (ps status)")
     parser.add_argument("file", type=Path, metavar="FILE", help="where to write it")
-    parser.add_argument("--like", type=Path, metavar="CKPT", help="a cluster's checkpoint, for what is not exchanged, and to go on from")
+    parser.add_argument(
+        "--like", type=Path, metavar="CKPT", help="a cluster's checkpoint, for what is not exchanged, and to go on from"
+    )
     for name in ("dir", "store", "job", "listen"):
         parser.add_argument(f"--{name}", default=known[name].default, metavar="VALUE", help=known[name].short)
     given = parser.parse_args(arguments)

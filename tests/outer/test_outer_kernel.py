@@ -351,7 +351,7 @@ def test_a_round_without_an_accepted_push_changes_nothing() -> None:
 
 
 def test_of_parameters_the_round_takes_the_difference_to_what_it_finds() -> None:
-    """As a push of theta - f, one rounding each: in any cut, and in the second round of the theta that the first left."""
+    """As a push of theta - f, one rounding each: in any cut, and in the second round of what the first left."""
     theta, averaged = noise(GRID.elements, 7), GRID.whole.since(4)
     first, second = (theta + noise(GRID.elements, seed, 1e-2) for seed in (1, 2))
     expected = OuterState(GRID.whole, theta.clone())
