@@ -72,10 +72,10 @@ class OuterContent:
         assert frozen is not None
 
         def encode() -> Part:
-            if base is None:
-                if names := self._replica.not_finite(frozen, self._grid):
-                    raise ConfigurationError(f"no job can begin with what is not finite: {', '.join(names)}")
-                return Part.encoded(self._grid.whole, self._codec.version, frozen)
+            if base is None and (names := self._replica.not_finite(frozen, self._grid)):
+                raise ConfigurationError(f"no job can begin with what is not finite: {', '.join(names)}")
+            if base is None or self._codec.parameters:
+                return Part.encoded(self._grid.whole, self.format_of(founding=base is None), frozen)
             part = Part.empty(self._grid.whole, self._codec.push)
             freeze(base, frozen, part, residual)
             return part
