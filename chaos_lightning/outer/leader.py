@@ -427,6 +427,7 @@ class LeaderMachine:
                     self._answer(refusal.offer, PushAnswer.REJECTED, entry.version, refusal.reason)
             case RolledBack(lost=lost):
                 self.pushes.rolled_back(entry.version, lost)
+                self.end.rolled_back()
         self._serve()
         if not self.chain.founded:  # the first version is lost: somebody founds the job anew
             for who in self.attendance.living():

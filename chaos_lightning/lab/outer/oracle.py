@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from chaos_lightning.lab.outer.blocks import blocks_of, grid_of, joined
 from chaos_lightning.lab.outer.content import Pushed
@@ -143,6 +143,11 @@ class Oracle:
             self.answers.add((body.offer.push, PushAnswer.VOID))
         if isinstance(body, Round):
             self.answers.update((refusal.offer.push, PushAnswer.REJECTED) for refusal in body.rejected)
+
+    def ends(self, body: Ended, reopened: Collection[PushId]) -> None:
+        """Only an operator ends a job before what a rollback made unanswered is answered anew (O5a, O16)."""
+        if reopened and "operator" not in body.reason:
+            raise Violation(f"the job ends ({body.reason}), and {min(reopened)} was accepted once (O5a)")
 
     def judged(self, before: GateState, body: Round, settings: OuterSettings) -> None:
         """What the gate has seen after a round, with the state from before it (O12)."""

@@ -23,6 +23,7 @@ from chaos_lightning.outer.effects import EndAsked
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Durable,
+    Ended,
     Entry,
     IncarnationId,
     Joined,
@@ -117,7 +118,7 @@ class World:
         """An entry is durable."""
         if entry.term != self.store.term:
             raise Violation(f"entry {entry.position} of term {entry.term} is written in term {self.store.term} (O7)")
-        gate = self.chain.gate
+        gate, reopened = self.chain.gate, {*self.chain.reopened}
         self.chain.follow(entry)
         self.entries.append(entry)
         self.on_entry(entry)
@@ -130,6 +131,8 @@ class World:
             self._check_copy()
             self._check_waits()
             self._check_adoptions()
+        if isinstance(body, Ended):
+            self.oracle.ends(body, reopened)
         if isinstance(body, Removed):
             self._removed_at[body.incarnation] = self.kernel.now
             self._check_removal(body)
