@@ -4,8 +4,8 @@ Theory of operation. As for schedulers (control/hosting.py): whoever needs a ser
 another machine's, that is that machine's affair; if somebody serves this job there, fine; if nobody listens, a whole
 server is started, detached (outer/server_main.py), and the endpoint is looked at until it answers. Two starters may
 race: a lock keeps the second server off the files, and both starters find the first one. Who had a job before and finds
-its server away starts it on its files (`again`), if these are that job's: nothing begins anew, and no other job's server
-takes the place of one that was started on another folder.
+its server away starts it on its files (`again`), if these are that job's: nothing begins anew, and the server of no
+other job takes the place of one that was started on another folder.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ def ensure_server(
         found, now = look(options.listen, options.job, secret), time.monotonic()
         odd_since = (odd_since or now) if found == "odd" else None
         if found == "serves" or (found == "ended" and again):
+            if started is None and not again and options.followers:
+                _compare(options, secret)
             return started if started is not None and _leads(started, secret) else None
         if found == "free" and now > spawn_at and (started is None or not started.alive()):
             if started is not None and IN_USE not in last_words(started.log):
@@ -118,6 +120,22 @@ def ensure_server(
             logger.warning("job %s waits for its %s: %s; gives up in %.0f s", options.job, WHAT, words, left)
         time.sleep(_LOOK_S)
     return None
+
+
+def _compare(options: ServerOptions, secret: Secret) -> None:
+    """Tells whoever asked for another number of followers than the server has."""
+    try:
+        facts = fetch_facts(options.listen, secret, 2.0, follow=False)
+    except SchedulerUnreachableError:
+        return
+    held = sum(follower["shard"] >= 0 for follower in facts.get("followers", ()))
+    wanted = facts.get("wanted", options.followers)
+    if options.followers not in (wanted, held):
+        logger.warning(
+            "job %s has a %s at %s already, with %d followers and not %d as asked for here; that stays. Stop it, and "
+            "start it with `chaos-lightning ps up --followers %d` on the machine that has its files",
+            options.job, WHAT, options.listen, held or wanted, options.followers, options.followers,
+        )  # fmt: skip
 
 
 def _leads(started: HostedScheduler, secret: Secret) -> bool:
@@ -160,10 +178,10 @@ def _check_chain(options: ServerOptions, job_id: str) -> None:
             found = load_chain(store).job_id
         if job_id in ("", found):
             return
-        other = f", but another one's ({found[:8] or 'not begun yet'} and not {job_id[:8]})"
+        other = f", but another's ({found[:8] or 'not begun yet'} and not {job_id[:8]})"
     raise StoreError(
-        f"no {WHAT} is started at {options.listen}: job {options.job} has begun, and its chain is not at {path}{other}. "
-        "Start one there on the folder that holds it: `chaos-lightning ps up --dir DIR`"
+        f"no {WHAT} is started at {options.listen}: job {options.job} has begun, and its chain is not at {path}"
+        f"{other}. Start one there on the folder that holds it: `chaos-lightning ps up --dir DIR`"
     )
 
 

@@ -125,6 +125,8 @@ def _show(facts: dict[str, Any]) -> None:
         f"policy {facts['policy']}: {facts['rounds']} rounds, {facts['accepted']} pushes accepted, "
         f"{facts['rejected']} rejected, {facts['void']} void, {facts['rollbacks']} rollbacks"
     )
+    if facts["unheeded"]:
+        console.print(f"note: {facts['unheeded']}")
     if facts["window"]:
         console.print(f"window: {facts['window']}")
     if leases:

@@ -200,7 +200,7 @@ def test_another_jobs_server_is_not_started_for_who_had_one(tmp_path: Path) -> N
         begun = store.take_term()
         store.append(JobOpened.__name__, body_bytes(JobOpened(AGREEMENT, "another at a test", "n")), begun)
         job_id = load_chain(store).job_id
-    with pytest.raises(StoreError, match=rf"but another one's \({job_id[:8]} and not 01234567\). Start one there on"):
+    with pytest.raises(StoreError, match=rf"but another's \({job_id[:8]} and not 01234567\). Start one there on"):
         ensure_server(options, again=True, job_id="0123456789abcdef")
     hosting._check_chain(options, job_id)
 
