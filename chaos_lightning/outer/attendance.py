@@ -47,6 +47,8 @@ class ClusterState:
     left: int = 0
     pending: int = 0
     offer: Offer | None = None
+    refused: str = ""
+    """Why the push that it offers is not taken in; it offers the same with each heartbeat."""
     leaving: bool = False
     verdict: str = ""
     """Why its own loop is over."""

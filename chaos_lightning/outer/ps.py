@@ -156,6 +156,7 @@ def _cluster(row: dict[str, Any], leased: dict[str, int]) -> dict[str, Any]:
         "out": row["rejected"],
         "void": row["void"],
         "silent": row["silent_s"],
+        "refused": row["refused"],
         "state": "" if row["connected"] and not row["leaving"] else "leaves" if row["connected"] else "away",
     }
 

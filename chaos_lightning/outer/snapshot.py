@@ -110,6 +110,7 @@ def _cluster(chain: OuterChain, who: IncarnationId, state: ClusterState, now_s: 
         "left": state.left,
         "pending": state.pending,
         "offered": str(state.offer.push) if state.offer is not None else "",
+        "refused": state.refused,
         "leaving": state.leaving,
         "connected": state.conn is not None,
         "silent_s": round(max(0.0, now_s - state.heard_s), 3),

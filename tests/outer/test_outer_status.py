@@ -7,7 +7,7 @@ from leader_rig import Rig
 from chaos_lightning.events.registry import problems
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.ps import _follower
+from chaos_lightning.outer.ps import _cluster, _follower
 from chaos_lightning.outer.types import NO_VERSION, Offer, PushId
 
 
@@ -70,6 +70,21 @@ def test_a_push_that_is_refused_again_and_again_is_told_once() -> None:
     for _ in range(3):
         rig.feed(fx.Heard(2, say.Offered(Offer(PushId(home, 7), rig.machine.chain.newest, "m", 8, 1))))
     assert [fields["push"] for name, fields in rig.notes if name == "push_refused"] == ["home~1/7"]
+
+
+def test_a_push_that_is_refused_at_the_door_is_shown_until_one_is_taken() -> None:
+    """Only the leader's log told of it, and its cluster offered it with each heartbeat for good."""
+    rig = Rig()
+    home = rig.comes("home", 2)
+    rig.push(home, 1)
+    newest = rig.machine.chain.newest
+    rig.feed(fx.Heard(2, say.Offered(Offer(PushId(home, 1), newest, "other bytes", 8, 1))))
+    assert rig.shown["clusters"][0]["refused"] == "push 1: other bytes under a number that is answered"
+    rig.feed(fx.Heard(2, say.Offered(Offer(PushId(home, 7), newest, "m", 8, 1))))
+    (row,) = rig.shown["clusters"]
+    assert _cluster(row, {})["refused"] == row["refused"] == f"push 7: number 2 is next, base {newest}"
+    rig.push(home, 2)
+    assert rig.shown["clusters"][0]["refused"] == ""
 
 
 def test_what_is_set_aside_is_an_event() -> None:
