@@ -75,6 +75,7 @@ class Oracle:
     Attributes:
         pushes: What each push covers: numbers of inner steps.
         discarded: Inner steps that their cluster has thrown away.
+        lost: Inner steps of pushes that a rollback took back for good: also of who was removed, and came in anew.
         versions: By version and block: what it must be.
     """
 
@@ -89,6 +90,7 @@ class Oracle:
         self.made = {NO_VERSION}
         """All versions that were ever stored."""
         self.discarded: set[int] = set()
+        self.lost: set[int] = set()
         self.staged: set[tuple[str, PushId]] = set()
         """Followers and the pushes that each of them has ever had."""
         self.versions: dict[tuple[VersionId, int], str] = {}
@@ -141,6 +143,8 @@ class Oracle:
         self.answers.update((offer.push, PushAnswer.ACCEPTED) for offer in entry.offers)
         if isinstance(body, Voided):
             self.answers.add((body.offer.push, PushAnswer.VOID))
+        if isinstance(body, RolledBack):
+            self.lost.update(step for push in body.lost for step in self.pushes[push])
         if isinstance(body, Round):
             self.answers.update((refusal.offer.push, PushAnswer.REJECTED) for refusal in body.rejected)
 

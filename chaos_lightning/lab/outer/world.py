@@ -418,7 +418,7 @@ class World:
                 raise Violation(f"{name} ends with {cluster.machine.base}, and the job with {self.chain.newest} (O16)")
             if cluster.machine.agreement != self.chain.agreement and "cannot join" not in cluster.left:
                 raise Violation(f"{name} has another model and was not told")
-            if missing := cluster.unaccounted() - self.oracle.counted:
+            if missing := cluster.unaccounted() - self.oracle.counted - self.oracle.lost:
                 raise Violation(f"{name} trained inner step {min(missing)}, which is in no push (O9)")
 
     def _check_held(self) -> None:
