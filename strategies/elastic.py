@@ -95,7 +95,7 @@ def replica_of(module: Any) -> Replica:
     """What of a LightningModule travels between clusters."""
     buffers = reduced_buffers(module, getattr(module, "chaos_buffers", ()), named_by="chaos_buffers")
     return Replica(
-        [(n, p) for n, p in module.named_parameters() if p.requires_grad],
+        [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad],
         [(n, b) for n, b in buffers if b.is_floating_point()],
     )
 

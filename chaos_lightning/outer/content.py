@@ -71,8 +71,8 @@ class OuterContent:
         assert frozen is not None
 
         def encode() -> Part:
-            if base is None:
-                return Part.encoded(self._grid.whole, self._codec.version, frozen)
+            if base is None or self._codec.parameters:
+                return Part.encoded(self._grid.whole, self.format_of(founding=base is None), frozen)
             part = Part.empty(self._grid.whole, self._codec.push)
             freeze(base, frozen, part, residual)
             return part

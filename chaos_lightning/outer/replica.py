@@ -27,12 +27,13 @@ class Replica:
     """See the module.
 
     Args:
-        parameters: Name and tensor, in an order that is equal in all clusters.
+        parameters: Name and tensor, in an order that is equal in all clusters; tied ones by all their names.
         averaged: Likewise, of buffers.
 
     Attributes:
         specs: What clusters agree on.
         averaged: How many of the tensors are buffers.
+        tied: Further names of these tensors, and by which name each travels.
 
     Raises:
         UnsupportedError: One is not of a real floating type.
@@ -40,7 +41,10 @@ class Replica:
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], averaged: Iterable[tuple[str, Tensor]] = ()) -> None:
-        named, buffers = unique(parameters), unique(averaged)
+        told = [*parameters]
+        named, buffers = unique(told), unique(averaged)
+        first = {id(tensor): name for name, tensor in named}
+        self.tied = {name: first[id(tensor)] for name, tensor in told if first[id(tensor)] != name}
         for name, tensor in (*named, *buffers):
             if not tensor.is_floating_point():
                 raise UnsupportedError(
@@ -56,7 +60,7 @@ class Replica:
     @classmethod
     def of_module(cls, module: nn.Module) -> Self:
         """Parameters that require gradients, and floating buffers; sorted by name as the module has them."""
-        trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        trained = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
         buffers = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
         return cls(trained, buffers)
 

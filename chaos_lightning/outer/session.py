@@ -18,6 +18,7 @@ Those of the old one stay as long as somebody may ask for its pushes (O3a).
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -60,6 +61,7 @@ from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.training_rates import TrainingRates
 from chaos_lightning.outer.types import (
     NO_VERSION,
+    TIED,
     Agreement,
     Covered,
     JobProgress,
@@ -683,7 +685,7 @@ def agreement_of(
         words: What else must be equal, such as the seed or a tokenizer's hash.
     """
     codec_named(options.codec)
-    said = {"data": options.data, **(words or {})}
+    said = {"data": options.data, **({TIED: json.dumps(replica.tied)} if replica.tied else {}), **(words or {})}
     return Agreement(
         replica.specs,
         replica.averaged,

@@ -74,6 +74,7 @@ class World:
         self.entries: list[Entry] = []
         self.settings = plan.settings
         self.length, self.codec, self.shards = plan.length, plan.codec, plan.followers
+        self.residual = plan.codec == "int8" and not plan.settings.pushes_parameters
         self.sums = plan.sums
         self.disks = {f"f{i}": Disk(synced_first=self.machines.syncs_first) for i in range(plan.followers)}
         self.names = [*self.disks]
