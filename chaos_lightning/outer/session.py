@@ -538,7 +538,9 @@ class OuterSession:
             on_message=hear,
             on_disconnected=lost,
             on_trouble=trouble,
-            revive=lambda: host_for_cluster(self.options, again=True, given_up=self._closing.is_set),
+            revive=lambda: host_for_cluster(
+                self.options, again=True, job_id=life.machine.job_id, given_up=self._closing.is_set
+            ),
         )
         life.client.start()
 

@@ -390,8 +390,10 @@ def test_an_outage_ends_no_elastic_cluster(clusters: Clusters, monkeypatch: pyte
     """The server and the first rank were gone: the next one could not start the server, and all ranks stopped."""
     ranks = clusters.elastic("ranks")
     base, cluster = ranks.cluster.base, ranks.cluster
+    asked: list[dict[str, Any]] = []
 
     def full_disk(*given: Any, **named: Any) -> None:
+        asked.append(named)
         raise SchedulerUnreachableError("the parameter server ended at once; No space left on device")
 
     monkeypatch.setattr(attendant, "host_for_cluster", full_disk)
@@ -399,6 +401,8 @@ def test_an_outage_ends_no_elastic_cluster(clusters: Clusters, monkeypatch: pyte
     cluster._leave_off()
     cluster.begin(ranks.name, first=True)
     ranks.meet(lambda: "No space left on device" in cluster.waits_for(), "word of the trouble")
+    assert asked[0]["again"]
+    assert asked[0]["job_id"] == cluster.machine.job_id != ""
     clusters.job.start()
     ranks.train()
     ranks.meet(lambda: cluster.base > base, "the version of its push")

@@ -23,6 +23,7 @@ from chaos_lightning.outer.effects import EndAsked
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Durable,
+    Ended,
     Entry,
     IncarnationId,
     Joined,
@@ -118,7 +119,7 @@ class World:
         """An entry is durable."""
         if entry.term != self.store.term:
             raise Violation(f"entry {entry.position} of term {entry.term} is written in term {self.store.term} (O7)")
-        gate = self.chain.gate
+        gate, reopened = self.chain.gate, {*self.chain.reopened}
         self.chain.follow(entry)
         self.entries.append(entry)
         self.on_entry(entry)
@@ -131,6 +132,8 @@ class World:
             self._check_copy()
             self._check_waits()
             self._check_adoptions()
+        if isinstance(body, Ended):
+            self.oracle.ends(body, reopened)
         if isinstance(body, Removed):
             self._removed_at[body.incarnation] = self.kernel.now
             self._check_removal(body)
@@ -416,7 +419,7 @@ class World:
                 raise Violation(f"{name} ends with {cluster.machine.base}, and the job with {self.chain.newest} (O16)")
             if cluster.machine.agreement != self.chain.agreement and "cannot join" not in cluster.left:
                 raise Violation(f"{name} has another model and was not told")
-            if missing := cluster.unaccounted() - self.oracle.counted:
+            if missing := cluster.unaccounted() - self.oracle.counted - self.oracle.lost:
                 raise Violation(f"{name} trained inner step {min(missing)}, which is in no push (O9)")
 
     def _check_held(self) -> None:
