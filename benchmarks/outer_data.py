@@ -75,9 +75,10 @@ class _Peers:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.ports["socket"] = self._socket.getsockname()[1]
         threading.Thread(target=self._send_raw, daemon=True).start()
-        for name, serve in (("pyzmq", self._serve_zmq), ("gRPC", self._serve_grpc)):
-            with contextlib.suppress(ImportError):
-                self.ports[name] = serve()
+        with contextlib.suppress(ImportError):
+            self.ports["pyzmq"] = self._serve_zmq()
+        with contextlib.suppress(ImportError):
+            self._grpc, self.ports["gRPC"] = serve_grpc(data)
 
     def _send_raw(self) -> None:
         sock, _ = self._socket.accept()
@@ -94,26 +95,34 @@ class _Peers:
         """One message, from where it lies."""
         self._push.send(self._data, copy=False)
 
-    def _serve_grpc(self) -> int:
-        grpc = import_module("grpc")
 
-        def fetch(_request: bytes, _context: Any) -> Iterator[bytes]:
-            for at in range(0, len(self._data), _MESSAGE_NBYTES):
-                yield bytes(self._data[at : at + _MESSAGE_NBYTES])
+def serve_grpc(data: memoryview) -> tuple[Any, int]:
+    """A gRPC server that streams these bytes, and answers small calls; it and its port."""
+    grpc = import_module("grpc")
 
-        def ask(_request: bytes, _context: Any) -> bytes:
-            return b"said"
+    def fetch(_request: bytes, _context: Any) -> Iterator[bytes]:
+        for at in range(0, len(data), _MESSAGE_NBYTES):
+            yield bytes(data[at : at + _MESSAGE_NBYTES])
 
-        service, _, name = _FETCH.strip("/").partition("/")
-        calls = {
-            name: grpc.unary_stream_rpc_method_handler(fetch),
-            _ASK.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(ask),
-        }
-        self._grpc = grpc.server(ThreadPoolExecutor(2))
-        self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, calls),))
-        port = int(self._grpc.add_insecure_port("127.0.0.1:0"))
-        self._grpc.start()
-        return port
+    def ask(_request: bytes, _context: Any) -> bytes:
+        return b"said"
+
+    service, _, name = _FETCH.strip("/").partition("/")
+    calls = {
+        name: grpc.unary_stream_rpc_method_handler(fetch),
+        _ASK.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(ask),
+    }
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, calls),))
+    port = int(server.add_insecure_port("127.0.0.1:0"))
+    server.start()
+    return server, port
+
+
+def asking(channel: Any) -> Callable[[], object]:
+    """A small call on this channel."""
+    ask = channel.unary_unary(_ASK)
+    return lambda: ask(b"?")
 
 
 def follower(pipe: Connection, nbytes: int, seed: int) -> None:
@@ -164,7 +173,7 @@ class Data:
         self._raw = socket.create_connection(("127.0.0.1", ports["socket"]))
         tune(self._raw)
         self.publishing: dict[str, list[float]] = {"push": [], "version": []}
-        self.ask: Callable[[bytes], bytes] | None = None
+        self.ask: Callable[[], object] | None = None
         """A small call on the channel of the gRPC case."""
         self.missing = [name for name in ("pyzmq", "gRPC") if name not in ports]
         self.cases: dict[str, Callable[[], float]] = {"socket": self._fetch_raw}
@@ -239,7 +248,7 @@ class Data:
         grpc = import_module("grpc")
         channel = grpc.insecure_channel(f"127.0.0.1:{port}")
         call = channel.unary_stream(_FETCH)
-        self.ask = channel.unary_unary(_ASK)
+        self.ask = asking(channel)
 
         def fetch() -> float:
             began, at = time.monotonic(), 0
