@@ -72,13 +72,16 @@ class _Peers:
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self.ports: dict[str, Any] = {}
+        self._alive: list[Any] = []
+        """Servers, which end once nobody holds them."""
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.ports["socket"] = self._socket.getsockname()[1]
         threading.Thread(target=self._send_raw, daemon=True).start()
         with contextlib.suppress(ImportError):
             self.ports["pyzmq"] = self._serve_zmq()
         with contextlib.suppress(ImportError):
-            self._grpc, self.ports["gRPC"] = serve_grpc(data)
+            server, self.ports["gRPC"] = serve_grpc(data)
+            self._alive.append(server)
 
     def _send_raw(self) -> None:
         sock, _ = self._socket.accept()

@@ -33,6 +33,7 @@ from chaos_lightning.data.leased import LeasedLoader
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog
+from chaos_lightning.member.training import reduced_buffers
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.leaving import Patience, leaving_signals
 from chaos_lightning.outer.replica import Replica
@@ -52,8 +53,9 @@ class DiLoCo:
     """One cluster of an outer job, for a plain loop.
 
     Args:
-        model: Its trained parameters travel, and its floating buffers are averaged.
+        model: Its trained parameters travel, and the statistics of its BatchNorm layers are averaged.
         optimizer: The inner one; its state stays here.
+        buffers: Names of further buffers that forward passes change, and that are to be averaged.
         words: What else must be equal in all clusters, such as a tokenizer's hash, by name.
         seed: Of the order of shared data; equal in all clusters.
         settings: Fields of `ClusterOptions` and of `OuterSettings`; the environment fills in the former. `batch`, the
@@ -71,6 +73,7 @@ class DiLoCo:
         model: nn.Module,
         optimizer: Optimizer,
         *,
+        buffers: Iterable[str] = (),
         words: Mapping[str, str] | None = None,
         seed: int = 0,
         **settings: Any,
@@ -82,6 +85,7 @@ class DiLoCo:
         self.session: OuterSession | None = None
         self._rules = {k: v for k, v in settings.items() if k in rules}
         self._model, self._optimizer = model, optimizer
+        self._buffers = tuple(buffers)
         self._words = {"seed": str(seed), **(words or {})}
         self._seed = seed
         self._loader: LeasedLoader | None = None
@@ -119,6 +123,7 @@ class DiLoCo:
         Raises:
             ConfigurationError: The job is another one; says in what it differs, and whose it is.
             DeadlineError, RefusedError: Nobody let this cluster in.
+            StateError: The model has no buffer of a name in `buffers`.
         """
         shared = self.options.data == "shared"
         if shared:
@@ -127,7 +132,7 @@ class DiLoCo:
             self._words |= self._loader.words
         if "batch" not in self._rules:
             self._rules["batch"] = self._loader.batch if self._loader is not None else self._size(loader)
-        replica = Replica.of_module(self._model)
+        replica = Replica.of_module(self._model, reduced_buffers(self._model, self._buffers, named_by="buffers"))
         settings = OuterSettings(**self._rules)
         agreement = agreement_of(
             replica,

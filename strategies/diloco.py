@@ -15,6 +15,7 @@ Only the oldest cluster of a job logs and writes files, as rank 0 does elsewhere
 from __future__ import annotations
 
 import os
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -122,6 +123,12 @@ class ClusterStrategy(Strategy):
         fit.trainer.fit_loop.setup_data()
         if self.data == "shared":
             refuse_loaders(fit.trainer, NAME)
+        elif self.options.seed is not None:
+            warnings.warn(
+                f"options.seed={self.options.seed} is not honoured with data='local': a cluster of one process, or of "
+                "DDP's ranks, goes over its own loader, in the order that this draws",
+                stacklevel=2,
+            )
         self._come_in(fit)
 
     def _come_in(self, fit: OuterFit) -> None:

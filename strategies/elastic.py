@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, Protocol
 
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
@@ -24,11 +26,12 @@ from torch import Tensor
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import ConfigurationError, DeadlineError, UnsupportedError
 from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.signals import ExitSignals, Handler
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.training import reduced_buffers
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.elastic import ElasticCluster
-from chaos_lightning.outer.leaving import Patience
+from chaos_lightning.outer.leaving import Patience, cost, insist
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import Boundary, agreement_of, renew
 from chaos_lightning.outer.settings import OuterSettings
@@ -48,6 +51,7 @@ MEETING = "outer sync"
 LET_GO_S = 3.0
 """So long (s) a rank that was asked to leave after its loop waits to be let go. If all wait longer, as their scheduler
 is away, the cluster leaves as a whole."""
+OTHERS_HOLD = "still waiting to be let go. To end now costs nothing, for other ranks hold all that this one holds"
 CHECKPOINT = "checkpoint (ckpt_path)"
 """What a job goes on from, as clusters compare it."""
 SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
@@ -93,11 +97,8 @@ class OuterTerms:
 
 def replica_of(module: Any) -> Replica:
     """What of a LightningModule travels between clusters."""
-    buffers = reduced_buffers(module, getattr(module, "chaos_buffers", ()), named_by="chaos_buffers")
-    return Replica(
-        [(n, p) for n, p in module.named_parameters() if p.requires_grad],
-        [(n, b) for n, b in buffers if b.is_floating_point()],
-    )
+    named = getattr(module, "chaos_buffers", ())
+    return Replica.of_module(module, reduced_buffers(module, named, named_by="chaos_buffers"))
 
 
 def words_of(trainer: Trainer) -> dict[str, str]:
@@ -182,8 +183,13 @@ class ElasticPart:
 
     @property
     def seed(self) -> int | None:
-        """Of the order of the data that clusters share, if it was given."""
-        return self._terms.options.seed if self.shared else None
+        """Of the order of the data that clusters or ranks share, if it was given."""
+        return self._terms.options.seed
+
+    @property
+    def leave_on_signals(self) -> bool:
+        """Whether signals leave, as far as outer sync was told; the inner strategy's own option may say no, too."""
+        return self._terms.options.leave_on_signals
 
     def tape(self) -> Tape | None:
         """What is leased to the ranks, once this one is among them."""
@@ -404,6 +410,21 @@ class ElasticPart:
         while not self.cluster.over:
             self.patient(waits=True)
             self.cluster.alone()
+
+    def exit_signals(self, first: Handler, last: Callable[[], bool]) -> ExitSignals:
+        """The first signal calls `first`, the second one says what it may cost to end now, the third one ends.
+
+        Args:
+            first: Asks to go.
+            last: Whether no other rank holds what this one does.
+        """
+
+        def again(number: signal.Signals, frame: FrameType | None) -> None:
+            at_risk = self.cluster.machine.at_risk if self.cluster.founded else 0
+            insist(signals, number, cost(at_risk) if last() else OTHERS_HOLD)
+
+        signals = ExitSignals(first, again=again)
+        return signals
 
     def close(self) -> None:
         """Idempotent."""

@@ -18,6 +18,7 @@ group, as with DDP alone: its peers' collectives fail.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -230,9 +231,14 @@ class RankedSession:
         found: Boundary = self._meet(step)
         if found.outright:
             self._claimed.clear()
-        if found.adopted is not None:
-            self._share()
-        return found
+        if found.adopted is None:
+            return found
+        began = time.monotonic()
+        self._share()
+        shared_s = time.monotonic() - began
+        if self.member is not None:
+            self.member.waited(shared_s)
+        return replace(found, waited_s=found.waited_s + shared_s)
 
     def _meet(self, act: Callable[[OuterSession], Any]) -> Any:
         def make() -> tuple[Any, ClusterFacts]:

@@ -180,9 +180,9 @@ class FitSession:
 
     def wrap(self, dataloader: Any) -> TrainLoader:
         """The training loader that Lightning gets instead of the user's; a new one when loaders are reloaded."""
-        outer = self.outer if self.outer and self.outer.shared else None
+        outer = self.outer
         seed = seed_of(self._options.seed if outer is None or outer.seed is None else outer.seed)
-        tape = outer.tape if outer else None
+        tape = outer.tape if outer and outer.shared else None
         elastic = ElasticLoader(dataloader, mode=self._data, seed=seed, source=self._source, tape=tape)
         if self._loader is not None:
             self.elastic.close()
@@ -239,7 +239,9 @@ class FitSession:
         self._switch_as_before = training.switch_quickly()
         engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers)
         epoch = epoch_of(trainer)
-        if self._options.leave_on_signals:
+        if outer:
+            self._signals = outer.exit_signals(self._on_signal, lambda: self._is_last and not self.gone)
+        if self._options.leave_on_signals and (outer is None or outer.leave_on_signals):
             self._signals.install()
         try:
             engine.join(
@@ -619,8 +621,9 @@ class FitSession:
     # ------------------------------------------------------------------ going
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """The first Ctrl+C or SIGTERM; the second one aborts."""
-        say(f"{number.name}: leaving the job after the present step, or at once while waiting; once more aborts")
+        """The first Ctrl+C or SIGTERM; the second one aborts, or in a cluster of an outer job says what that costs."""
+        then = "the cluster's last rank stays until what was trained is durable" if self.outer else "once more aborts"
+        say(f"{number.name}: leaving the job after the present step, or at once while waiting; {then}")
         aside(self._leave, f"signal {number.name}")
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
             handler(number, frame)

@@ -3,8 +3,8 @@
 Four clusters train one character model. The slowest takes 1 + eta / 100 times as long for a step as the fastest, legs
 jitter by 20%, and one in twenty takes four times as long. Modes are compared at equal samples, and by the time that
 they take to a loss: data-parallel, sync (DiLoCo), async (naive), Delayed Nesterov alone, di_ps (the paper to the
-letter), robust. A cluster of robust begins anew with a cold inner optimizer. Then 5% of the pushes are poisoned. With
---out, beside the JSON: NAME-samples.png and NAME-time.png.
+letter, its Algorithm 1), robust. A cluster of robust begins anew with a cold inner optimizer. Then 5% of the pushes are
+poisoned. With --out, beside the JSON: NAME-samples.png and NAME-time.png.
 """
 
 from __future__ import annotations

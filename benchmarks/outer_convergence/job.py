@@ -30,14 +30,15 @@ from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.cluster import ClusterMachine
-from chaos_lightning.outer.codec import Codec, Part, codec_named
+from chaos_lightning.outer.codec import FP32, Part, codec_of
 from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.kernel import OuterState, RoundUpdate, adopt, freeze, products
+from chaos_lightning.outer.kernel import OuterState, RoundUpdate, adopt, freeze
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.messages import FromCluster, FromFollower, PushProduct
 from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.staging import HeldShard
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Agreement,
@@ -192,8 +193,8 @@ class FollowerShell:
             match effect:
                 case fx.Say(message):
                     self.job.leader.hear(self.conn, message)  # type: ignore[arg-type]
-                case fx.HoldShard(_, shard, shards):
-                    self.shard = self.job.grid.cut(shards)[shard]
+                case fx.HoldShard(agreement, shard, shards):
+                    self.held = HeldShard.of(agreement, shard, shards)
                 case fx.FetchPush(offer):
                     after(0.0, lambda o=offer: self.feed(fx.Progressed(o.push, self.job.transfer_s)))  # type: ignore[misc]
                     after(self.job.transfer_s, lambda o=offer: self._fetched(o))  # type: ignore[misc]
@@ -211,7 +212,7 @@ class FollowerShell:
 
     def _fetched(self, offer: Offer) -> None:
         whole = self.job.pushes[offer.push]
-        shard = self.shard
+        shard = self.held.shard
         data = whole.data[whole.offsets[shard.first] : whole.offsets[shard.stop]]
         part = self._parts[offer.push] = Part(shard, whole.format, data)
         self._open.append(offer.push)
@@ -219,26 +220,26 @@ class FollowerShell:
         finite = ExactSum.decode(rows[-1].sum).finite
         momentum, at = "0", NO_VERSION
         if self.state is not None:
-            momentum, at = self._with_momentum(offer.push).sum, self.machine.version
+            momentum, at = self._lean(offer.push).sum, self.machine.version
         self.feed(fx.Fetched(offer.push, whole.hash, rows, finite, momentum, at))
 
     def _product(self, push: PushId, part: Part) -> PushProduct:
-        return PushProduct(push, ExactSum.of(products(part, self._parts[push])).encode())
+        return PushProduct(push, self.held.product(part, self._parts[push]))
 
-    def _with_momentum(self, push: PushId) -> PushProduct:
+    def _lean(self, push: PushId) -> PushProduct:
         assert self.state is not None
-        return self._product(push, Part.of(self.shard, self.state.momentum))
+        return PushProduct(push, self.held.lean(self._parts[push], self.state))
 
     def _compute(self, entry: Entry, parts: list[Part]) -> None:
-        format = self.job.codec.version
+        codec, shard = self.job.codec, self.held.shard
         if isinstance(entry.body, Round):
             assert self.state is not None
-            version = Part.empty(self.shard, format)
-            weights = [weighed.factor for weighed in entry.body.accepted]
-            RoundUpdate(self.state, list(zip(weights, parts, strict=True)), entry.body.factors, version).run()
+            version = Part.empty(shard, codec.version)
+            pushes = [(weighed.factor, part) for weighed, part in zip(entry.body.accepted, parts, strict=True)]
+            RoundUpdate(self.state, pushes, entry.body.factors, version, parameters=codec.parameters).run()
         else:
-            self.state = OuterState(self.shard, parts[0].decoded())
-            version = Part.encoded(self.shard, format, self.state.theta)
+            self.state = OuterState(shard, parts[0].decoded())
+            version = Part.encoded(shard, codec.version, self.state.theta)
         self.versions = dict([*self.versions.items(), (entry.version, version)][-2:])
 
     def _computed(self, entry: Entry) -> None:
@@ -247,7 +248,7 @@ class FollowerShell:
         if isinstance(body, Round):
             gone |= {refusal.offer.push for refusal in body.rejected}
         self._open = [push for push in self._open if push not in gone]
-        self.feed(fx.Computed(entry.version, tuple(self._with_momentum(push) for push in self._open)))
+        self.feed(fx.Computed(entry.version, tuple(self._lean(push) for push in self._open)))
         self.job.computed(entry)
 
 
@@ -359,15 +360,18 @@ class ClusterShell:
 
     def _freeze(self, push: PushId, base: VersionId) -> None:
         job, flat = self.job, self.learner.flat
-        part = Part.empty(job.grid.whole, job.codec.push)
-        if base == NO_VERSION:
-            part = Part.encoded(job.grid.whole, job.codec.push, flat)
-        else:
+        whole, codec = job.grid.whole, job.codec
+        part = Part.encoded(whole, codec.format_of(base), flat)
+        if base != NO_VERSION:
             assert self._base is not None
-            freeze(self._base, flat, part)
-            gained = part.decoded()
-            if job.poison.spoil(push, job.accepted, gained):
-                part = Part.encoded(job.grid.whole, job.codec.push, gained)
+            delta = Part.empty(whole, FP32 if codec.parameters else codec.push)
+            freeze(self._base, flat, delta)
+            gained = delta.decoded()
+            spoiled = job.poison.spoil(push, job.accepted, gained)
+            if codec.parameters and spoiled:
+                part = Part.encoded(whole, codec.push, self._base.decoded() - gained)
+            elif not codec.parameters:
+                part = Part.encoded(whole, codec.push, gained) if spoiled else delta
             self._frozen = flat.clone()
         job.pushes[push] = part
         self._since = 0
@@ -419,8 +423,8 @@ class VirtualJob:
         self.weather = Weather(seed)
         self.poison = Poison(poison, seed, settings.gate_warmup)
         self.judge = Learner(self.samples, seed)
-        self.codec: Codec = codec_named("bf16")
         self.agreement = Agreement(self.judge.specs, block=BLOCK, length=self.samples.length, settings=settings.words)
+        self.codec = codec_of(self.agreement)
         self.grid = Grid(tuple(spec.elements for spec in self.judge.specs), BLOCK)
         self.transfer_s = TRANSFER * settings.inner_steps
         self.every = settings.round_samples * CLUSTERS

@@ -99,7 +99,7 @@ class LeasedLoader:
         self._source = source
         self._part = part
         self._units = Orders(loader, seed=seed, stream="")
-        self._units.warn_of_drop_last()
+        self._units.warn_where_shared()
         self._quota, self.batch = self._units.quota * part[1], self._units.batch * part[1]
         self._feed = MapFeed(loader, self._units, seed=seed, stats=self.stats)
         self._ahead: deque[Tag] = deque()

@@ -129,8 +129,15 @@ class Orders:
             out.extend(part.tolist() if isinstance(part, np.ndarray) else part)
         return out
 
-    def warn_of_drop_last(self) -> None:
-        """Where clusters share the data, what the user's loader drops is not dropped."""
+    def warn_where_shared(self) -> None:
+        """Where clusters share the data, what the user's loader drops is not dropped, and without a shuffle each
+        cluster trains on a part of its own."""
+        if self._kind == "identity":
+            warnings.warn(
+                "shuffle=False where clusters share the data: what a cluster is leased are neighbouring samples, so "
+                "that it trains on a part of the data and not on a mix of all. Give the DataLoader shuffle=True",
+                stacklevel=4,
+            )
         if self.drop_last:
             warnings.warn(
                 "drop_last=True is not honoured where clusters share the data: an epoch is over when each of its "

@@ -23,7 +23,7 @@ class TapeOrders:
 
     def __init__(self, orders: Orders, tape: Callable[[], Tape | None]) -> None:
         self._orders, self._tape = orders, tape
-        orders.warn_of_drop_last()
+        orders.warn_where_shared()
         self.unit, self.quota = orders.unit, orders.quota
         if orders.length(0) != orders.length(1):
             raise ConfigurationError(

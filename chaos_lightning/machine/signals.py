@@ -83,15 +83,18 @@ class ExitSignals:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self.before.clear()
 
+    def stand_down(self) -> None:
+        """The next signal has its default effect: a process that is stuck runs no handler of Python's."""
+        for each in self.before:
+            signal.signal(each, _default(each))
+
     def receive(self, number: int, frame: FrameType | None) -> None:
         """The handler."""
         came = signal.Signals(number)
         if self.asked is None:
             self.asked, self.asked_at = came, self._clock()
             if self._again is None and not self._debounce_s:
-                # Now, not then: a process that is stuck runs no handler of Python's.
-                for other in self.before:
-                    signal.signal(other, _default(other))
+                self.stand_down()  # now, not then
             self._first(came, frame)
         elif self._clock() - self.asked_at < self._debounce_s:
             return

@@ -47,6 +47,8 @@ class ClusterState:
     left: int = 0
     pending: int = 0
     offer: Offer | None = None
+    refused: str = ""
+    """Why the push that it offers is not taken in; it offers the same with each heartbeat."""
     leaving: bool = False
     verdict: str = ""
     """Why its own loop is over."""
@@ -215,7 +217,7 @@ class Attendance:
         return JobOpened(hello.agreement, f"{hello.cluster} at {hello.place}", hello.nonce)
 
     def next_join(self, welcome: Callable[[int, IncarnationId, ClusterHello], None]) -> Joined | None:
-        """Who comes in next.
+        """Who comes in next. A name is free once its incarnation is over, also where that has yet to come here (O3b).
 
         Args:
             welcome: Told of one that is in already, whose welcome was lost: its stream, its name and its word.
@@ -223,12 +225,13 @@ class Attendance:
         chain = self._desk.chain
         for conn, hello in self._in_turn():
             name = hello.cluster
-            same = [who for who in self.living() if who.cluster == name]
-            own = [who for who in same if self.clusters[who].nonce == hello.nonce]
+            same = [who for who, known in chain.incarnations.items() if who.cluster == name and not known.over]
+            here = {who: self.clusters[who] for who in same if who in self.clusters}
+            own = [who for who, cluster in here.items() if cluster.nonce == hello.nonce]
             if own:
                 del self._hellos[conn]
                 welcome(conn, own[0], hello)
-            elif any(self.clusters[who].conn is not None for who in same):
+            elif any(cluster.conn is not None for cluster in here.values()):
                 del self._hellos[conn]
                 words = f"a cluster called {name} is in already, at {chain.incarnations[same[0]].place}"
                 words += ": give this one another name"

@@ -62,7 +62,7 @@ class Attendant:
             on_message=lambda message: happened(Told(message)),
             on_disconnected=self._disconnected,
             on_trouble=self._note_trouble,
-            revive=lambda: host_for_cluster(options, again=True, given_up=self._closing.is_set),
+            revive=lambda: self._host(again=True),
         )
         self._thread = threading.Thread(target=self._run, name="chaos-outer-beat", daemon=True)
         self._thread.start()
@@ -85,7 +85,7 @@ class Attendant:
 
     def _run(self) -> None:
         try:
-            host_for_cluster(self._options, again=self._was_in, given_up=self._closing.is_set)
+            self._host(again=self._was_in)
         except ChaosError as error:
             self.trouble = str(error)
             if not self._was_in:
@@ -100,6 +100,9 @@ class Attendant:
             if self._beat is not None:
                 self._client.say(self._beat)
             self._happened(TimePassed())
+
+    def _host(self, *, again: bool) -> None:
+        host_for_cluster(self._options, again=again, job_id=self._hello().job_id, given_up=self._closing.is_set)
 
     @property
     def _was_in(self) -> bool:

@@ -559,6 +559,8 @@ class ClusterMachine:
             return
         if version in (self.base, self._here):
             samples, steps = self.since_base
+            for offer in self._opened:  # not in `since_base`: the base may hold them, so far as `reckoned` goes
+                samples, steps = samples + offer.samples, steps + offer.steps
             self.base, self.open, self._freezing = version, None, None
             self.unpushed, self._covered = Unpushed(), Unpushed()
             self.job = self._progress.get(version, self.job)
@@ -584,10 +586,14 @@ class ClusterMachine:
 
     # ------------------------------------------------------------------ pushes
 
+    @property
+    def _opened(self) -> list[Offer]:
+        """Kept ones that a rollback opened again."""
+        return [self.kept[p] for p in self._reopened if p in self.kept]
+
     def _unanswered(self) -> list[Offer]:
         """In the order of their numbers: kept ones that a rollback opened again come first."""
-        opened = [self.kept[p] for p in self._reopened if p in self.kept]
-        return [*opened, self.open] if self.open is not None else opened
+        return [*self._opened, self.open] if self.open is not None else self._opened
 
     def _offer(self) -> None:
         """The first that is unanswered; said again with each heartbeat, as any word may be lost."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.outer.cluster import ClusterMachine
 from chaos_lightning.outer.cluster_options import ClusterOptions
-from chaos_lightning.outer.codec import Part, codec_named
+from chaos_lightning.outer.codec import Part, codec_of
 from chaos_lightning.outer.content import OuterContent
 from chaos_lightning.outer.getting import Attempt
 from chaos_lightning.outer.messages import Dismissed, PushAnswered, Welcomed
@@ -52,7 +52,7 @@ class ClusterModel:
         machine: Callable[[], ClusterMachine | None],
     ) -> None:
         self.grid = replica.grid(agreement.block)
-        self.codec = codec_named(agreement.codec)
+        self.codec = codec_of(agreement)
         self.content = OuterContent(replica, self.grid, self.codec)
         self.tells = True
         self._replica, self._options, self._events, self._machine = replica, options, events, machine

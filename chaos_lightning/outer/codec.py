@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -36,7 +36,8 @@ from torch import Tensor
 
 from chaos_lightning.errors import ConfigurationError, WireError
 from chaos_lightning.outer.grid import Shard
-from chaos_lightning.outer.types import NO_VERSION, VersionId
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import NO_VERSION, Agreement, VersionId
 from chaos_lightning.replication.hashing import hash_spans
 from chaos_lightning.replication.memory import as_bytes, host_view
 
@@ -153,11 +154,19 @@ INT8 = Int8Format()
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """What the setting `codec` names: the formats of both directions."""
+    """What the setting `codec` names: the formats of both directions.
+
+    Attributes:
+        name: As the setting has it.
+        push: Of pushes.
+        version: Of versions, and of the job's first content.
+        parameters: A push holds parameters, not what was gained since its base (`OuterSettings.pushes_parameters`).
+    """
 
     name: str
     push: Format
     version: Format
+    parameters: bool = False
 
     @property
     def residual(self) -> bool:
@@ -187,6 +196,20 @@ def codec_named(name: str) -> Codec:
     if name not in _CODECS:
         raise ConfigurationError(f"there is no codec {name!r}; known are {', '.join(sorted(_CODECS))}")
     return _CODECS[name]
+
+
+def codec_of(agreement: Agreement) -> Codec:
+    """What pushes and versions of this job travel in.
+
+    Parameters are pushed in fp32: bf16 would drop more of them than a round gains.
+
+    Raises:
+        ConfigurationError: There is no such codec.
+    """
+    codec = codec_named(agreement.codec)
+    if OuterSettings.of_words(agreement.settings).pushes_parameters:
+        return replace(codec, push=FP32, parameters=True)
+    return codec
 
 
 for _codec in (Codec("fp32", FP32, FP32), Codec("bf16", BF16, BF16), Codec("int8", INT8, BF16)):

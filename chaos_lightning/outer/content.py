@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer.codec import Codec, Format, Part
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.kernel import freeze, settle
@@ -65,14 +66,16 @@ class OuterContent:
     def encoder(self) -> Callable[[], Part]:
         """What makes the content of the push that was frozen last, in any thread until that push is answered.
 
-        It holds what it needs: the incarnation may end meanwhile.
+        It holds what it needs: the incarnation may end meanwhile. ConfigurationError if no job can begin with it.
         """
         base, frozen, residual = self.base, self.frozen, self.residual
         assert frozen is not None
 
         def encode() -> Part:
-            if base is None:
-                return Part.encoded(self._grid.whole, self._codec.version, frozen)
+            if base is None and (names := self._replica.not_finite(frozen, self._grid)):
+                raise ConfigurationError(f"no job can begin with what is not finite: {', '.join(names)}")
+            if base is None or self._codec.parameters:
+                return Part.encoded(self._grid.whole, self.format_of(founding=base is None), frozen)
             part = Part.empty(self._grid.whole, self._codec.push)
             freeze(base, frozen, part, residual)
             return part

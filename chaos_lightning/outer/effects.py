@@ -113,7 +113,7 @@ class Fetched:
         manifest: Of its content.
         products: With itself and the pushes that were here before.
         finite: Whether all of it is.
-        momentum: With the momentum of version `at`, as an exact sum.
+        momentum: With the momentum of version `at`, as an exact sum (`HeldShard.lean`).
         at: Where the state stood then.
     """
 

@@ -54,7 +54,7 @@ from chaos_lightning.outer.ranks_machine import RankNews, RankSays, RanksEffect,
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import Boundary
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.training_rates import TrainingRates
+from chaos_lightning.outer.training_rates import TrainingRates, Waits
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Agreement,
@@ -103,26 +103,12 @@ class _Step:
     samples: int = 0
     since: float = field(default_factory=time.monotonic)
     rates: TrainingRates = field(default_factory=TrainingRates)
-    kept_at: float = 0.0
-    """When outer sync took the training thread; 0.0: it does not have it."""
-    waited_s: float = 0.0
-    """For how long it has had it since the last adoption."""
+    waits: Waits = field(default_factory=Waits)
 
     @property
     def rounded(self) -> tuple[float, float]:
         """Samples and steps a second, to two digits: what changes with each step is written and read at each step."""
         return float(f"{self.rates.samples_per_s:.2g}"), float(f"{self.rates.steps_per_s:.2g}")
-
-    def waited(self) -> float:
-        """Up to now; what comes counts for the next adoption."""
-        now = time.monotonic()
-        waited_s, self.waited_s, self.kept_at = self.waited_s + now - self.kept_at, 0.0, now
-        return waited_s
-
-    def let_go(self, now: float) -> None:
-        """It has it no more."""
-        self.waited_s += now - self.kept_at
-        self.since, self.kept_at = now, 0.0
 
 
 @dataclass(slots=True)
@@ -388,7 +374,9 @@ class ElasticCluster:
 
     def meeting(self) -> bytes:
         """The same for a meeting without a step; the first rank waits for news a while."""
-        self._step.kept_at = 0.0 if self.dry else time.monotonic()  # without samples it does not wait for versions
+        self._step.waits.kept_at = (
+            0.0 if self.dry else time.monotonic()
+        )  # without samples it does not wait for versions
         with self._changed:
             if self._first:
                 soon = self._getter.here is not None or self._encoded is not None
@@ -432,7 +420,7 @@ class ElasticCluster:
         self._say_known()
         if not answers:
             return Boundary()
-        self._step.kept_at = self._step.kept_at or began
+        self._step.waits.kept_at = self._step.waits.kept_at or began
         said = [_read(answer) if answer else RankSays() for answer in answers]
         found = Boundary()
         self._take_place(ranks)
@@ -449,7 +437,8 @@ class ElasticCluster:
         if len(ranks) == 1:
             self._say_known()
         now = time.monotonic()
-        self._step.let_go(now)
+        self._step.waits.let_go(now)
+        self._step.since = now
         return dataclasses.replace(found, over=self.over, waited_s=now - began)
 
     def _say_known(self) -> None:
@@ -484,7 +473,7 @@ class ElasticCluster:
                 self._content.settle(push, answer)
             case cl.Adopt(version, outright):
                 part, self.state.having = self._getter.take(version), ()
-                reset = self._model.adopt(version, part, outright=outright, waited_s=self._step.waited)
+                reset = self._model.adopt(version, part, outright=outright, waited_s=self._step.waits.take)
                 return Boundary(version, found.outright or outright, found.reset_optimizer or reset)
             case cl.Free(push):
                 self._free(push)

@@ -2,8 +2,9 @@
 
 Theory of operation. The job ends when its epochs are over, when the oldest cluster says so, or when an operator asks.
 From then on nothing is decided but what makes the newest version durable; then the end is stored with that version, and
-only then anybody hears of it. It voids the pushes that are open, and all incarnations and leases end with it. A leader
-that finds the end in its chain tells it to whoever comes, for a while.
+only then anybody hears of it. It voids the pushes that are open, and all incarnations and leases end with it. A
+rollback meanwhile takes acceptances back: then the job goes on until those are answered anew (O5a), unless an operator
+asked for its end. A leader that finds the end in its chain tells it to whoever comes, for a while.
 """
 
 from __future__ import annotations
@@ -20,29 +21,44 @@ class Ending:
     Args:
         desk: The leader's.
         attendance: Who may say that it is over.
-
-    Attributes:
-        reason: Why the job is to end once its newest version is durable; "" while it goes on.
     """
 
     def __init__(self, desk: LeaderDesk, attendance: Attendance) -> None:
         self._desk = desk
         self._attendance = attendance
-        self.reason = ""
+        self._asked = self._found = ""
         self._since_s = 0.0
 
+    @property
+    def reason(self) -> str:
+        """Why the job is to end once its newest version is durable; "" while it goes on."""
+        return self._asked or self._found
+
     def ask(self, reason: str) -> None:
-        """Somebody may end it, and does; the first reason stays."""
-        self.reason = self.reason or reason
+        """An operator ends it, whatever comes; the first one's reason stays."""
+        self._asked = self._asked or reason
+
+    def rolled_back(self) -> None:
+        """Who had nothing left to push has to do so again, and says anew when it is through (O5a)."""
+        self._found, self._since_s = "", 0.0
+        for cluster in self._attendance.clusters.values():
+            cluster.verdict = ""
+
+    def _find(self) -> str:
+        """Why the job is over by itself; "" if it is not, or pushes that were accepted once have no answer (O5a)."""
+        chain, epochs = self._desk.chain, self._desk.settings.epochs
+        oldest = self._attendance.oldest()
+        if chain.reopened:
+            return ""
+        if chain.leases is not None and epochs and chain.leases.over(epochs - 1):
+            return f"{epochs} epochs are over"
+        cluster = self._attendance.clusters.get(oldest) if oldest is not None else None
+        return f"{oldest} says: {cluster.verdict}" if cluster is not None and cluster.verdict else ""
 
     def next_end(self) -> Ended | None:
         """The end, if there is a reason and the newest version is durable."""
-        chain, epochs = self._desk.chain, self._desk.settings.epochs
-        oldest = self._attendance.oldest()
-        if chain.leases is not None and epochs and chain.leases.over(epochs - 1):
-            self.ask(f"{epochs} epochs are over")
-        elif oldest in self._attendance.clusters and (verdict := self._attendance.clusters[oldest].verdict):
-            self.ask(f"{oldest} says: {verdict}")
+        chain = self._desk.chain
+        self._found = self._found or self._find()
         newest = chain.durable[-1][0] if chain.durable else NO_VERSION
         if not self.reason or newest != chain.newest or self._awaited(newest):
             return None

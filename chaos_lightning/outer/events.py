@@ -187,7 +187,7 @@ EVENTS = (
             "version": "which",
             "outright": "whether its parameters are, too; what was trained since the last freezing is discarded then",
             "steps": "inner steps that its base did not hold, which stay on top or are discarded",
-            "waited_s": "that training stood still for it: for its answer, its bytes and the exchange, s",
+            "waited_s": "s that training stood still since the adoption before: for freezing, answers, bytes, exchange",
             "progress_samples": "samples of the whole job with it",
             "progress_steps": "step number of the whole job with it",
         },

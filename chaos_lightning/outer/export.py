@@ -2,15 +2,19 @@
 
 Theory of operation. A version lies in the followers' files, a shard each, and the leader's chain says what it must be:
 its digests, and in its first entry the names and shapes of all tensors. Both are only read, so a job may run meanwhile,
-and none has to. What clusters do not exchange (frozen parameters, integer buffers, hyperparameters, the state of inner
-optimizers) comes from a checkpoint of a cluster, if one is given (`--like`): its parameters are replaced by the
-version's, of tied ones all.
+and none has to. Of a job that goes on both move: where a file cannot be read the chain is read again, and if the
+version is durable no more, the export begins anew. What clusters do not exchange (frozen parameters, integer buffers,
+hyperparameters, the state of inner optimizers and schedules) comes from a checkpoint of a cluster, if one is given
+(`--like`): its parameters and the counters of its loops are replaced by the version's. So a Trainer can go on from it,
+at the beginning of the epoch. Without one there are weights alone, of tied ones by all names.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import copy
+import json
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from pathlib import Path
@@ -29,7 +33,7 @@ from chaos_lightning.outer.chain_store import load_chain
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.options import ServerOptions
 from chaos_lightning.outer.shard_files import ShardFiles
-from chaos_lightning.outer.types import JobProgress, VersionId
+from chaos_lightning.outer.types import TIED, JobProgress, VersionId
 from chaos_lightning.replication.table import DTYPES
 
 NEWEST = "newest"
@@ -85,7 +89,30 @@ def read_version(chain: OuterChain, folder: Path, job: str, wanted: str) -> tupl
     tensors = {}
     for spec, values in zip(specs, torch.split(flat, list(grid.sizes)), strict=True):  # type: ignore[no-untyped-call]
         tensors[spec.name] = values.view(spec.shape).to(DTYPES[spec.dtype])
-    return tensors, chain.progress(found)
+    tied = json.loads(dict(chain.agreement.words).get(TIED, "{}"))
+    return tensors | {name: tensors[other] for name, other in tied.items()}, chain.progress(found)
+
+
+def read_while_it_runs(
+    load: Callable[[], OuterChain], folder: Path, job: str, wanted: str
+) -> tuple[VersionId, dict[str, Tensor], JobProgress]:
+    """As `read_version`, of a job whose followers may delete files meanwhile; and the version.
+
+    Args:
+        load: Reads the chain.
+        folder: See `read_version`.
+        job: Likewise.
+        wanted: Likewise.
+    """
+    chain = load()
+    while True:
+        found = durable_version(chain, wanted)
+        try:
+            return found[0], *read_version(chain, folder, job, str(found[0]))
+        except StateError:
+            chain = load()
+            if found in chain.durable:
+                raise
 
 
 def checkpoint_of(tensors: dict[str, Tensor], progress: JobProgress, like: dict[str, Any] | None) -> dict[str, Any]:
@@ -110,10 +137,34 @@ def checkpoint_of(tensors: dict[str, Tensor], progress: JobProgress, like: dict[
     for name, tensor in tensors.items():
         if name not in state or state[name].shape != tensor.shape:
             raise StateError(f"the checkpoint to be like has no tensor {name} of shape {list(tensor.shape)}")
-        place = state[name].data_ptr()
-        tied = [n for n, t in state.items() if t.data_ptr() == place and t.shape == tensor.shape and t.numel()]
-        state |= dict.fromkeys(tied, tensor)
-    return {**like, "epoch": progress.epoch, "global_step": progress.steps, "state_dict": state}
+        state[name] = tensor
+    made = {**like, "epoch": progress.epoch, "global_step": progress.steps, "state_dict": state}
+    if "loops" in like:
+        made["loops"] = {**like["loops"], "fit_loop": _at(like["loops"]["fit_loop"], progress)}
+    return made
+
+
+def _at(fit_loop: dict[str, Any], progress: JobProgress) -> dict[str, Any]:
+    """The counters of Lightning's loop of fit, where the job is: an epoch that was not over begins anew."""
+    made = copy.deepcopy(fit_loop)
+    made["state_dict"].pop("combined_loader", None)  # where its loader was in another epoch
+    made["epoch_loop.state_dict"]["_batches_that_stepped"] = progress.steps
+    for scope in ("total", "current"):
+        _put(made["epoch_progress"][scope], progress.epoch)
+    batches = made["epoch_loop.batch_progress"]
+    batches["is_last_batch"] = False
+    _put(batches["current"], 0)
+    _put(batches["total"], batches["total"]["completed"])
+    for steps in (
+        made["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"],
+        made["epoch_loop.manual_optimization.optim_step_progress"],
+    ):
+        _put(steps["total"], progress.steps)
+    return made
+
+
+def _put(counts: dict[str, int], number: int) -> None:
+    counts.update(dict.fromkeys(counts, number))
 
 
 def _lightning() -> str:
@@ -143,17 +194,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("version", metavar="VERSION", help=f"{NEWEST}, or the number of a durable one (ps status)")
     parser.add_argument("file", type=Path, metavar="FILE", help="where to write it")
-    parser.add_argument("--like", type=Path, metavar="CKPT", help="a cluster's checkpoint, for what is not exchanged")
+    parser.add_argument(
+        "--like", type=Path, metavar="CKPT", help="a cluster's checkpoint, for what is not exchanged, and to go on from"
+    )
     for name in ("dir", "store", "job", "listen"):
         parser.add_argument(f"--{name}", default=known[name].default, metavar="VALUE", help=known[name].short)
     given = parser.parse_args(arguments)
     options = ServerOptions(dir=given.dir, store=given.store, job=given.job, listen=given.listen)
-    with _store(options) as store:
-        chain = load_chain(store)
-    tensors, progress = read_version(chain, options.folder, options.job, given.version)
+
+    def load() -> OuterChain:
+        with _store(options) as store:
+            return load_chain(store)
+
+    found, tensors, progress = read_while_it_runs(load, options.folder, options.job, given.version)
     # The user's own file, named by hand: Lightning's checkpoints hold objects of the user's classes.
     like = torch.load(given.like, map_location="cpu", weights_only=False) if given.like is not None else None
     torch.save(checkpoint_of(tensors, progress, like), given.file)
-    found = durable_version(chain, given.version)[0]
     print(f"{found} of job {options.job}: {len(tensors)} tensors, step {progress.steps}, written to {given.file}")
     return EXIT_OK

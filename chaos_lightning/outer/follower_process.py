@@ -5,7 +5,7 @@ others, so that it never waits:
 
 - the *state thread* loads, computes and copies, in the order in which it is told to. So the copy for a save is made
   before the state moves on. While it computes a version it encodes it, block by block. It also multiplies pushes with
-  the momentum, which nobody else may read meanwhile;
+  the momentum (or the parameters: `HeldShard.lean`), which nobody else may read meanwhile;
 - the *save thread* writes such a copy. Where the disk is full it says so and tries again, with growing pauses; there is
   one copy at most, and training goes on meanwhile (O6);
 - each push that is fetched has a thread (staging.py), and so has each data connection (lines.py).
@@ -253,7 +253,8 @@ class _State:
         if isinstance(body, Round):
             assert self._state is not None
             pushes = [(weighed.factor, part) for weighed, part in zip(body.accepted, parts, strict=True)]
-            RoundUpdate(self._state, pushes, body.factors, version, held.averaged).run()
+            parameters = held.codec.parameters
+            RoundUpdate(self._state, pushes, body.factors, version, held.averaged, parameters=parameters).run()
             self._counters = body.counters
         else:
             if isinstance(body, Founded):
@@ -302,7 +303,7 @@ class _State:
         return _Copy(version, OuterState(self._state.shard, *tensors), self._counters)
 
     def measure(self, measured: MeasuredPart) -> FollowerEvent:
-        """A push that is here, with the momentum."""
+        """A push that is here, with its lean."""
         offer = measured.offer
         found = self._lean(measured.part) if measured.products else "0"
         return Fetched(offer.push, offer.manifest, measured.products, measured.finite, found, self._version)
@@ -320,7 +321,7 @@ class _State:
     def _lean(self, part: Part) -> str:
         if self._state is None or self._held is None or self._version == NO_VERSION:
             return "0"
-        return self._held.product(part, Part.of(self._state.shard, self._state.momentum))
+        return self._held.lean(part, self._state)
 
 
 class FollowerProcess:

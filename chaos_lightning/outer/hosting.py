@@ -4,7 +4,8 @@ Theory of operation. As for schedulers (control/hosting.py): whoever needs a ser
 another machine's, that is that machine's affair; if somebody serves this job there, fine; if nobody listens, a whole
 server is started, detached (outer/server_main.py), and the endpoint is looked at until it answers. Two starters may
 race: a lock keeps the second server off the files, and both starters find the first one. Who had a job before and finds
-its server away starts it on its files (`again`): the chain says what the job is, and nothing begins anew.
+its server away starts it on its files (`again`), if these are that job's: nothing begins anew, and the server of no
+other job takes the place of one that was started on another folder.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from chaos_lightning.control.hosting import IDLE_TIMEOUT_S, HostedScheduler, last_words, listens, named, start_detached
+from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.declared import command_line
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.machine.addresses import is_local, split_endpoint
 from chaos_lightning.machine.listener import is_another_kind
 from chaos_lightning.machine.process_table import start_time
+from chaos_lightning.outer.chain_store import load_chain
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.control_client import WHAT, fetch_facts
 from chaos_lightning.outer.options import ServerOptions
@@ -63,6 +66,7 @@ def ensure_server(
     secret: Secret = b"",
     *,
     again: bool = False,
+    job_id: str = "",
     timeout_s: float = 30.0,
     given_up: Callable[[], bool] = lambda: False,
 ) -> HostedScheduler | None:
@@ -73,12 +77,13 @@ def ensure_server(
         secret: Cluster token, which is handed over in the child's environment; or credentials, whose folder is named.
         again: The caller had a job that goes by what lies there: a server without it is of no use, and one that has
             ended says so to whoever comes.
+        job_id: `again`: of the job that the caller had; "": it does not know.
         timeout_s: How long to wait for an answer. Whoever waits for longer than some seconds says so, and for whom.
         given_up: Asked now and then: true if the caller waits no more; then None is returned.
 
     Raises:
         ConfigurationError, RefusedError: What is there cannot serve this job; the message says why.
-        StoreError: `again`, and the job's files are not there.
+        StoreError: `again`, and the job's files are not there, or another job's are.
         SchedulerUnreachableError: Started, but it ended or did not answer; the message quotes its log.
     """
     host, _ = split_endpoint(options.listen)
@@ -93,12 +98,14 @@ def ensure_server(
         found, now = look(options.listen, options.job, secret), time.monotonic()
         odd_since = (odd_since or now) if found == "odd" else None
         if found == "serves" or (found == "ended" and again):
+            if started is None and not again and options.followers:
+                _compare(options, secret)
             return started if started is not None and _leads(started, secret) else None
         if found == "free" and now > spawn_at and (started is None or not started.alive()):
             if started is not None and IN_USE not in last_words(started.log):
                 raise SchedulerUnreachableError(f"the {WHAT} ended at once; {last_words(started.log)}")
             spawn_at = now + _RACE_S
-            started = _spawn(options, Credentials.of(secret), again=again)
+            started = _spawn(options, Credentials.of(secret), again=again, job_id=job_id)
         elif odd_since is not None and now - odd_since > _ODD_LISTENER_PATIENCE_S:
             what = f"something listens that is no {WHAT}{named(options.listen)}"
             raise RefusedError(f"at {options.listen} {what}; choose another port")
@@ -115,6 +122,22 @@ def ensure_server(
     return None
 
 
+def _compare(options: ServerOptions, secret: Secret) -> None:
+    """Tells whoever asked for another number of followers than the server has."""
+    try:
+        facts = fetch_facts(options.listen, secret, 2.0, follow=False)
+    except SchedulerUnreachableError:
+        return
+    held = sum(follower["shard"] >= 0 for follower in facts.get("followers", ()))
+    wanted = facts.get("wanted", options.followers)
+    if options.followers not in (wanted, held):
+        logger.warning(
+            "job %s has a %s at %s already, with %d followers and not %d as asked for here; that stays. Stop it, and "
+            "start it with `chaos-lightning ps up --followers %d` on the machine that has its files",
+            options.job, WHAT, options.listen, held or wanted, options.followers, options.followers,
+        )  # fmt: skip
+
+
 def _leads(started: HostedScheduler, secret: Secret) -> bool:
     """Whether it is our own server's leader that answers, and not that of the winner of a race."""
     try:
@@ -124,9 +147,9 @@ def _leads(started: HostedScheduler, secret: Secret) -> bool:
 
 
 def host_for_cluster(
-    options: ClusterOptions, *, again: bool = False, given_up: Callable[[], bool] = lambda: False
+    options: ClusterOptions, *, again: bool = False, job_id: str = "", given_up: Callable[[], bool] = lambda: False
 ) -> HostedScheduler | None:
-    """`ensure_server` for a cluster: at its start, and (again) when its server was lost.
+    """`ensure_server` for a cluster: at its start, and (again) when the server of its job was lost.
 
     Nothing is started where several leaders stand by for each other: each on a chain of its own would lead a job of its
     own.
@@ -136,16 +159,36 @@ def host_for_cluster(
     server = ServerOptions(
         listen=options.endpoints[0], job=options.job, followers=options.followers, log_dir=options.log_dir
     )
-    return ensure_server(server, Credentials.load(options.keys_dir, options.token_file), again=again, given_up=given_up)
+    secret = Credentials.load(options.keys_dir, options.token_file)
+    return ensure_server(server, secret, again=again, job_id=job_id, given_up=given_up)
 
 
-def _spawn(options: ServerOptions, secret: Credentials, *, again: bool) -> HostedScheduler:
+def _check_chain(options: ServerOptions, job_id: str) -> None:
+    """Whether the chain of this job lies where a server would look for it; `job_id`: "" for whichever job's.
+
+    Raises:
+        StoreError: It does not, or the file cannot be read.
+        ConfigurationError: It is of a job with another name.
+    """
+    path, other = options.store_path, ""
+    if path is None:
+        return
+    if path.exists():
+        with SqliteStore(path, options.job, read_only=True) as store:
+            found = load_chain(store).job_id
+        if job_id in ("", found):
+            return
+        other = f", but another's ({found[:8] or 'not begun yet'} and not {job_id[:8]})"
+    raise StoreError(
+        f"no {WHAT} is started at {options.listen}: job {options.job} has begun, and its chain is not at {path}"
+        f"{other}. Start one there on the folder that holds it: `chaos-lightning ps up --dir DIR`"
+    )
+
+
+def _spawn(options: ServerOptions, secret: Credentials, *, again: bool, job_id: str) -> HostedScheduler:
     path, folder = options.store_path, options.folder.absolute()
-    if again and path is not None and not path.exists():
-        raise StoreError(
-            f"no {WHAT} is started at {options.listen}: job {options.job} has begun, and its chain is not at {path}. "
-            "Start one there on the folder that holds it: `chaos-lightning ps up --dir DIR`"
-        )
+    if again:
+        _check_chain(options, job_id)
     log = folder.with_name(f"{folder.name}.log")
     arguments = command_line(
         replace(

@@ -10,6 +10,9 @@ for "rounded to fp32, to the nearest", each element goes through
     m      = [[momentum m] + [outer b]];  then b = 0       only if outer is not 0
     theta  = [theta - [[rate delta] + [step m]]]           without [step m] if outer is 0
 
+Pushes may hold a cluster's parameters f_j (`OuterSettings.pushes_parameters`). Then D_j = [theta - f_j], of the theta
+that the round finds: so it has the same bits whenever and by whomever the round is computed.
+
 In the blocks of reduced buffers, which are *averaged*, it is only theta = [theta - delta]: no momentum, no part of a
 round, no clip.
 
@@ -129,6 +132,7 @@ class RoundUpdate:
         factors: Of the round.
         version: Gets the new parameters, block by block, if it is given.
         averaged: The first of the shard's blocks that belong to reduced buffers; None: none does.
+        parameters: Pushes hold f_j in place of D_j.
     """
 
     def __init__(
@@ -138,10 +142,12 @@ class RoundUpdate:
         factors: Factors,
         version: Part | None = None,
         averaged: int | None = None,
+        *,
+        parameters: bool = False,
     ) -> None:
         assert all(part.shard == state.shard for _, part in pushes)
         assert version is None or version.shard == state.shard
-        self._state, self._version = state, version
+        self._state, self._version, self._parameters = state, version, parameters
         self._averaged = state.shard.blocks if averaged is None else averaged
         self._pushes = [(_factor(weight), part) for weight, part in pushes]
         self._moves = factors.outer != 0.0
@@ -171,7 +177,7 @@ class RoundUpdate:
 
     def _update(self, block: int, delta: Tensor, other: Tensor) -> None:
         theta, momentum, buffer = self._state.blocks(block)
-        self._average(block, delta, other)
+        self._average(block, theta, delta, other)
         if block < self._averaged:
             self._move(block, momentum, buffer, delta, other)
         theta.sub_(delta)
@@ -192,12 +198,14 @@ class RoundUpdate:
             self._collect(block, buffer, x)
             _times(delta, self._rate, delta)
 
-    def _average(self, block: int, delta: Tensor, other: Tensor) -> None:
+    def _average(self, block: int, theta: Tensor, delta: Tensor, other: Tensor) -> None:
         if not self._pushes:
             delta.zero_()
         for number, (weight, part) in enumerate(self._pushes):
             into = other if number else delta
             part.decode(block, into)
+            if self._parameters:
+                torch.sub(theta, into, out=into)
             _times(into, weight, into)
             if number:
                 delta.add_(other)

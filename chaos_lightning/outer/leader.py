@@ -97,10 +97,10 @@ class LeaderMachine:
     Args:
         chain: What the store holds.
         term: This leader's.
-        followers: So many hold a shard each.
+        followers: So many hold a shard each, if they are not cut already; 0: as many as do, one in a new job.
     """
 
-    def __init__(self, chain: OuterChain, term: int, followers: int = 1) -> None:
+    def __init__(self, chain: OuterChain, term: int, followers: int = 0) -> None:
         self.desk = desk = LeaderDesk(chain, term)
         self.shards = shards = Shards(desk, followers)
         self.attendance = attendance = Attendance(desk, self._holds_alone)
@@ -365,6 +365,8 @@ class LeaderMachine:
                     self.shards.obey(name, self.attendance.offers())
             case Cut():
                 self._obey_all()
+                if words := self.shards.unheeded:
+                    desk.note("notice", text=words)
             case Joined(incarnation):
                 if (come := self.attendance.has_come(incarnation)) is not None:
                     self._take_over(come[0], incarnation, come[1])
@@ -427,6 +429,7 @@ class LeaderMachine:
                     self._answer(refusal.offer, PushAnswer.REJECTED, entry.version, refusal.reason)
             case RolledBack(lost=lost):
                 self.pushes.rolled_back(entry.version, lost)
+                self.end.rolled_back()
         self._serve()
         if not self.chain.founded:  # the first version is lost: somebody founds the job anew
             for who in self.attendance.living():

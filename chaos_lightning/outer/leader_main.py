@@ -77,7 +77,7 @@ def run(options: LeaderOptions) -> int:
         port=port,
         advertise=options.advertise,
         job=options.job,
-        followers=options.followers or 1,
+        followers=options.followers,
         secret=Credentials.load(options.keys_dir, options.token_file),
         idle_timeout_s=options.idle_timeout_s,
     )

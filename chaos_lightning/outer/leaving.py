@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from chaos_lightning.errors import DeadlineError, RefusedError
-from chaos_lightning.machine.signals import ExitSignals, Handler, aside, end_by, say
+from chaos_lightning.machine.signals import ExitSignals, Handler, aside, say
 
 TELL_S = 10.0
 """Who waits says for what so often."""
@@ -55,6 +55,21 @@ def _nothing(number: signal.Signals, frame: FrameType | None) -> None:
     """There is no more to do."""
 
 
+def cost(at_risk: int) -> str:
+    """Of ending now, in words; `at_risk`: inner steps of this cluster that no durable version holds."""
+    return (
+        f"still waiting for the parameter server. To end now may cost {at_risk} inner steps of this cluster, which no "
+        "durable version holds"
+    )
+
+
+def insist(signals: ExitSignals, number: signal.Signals, words: str) -> None:
+    """At a second signal: says what it may cost to end now, if there is something to say; the third one ends."""
+    signals.stand_down()
+    if words:
+        say(f"{number.name}: {words}; once more ends")
+
+
 def leaving_signals(
     leave: Callable[[], None],
     at_risk: Callable[[], int],
@@ -78,13 +93,7 @@ def leaving_signals(
         also(number, frame)
 
     def again(number: signal.Signals, frame: FrameType | None) -> None:
-        for each in signals.before:
-            signal.signal(each, lambda which, _: end_by(signal.Signals(which)))
-        if speaks():
-            say(
-                f"{number.name}: still waiting for the parameter server. To end now may cost {at_risk()} inner steps "
-                "of this cluster, which no durable version holds; once more ends"
-            )
+        insist(signals, number, cost(at_risk()) if speaks() else "")
 
     signals = ExitSignals(first, again=again)
     return signals

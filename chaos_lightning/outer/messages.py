@@ -335,7 +335,7 @@ class Staged:
         manifest: Of the content, as fetched.
         products: With itself and with each push that was staged here before.
         finite: Whether all of it is.
-        momentum: With the momentum of version `at`, as an exact sum.
+        momentum: With the momentum of version `at`, as an exact sum (`HeldShard.lean`).
         at: Where the state stood then.
     """
 

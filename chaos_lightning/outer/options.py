@@ -38,13 +38,16 @@ class LeaderOptions:
     followers: int = setting(
         0,
         "So many followers hold a shard of the outer state each. 0: as many as the job has; one, if it is new. For "
-        "another number `ps up` cuts the shards of a job anew, if all of its followers' folders are on this machine.",
+        "another number `ps up` cuts the shards of a job anew, if its chain is in a file and all of its followers' "
+        "folders are on this machine. Others stand by, but a shard is in its follower's folder alone: to take one "
+        "over, copy that folder and start a follower of that name on it.",
         check=at_least(0, "a number of followers, or 0"),
         metavar="N",
     )
     store: str = setting(
         "",
-        "The chain's file, or etcd://HOST:PORT+HOST:PORT for several leaders that stand by for each other. By default "
+        "The chain's file, or etcd://HOST:PORT+HOST:PORT for several leaders that stand by for each other; followers' "
+        "shards are not in it (see --followers). By default "
         f"$XDG_STATE_HOME/chaos-lightning/outer-JOB-PORT/chain.sqlite. {MEMORY} keeps nothing (for tests).",
         absolute=absolute_store,
         metavar="PATH",

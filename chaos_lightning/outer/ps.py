@@ -125,6 +125,8 @@ def _show(facts: dict[str, Any]) -> None:
         f"policy {facts['policy']}: {facts['rounds']} rounds, {facts['accepted']} pushes accepted, "
         f"{facts['rejected']} rejected, {facts['void']} void, {facts['rollbacks']} rollbacks"
     )
+    if facts["unheeded"]:
+        console.print(f"note: {facts['unheeded']}")
     if facts["window"]:
         console.print(f"window: {facts['window']}")
     if leases:
@@ -154,6 +156,7 @@ def _cluster(row: dict[str, Any], leased: dict[str, int]) -> dict[str, Any]:
         "out": row["rejected"],
         "void": row["void"],
         "silent": row["silent_s"],
+        "refused": row["refused"],
         "state": "" if row["connected"] and not row["leaving"] else "leaves" if row["connected"] else "away",
     }
 

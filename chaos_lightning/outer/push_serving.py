@@ -87,18 +87,23 @@ class PushServing:
 
     def serve(self, pushes: Mapping[PushId, Part]) -> None:
         """These can be asked for, as far as it is known how they are cut; their bytes must not change."""
-        shards = self._shards
-        for push, part in pushes.items() if shards else ():
+        for push, part in pushes.items():
             with self._lock:
-                cut = self._cuts.get(push)
-                if cut == shards:
+                shards, cut = self._shards, self._cuts.get(push)  # in here, so that the newest holders win
+                if not shards or cut == shards:
                     continue
-                if cut is not None:
-                    drop_push(self._server, push, cut)
-                elif self._spread:
+                if cut is None and self._spread:
                     self._spread_over(part)
-                hold_push(self._server, push, part, shards)
                 self._cuts[push] = shards
+            self._tidy(push, cut or ())
+            hold_push(self._server, push, part, shards)  # hashes it; whoever drops it waits for no such thing
+            self._tidy(push, shards)
+
+    def _tidy(self, push: PushId, cut: tuple[Shard, ...]) -> None:
+        """Of this cut only that is served which the present one has, too."""
+        with self._lock:
+            now = self._cuts.get(push, ())
+            drop_push(self._server, push, [shard for shard in cut if shard not in now])
 
     def _spread_over(self, part: Part) -> None:
         """By the shortest of the last pauses between two pushes: one that was long says nothing of the coming one."""
@@ -112,9 +117,8 @@ class PushServing:
     def drop(self, push: PushId) -> None:
         """Nobody asks for it any more."""
         with self._lock:
-            cut = self._cuts.pop(push, None)
-            if cut is not None:
-                drop_push(self._server, push, cut)
+            cut = self._cuts.pop(push, ())
+        self._tidy(push, cut)
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
         """A connection to a follower, for versions. Any thread."""

@@ -81,6 +81,7 @@ class Pushes:
             if given.offer.manifest != offer.manifest:
                 self._refuse(offer, "other bytes under a number that is answered")
                 return False
+            cluster.refused = ""
             desk.send(cluster.conn, PushAnswered(desk.term, offer.push, given.answer, given.version, given.reason))
             return given.answer is not PushAnswer.ACCEPTED  # it drops its leases when it hears that
         waited = PushId(who, known.next)
@@ -94,12 +95,13 @@ class Pushes:
         if before is not None and before.push == offer.push and before.manifest != offer.manifest:
             self._refuse(offer, "other bytes under a number that is offered")
             return False
-        cluster.offer = offer
+        cluster.offer, cluster.refused = offer, ""
         self._shards.stage(offer)
         return False
 
     def _refuse(self, offer: Offer, reason: str) -> None:
         said = offer.push, reason
+        self._attendance.clusters[offer.push.incarnation].refused = f"push {offer.push.number}: {reason}"
         if self._refused.get(offer.push.incarnation) != said:  # it is offered again with each heartbeat
             self._refused[offer.push.incarnation] = said
             self._desk.note("push_refused", push=str(offer.push), reason=reason)

@@ -134,8 +134,11 @@ def recut_steps(job: str, names: Sequence[str]) -> Steps:
     if refused := (yield StoreCut(Cut(wanted, tuple(durable)))):
         raise StoreError(f"the shards of job {job} cannot be cut anew: {refused}")
     yield from _clear(wanted, durable[-1].version.number if durable else 0)
+    spare = (
+        f" ({', '.join(names[grid.blocks :])} stand by: there are {grid.blocks} blocks)" if names[grid.blocks :] else ""
+    )
     versions = ", ".join(str(mark.version) for mark in durable) or "nothing, for nothing is durable yet"
-    return f"{len(chain.cut)} shards of {', '.join(chain.cut)} were cut anew for {', '.join(wanted)}: {versions}"
+    return f"{len(chain.cut)} shards of {', '.join(chain.cut)} were cut anew for {', '.join(wanted)}{spare}: {versions}"
 
 
 def _whole(

@@ -27,12 +27,13 @@ class Replica:
     """See the module.
 
     Args:
-        parameters: Name and tensor, in an order that is equal in all clusters.
+        parameters: Name and tensor, in an order that is equal in all clusters; tied ones by all their names.
         averaged: Likewise, of buffers.
 
     Attributes:
         specs: What clusters agree on.
         averaged: How many of the tensors are buffers.
+        tied: Further names of these tensors, and by which name each travels.
 
     Raises:
         UnsupportedError: One is not of a real floating type.
@@ -40,7 +41,10 @@ class Replica:
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], averaged: Iterable[tuple[str, Tensor]] = ()) -> None:
-        named, buffers = unique(parameters), unique(averaged)
+        told = [*parameters]
+        named, buffers = unique(told), unique(averaged)
+        first = {id(tensor): name for name, tensor in named}
+        self.tied = {name: first[id(tensor)] for name, tensor in told if first[id(tensor)] != name}
         for name, tensor in (*named, *buffers):
             if not tensor.is_floating_point():
                 raise UnsupportedError(
@@ -54,11 +58,11 @@ class Replica:
         self.specs = tuple(TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in self._named)
 
     @classmethod
-    def of_module(cls, module: nn.Module) -> Self:
-        """Parameters that require gradients, and floating buffers; sorted by name as the module has them."""
-        trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        buffers = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
-        return cls(trained, buffers)
+    def of_module(cls, module: nn.Module, reduced: Iterable[tuple[str, Tensor]] = ()) -> Self:
+        """Parameters that require gradients, by all their names, and of the buffers that are reduced the floating
+        ones. Other buffers are constants, which need not travel and must not be rounded."""
+        trained = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
+        return cls(trained, [(n, b) for n, b in reduced if b.is_floating_point()])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -76,6 +80,11 @@ class Replica:
         for (_, tensor), values in zip(self._named, _split(flat, grid), strict=True):
             values.copy_(tensor.reshape(-1))
         return flat
+
+    def not_finite(self, flat: Tensor, grid: Grid) -> list[str]:
+        """Names of the tensors of which `read` gave a value that is not finite."""
+        parts = zip(self._named, _split(flat, grid), strict=True)
+        return [name for (name, _), values in parts if not values.isfinite().all()]
 
     @torch.no_grad()
     def adopt(self, version: Part, frozen: Part | None) -> None:

@@ -3,6 +3,13 @@
 Theory of operation. A window is nothing durable: a new leader opens a new one with a full deadline, by the estimates of
 the last round (O12), and what followers have told of pushes is told again. Which pushes count is judging.py's to say,
 from norms and products that are exact sums over all shards.
+
+Where pushes hold parameters f_j (`OuterSettings.pushes_parameters`) they count for theta - f_j, of the version before
+the round. Followers tell <f_j, f_k> once, and L_j = <theta, theta> - 2 <theta, f_j> of each version. Then
+
+    <theta - f_j, theta - f_k> = <f_j, f_k> + (L_j + L_k) / 2
+
+so a round waits there until all shards have told L_j of the newest version.
 """
 
 from __future__ import annotations
@@ -83,6 +90,10 @@ class Rounds:
         self.waits = "" if due.closes else due.reason
         if not due.closes:
             return None
+        newest, told = self._chain.newest, (row for each in rows.values() for row in each)
+        if settings.pushes_parameters and any(row.finite and row.at != newest for row in told):
+            self.waits = f"{newest} is being computed, from which pushes are subtracted"
+            return None
         self._window = None
         return self._decide(offers, rows, again, due.usual, due.reason, settings)
 
@@ -100,13 +111,15 @@ class Rounds:
         refused = [Rejection(offer, words) for offer in offers if (words := self._objection(offer))]
         rest = [offer for offer in offers if offer.push not in {r.offer.push for r in refused}]
         names = [offer.push for offer in rest]
-        sums = {(one, other): _product(rows, one, other) for one in names for other in names if one <= other}
+        leans = {name: _lean(rows[name], chain.newest) for name in names}
+        known = leans if settings.pushes_parameters else {}
+        sums = {(one, other): _product(rows, one, other, known) for one in names for other in names if one <= other}
         candidates = [
             MeasuredPush(
                 offer,
                 0 if offer.push in again else chain.staleness(offer.base),
                 all(row.finite for row in rows[offer.push]),
-                _lean(rows[offer.push], chain.newest),
+                float(leans[offer.push]),
                 sums[offer.push, offer.push],
             )
             for offer in rest
@@ -146,14 +159,20 @@ class Rounds:
             self.rates = self.rates.after(last.pushes, last.at_s - self._before_s, now_s - last.at_s)
 
 
-def _product(rows: Rows, one: PushId, other: PushId) -> float:
-    """Over all shards; whichever of the two came later has it. 0.0 if one of them is not finite."""
+def _product(rows: Rows, one: PushId, other: PushId, leans: Mapping[PushId, ExactSum]) -> float:
+    """Over all shards; whichever of the two came later has it. 0.0 if one of them is not finite.
+
+    `leans`: L_j of each push, where pushes hold parameters; else empty.
+    """
     whole = ExactSum.of(())
     for mine, theirs in zip(rows[one], rows[other], strict=True):
         found = _said(mine, other) or _said(theirs, one)
         if found is None:
             return 0.0
         whole += ExactSum.decode(found)
+    if leans:
+        twice = float(whole + whole + leans[one] + leans[other])
+        return max(0.0, twice / 2) if one == other else twice / 2  # rounding may leave less than nothing of a square
     return float(whole)
 
 
@@ -161,11 +180,11 @@ def _said(staged: Staged, of: PushId) -> str | None:
     return next((product.sum for product in staged.products if product.push == of), None)
 
 
-def _lean(rows: Sequence[Staged], newest: VersionId) -> float:
-    """With the newest version's momentum; 0.0 where a shard does not know that yet."""
-    if any(row.at != newest for row in rows):
-        return 0.0
+def _lean(rows: Sequence[Staged], newest: VersionId) -> ExactSum:
+    """With the newest version's momentum, or L_j; 0 where a shard does not know that yet."""
     whole = ExactSum.of(())
+    if any(row.at != newest for row in rows):
+        return whole
     for row in rows:
         whole += ExactSum.decode(row.momentum)
-    return float(whole)
+    return whole

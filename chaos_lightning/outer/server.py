@@ -9,6 +9,7 @@ without one, and say all that matters again to the next.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -34,6 +35,8 @@ from chaos_lightning.outer.standing import OuterCandidacy
 from chaos_lightning.outer.streams import ClientStreams
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
 
+_log = logging.getLogger("chaos_lightning.outer")
+
 CANNOT_LEAD = "it was elected and cannot lead"
 _TICK_S = 0.1
 _LINGER_S = 60.0
@@ -53,7 +56,7 @@ class LeaderConfig:
         port: Port; 0 takes a free one.
         advertise: HOST:PORT that others are told to reach it at; "" for where it listens.
         job: Its name.
-        followers: So many hold a shard each.
+        followers: So many hold a shard each, if they are not cut already; 0: as many as do, one in a new job.
         secret: Cluster token, or credentials with a folder of keys; b"" only on loopback.
         idle_timeout_s: End after so long without a cluster's stream; 0 never.
     """
@@ -62,7 +65,7 @@ class LeaderConfig:
     port: int
     advertise: str = ""
     job: str = "default"
-    followers: int = 1
+    followers: int = 0
     secret: Secret = field(default=b"", repr=False)
     idle_timeout_s: float = 0.0
 
@@ -186,7 +189,10 @@ class OuterServer:
         )
         if chain.last is not None:  # its leader may have been killed before it wrote of it
             self._events.emit("entry", **chain.last.fields())
-        self._driver.machine = LeaderMachine(chain, term, self.config.followers)
+        self._driver.machine = machine = LeaderMachine(chain, term, self.config.followers)
+        if words := machine.shards.unheeded:
+            self._events.emit("notice", text=words)
+            _log.warning("job %s: %s", self.config.job, words)
         self.life.begin(self._drive(), "leader machine")
 
     async def _drive(self) -> None:
@@ -221,7 +227,8 @@ class OuterServer:
         try:
             await asyncio.wait_for(self._over.wait(), _END_TIMEOUT_S)
         except TimeoutError:
-            return False, f"no version became durable within {_END_TIMEOUT_S:g} s; see `chaos-lightning ps status`"
+            why = f"the newest version did not become durable within {_END_TIMEOUT_S:g} s"
+            return False, f"{why}; the job ends once it is: see `chaos-lightning ps status`"
         ended = self._driver.machine.chain.ended
         if ended is None:
             return False, "this leader leads no more; ask again"

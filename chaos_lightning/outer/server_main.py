@@ -92,16 +92,18 @@ def followers_of(options: ServerOptions) -> list[str]:
         StoreError: The chain cannot be read.
     """
     names = [f"{options.name}-{number}" for number in range(options.followers or 1)]
-    path = options.store_path
-    if path is None or not path.exists():
+    chain, path = _chain(options), options.store_path
+    if chain is None or not chain.cut or chain.ended is not None:
         return names
-    from chaos_lightning.control.sqlite_store import SqliteStore
-    from chaos_lightning.outer.chain_store import load_chain
-
-    with SqliteStore(path, options.job) as store:
-        chain = load_chain(store)
-    if not chain.cut or chain.ended is not None:
-        return names
+    here = [name for name in chain.cut if (options.folder / name).is_dir()]
+    if path is None:
+        if options.followers and (left := [name for name in here if name not in names]):
+            raise ConfigurationError(
+                f"--followers {options.followers}: the shards of job {options.job} are cut for {len(chain.cut)}, and "
+                f"{', '.join(left)}, whose files are in {options.folder}, would not be started; with its chain in "
+                f"etcd the cut stays: give --followers {len(chain.cut)}, or move that folder to where it is started"
+            )
+        return names if options.followers else here or names
     _clear_up(chain, options.folder)
     wanted = names if options.followers else [*chain.cut]
     if must_recut(chain, wanted):
@@ -110,9 +112,26 @@ def followers_of(options: ServerOptions) -> list[str]:
         if done.returncode:
             raise (ConfigurationError if done.returncode == EXIT_USAGE else StateError)(done.stderr.strip())
         _say(f"job {options.job}: {done.stdout.strip()}")
-    if options.followers:
-        return names
-    return [name for name in chain.cut if (options.folder / name).is_dir()] or names
+    return names if options.followers else here or names
+
+
+def _chain(options: ServerOptions) -> OuterChain | None:
+    """What the chain says; None if there is none yet, or etcd does not answer: followers wait for it, too."""
+    from chaos_lightning.control.sqlite_store import SqliteStore
+    from chaos_lightning.outer.chain_store import load_chain
+    from chaos_lightning.outer.standing import open_outer_store
+
+    path = options.store_path
+    if options.in_etcd:
+        try:
+            with open_outer_store(options.store, options.job) as store:
+                return load_chain(store)
+        except StoreError:
+            return None
+    if path is None or not path.exists():
+        return None
+    with SqliteStore(path, options.job) as store:
+        return load_chain(store)
 
 
 def _clear_up(chain: OuterChain, folder: Path) -> None:

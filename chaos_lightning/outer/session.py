@@ -18,6 +18,7 @@ Those of the old one stay as long as somebody may ask for its pushes (O3a).
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -57,9 +58,10 @@ from chaos_lightning.outer.messages import Holder, ProcessPlace
 from chaos_lightning.outer.push_serving import PushServing
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.training_rates import TrainingRates
+from chaos_lightning.outer.training_rates import TrainingRates, Waits
 from chaos_lightning.outer.types import (
     NO_VERSION,
+    TIED,
     Agreement,
     Covered,
     JobProgress,
@@ -146,7 +148,8 @@ class OuterSession:
         self._rates = TrainingRates()
         self._error: ChaosError | None = None
         """Why this cluster cannot go on."""
-        self._rested_at = self._waits_since = 0.0
+        self._rested_at = 0.0
+        self._waits = Waits()
         self._trouble = ""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
         self._closing = threading.Event()
@@ -234,6 +237,7 @@ class OuterSession:
             ConfigurationError: The job differs; says in what, and from whose.
             DeadlineError: Nobody answered in time; says what was waited for.
         """
+        self._waits.kept_at = time.monotonic()
         host_for_cluster(self.options)
         self._begin(self._life)
         self._beats.start()
@@ -241,7 +245,7 @@ class OuterSession:
         self._rest(self._is_in, timeout_s)
         if self.over:
             raise ConfigurationError(self.over)
-        self._rested_at = time.monotonic()
+        self._go_on()
         return self.progress
 
     def boundary(
@@ -258,7 +262,7 @@ class OuterSession:
         Raises:
             ChaosError: This cluster cannot go on.
         """
-        began = time.monotonic()
+        began = self._waits.kept_at = time.monotonic()
         self._measure(samples, steps, began)
         self._model.trained(steps, samples, loss)
         with self._changed:
@@ -266,8 +270,16 @@ class OuterSession:
                 self._unclaim(each)
             self._feed(self._life, cl.Trained(samples, tuple(covers), steps), resting=True)
         done = self._rest(self._is_in)
-        self._rested_at = time.monotonic()
+        self._go_on()
         return Boundary(done.adopted, done.outright, done.reset_optimizer, self.over, self._rested_at - began)
+
+    def _go_on(self) -> None:
+        self._rested_at = time.monotonic()
+        self._waits.let_go(self._rested_at)
+
+    def waited(self, seconds: float) -> None:
+        """Training stood still for so long beside what boundaries know of: a version went to other ranks."""
+        self._waits.add(seconds)
 
     def claim(self, positions: int, timeout_s: float = 0.0) -> tuple[Covered, ...]:
         """The next positions of the shared data that this cluster trains, each of them once.
@@ -323,6 +335,7 @@ class OuterSession:
         Raises:
             DeadlineError: It was to leave, and could not in that time.
         """
+        self._waits.kept_at = time.monotonic()
         leaving, limit_s = self.leaving, timeout_s if timeout_s is not None else self.options.patience_s
         if not leaving:
             self._feed(self._life, cl.LoopOver(reason), resting=True)
@@ -354,6 +367,7 @@ class OuterSession:
         self._getter.close()
         if self._beats.is_alive():
             self._beats.join(5.0)
+        self._events.close()
 
     # ------------------------------------------------------------------ standing still
 
@@ -369,7 +383,6 @@ class OuterSession:
             DeadlineError: It is not `done` by then.
             DepartedError: The session was closed.
         """
-        self._waits_since = time.monotonic()
         patience = Patience(self.options.name, self.waits_for, timeout_s)
         found = Boundary()
         while True:
@@ -439,13 +452,14 @@ class OuterSession:
             manifest = part.hash
         except Exception as error:
             if not life.over:  # else its content is gone
-                self._fail(StateError(f"push {push} could not be encoded: {error!r}"))
+                odd = StateError(f"push {push} could not be encoded: {error!r}")
+                self._fail(error if isinstance(error, ChaosError) else odd)
             return
         with self._changed:
             if life.over:
                 return
             self._content.pushes[push] = part
-            life.serving.serve({push: part})
+        self._serve(life, {push: part})
         self._events.emit(
             "push_frozen",
             push=str(push),
@@ -457,11 +471,8 @@ class OuterSession:
         )
         self._feed(life, cl.Frozen(push, manifest))
 
-    def _waited_s(self) -> float:
-        return time.monotonic() - self._waits_since
-
     def _adopt(self, version: VersionId, part: Part | None, outright: bool) -> bool:
-        reset = self._model.adopt(version, part, outright=outright, waited_s=self._waited_s)
+        reset = self._model.adopt(version, part, outright=outright, waited_s=self._waits.take)
         with self._changed:
             self.progress = self._life.machine.job
             if outright:
@@ -527,7 +538,9 @@ class OuterSession:
             on_message=hear,
             on_disconnected=lost,
             on_trouble=trouble,
-            revive=lambda: host_for_cluster(self.options, again=True, given_up=self._closing.is_set),
+            revive=lambda: host_for_cluster(
+                self.options, again=True, job_id=life.machine.job_id, given_up=self._closing.is_set
+            ),
         )
         life.client.start()
 
@@ -567,10 +580,18 @@ class OuterSession:
                 self._todo.append((effect, None))
 
     def _reach(self, holders: tuple[Holder, ...]) -> None:
-        for life in (self._life, *self._old):
+        for life in (self._life, *self._old) if not self._closing.is_set() else ():
             life.serving.reach(holders)
             mine = life.machine.incarnation
-            life.serving.serve({p: part for p, part in self._content.pushes.items() if p.incarnation == mine})
+            kept = {p: part for p, part in self._content.pushes.items() if p.incarnation == mine}
+            self._worker.submit(self._serve, life, kept)
+
+    def _serve(self, life: _Life, pushes: Mapping[PushId, Part]) -> None:
+        """In the worker's thread, without the lock that boundaries take, for it hashes all of them."""
+        life.serving.serve(pushes)
+        with self._changed:
+            for push in pushes.keys() - self._content.pushes.keys():  # freed meanwhile
+                life.serving.drop(push)
 
     def _free_push(self, push: PushId) -> None:
         with self._changed:
@@ -681,7 +702,7 @@ def agreement_of(
         words: What else must be equal, such as the seed or a tokenizer's hash.
     """
     codec_named(options.codec)
-    said = {"data": options.data, **(words or {})}
+    said = {"data": options.data, **({TIED: json.dumps(replica.tied)} if replica.tied else {}), **(words or {})}
     return Agreement(
         replica.specs,
         replica.averaged,

@@ -1,7 +1,8 @@
 """What a user may set about outer sync: every setting once, with its default, help and check (declared.py).
 
 Two settings follow the policy unless the user says otherwise: the optimizer and the bound of the clip. So `di_ps` is
-the paper to the letter, and `async` the naive way that the paper compares with.
+the paper to the letter, and `async` the naive way that the paper compares with. The paper has two differences for a
+push; `di_ps_from` chooses one of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from chaos_lightning.declared import at_least, check_each, declared, one_of, pos
 from chaos_lightning.errors import ConfigurationError
 
 POLICIES = ("robust", "sync", "async", "di_ps")
+DIFFERENCES = ("now", "base")
 OPTIMIZERS = ("auto", "delayed_nesterov", "nesterov", "sgd")
 
 
@@ -112,6 +114,13 @@ class OuterSettings:
     di_ps_beta: float = setting(
         3.0, "di_ps refuses a push whose score is above so many times the largest recent one (beta).", check=_positive
     )
+    di_ps_from: str = setting(
+        "now",
+        "What a push counts for under di_ps. now: the version before its round minus the cluster's parameters (the "
+        "paper's Algorithm 1); pushes hold parameters in fp32, whatever the codec. base: the version that the cluster "
+        "began from minus its parameters (Appendix B), as with the other policies.",
+        check=one_of(DIFFERENCES),
+    )
     grace_cap: float = setting(
         0.5,
         "How long a window waits for further pushes, as a part of a cluster's round. robust waits for so long, since "
@@ -167,6 +176,11 @@ class OuterSettings:
     def clip_used(self) -> float:
         """The bound of the norm; 0.0: none."""
         return self.clip or (1.0 if self.policy == "di_ps" else 0.0)
+
+    @property
+    def pushes_parameters(self) -> bool:
+        """A push holds its cluster's parameters, and each round subtracts them from the version before it."""
+        return self.policy == "di_ps" and self.di_ps_from == "now"
 
     @property
     def round_samples(self) -> int:

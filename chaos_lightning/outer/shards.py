@@ -56,7 +56,7 @@ class Shards:
 
     Args:
         desk: The leader's.
-        wanted: So many followers hold a shard each.
+        wanted: So many followers were asked for; 0: as many as hold shards, one in a new job.
 
     Attributes:
         followers: By name; those that stand by, too.
@@ -85,6 +85,33 @@ class Shards:
     def complete(self) -> bool:
         """Whether each shard's follower is there."""
         return bool(self._desk.chain.cut) and len(self.up()) == len(self._desk.chain.cut)
+
+    @property
+    def wanted(self) -> int:
+        """So many followers are to hold a shard each."""
+        return self._wanted or len(self._desk.chain.cut) or 1
+
+    @property
+    def unheeded(self) -> str:
+        """Why not so many followers hold a shard as were asked for, in words; "" where they do (O15)."""
+        cut, wanted = self._desk.chain.cut, self.wanted
+        if not cut or wanted == len(cut):
+            return ""
+        asked = f"{wanted} followers were asked for, and"
+        if len(cut) == min(wanted, self._blocks):
+            return f"{asked} this model can be cut for {len(cut)} at most: the others stand by"
+        return (
+            f"{asked} the shards of this job are cut for {len(cut)} ({', '.join(cut)}); that stays. Only `ps up "
+            f"--followers {wanted}` cuts them anew, while the server stands, with the chain in a file and all of these "
+            "followers' folders on one machine"
+        )
+
+    @property
+    def _blocks(self) -> int:
+        """Of the model: no more followers can hold a shard."""
+        agreed = self._desk.chain.agreement
+        assert agreed is not None
+        return Grid(tuple(tensor.elements for tensor in agreed.tensors), agreed.block).blocks
 
     def holders(self) -> Holders:
         """Whom clusters dial; who is away has no endpoint."""
@@ -172,12 +199,10 @@ class Shards:
 
     def next_cut(self) -> Cut | None:
         """The shards are cut once enough followers are there."""
-        agreed = self._desk.chain.agreement
-        if self._desk.chain.cut or agreed is None:
+        if self._desk.chain.cut or self._desk.chain.agreement is None:
             return None
         here = sorted(name for name, f in self.followers.items() if f.conn is not None and f.obeys)
-        blocks = Grid(tuple(tensor.elements for tensor in agreed.tensors), agreed.block).blocks
-        shards = min(self._wanted, blocks)
+        shards = min(self.wanted, self._blocks)
         return Cut(tuple(here[:shards])) if len(here) >= shards else None
 
     def unsaved(self) -> str:

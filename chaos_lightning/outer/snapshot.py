@@ -36,6 +36,8 @@ def snapshot(machine: LeaderMachine, now_s: float) -> dict[str, Any]:
             if not known.over and who not in machine.clusters
         ],
         "followers": _followers(machine),
+        "wanted": machine.shards.wanted,
+        "unheeded": machine.shards.unheeded,
         "versions": _versions(machine),
         "rounds": chain.rounds,
         "rollbacks": chain.rollbacks,
@@ -80,7 +82,10 @@ def _reason(machine: LeaderMachine) -> str:
     if not chain.cut:
         return "waits for followers"
     if missing := _missing(machine):
-        return f"waits for {', '.join(missing)}"
+        return (
+            f"waits for {', '.join(missing)}: start {'each' if missing[1:] else 'it'} where its files are, or copy its "
+            f"folder and start it there (`chaos-lightning ps follower --name {missing[0]} --dir FOLDER`)"
+        )
     if troubles := [f"{name}: {f.trouble}" for name, f in sorted(machine.followers.items()) if f.trouble]:
         return "; ".join(troubles)
     if holders := machine.attendance.sole_holders():
@@ -105,6 +110,7 @@ def _cluster(chain: OuterChain, who: IncarnationId, state: ClusterState, now_s: 
         "left": state.left,
         "pending": state.pending,
         "offered": str(state.offer.push) if state.offer is not None else "",
+        "refused": state.refused,
         "leaving": state.leaving,
         "connected": state.conn is not None,
         "silent_s": round(max(0.0, now_s - state.heard_s), 3),

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from chaos_lightning.errors import ChaosError, WireError
-from chaos_lightning.outer.codec import Codec, Part, codec_named
+from chaos_lightning.outer.codec import Codec, Part, codec_of
 from chaos_lightning.outer.effects import FollowerEvent, NotFetched, Progressed
 from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.fetching import fetch_push
 from chaos_lightning.outer.grid import Grid, Shard
-from chaos_lightning.outer.kernel import products
+from chaos_lightning.outer.kernel import OuterState, products
 from chaos_lightning.outer.messages import PushProduct
 from chaos_lightning.outer.types import Agreement, Offer, PushId
 from chaos_lightning.protocol.types import Progress
@@ -69,11 +69,22 @@ class HeldShard:
         """
         sizes = tuple(tensor.elements for tensor in agreement.tensors)
         mine = Grid(sizes, agreement.block).cut(shards)[shard]
-        return cls(mine, mine.since(len(sizes) - agreement.averaged), codec_named(agreement.codec))
+        return cls(mine, mine.since(len(sizes) - agreement.averaged), codec_of(agreement))
 
     def product(self, one: Part, other: Part) -> str:
         """The sum of their products over blocks of parameters; WireError if one has malformed bytes."""
         return ExactSum.of(products(one, other, self.averaged)).encode()
+
+    def lean(self, push: Part, state: OuterState) -> str:
+        """What is told of a push at each version, likewise: <D, m>, of parameters f <theta, theta> - 2 <theta, f>.
+
+        With the latter the leader has <theta - f_j, theta - f_k> from <f_j, f_k> at each version (rounds.py).
+        """
+        if not self.codec.parameters:
+            return self.product(push, Part.of(state.shard, state.momentum))
+        theta = Part.of(state.shard, state.theta)
+        crossed = products(theta, push, self.averaged)
+        return ExactSum.of([*products(theta, theta, self.averaged), *(-2 * each for each in crossed)]).encode()
 
 
 @dataclass(frozen=True, slots=True)

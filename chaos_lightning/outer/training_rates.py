@@ -1,6 +1,8 @@
-"""How fast a cluster trains: moving averages of samples and inner steps a second."""
+"""How fast a cluster trains, as moving averages of samples and inner steps a second, and how long it waits."""
 
 from __future__ import annotations
+
+import time
 
 FADE = 0.9
 """What is known counts so much beside the next step."""
@@ -22,6 +24,31 @@ class TrainingRates:
         if took_s > 0 and steps:
             self.samples_per_s = _after(self.samples_per_s, samples / took_s)
             self.steps_per_s = _after(self.steps_per_s, steps / took_s)
+
+
+class Waits:
+    """For how long outer sync has had the training thread since the last adoption.
+
+    Attributes:
+        kept_at: When it took it, by `time.monotonic()`; 0.0: it does not have it.
+    """
+
+    def __init__(self) -> None:
+        self.kept_at = self._waited_s = 0.0
+
+    def take(self) -> float:
+        """Seconds up to now; what comes counts for the next adoption."""
+        now = time.monotonic()
+        waited_s, self._waited_s, self.kept_at = self._waited_s + now - self.kept_at, 0.0, now
+        return waited_s
+
+    def add(self, seconds: float) -> None:
+        """So much beside."""
+        self._waited_s += seconds
+
+    def let_go(self, now: float) -> None:
+        """It has it no more."""
+        self._waited_s, self.kept_at = self._waited_s + now - self.kept_at, 0.0
 
 
 def _after(before: float, new: float) -> float:

@@ -240,6 +240,10 @@ class TensorSpec:
         return math.prod(self.shape)
 
 
+TIED = "tied tensors"
+"""The word of an agreement that has the further names of tensors, as JSON: name by name that travels."""
+
+
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """What all clusters of a job have in common; the first one's is the job's.

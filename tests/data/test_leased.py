@@ -60,6 +60,15 @@ def test_drop_last_is_not_honoured_and_says_so() -> None:
     assert sum(len(batch) for (batch,) in loader) == LENGTH
 
 
+def test_without_a_shuffle_clusters_share_no_mix_and_are_told(recwarn: pytest.WarningsRecorder) -> None:
+    """Each of them silently trained on neighbouring samples."""
+    rows = TensorDataset(torch.arange(LENGTH))
+    for shuffle in (True, False):
+        assert not recwarn.list
+        LeasedLoader(DataLoader(rows, 4, shuffle=shuffle), seed=0, source=Dealer())
+    assert "shuffle=False where clusters share the data" in str(recwarn.pop(UserWarning).message)
+
+
 @pytest.mark.parametrize("size", [6, 5, 1])
 def test_ranks_of_a_cluster_share_each_batch_out(size: int) -> None:
     """All positions are loaded; where there are fewer than ranks, one of them by several."""

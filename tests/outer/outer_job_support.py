@@ -13,6 +13,7 @@ from until_support import until
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.listener import free_port
+from chaos_lightning.member.training import reduced_buffers
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import OuterSession, agreement_of
@@ -110,7 +111,7 @@ def cluster_parts(
     torch.set_num_threads(1)
     given = {"server": server, "name": name, "data": "local" if not length else "shared", "log_dir": logs, "block": 64}
     own = ClusterOptions.build({**given, "host_server": False, **options}, {})
-    replica = Replica.of_module(model)
+    replica = Replica.of_module(model, reduced_buffers(model))
     agreement = agreement_of(replica, own, settings, length=length, words=words)
     return replica, agreement, own, EventLog.in_directory(logs, name, role="cluster")
 

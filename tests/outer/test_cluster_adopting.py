@@ -7,7 +7,7 @@ import pytest
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer.cluster import ClusterMachine
 from chaos_lightning.outer.effects import Connected, Say, TimePassed, Told
-from chaos_lightning.outer.messages import Beat, JobFinished, OnDisk, PushAnswered, Served, Welcomed
+from chaos_lightning.outer.messages import Beat, JobFinished, OnDisk, PushAnswered, Reopened, Served, Welcomed
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
@@ -145,6 +145,17 @@ def test_at_the_end_of_the_job_its_last_version_is_fetched_also_with_an_open_pus
     assert not machine.may_train
     assert machine.on(cl.Got(V3)) == [cl.TakeLast(V3, 3, 3), cl.Over("it ends", again=False)]
     assert machine.base == V3
+
+
+def test_the_last_version_lacks_what_a_rollback_opened_again() -> None:
+    """An operator may end a job before such a push is answered; its steps were left out."""
+    machine = training(overlap=True)
+    answered(machine, PushAnswer.ACCEPTED, V2)
+    machine.on(Told(Served(1, V2, JobProgress())))
+    machine.on(cl.Got(V2))
+    machine.on(Told(Reopened(1, V3, (PushId(WHO, 1),))))
+    machine.on(Told(JobFinished(1, V3, "it ends")))
+    assert machine.on(cl.Got(V3)) == [cl.TakeLast(V3, 2, 2), cl.Over("it ends", again=False)]
 
 
 def test_a_last_version_that_nobody_gives_is_waited_for_a_while() -> None:

@@ -18,7 +18,7 @@ from until_support import until
 from chaos_lightning.errors import NoDonorError, StateError
 from chaos_lightning.events.registry import problems
 from chaos_lightning.outer import staging
-from chaos_lightning.outer.codec import BF16, Format, Part, codec_named
+from chaos_lightning.outer.codec import BF16, FP32, Format, Part, codec_named, codec_of
 from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.fetching import drop_push, fetch_version, hold_push
 from chaos_lightning.outer.follower_process import FollowerProcess
@@ -43,6 +43,7 @@ from chaos_lightning.outer.messages import (
     Written,
 )
 from chaos_lightning.outer.serving import ServedVersions
+from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.shard_files import ShardFiles
 from chaos_lightning.outer.types import (
     NO_VERSION,
@@ -73,6 +74,8 @@ TENSORS = (
     TensorSpec("mean", "float32", (90,)),
 )
 AGREEMENT = Agreement(TENSORS, averaged=1, block=64, codec="bf16")
+BY_PARAMETERS = replace(AGREEMENT, settings=OuterSettings(policy="di_ps").words)
+"""Of a job whose pushes hold parameters, in fp32."""
 GRID = Grid(tuple(t.elements for t in TENSORS), 64)
 DELAYED = Factors(rate=0.35, buffer=0.5, momentum=0.8)
 MOVING = Factors(rate=0.35, buffer=0.5, momentum=0.8, outer=1.0, step=0.56)
@@ -174,9 +177,9 @@ class ClusterEnd:
         self.shards = GRID.cut(shards)
         self.lines = ParkedLines(self.server, job=JOB, me=lambda: str(who), secret=TOKEN, note=lambda *a, **k: None)
 
-    def push(self, number: int, content: Tensor, base: VersionId) -> Offer:
+    def push(self, number: int, content: Tensor, base: VersionId, format: Format = BF16) -> Offer:
         push = PushId(self.who, number)
-        manifest = hold_push(self.server, push, Part.encoded(GRID.whole, BF16, content), self.shards)
+        manifest = hold_push(self.server, push, Part.encoded(GRID.whole, format, content), self.shards)
         return Offer(push, base, manifest, 10, 1)
 
     def close(self) -> None:
@@ -187,8 +190,8 @@ class ClusterEnd:
 class Rig:
     """A follower that holds one of some shards, two clusters, and the chain that its leader writes."""
 
-    def __init__(self, folder: Path, shard: int = 0, shards: int = 1) -> None:
-        self.folder, self.shard, self.shards = folder, shard, shards
+    def __init__(self, folder: Path, shard: int = 0, shards: int = 1, agreement: Agreement = AGREEMENT) -> None:
+        self.folder, self.shard, self.shards, self.agreement = folder, shard, shards, agreement
         self.clusters = {who: ClusterEnd(who, shards) for who in (HOME, FAR)}
         self.chain = Chain()
         self.contents: dict[PushId, Tensor] = {}
@@ -221,18 +224,21 @@ class Rig:
     def obey(self) -> None:
         made = [entry.version for entry in self.chain.entries]
         since = self.chain.entries[made.index(self.base) + 1 :] if self.base in made else self.chain.entries
-        place = self.shard, self.shards, AGREEMENT
+        place = self.shard, self.shards, self.agreement
         said = Obey(1, self.hello.nonce, *place, self.durable, self.base, tuple(since), open=self.open)
         self.leader.tell(said)
 
     def push(self, who: IncarnationId, number: int, content: Tensor, base: VersionId | None = None) -> Offer:
-        offer = self.clusters[who].push(number, content, self.chain.newest if base is None else base)
+        base = self.chain.newest if base is None else base
+        offer = self.clusters[who].push(number, content, base, codec_of(self.agreement).format_of(base))
         self.contents[offer.push] = content
         self.leader.tell(Stage(1, offer))
         return offer
 
-    def staged(self, who: IncarnationId, number: int, content: Tensor) -> tuple[Offer, Staged]:
-        offer = self.push(who, number, content)
+    def staged(
+        self, who: IncarnationId, number: int, content: Tensor, base: VersionId | None = None
+    ) -> tuple[Offer, Staged]:
+        offer = self.push(who, number, content, base)
         return offer, self.leader.heard(Staged, push=offer.push)
 
     def apply(self, entry: Entry) -> Applied:
@@ -319,6 +325,46 @@ def test_products_are_exact_and_leave_out_reduced_buffers(rig: Rig) -> None:
     assert said_three.momentum == rig.reference().product(noise(3), rig.reference().momentum)
     assert said_three.at == rig.chain.newest
     assert one.push not in {p.push for p in said_three.products}  # it is decided
+
+
+def test_in_di_ps_a_stale_push_is_subtracted_from_the_version_before_its_round(tmp_path: Path) -> None:
+    """Algorithm 1 by hand: theta - f_j with the theta that a round finds, whatever the push began from."""
+    rig = Rig(tmp_path, agreement=BY_PARAMETERS)
+    try:
+        rig.found()
+        founded, theta = rig.chain.newest, Part.encoded(GRID.whole, BF16, noise(0)).decoded()
+        files = [ShardFile(founded, rig.save(founded))]
+        home, far = (theta + noise(seed, 0.1) for seed in (1, 2))
+        early, _ = rig.staged(HOME, 2, home)
+        late, said = rig.staged(FAR, 1, far)
+        applied = rig.apply(rig.chain.round(MOVING, early))
+        m, trained = MOVING.buffer * (theta - home), slice(0, 370)
+        first = theta - MOVING.rate * (theta - home) - MOVING.step * m
+        first[370:] = home[370:]  # reduced buffers: only theta - delta
+        told = {p.push: float(ExactSum.decode(p.sum)) for p in applied.momentum}
+        square = float(ExactSum.decode(next(p.sum for p in said.products if p.push == late.push)))
+        expected = (first - far)[trained].double().pow(2).sum().item()
+        assert square + told[late.push] == pytest.approx(expected, rel=1e-5)
+
+        files.append(ShardFile(rig.chain.newest, rig.save(rig.chain.newest)))
+        rig.apply(rig.chain.round(MOVING, late))  # its base is the founding, one version behind
+        m = MOVING.momentum * m + MOVING.buffer * (first - far)
+        second = first - MOVING.rate * (first - far) - MOVING.step * m
+        second[370:] = far[370:]
+        assert rig.process is not None
+        digest = rig.save(rig.chain.newest)
+        state, _ = ShardFiles(rig.folder, JOB).load(rig.chain.newest, digest)
+        torch.testing.assert_close(state.theta, second, rtol=0, atol=1e-5)
+
+        rig.durable, rig.base = tuple(files), founded
+        for path in rig.folder.rglob("*.safetensors"):
+            if rig.chain.newest.hash in path.name:
+                path.unlink()
+        rig.begin()  # it computes the round of the stale push again, from its file and the push alone
+        rig.leader.heard(Applied, version=rig.chain.newest)
+        assert rig.save(rig.chain.newest) == digest
+    finally:
+        rig.close()
 
 
 def test_a_version_is_served_as_it_was_computed(rig: Rig) -> None:
@@ -741,3 +787,8 @@ def test_the_first_content_travels_as_versions_do() -> None:
     int8 = codec_named("int8")
     assert int8.format_of(NO_VERSION) == BF16
     assert int8.format_of(VersionId(1, "a")).name == "int8"
+    by_parameters = codec_of(replace(BY_PARAMETERS, codec="int8"))
+    assert by_parameters.format_of(VersionId(1, "a")) == FP32
+    assert not by_parameters.residual
+    from_base = OuterSettings(policy="di_ps", di_ps_from="base").words
+    assert codec_of(replace(AGREEMENT, codec="int8", settings=from_base)) == int8

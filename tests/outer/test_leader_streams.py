@@ -8,7 +8,16 @@ from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.messages import Beat, ClusterHello, Dismissed, FollowerHello, Offered, Welcomed
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION, IncarnationId, Offer, PushId
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    Cut,
+    Founded,
+    IncarnationId,
+    JobOpened,
+    Joined,
+    Offer,
+    PushId,
+)
 
 
 def fed(machine: LeaderMachine, event: fx.LeaderEvent) -> list[fx.LeaderEffect]:
@@ -76,3 +85,40 @@ def test_a_cluster_whose_last_stream_ended_is_answered_where_it_is_heard() -> No
     assert {effect.conn for effect in told} == {4}
     assert isinstance(told[0].message, Welcomed)
     assert not fed(machine, beat)
+
+
+def test_a_second_cluster_of_a_name_that_comes_first_to_a_new_leader_is_not_let_in() -> None:
+    """Both of them trained: the one that was in came a moment later, and was taken over."""
+    chain, agreed = OuterChain(), agreement(OuterSettings(heartbeat_s=1.0), 0)
+    who = IncarnationId("home", 1)
+    founded = Founded(1, Offer(PushId(who, 1), NO_VERSION, "m", 0, 0))
+    for body in (JobOpened(agreed, "a test"), Cut(("f",)), Joined(who, "here"), founded):
+        chain.follow(chain.entry(1, body))
+
+    def hello(nonce: str, resume: IncarnationId | None) -> ClusterHello:
+        base = chain.newest if resume is not None else NO_VERSION
+        return ClusterHello("home", "here", nonce, 1, resume, base, base, agreed)
+
+    machine = LeaderMachine(chain, 2)
+    fed(machine, fx.Heard(2, hello("second", None)))
+    assert not machine.clusters
+    effects = fed(machine, fx.Heard(3, hello("first", who)))
+    assert [*machine.clusters] == [who]
+    told = {(effect.conn, type(effect.message)) for effect in effects if isinstance(effect, fx.SendTo)}
+    assert (3, Welcomed) in told
+    assert (2, Dismissed) in told, "it is told now that the name is taken"
+
+
+def test_a_name_is_free_again_once_nobody_came_back_with_it_after_a_takeover() -> None:
+    chain, agreed = OuterChain(), agreement(OuterSettings(reconnect_s=0.5), 0)
+    for body in (JobOpened(agreed, "a test"), Cut(("f",)), Joined(IncarnationId("home", 1), "here")):
+        chain.follow(chain.entry(1, body))
+    machine = LeaderMachine(chain, 2)
+    hello = ClusterHello("home", "here", "second", 1, None, NO_VERSION, NO_VERSION, agreed)
+    for now, event in ((1.0, fx.Heard(2, hello)), (1.4, fx.TimePassed()), (1.8, fx.TimePassed())):
+        waiting: list[fx.LeaderEvent] = [event]
+        while waiting:
+            stored = [e for e in machine.on(now, waiting.pop()) if isinstance(e, fx.StoreEntry)]
+            waiting += [fx.EntryStored(True)] * len(stored)
+        assert chain.joined == (1 if now < 1.5 else 2)
+    assert "it has not come back" in chain.over(IncarnationId("home", 1))

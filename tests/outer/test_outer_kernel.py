@@ -350,6 +350,24 @@ def test_a_round_without_an_accepted_push_changes_nothing() -> None:
     assert held.state.theta.numpy().tobytes() == before[0].numpy().tobytes()
 
 
+def test_of_parameters_the_round_takes_the_difference_to_what_it_finds() -> None:
+    """As a push of theta - f, one rounding each: in any cut, and in the second round of what the first left."""
+    theta, averaged = noise(GRID.elements, 7), GRID.whole.since(4)
+    first, second = (theta + noise(GRID.elements, seed, 1e-2) for seed in (1, 2))
+    expected = OuterState(GRID.whole, theta.clone())
+    for f in (first, second):
+        delta = Part.of(GRID.whole, expected.theta - f)
+        RoundUpdate(expected, [(0.75, delta), (0.25, delta)], PARTLY, None, averaged).run()
+    for shard in GRID.cut(3):
+        place = slice(*shard.span)
+        state = OuterState(shard, theta[place].clone())
+        for f in (first, second):
+            push, since = Part.of(shard, f[place].clone()), shard.since(4)
+            RoundUpdate(state, [(0.75, push), (0.25, push)], PARTLY, None, since, parameters=True).run()
+        for mine, whole in zip(state.tensors, expected.tensors, strict=True):
+            assert torch.equal(mine, whole[place])
+
+
 def test_malformed_bytes_and_a_block_twice_do_not_pass() -> None:
     state = OuterState(GRID.whole, noise(GRID.elements, 7))
     push = Part.encoded(GRID.whole, INT8, noise(GRID.elements, 1))

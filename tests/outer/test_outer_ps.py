@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outer_served import ScriptedCluster, ScriptedFollower, at_once, outer_serving
+from outer_served import AGREEMENT, ScriptedCluster, ScriptedFollower, at_once, outer_serving
 from recut_support import Stopped
 from until_support import until
 
@@ -23,11 +23,14 @@ from chaos_lightning.events.events import read_events
 from chaos_lightning.lab.processes import Child, start_command
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.machine.process_table import process_state
-from chaos_lightning.outer import ps
+from chaos_lightning.outer import hosting, ps
+from chaos_lightning.outer.chain_store import load_chain
 from chaos_lightning.outer.control_client import fetch_facts
 from chaos_lightning.outer.hosting import ensure_server
 from chaos_lightning.outer.options import ServerOptions
 from chaos_lightning.outer.supervisor import LEADER, SPARE
+from chaos_lightning.outer.types import JobOpened
+from chaos_lightning.outer.vocabulary import body_bytes
 
 STARTS_S = 60.0
 """The spare imports torch, beside other tests."""
@@ -187,6 +190,19 @@ def test_a_job_is_not_begun_anew_for_who_had_one(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="its chain is not at"):
         ensure_server(options, again=True)
     assert ensure_server(ServerOptions(listen="192.0.2.1:29470")) is None
+
+
+def test_another_jobs_server_is_not_started_for_who_had_one(tmp_path: Path) -> None:
+    """The server of a job ran on a folder of its own; what lay at the default place ended training for good."""
+    options = ServerOptions(listen=f"127.0.0.1:{free_port()}", dir=str(tmp_path / "job"))
+    assert options.store_path is not None
+    with SqliteStore(options.store_path, options.job) as store:
+        begun = store.take_term()
+        store.append(JobOpened.__name__, body_bytes(JobOpened(AGREEMENT, "another at a test", "n")), begun)
+        job_id = load_chain(store).job_id
+    with pytest.raises(StoreError, match=rf"but another's \({job_id[:8]} and not 01234567\). Start one there on"):
+        ensure_server(options, again=True, job_id="0123456789abcdef")
+    hosting._check_chain(options, job_id)
 
 
 def test_a_server_that_cannot_run_says_why(tmp_path: Path) -> None:

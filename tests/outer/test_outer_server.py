@@ -24,7 +24,7 @@ from chaos_lightning.errors import ConfigurationError, RefusedError, StoreError
 from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.outer import messages as say
-from chaos_lightning.outer import outer_pb2, streams
+from chaos_lightning.outer import outer_pb2, server, streams
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.chain_store import load_chain
 from chaos_lightning.outer.control_client import ask_end, fetch_facts
@@ -153,6 +153,25 @@ def test_who_comes_after_the_end_is_told(tmp_path: Path) -> None:
             with at_once(late):
                 assert "asked by" in late.heard.wait(finished).reason
             assert follower.heard.wait(finished).version == cluster.heard.wait(finished).version
+
+
+def test_who_asked_for_an_end_in_vain_is_told_that_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It read as if nothing came of it, and the job ended later all the same."""
+    monkeypatch.setattr(server, "_END_TIMEOUT_S", 0.05)
+
+    class Slow(ScriptedFollower):
+        def answer(self, message: Any) -> None:
+            if not isinstance(message, say.Keep):
+                super().answer(message)
+
+    with outer_serving() as served:
+        follower, cluster = Slow(served.endpoint), ScriptedCluster(served.endpoint)
+        with at_once(follower, cluster):
+            kept = follower.heard.wait_for(say.Keep)
+            with pytest.raises(RefusedError, match=r"not become durable within 0.05 s; the job ends once it is: see"):
+                ask_end(served.endpoint, "enough", b"", PATIENCE_S)
+            follower.client.say(say.Written("one", kept.version, "digest"))
+            assert "enough" in cluster.heard.wait(finished).reason
 
 
 # ------------------------------------------------------------------------------------------------ who is let in

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,11 +17,38 @@ from until_support import until
 
 from chaos_lightning.diloco import DiLoCo
 from chaos_lightning.errors import ConfigurationError, DeadlineError, SchedulerUnreachableError, StateError
-from chaos_lightning.outer import attendant, leaving
+from chaos_lightning.events.reader import Record
+from chaos_lightning.outer import attendant, leaving, push_serving
 from chaos_lightning.outer.effects import Told
-from chaos_lightning.outer.messages import Granted
+from chaos_lightning.outer.fetching import hold_push
+from chaos_lightning.outer.messages import Granted, Holder, Holders
+from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION, Covered
+from chaos_lightning.outer.types import NO_VERSION, Covered, PushId
+from chaos_lightning.replication.server import StateServer
+from chaos_lightning.strategies.outer_ranks import RankedSession, RankGroup
+
+
+class RanksDouble(RankGroup):
+    """Rank 0's group; it takes a while until the others have a version."""
+
+    def __init__(self) -> None:
+        self.rank, self.shared = 0, 0
+
+    def tell(self, make: Callable[[], Any]) -> Any:
+        return make()
+
+    def sum(self, *numbers: int) -> list[int]:
+        return list(numbers)
+
+    def share(self, tensors: Sequence[torch.Tensor]) -> None:  # type: ignore[override]
+        self.shared += 1
+        threading.Event().wait(0.2)
+
+
+def told_of(clusters: Clusters, name: str) -> list[Record]:
+    """What the logs tell of this so far."""
+    return [record for record in clusters.harness.records if record.name == name]
 
 
 def test_a_version_that_comes_while_the_one_before_is_about_to_be_adopted(clusters: Clusters) -> None:
@@ -52,6 +81,133 @@ def test_who_is_through_long_before_the_others_leaves(
     clusters.harness.wait_for("entry", lambda r: r["kind"] == "Removed")
 
 
+@pytest.mark.parametrize("when", ["a push is made", "there are other followers"])
+def test_training_goes_on_while_pushes_are_hashed(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It stood, for they were made ready to be asked for under the lock that each boundary takes."""
+    began, go_on, waits = threading.Event(), threading.Event(), list[bool]()
+
+    def hold(*given: Any) -> str:
+        began.set()
+        waits.append(go_on.wait(10))
+        return hold_push(*given)
+
+    home = clusters.come_in("home")
+    if when == "a push is made":
+        monkeypatch.setattr(push_serving, "hold_push", hold)
+        inner_step(home.model, home.optimizer, "home", 1)
+        home.session.boundary(16)
+    else:
+        home.train()
+        monkeypatch.setattr(push_serving, "hold_push", hold)
+        life = home.session._life
+        home.session._feed(life, Told(Holders(life.machine.term, (*life.serving.holders, Holder("more", "")))))
+    until(began.is_set, "the hashing")
+    home.session.boundary(0, steps=0)
+    assert not waits
+    go_on.set()
+    until(lambda: waits, "its end")
+    assert all(waits)
+
+
+def test_a_push_that_is_freed_while_it_is_hashed_is_not_served(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = clusters.come_in("home")
+    home.train()
+    serving = home.session._life.serving
+    push = max(serving._cuts)
+
+    def hold(server: StateServer, *given: Any) -> str:
+        serving.drop(push)
+        return hold_push(server, *given)
+
+    monkeypatch.setattr(push_serving, "hold_push", hold)
+    served = len(serving._server._named)
+    part = home.session._content.pushes[push]
+    serving.drop(push)
+    assert len(serving._server._named) == served - 1
+    serving.serve({push: part})
+    assert len(serving._server._named) == served - 1
+
+
+def test_the_log_has_all_that_training_waited_for(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had what the boundaries waited that adopt, and not those that freeze; of a cluster with ranks, not the sending
+    of a version to them."""
+    copies, home = threading.Event(), clusters.come_in("home")
+    session, freeze = home.session, home.session._content.freeze
+
+    def slowly(push: PushId) -> None:
+        copies.wait(0.2)
+        freeze(push)
+
+    monkeypatch.setattr(session._content, "freeze", slowly)
+    founded = len(told_of(clusters, "version_adopted"))
+    waited = list[float]()
+    group = RanksDouble()
+    ranked = RankedSession(session, Replica.of_module(home.model), group, shared=False)
+    for step in (1, 2):
+        inner_step(home.model, home.optimizer, "home", step)
+        waited.append(ranked.boundary(16).waited_s)
+        until(lambda: session._life.machine._here > session.base, "its version")
+        waited.append(ranked.boundary(0, steps=0).waited_s)
+    adopted = told_of(clusters, "version_adopted")[founded:]
+    assert len(adopted) == group.shared == 2
+    assert sum(waited[:-1]) <= sum(r["waited_s"] for r in adopted) + 1e-5
+
+
+def test_a_session_that_is_closed_closes_its_log(clusters: Clusters) -> None:
+    home = clusters.come_in("home")
+    home.session.close()
+    assert home.session._events._fd < 0
+    clusters.harness.wait_for("closed", node="home")
+
+
+class Masked(nn.Module):
+    """Constants in buffers, one of which is not finite, and a mean that forward passes keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.inner = nn.Linear(8, 3)
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        self.register_buffer("third", torch.tensor([1 / 3]))
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean += x.detach().mean()
+        return self.inner(x) * self.third
+
+
+def test_constant_buffers_of_a_plain_loop_stay_as_they_are(clusters: Clusters) -> None:
+    """All floating buffers travelled: no job could be founded with a causal mask, and tables were rounded to bf16."""
+    told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False}
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with DiLoCo(model, optimizer, buffers=["mean"], data="local", inner_steps=2, **told) as loop:
+        for (x,) in loop.prepare([(torch.randn(8, 8),)] * 4):
+            model(x).sum().backward()
+            optimizer.step()
+            loop.step()
+    assert loop.session is not None
+    agreement = loop.session.agreement
+    assert [t.name for t in agreement.tensors] == ["inner.weight", "inner.bias", "mean"]
+    assert agreement.averaged == 1
+    assert float(model.third) == float(torch.tensor(1 / 3))
+    with pytest.raises(StateError, match=r"buffers names \['no'\], which the module has not"):
+        DiLoCo(model, optimizer, buffers=["no"], data="local", **told).prepare([(torch.randn(8, 8),)])
+
+
+def test_what_no_job_can_begin_with_is_named(clusters: Clusters) -> None:
+    model = small_model()
+    with torch.no_grad():
+        model[2].bias.fill_(torch.nan)
+    with pytest.raises(ConfigurationError, match=r"no job can begin with what is not finite: 2\.bias$"):
+        clusters.come_in("home", model)
+    clusters.come_in("after")
+
+
 def test_positions_that_are_leased_twice_are_an_error_that_says_so(clusters: Clusters) -> None:
     """The loop ended with a ValueError, or the thread that hears the leader did, and nobody heard it any more."""
     session = clusters.come_in("home").session
@@ -71,9 +227,9 @@ def test_a_plain_loop_that_is_dealt_no_samples_says_what_it_waits_for(clusters: 
             loops.enter_context(DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.05), name=name, **told))
             for name, model in zip(("other", "loop"), models, strict=True)
         )
-        next(other.prepare(DataLoader(data, 8)))
+        next(other.prepare(DataLoader(data, 8, shuffle=True)))
         with pytest.raises(DeadlineError, match=r"cluster loop waited 0.5 s for samples to train"):
-            _ = [loop.step() for _ in loop.prepare(DataLoader(data, 8))]
+            _ = [loop.step() for _ in loop.prepare(DataLoader(data, 8, shuffle=True))]
         loops.pop_all()
     for each in (loop, other):
         each.__exit__(DeadlineError, None, None)
@@ -123,8 +279,10 @@ def test_an_outage_ends_no_elastic_cluster(clusters: Clusters, monkeypatch: pyte
     """The server and the first rank were gone: the next one could not start the server, and all ranks stopped."""
     ranks = clusters.elastic("ranks")
     base, cluster = ranks.cluster.base, ranks.cluster
+    asked: list[dict[str, Any]] = []
 
     def full_disk(*given: Any, **named: Any) -> None:
+        asked.append(named)
         raise SchedulerUnreachableError("the parameter server ended at once; No space left on device")
 
     monkeypatch.setattr(attendant, "host_for_cluster", full_disk)
@@ -132,6 +290,8 @@ def test_an_outage_ends_no_elastic_cluster(clusters: Clusters, monkeypatch: pyte
     cluster._leave_off()
     cluster.begin(ranks.name, first=True)
     ranks.meet(lambda: "No space left on device" in cluster.waits_for(), "word of the trouble")
+    assert asked[0]["again"]
+    assert asked[0]["job_id"] == cluster.machine.job_id != ""
     clusters.job.start()
     ranks.train()
     ranks.meet(lambda: cluster.base > base, "the version of its push")

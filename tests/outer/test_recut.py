@@ -17,7 +17,7 @@ from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.outer import recut as recutting
-from chaos_lightning.outer.export import read_version
+from chaos_lightning.outer.export import read_version, read_while_it_runs
 from chaos_lightning.outer.options import ServerOptions
 from chaos_lightning.outer.recut import recut
 from chaos_lightning.outer.server_main import followers_of
@@ -188,3 +188,22 @@ def _in_this_process(command: list[str]) -> Any:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = recutting.main(command[3:])
     return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
+
+
+def test_an_export_begins_anew_where_files_went_since_the_chain_was_read(job: Callable[..., Stopped]) -> None:
+    stopped = job(2)
+    before = stopped.chain
+    for _ in range(2):
+        stopped.round()
+        stopped.put(Durable(stopped.chain.newest, stopped.save(stopped.chain.newest, 2)))
+    for version, _ in before.durable:
+        for name in before.cut:
+            stopped.files(name).delete(version)
+    chains = iter([before, stopped.now])
+    found, tensors, _ = read_while_it_runs(lambda: next(chains), stopped.folder, "job", "newest")
+    assert found == stopped.chain.newest
+    assert torch.equal(torch.cat([t.reshape(-1) for t in tensors.values()]), stopped.contents[found].theta)
+
+    stopped.files("follower-1").delete(found)
+    with pytest.raises(StateError, match="follower-1"):
+        read_while_it_runs(lambda: stopped.now, stopped.folder, "job", "newest")

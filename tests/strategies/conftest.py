@@ -18,6 +18,8 @@ HOST_NOISE = (
     # Advice about workers and logging intervals, which tiny test data provoke.
     "ignore:.*does not have many workers:lightning.pytorch.utilities.warnings.PossibleUserWarning",
     "ignore:The number of training batches .* is smaller than the logging interval",
+    # Loaders that are not shuffled, so that tests can tell their samples.
+    "ignore:shuffle=False where clusters share the data",
     # What rank zero is told about models and checkpoints that tests use with less than they were made for.
     "ignore:You defined a `validation_step` but have no `val_dataloader`",
     "ignore:You are using the `dataloader_iter` step flavor",

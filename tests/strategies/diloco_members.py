@@ -13,6 +13,7 @@ import strategy_models as models
 import torch
 from strategy_members import Gates
 
+from chaos_lightning.diloco import DiLoCo
 from chaos_lightning.strategies import ChaosStrategy, DiLoCoStrategy
 
 
@@ -123,6 +124,25 @@ def run(spec: dict[str, Any], out: Path, model: Paced, callbacks: list[pl.Callba
         "over": strategy.fit.session.over if strategy.fit is not None else "",
     }
     torch.save(report, out / f"{spec['name']}.pt")
+
+
+def loop(spec: dict[str, Any]) -> None:
+    """A cluster that is a plain loop, for ever; reports how many steps it has made.
+
+    Args:
+        spec: "name", "server", "out", "told" (of `DiLoCo`), "step_s".
+    """
+    model, steps = models.Regression().net, 0
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with DiLoCo(model, optimizer, name=spec["name"], server=spec["server"], data="local", **spec["told"]) as diloco:
+        for x, y in diloco.prepare(models.loader(), epochs=100_000):
+            time.sleep(spec["step_s"])
+            optimizer.zero_grad()
+            ((model(x) - y) ** 2).mean().backward()
+            optimizer.step()
+            steps += 1
+            diloco.step()
+    torch.save({"steps": steps}, Path(spec["out"]) / f"{spec['name']}.pt")
 
 
 def ddp(spec: dict[str, Any]) -> None:

@@ -354,6 +354,12 @@ def test_own_data_are_the_users_loader(tmp_path: Path) -> None:
     assert [s for s in watches.saw if isinstance(s, tuple)] == [("epoch", 0), ("end", 0), ("epoch", 1), ("end", 1)]
 
 
+def test_a_seed_that_orders_nothing_is_named(tmp_path: Path) -> None:
+    told = {"data": "local", "options": {"seed": 3}}
+    with pytest.warns(UserWarning, match=r"options\.seed=3 is not honoured with data='local'"):
+        fitted(tmp_path, Regression(), models.loader(), max_epochs=1, told=told)
+
+
 def test_loaders_that_are_made_anew_go_on_with_what_was_dealt(tmp_path: Path) -> None:
     class Makes(Regression):
         made = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -81,7 +82,9 @@ class ElasticJob:
         return [torch.load(self.out / f"{name}.pt", weights_only=False) for name in names]
 
     def entries(self, kind: str) -> list[dict[str, Any]]:
-        return [r["body"] for r in self.harness.records if r.name == "entry" and r["kind"] == kind]
+        """Each once: who leads next writes the last one again, lest its log lacks it."""
+        told = [r for r in self.harness.records if r.name == "entry" and r["kind"] == kind]
+        return [*{r["hash"]: r["body"] for r in told}.values()]
 
     def close(self) -> None:
         for each in self._schedulers.values():
@@ -278,6 +281,44 @@ def test_who_begins_with_what_a_cluster_that_left_had_kept_comes_in_anew(job: El
     began = min(r["step"] for r in harness.records if r.name == "committed" and r.node == "b")
     assert began > 1, "b goes on from there"
     assert len(job.entries("Joined")) == 2
+    audited(job)
+
+
+def asked_again(job: ElasticJob, name: str, words: str) -> None:
+    """A rank that was asked to leave, and waits, is asked once more: it says this, and waits on."""
+    child = job.harness.children[name]
+    job.harness.wait_until(lambda: "leaving the job" in child.tail(), "word of the first signal")
+    job.harness.terminate(name)
+    job.harness.wait_until(lambda: "SIGTERM: still waiting" in child.tail(), "word of the second signal")
+    assert re.search(words, child.tail())
+    assert child.running
+
+
+def test_a_second_signal_says_what_it_may_cost(job: ElasticJob) -> None:
+    """It aborted: the last rank of a cluster lost all that was not durable."""
+    job.serve()
+    harness = job.harness
+    for name in ("a", "b"):
+        job.rank(name, step_s=0.02, samples=100_000, trainer={"max_epochs": 1}, rules={"heartbeat_s": 2.0})
+        joined = harness.wait_for("joined", node=name)
+    harness.wait_for("version_adopted", lambda r: r["progress_steps"] > 0, after=joined)
+    job.kill_scheduler()
+    harness.terminate("a")
+    asked_again(job, "a", "To end now costs nothing, for other ranks hold all")
+    harness.terminate("a")
+    harness.declare("a")
+    assert harness.wait_exit("a") == -signal.SIGTERM
+    job.start_scheduler()
+    alone = harness.wait_for("view", lambda r: len(r["members"]) == 1, after=joined)
+    harness.wait_for("version_adopted", after=harness.wait_for("push_frozen", after=alone))
+    harness.stop("follower")
+    harness.terminate("b")
+    asked_again(job, "b", r"To end now may cost [1-9]\d* inner steps of this cluster")
+    harness.cont("follower")
+    assert harness.wait_exit("b") == 0
+    committed = max(r["step"] for r in harness.records if r.name == "committed")
+    harness.wait_until(lambda: counted(job)[1] == committed, "the rounds with all steps")
+    assert "it was asked to leave" in job.entries("Removed")[0]["reason"]
     audited(job)
 
 

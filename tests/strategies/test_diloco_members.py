@@ -15,6 +15,8 @@ from forked_support import run
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.listener import free_port
+from chaos_lightning.observe.audit import VIOLATED
+from chaos_lightning.observe.outer_audit import audit_folder
 from chaos_lightning.outer.control_client import fetch_facts
 from chaos_lightning.protocol.spans import count, normalise
 
@@ -82,7 +84,9 @@ class OuterJob:
         return [self.report(name) for name in names]
 
     def entries(self, kind: str) -> list[dict[str, Any]]:
-        return [r["body"] for r in self.harness.records if r.name == "entry" and r["kind"] == kind]
+        """Each once: who leads next writes the last one again, lest its log lacks it."""
+        told = [r for r in self.harness.records if r.name == "entry" and r["kind"] == kind]
+        return [*{r["hash"]: r["body"] for r in told}.values()]
 
 
 @pytest.fixture
@@ -168,6 +172,49 @@ def test_a_signal_leaves_once_all_is_durable_and_loses_nothing(job: OuterJob) ->
     steps = sum(w["offer"]["steps"] for body in job.entries("Round") for w in body["accepted"])
     trained = sum(len([line for line in each["lines"] if line[0] == "step"]) for each in (one, gone))
     assert steps == trained
+
+
+def audited(job: OuterJob) -> None:
+    """Nothing of what the logs say is violated."""
+    (judged,) = audit_folder(job.harness.logs)
+    assert [str(found) for found in judged.findings if found.verdict == VIOLATED] == []
+
+
+def test_a_frozen_cluster_is_removed_and_comes_in_again(job: OuterJob) -> None:
+    """What it had not pushed is lost, its samples are dealt again, and each counts once."""
+    job.serve()
+    harness = job.harness
+    job.cluster("one", told=told(job, last_holder_timeout_s=0.5), step_s=0.02, trainer={"max_epochs": 2})
+    harness.wait_for("version_adopted", lambda r: r["progress_steps"] > 0)
+    harness.stop("one")
+    harness.wait_for("entry", lambda r: r["kind"] == "Removed")
+    harness.cont("one")
+    again = harness.wait_for("cluster_welcomed", lambda r: r["incarnation"] == "one~2")
+    harness.wait_for("version_adopted", lambda r: r["steps"] > 0, after=again)
+    job.finish("one")
+    assert [r["again"] for r in harness.records if r.name == "cluster_over"] == [True, False]
+    assert [body["incarnation"]["number"] for body in job.entries("Joined")] == [1, 2]
+    assert spent(job) == {0: 240, 1: 240}
+    audited(job)
+
+
+def test_a_signal_to_a_plain_loop_leaves_once_all_is_durable(job: OuterJob) -> None:
+    from diloco_members import loop
+
+    job.serve()
+    rules = {"heartbeat_s": 0.2, "inner_steps": 8, "host_server": False, "log_dir": str(job.harness.logs)}
+    spec = {"name": "loop", "server": job.server, "out": str(job.out), "told": rules, "step_s": 0.01}
+    job.harness.start_function("loop", loop, spec)
+    job.harness.wait_until(lambda: job.accepted("loop") > 1, "pushes")
+    job.harness.terminate("loop")
+    (report,) = job.finish("loop")
+    accepted = [each["offer"]["steps"] for body in job.entries("Round") for each in body["accepted"]]
+    assert sum(accepted) == report["steps"]
+    (removed,) = job.entries("Removed")
+    assert "it was asked to leave" in removed["reason"]
+    durable = max(body["version"]["number"] for body in job.entries("Durable"))
+    assert durable == max(body["number"] for body in job.entries("Round"))
+    audited(job)
 
 
 def test_training_goes_on_while_the_whole_server_is_killed_and_comes_back(job: OuterJob) -> None:

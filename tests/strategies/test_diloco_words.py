@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -31,7 +32,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.machine.signals import ExitSignals
+from chaos_lightning.outer.lines import SERVING
 from chaos_lightning.outer.strategy_options import build
+from chaos_lightning.replication.server import StateServer
 from chaos_lightning.strategies import ChaosStrategy, DiLoCoOptions, DiLoCoStrategy
 from chaos_lightning.strategies.diloco import DDPRanks
 from chaos_lightning.strategies.outer_refusals import OUTER_TABLE
@@ -122,6 +126,31 @@ def test_fabric_is_told_what_to_use_instead() -> None:
 
     with pytest.raises(UnsupportedError, match="versions of the model are adopted between two steps"):
         Fabric(accelerator="cpu", devices=1, strategy="chaos_diloco")
+
+
+class Joins(Exception):
+    """Here these tests end."""
+
+
+@pytest.mark.parametrize(("given", "leaves", "seed"), [({}, True, "0"), ({"leave_on_signals": False}, False, "7")])
+def test_an_elastic_cluster_is_told_its_options(
+    tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], leaves: bool, seed: str
+) -> None:
+    """`leave_on_signals` was the inner strategy's alone, and `seed` too, where ranks share the cluster's own data."""
+    found = list[Any]()
+
+    def join(engine: Any, *, fingerprint: dict[str, str], **_: Any) -> None:
+        handles = isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), ExitSignals)
+        found.extend([handles, fingerprint["data.seed"]])
+        raise Joins
+
+    monkeypatch.setattr(double, "join", join)
+    double.setting["server"] = StateServer(SERVING)
+    options = {**given, "seed": int(seed), "host_server": False, "batch": 4}
+    strategy = DiLoCoStrategy(inner=ChaosStrategy(), name="home", data="local", options=options)
+    with pytest.raises(Joins):
+        models.fitted(tmp_path, Regression(), models.loader(), strategy=strategy)
+    assert found == [leaves, seed]
 
 
 # ------------------------------------------------------------------ what is refused

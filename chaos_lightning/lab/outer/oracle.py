@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from chaos_lightning.lab.outer.blocks import blocks_of, grid_of, joined
 from chaos_lightning.lab.outer.content import Pushed
@@ -75,6 +75,7 @@ class Oracle:
     Attributes:
         pushes: What each push covers: numbers of inner steps.
         discarded: Inner steps that their cluster has thrown away.
+        lost: Inner steps of pushes that a rollback took back for good: also of who was removed, and came in anew.
         versions: By version and block: what it must be.
     """
 
@@ -89,6 +90,7 @@ class Oracle:
         self.made = {NO_VERSION}
         """All versions that were ever stored."""
         self.discarded: set[int] = set()
+        self.lost: set[int] = set()
         self.staged: set[tuple[str, PushId]] = set()
         """Followers and the pushes that each of them has ever had."""
         self.versions: dict[tuple[VersionId, int], str] = {}
@@ -154,8 +156,15 @@ class Oracle:
         self.answers.update((offer.push, PushAnswer.ACCEPTED) for offer in entry.offers)
         if isinstance(body, Voided):
             self.answers.add((body.offer.push, PushAnswer.VOID))
+        if isinstance(body, RolledBack):
+            self.lost.update(step for push in body.lost for step in self.pushes[push])
         if isinstance(body, Round):
             self.answers.update((refusal.offer.push, PushAnswer.REJECTED) for refusal in body.rejected)
+
+    def ends(self, body: Ended, reopened: Collection[PushId]) -> None:
+        """Only an operator ends a job before what a rollback made unanswered is answered anew (O5a, O16)."""
+        if reopened and "operator" not in body.reason:
+            raise Violation(f"the job ends ({body.reason}), and {min(reopened)} was accepted once (O5a)")
 
     def judged(self, before: GateState, body: Round, settings: OuterSettings) -> None:
         """What the gate has seen after a round, with the state from before it (O12)."""

@@ -69,6 +69,7 @@ class Job(Protocol):
     disks: dict[str, Disk]
     machines: Machines
     codec: str
+    residual: bool
     length: int
     shards: int
     sums: tuple[int, int]
@@ -596,7 +597,7 @@ class ClusterProcess(Client):
             agreement(job.settings, job.length, job.codec, "another" if spec.strange else ""),
             overlap=spec.overlap,
         )
-        self.content = Content(job.codec == "int8", job.machines.residual)
+        self.content = Content(job.residual, job.machines.residual)
         self.trained: set[int] = set()
         """Inner steps of this process."""
         self.given_up: set[int] = set()

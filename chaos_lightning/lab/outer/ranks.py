@@ -57,7 +57,7 @@ class Rank(Client):
     def __init__(self, job: Job, ranks: RanksJob, name: str) -> None:
         super().__init__(job, name)
         self.ranks = ranks
-        content = Content(job.codec == "int8", job.machines.residual)
+        content = Content(job.residual, job.machines.residual)
         self.part = RankPart(self, ranks.made(), content, job.machines)
         self.taken: Commit | None = None
         self._getting = VersionFetch(job, ranks.spec.fetch_s)

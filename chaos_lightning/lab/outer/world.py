@@ -23,6 +23,7 @@ from chaos_lightning.outer.effects import EndAsked
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Durable,
+    Ended,
     Entry,
     IncarnationId,
     Joined,
@@ -73,6 +74,7 @@ class World:
         self.entries: list[Entry] = []
         self.settings = plan.settings
         self.length, self.codec, self.shards = plan.length, plan.codec, plan.followers
+        self.residual = plan.codec == "int8" and not plan.settings.pushes_parameters
         self.sums = plan.sums
         self.disks = {f"f{i}": Disk(synced_first=self.machines.syncs_first) for i in range(plan.followers)}
         self.names = [*self.disks]
@@ -117,7 +119,7 @@ class World:
         """An entry is durable."""
         if entry.term != self.store.term:
             raise Violation(f"entry {entry.position} of term {entry.term} is written in term {self.store.term} (O7)")
-        gate = self.chain.gate
+        gate, reopened = self.chain.gate, {*self.chain.reopened}
         self.oracle.ordered(self.chain, entry)
         self.chain.follow(entry)
         self.entries.append(entry)
@@ -131,6 +133,8 @@ class World:
             self._check_copy()
             self._check_waits()
             self._check_adoptions()
+        if isinstance(body, Ended):
+            self.oracle.ends(body, reopened)
         if isinstance(body, Removed):
             self._removed_at[body.incarnation] = self.kernel.now
             self._check_removal(body)
@@ -416,7 +420,7 @@ class World:
                 raise Violation(f"{name} ends with {cluster.machine.base}, and the job with {self.chain.newest} (O16)")
             if cluster.machine.agreement != self.chain.agreement and "cannot join" not in cluster.left:
                 raise Violation(f"{name} has another model and was not told")
-            if missing := cluster.unaccounted() - self.oracle.counted:
+            if missing := cluster.unaccounted() - self.oracle.counted - self.oracle.lost:
                 raise Violation(f"{name} trained inner step {min(missing)}, which is in no push (O9)")
 
     def _check_held(self) -> None:

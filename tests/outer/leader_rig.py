@@ -1,0 +1,74 @@
+"""A leader's machine in a test: what it stores is stored at once, and its one follower does what it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chaos_lightning.lab.outer.processes import agreement, product
+from chaos_lightning.outer import effects as fx
+from chaos_lightning.outer import messages as say
+from chaos_lightning.outer.chain import OuterChain
+from chaos_lightning.outer.leader import LeaderMachine
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.snapshot import snapshot
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    Covered,
+    IncarnationId,
+    Offer,
+    PushId,
+)
+from chaos_lightning.protocol.spans import count
+
+SETTINGS = OuterSettings(policy="async", heartbeat_s=1.0, last_holder_timeout_s=500.0, lease_ahead_s=2.0)
+
+
+class Rig:
+    """A leader, one follower, whose disk may be full, and clusters."""
+
+    def __init__(self, length: int = 0, *, full: bool = False) -> None:
+        self.full = full
+        self.now = 1.0
+        self.agreed = agreement(SETTINGS, length)
+        self.machine = LeaderMachine(OuterChain(), 1, 1)
+        self.notes: list[tuple[str, dict[str, Any]]] = []
+        self.keep = NO_VERSION
+        self.dismissed: dict[int, say.Dismissed] = {}
+        self.granted: dict[int, tuple[Covered, ...]] = {}
+        self.feed(fx.Heard(1, say.FollowerHello("f", "n", 0, (), NO_VERSION)))
+
+    def feed(self, event: fx.LeaderEvent) -> None:
+        waiting = [event]
+        while waiting:
+            for effect in self.machine.on(self.now, waiting.pop(0)):
+                match effect:
+                    case fx.StoreEntry():
+                        waiting.append(fx.EntryStored(True))
+                    case fx.OuterNote(name, fields):
+                        self.notes.append((name, dict(fields)))
+                    case fx.SendTo(_, say.Keep(_, version)):
+                        self.keep = version
+                        waiting += [] if self.full else [fx.Heard(1, say.Written("f", version, "digest"))]
+                    case fx.SendTo(conn, say.Dismissed() as said):
+                        self.dismissed.setdefault(conn, said)
+                    case fx.SendTo(conn, say.Granted(_, leased)):
+                        self.granted[conn] = leased
+                    case fx.SendTo(conn, say.Apply(_, entry)):
+                        waiting.append(fx.Heard(conn, say.Applied("f", entry.version)))
+
+    def comes(self, name: str, conn: int) -> IncarnationId:
+        self.feed(fx.Heard(conn, say.ClusterHello(name, "here", name, 0, None, NO_VERSION, NO_VERSION, self.agreed)))
+        return max(who for who in self.machine.clusters if who.cluster == name)
+
+    def push(self, who: IncarnationId, number: int, *, finite: bool = True, covers: tuple[Covered, ...] = ()) -> None:
+        push, base = PushId(who, number), self.machine.chain.newest
+        many = sum(count(each.spans) for each in covers) or 8
+        samples, conn = (many, self.machine.clusters[who].conn or 0) if base != NO_VERSION else (0, 2)
+        self.feed(fx.Heard(conn, say.Beat(who, 1.0, 1.0, base, 0, 0, False)))
+        self.feed(fx.Heard(conn, say.Offered(Offer(push, base, f"{push}", samples, 1 if samples else 0, covers))))
+        products = (say.PushProduct(push, product(push, push)),) if finite else ()
+        self.feed(fx.Heard(1, say.Staged("f", push, f"{push}", products, finite, at=base)))
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        return snapshot(self.machine, self.now)

@@ -1,0 +1,59 @@
+"""How a leader ends a job (outer/ending.py)."""
+
+from __future__ import annotations
+
+from leader_rig import Rig
+
+from chaos_lightning.lab.outer.processes import product
+from chaos_lightning.outer import effects as fx
+from chaos_lightning.outer import messages as say
+from chaos_lightning.outer.types import IncarnationId, Offer, PushAnswer, PushId
+
+
+def rolled_back_at_its_end(*, asked: bool) -> tuple[Rig, IncarnationId, Offer]:
+    """A job that is about to end goes back before an accepted push of its oldest cluster, which lives."""
+    rig = Rig()
+    home = rig.comes("home", 2)
+    rig.push(home, 1)
+    gone = rig.comes("gone", 3)
+    rig.full = True  # so what is decided now is not durable
+    rig.push(gone, 1)
+    rig.push(home, 2)
+    offer = rig.machine.chain.incarnations[home].answers[2].offer
+    rig.feed(fx.Heard(2, say.LoopEnded(home, "it is through")) if not asked else fx.EndAsked("an operator asked"))
+    assert rig.shown["phase"] == "ending"
+    rig.feed(fx.StreamClosed(1))
+    rig.feed(fx.StreamClosed(3, proof=True))
+    (first,) = [version for version, _ in rig.machine.chain.durable]
+    rig.feed(fx.Heard(1, say.FollowerHello("f", "m", 1, (say.ShardFile(first, "digest"),), first)))
+    rig.feed(fx.Heard(1, say.Missing("f", PushId(gone, 1))))
+    assert rig.machine.chain.rollbacks == 1
+    assert [*rig.machine.chain.reopened] == [offer.push]
+    rig.full = False
+    return rig, home, offer
+
+
+def test_what_a_rollback_opens_again_is_answered_before_the_job_ends() -> None:
+    """No round was decided any more, and the end voided it."""
+    rig, home, offer = rolled_back_at_its_end(asked=False)
+    newest, chain = rig.machine.chain.newest, rig.machine.chain
+    rig.feed(fx.Heard(1, say.Written("f", newest, "digest")))
+    rig.feed(fx.Heard(2, say.LoopEnded(home, "it is through")))  # it was on its way when the rollback was decided
+    rig.now += 100.0
+    rig.feed(fx.Heard(2, say.Beat(home, 1.0, 1.0, newest, 0, 0, False)))
+    assert chain.ended is None
+    rig.feed(fx.Heard(2, say.Offered(offer)))
+    products = (say.PushProduct(offer.push, product(offer.push, offer.push)),)
+    rig.feed(fx.Heard(1, say.Staged("f", offer.push, offer.manifest, products, True, at=newest)))
+    assert chain.incarnations[home].answers[2].answer is PushAnswer.ACCEPTED
+    rig.feed(fx.Heard(2, say.Beat(home, 1.0, 1.0, chain.newest, 0, 0, False)))
+    rig.feed(fx.Heard(2, say.LoopEnded(home, "it is through")))
+    assert chain.ended is not None
+    assert (chain.ended.version, chain.ended.reason) == (chain.newest, "home~1 says: it is through")
+
+
+def test_an_operator_ends_a_job_that_was_rolled_back() -> None:
+    rig, _, _ = rolled_back_at_its_end(asked=True)
+    rig.feed(fx.Heard(1, say.Written("f", rig.machine.chain.newest, "digest")))
+    assert rig.machine.chain.ended is not None
+    assert rig.machine.chain.ended.reason == "an operator asked"
