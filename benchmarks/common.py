@@ -43,6 +43,8 @@ class Result:
     details: dict[str, Any] = field(default_factory=dict)
     headline: list[str] = field(default_factory=list)
     """What the summary line says besides how many bounds held."""
+    left_out: list[str] = field(default_factory=list)
+    """Cases that could not run."""
 
     def add(self, name: str, value: float, unit: str, bound: float | None = None) -> Figure:
         figure = Figure(name, round(value, 6), unit, bound)
@@ -61,6 +63,14 @@ class Result:
         """Words that belong to the figures."""
         self.notes.append(text)
         print(f"  {text}", flush=True)
+
+    def leave_out(self, case: str, why: str) -> None:
+        """A case that has bounds, or that bounds are about, cannot run here: with --check it counts as missed.
+
+        Not so with --quick, which leaves out cases itself.
+        """
+        self.left_out.append(case)
+        self.remark(f"{case} is left out: {why}")
 
     def audit(self, logs: str | Path, title: str, about: str) -> None:
         """Adds how often the members' event logs contradict the contract.
@@ -83,6 +93,7 @@ class Result:
         missed = [f.name for f in self.figures if f.ok is False]
         bounded = sum(f.ok is not None for f in self.figures)
         parts = [f"{len(self.figures)} figures, {bounded - len(missed)} of {bounded} bounds held", *self.headline]
+        missed += [f"{case}, which was left out" for case in self.left_out if not args.quick]
         if missed:
             parts.append(f"missed: {', '.join(missed)}")
         print(f"{self.benchmark}: {'; '.join(parts)}", flush=True)

@@ -275,7 +275,7 @@ def transfers(result: Result, state_mib: int, turns: int, seed: int) -> None:
                     taken[name].append(seconds)
         missing, publishing, gigabytes = data.missing, data.publishing, data.nbytes / 1e9
     for name in missing:
-        result.remark(f"{name} is not installed, and left out")
+        result.leave_out(name, "it is not installed")
     for name, seconds in taken.items():
         result.add(f"{state_mib} MiB, {name}", gigabytes / median(seconds), "GB/s")
         result.details[f"seconds, {state_mib} MiB, {name}"] = seconds

@@ -2,27 +2,30 @@
 
 A server as a user starts it (one leader, two followers, a warm spare) and three clusters that train until so many
 versions are durable. Every few milliseconds the kernel is asked what a follower holds in anonymous memory; what it held
-before a cluster came is no part of it, nor are 8 MiB for what its interpreter, its connections and its heap gather as
-they work, however large the model (measured: 5). A follower holds its state (12 bytes per parameter), a copy of it
+before a cluster came is no part of it, and is given. A follower holds its state (12 bytes per parameter), a copy of it
 while that is written (12), two served versions in bf16 (4), and each push that it keeps until the second newest
-durable version holds it (2). How many these were at most is in its event log, and has a bound of its own.
+durable version holds it (2). How many these were at most, of all and of one start of a cluster, is in its event log;
+the latter has a bound of its own. The bound of the memory holds for all the rest. What is left without 8 MiB, for what
+its interpreter, its connections and its heap gather as they work, however large the model (measured: 5), is given, too.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import MIB, Result
-from benchmarks.outer_clusters import CLUSTERS, FOLLOWERS, outer_scene
+from benchmarks.outer_clusters import FOLLOWERS, outer_scene
 from benchmarks.workers import context, scratch
+from chaos_lightning.events.events import Record
 
 STATE, SNAPSHOT, VERSIONS, PUSH = 12, 12, 4, 2
 WORKING_NBYTES = 8 * MIB
 LEAST_MIB = 128
-"""With less, what is left out is as much as a push: there is no bound."""
+"""With less, what it gathers is as much as a push: there is no bound."""
 MOST_PUSHES_OF_A_CLUSTER = 7
 MOST_NBYTES = STATE + SNAPSHOT + VERSIONS
 INNER_STEPS = 32
@@ -88,14 +91,29 @@ def memory(result: Result, params_mib: int, durable: int) -> None:
     parameters = params_mib * MIB / 4 / FOLLOWERS
     worst = 0.0
     for name in pids:
-        held = max(r["held"] for r in staged if r.node == name)
-        found = (most[name] - usual[name] - WORKING_NBYTES) / parameters
-        most_held = CLUSTERS * MOST_PUSHES_OF_A_CLUSTER
-        result.add(f"{params_mib} MiB, pushes that {name} held at most", held, "count", most_held)
-        beside = found - PUSH * held
-        bound = MOST_NBYTES if params_mib >= LEAST_MIB else None
-        result.add(f"{params_mib} MiB, peak memory of {name} ({found:.1f}) beside them", beside, "B/param", bound)
-        whole = beside + WORKING_NBYTES / parameters
-        result.add(f"{params_mib} MiB, the same of {name} with the 8 MiB that are left out", whole, "B/param")
-        worst = max(worst, beside)
+        mine = [r for r in staged if r.node == name]
+        worst = max(worst, peak(result, f"{params_mib} MiB, {name}", most[name] - usual[name], parameters, mine))
+        result.add(f"{params_mib} MiB, {name}: what it held before", usual[name] / MIB, "MiB")
     result.headline.append(f"a follower's peak: {worst:.1f} bytes per parameter and {PUSH} for each push")
+
+
+def peak(result: Result, key: str, nbytes: int, parameters: float, staged: Sequence[Record]) -> float:
+    """Adds the figures of one follower; returns its peak beside its pushes, in bytes per parameter.
+
+    Args:
+        result: Takes the figures.
+        key: What they are of.
+        nbytes: Its peak, beyond what it held at its start.
+        parameters: Of its shard.
+        staged: What it told of each push that it had.
+    """
+    held = max(r["held"] for r in staged)
+    result.add(f"{key}: pushes that it held at most", held, "count")
+    of_one = max(r["held_of_one"] for r in staged)
+    result.add(f"{key}: pushes of one cluster that it held at most", of_one, "count", MOST_PUSHES_OF_A_CLUSTER)
+    whole = nbytes / parameters
+    beside = whole - PUSH * held
+    bound = MOST_NBYTES if parameters * FOLLOWERS >= LEAST_MIB * MIB / 4 else None
+    result.add(f"{key}: peak memory ({whole:.1f}) beside pushes", beside, "B/param", bound)
+    result.add(f"{key}: the same without 8 MiB", beside - WORKING_NBYTES / parameters, "B/param")
+    return beside

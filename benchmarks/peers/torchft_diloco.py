@@ -181,6 +181,7 @@ def measure(result: Result, ctx: Any, args: Any) -> None:
         args: The benchmark's (`runs`, `seed`, `params_mib`).
     """
     if missing(result):
+        result.left_out.append("torchft's DiLoCo")
         return
     rng = random.Random(args.seed)
     for title, exchanging in (("at a drawn instant", False), ("in its all-reduce", True)):

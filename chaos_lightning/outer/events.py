@@ -113,7 +113,11 @@ EVENTS = (
             "seconds": "s",
             "held": "pushes whose part had memory here, the most at once since this was told last",
         },
-        {"sources": "{process: bytes that it sent, verified}; a process is written as incarnation/mark (lines.py)"},
+        {
+            "sources": "{process: bytes that it sent, verified, in all attempts}; a process is written as "
+            "incarnation/mark (lines.py)",
+            "held_of_one": "of one incarnation, the most at once since this was told last",
+        },
     ),
     Event(
         "push_not_fetched",

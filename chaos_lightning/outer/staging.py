@@ -137,14 +137,15 @@ class StagedPushes:
         self._held: HeldShard | None = None
         self._lock = threading.Lock()
         self._parts: dict[PushId, Part] = {}
-        self._arriving: dict[PushId, Part] = {}
+        self._arriving: dict[PushId, tuple[Part, Counter[str]]] = {}
+        """Those that are not whole, each with the bytes that were verified of it, by source."""
         self._decided: Collection[PushId] = ()
         self._broken: set[PushId] = set()
         """Those that are not finite, or malformed."""
         self._reasons: dict[PushId, str] = {}
         """Why they were not fetched, as told last."""
-        self._most = 0
-        """Pushes that were held at once since it was told last."""
+        self._most: tuple[int, ...] = (0, 0)
+        """Pushes that were held at once since it was told last: of all clusters, and of one incarnation."""
         self._slots = threading.BoundedSemaphore(AT_ONCE)
         self._measuring = threading.Lock()
         self._closing = threading.Event()
@@ -198,19 +199,20 @@ class StagedPushes:
     def _get(self, held: HeldShard, offer: Offer) -> None:
         push, began = offer.push, time.monotonic()
         with self._lock:
-            part = self._arriving.get(push)
-            if first := part is None:
-                part = self._arriving[push] = Part.empty(held.shard, held.codec.format_of(offer.base))
-                self._most = max(self._most, self._count())
-        sources: Counter[str] = Counter()
+            arriving = self._arriving.get(push)
+            if first := arriving is None:
+                part = Part.empty(held.shard, held.codec.format_of(offer.base))
+                arriving = self._arriving[push] = part, Counter()
+                self._most = tuple(map(max, self._most, self._count()))
+        part, sources = arriving
         with self._slots:
             reason = self._attempts(offer, part, sources, first=first)
         if not reason:
             seconds = round(time.monotonic() - began, 4)
             with self._lock:
-                most, self._most = self._most, self._count()
-            told = {"nbytes": part.data.numel(), "seconds": seconds, "held": most, "sources": sources}
-            self._note("push_staged", push=str(push), **told)
+                (most, of_one), self._most = self._most, self._count()
+            told = {"nbytes": part.data.numel(), "seconds": seconds, "held": most, "held_of_one": of_one}
+            self._note("push_staged", push=str(push), sources=sources, **told)
             if push in self._decided:
                 self._keep(push, part, finite=True)  # else it would not have been accepted
                 self._measured(MeasuredPart(offer, part, (), True))
@@ -257,8 +259,9 @@ class StagedPushes:
                 so_far.clear()
         return reason
 
-    def _count(self) -> int:
-        return len(self._parts.keys() | self._arriving.keys())
+    def _count(self) -> tuple[int, int]:
+        held = Counter(push.incarnation for push in self._parts.keys() | self._arriving.keys())
+        return held.total(), max(held.values(), default=0)
 
     def _holds(self, push: PushId) -> bool:
         with self._lock:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common import MIB
-from benchmarks.outer_nested import INNER_STEPS, between, pace_s, passed, proof, push_part
+from benchmarks.common import MIB, Result
+from benchmarks.outer_nested import INNER_STEPS, between, kills, pace_s, passed, proof, push_part, vain_bound
 from benchmarks.outer_ranks import CLUSTER, FAR_BPS, FOLLOWERS, FarLinks, NestedScene
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.listener import free_port
@@ -56,3 +56,63 @@ def test_a_proof_is_one_that_all_ranks_told_of() -> None:
     told = [(0.5, 3, "old"), (1.5, 4, "a"), (2.0, 5, "b"), (2.1, 5, "c")]
     records = [since, *(record("state_hash", t, seq=seq, hash=found) for t, seq, found in told)]
     assert proof(scene(records), since) == {"b", "c"}
+
+
+class Killed(NestedScene):
+    """Of one push, whose bytes pass while something is waited for.
+
+    After the kill so many of them come (`left`), all of which followers verify.
+    """
+
+    left = 0
+    at = 0
+
+    def until(self, ready: Any, what: str) -> Any:
+        while not ready():
+            self.at += SIZE // 12
+        return True
+
+    def next(self, name: str, since_ns: int, **fields: Any) -> Record:
+        made = record(name, 1.0, push="home~1/1", nbytes=SIZE, answer="accepted")
+        self.watch.records.append(made)
+        return made
+
+    def kill_rank(self, name: str) -> None:
+        self.killed_at = self.at
+        self.at += self.left
+
+    def staged(self, push: str) -> list[Record]:
+        return [record("push_staged", 2.0, push=push, sources={"home~1/a": SIZE})]
+
+    def prepare_rank(self) -> str:
+        return "r3"
+
+    def begin_rank(self, name: str) -> None:
+        pass
+
+    def rounds(self, count: int) -> None:
+        pass
+
+
+SIZE = 12 * MIB
+
+
+@pytest.mark.parametrize(("anew", "held"), [(False, True), (True, False)])
+def test_a_push_that_is_begun_anew_misses_a_bound(anew: bool, held: bool) -> None:
+    """A third was lost in vain, which is what is asked of a rank that dies; and followers told of the last attempt."""
+    at = Killed(
+        CLUSTER, clusters={"r1": Any, "r2": Any}, server=None, context=None, told={}, watch=SimpleNamespace(records=[])
+    )
+    at.relay = SimpleNamespace(passed=lambda: {(CLUSTER, FOLLOWERS[0]): at.at})
+    at.left = SIZE if anew else SIZE // 3 + 3 * MIB
+    result = Result("outer_nested")
+    kills(result, at, "2 ranks", 1)
+    assert at.killed_at > SIZE / 2
+    figures = {f.name: f for f in result.figures}
+    vain = next(f for name, f in figures.items() if "in vain" in name)
+    assert vain.ok == held
+
+
+def test_where_a_rank_is_asked_for_as_much_as_has_passed_there_is_no_bound() -> None:
+    assert vain_bound(SIZE) == pytest.approx(4 / 12 + 0.02)
+    assert vain_bound(6 * MIB) is None

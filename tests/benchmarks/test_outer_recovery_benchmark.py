@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks import outer_recovery
 from benchmarks.common import Result
 from benchmarks.outer_clusters import OuterScene, burn, cpu_of
 from benchmarks.outer_recovery import CASES, OuterCase, number, report
+from benchmarks.peers import torchft_diloco
 from benchmarks.peers.torchft_diloco import Crew, Thrown, strike
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import Record
 
 
@@ -44,8 +48,10 @@ def test_late_followers_leaders_and_longer_steps_miss_their_bounds() -> None:
     report(result, "sqlite", "follower SIGKILL", case(longest=[0.25, 0.20], control=[0.19, 0.25]))
     assert missed(result) == ["sqlite, follower SIGKILL: longest inner step beyond its control's, worst of 2"]
     result = Result("outer_recovery")
-    report(result, "sqlite", "follower SIGKILL, cold", case(times=late.times, longest=[9.0, 9.0]))
+    report(result, "sqlite", "follower SIGKILL, cold", case(times=late.times))
     assert missed(result) == [], "torch is imported first: given"
+    report(result, "sqlite", "follower SIGKILL, cold", case(times=late.times, longest=[9.0, 9.0]))
+    assert len(missed(result)) == 2, "training notices nothing of it all the same"
     for scene, slowest, is_late in (("shared", 0.9, 0), ("shared", 1.1, 1), ("apart", 2.9, 0), ("apart", 3.1, 1)):
         result = Result("outer_recovery")
         report(
@@ -55,6 +61,36 @@ def test_late_followers_leaders_and_longer_steps_miss_their_bounds() -> None:
             case(times={"another leads": [0.5, 9.0], "another decides": [0.5, slowest]}),
         )
         assert missed(result) == [f"{scene}, leader SIGKILL: another decides, slowest of 2"][:is_late]
+
+
+@pytest.mark.parametrize(
+    ("words", "left_out"),
+    [
+        ("--check", ["shared", "apart", "torchft's DiLoCo"]),
+        ("--check --no-peers", ["shared", "apart"]),
+        ("--check --no-peers --scenes shared", ["shared"]),
+        ("--check --no-peers --scenes sqlite", []),
+        ("--check --quick", []),
+        ("", []),
+    ],
+)
+def test_a_case_that_cannot_run_here_counts_as_missed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, left_out: list[str]
+) -> None:
+    """With neither etcd nor torchft the check of two thirds of the bounds was none, and ended with 0."""
+
+    def none() -> str:
+        raise ConfigurationError("the program etcd is not installed")
+
+    monkeypatch.setattr(outer_recovery, "find_etcd", none)
+    monkeypatch.setattr(outer_recovery, "measure", lambda *given: None)
+    monkeypatch.setattr(outer_recovery, "context", lambda *given: None)
+    monkeypatch.setattr(torchft_diloco, "missing", lambda result: True)
+    monkeypatch.setattr(sys, "argv", ["outer_recovery", *words.split()])
+    assert outer_recovery.main() == bool(left_out)
+    last = capsys.readouterr().out.splitlines()[-1]
+    if "--check" in words:
+        assert [case for case in ("shared", "apart", "torchft's DiLoCo") if f"{case}, which" in last] == left_out
 
 
 def test_every_case_is_in_a_scene_that_says_how_it_strikes() -> None:

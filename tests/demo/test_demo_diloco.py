@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.events.events import EventLog
-from chaos_lightning.lab.demo.apart import BENDS, CLUSTERS, DIES, plot_of
-from chaos_lightning.lab.demo.far_proof import inner_steps, prove
+from chaos_lightning.events.events import EventLog, Record
+from chaos_lightning.lab.demo.apart import BENDS, CLUSTERS, DIES, MOST_S, plot_of
+from chaos_lightning.lab.demo.far_proof import in_time, inner_steps, prove, was_warm
 from chaos_lightning.lab.demo.proof import Check, Evidence
 from chaos_lightning.observe.outer_fold import Adoption, ClusterLog, FrozenPush, HeardAnswer, InnerSteps
 from chaos_lightning.outer.types import NO_VERSION, IncarnationId, Offer, PushAnswer, PushId
@@ -88,6 +88,37 @@ def another_child_started(lines: Lines) -> None:
     child["child"] = "spare"
 
 
+def the_founders_were_one(lines: Lines) -> None:
+    """The rank that was killed had not joined before."""
+    lines.remove(next(x for x in lines if x["name"] == "joined" and x.get("node") == f"{BENDS.nodes[1]}-0"))
+
+
+def removed_after_half_a_minute(lines: Lines) -> None:
+    line = removal_of(lines, DIES.name)
+    line |= {"t": line["t"] + 30.0, "mono": line["mono"] + 30.0}
+
+
+def another_was_removed(lines: Lines) -> None:
+    removal_of(lines, DIES.name)["body"]["incarnation"]["cluster"] = CLUSTERS[0].name
+
+
+def removal_of(lines: Lines, cluster: str) -> dict[str, Any]:
+    removals = (x for x in lines if x["name"] == "entry" and x["kind"] == "Removed")
+    return next(x for x in removals if x["body"]["incarnation"]["cluster"] == cluster)
+
+
+def none_led_after_the_leader(lines: Lines) -> None:
+    """Not before all of the server was killed, too."""
+    kill = next(x["t"] for x in lines if x.get("kind") == "leader_sigkill")
+    lines.remove(next(x for x in lines if x["name"] == "outer_leader_started" and x["t"] > kill))
+
+
+def one_counts_again(lines: Lines) -> None:
+    """The last round holds a push of the one before, too."""
+    rounds = [x for x in lines if x["name"] == "entry" and x["kind"] == "Round" and x["body"]["accepted"]]
+    rounds[-1]["body"]["accepted"] = rounds[-2]["body"]["accepted"]
+
+
 def killed_too_late(lines: Lines) -> None:
     """Followers had all of the push."""
     kill = next(x for x in lines if x.get("kind") == "sigkill" and x["node"] == f"{BENDS.nodes[1]}-0")
@@ -144,6 +175,11 @@ def never_came(lines: Lines) -> None:
             killed_too_late,
             "a rank of edge dies in mid-push, and another joins: the push counts, and the cluster stays",
         ),
+        (the_founders_were_one, 'edge is inner="chaos" with 2 ranks at first, 3 in all'),
+        (removed_after_half_a_minute, "van dies, is removed, and the others go on with its samples"),
+        (another_was_removed, "living clusters removed: 0"),
+        (none_led_after_the_leader, "the leading leader gets kill -9: it is started again and leads"),
+        (one_counts_again, "pushes counted twice: 0"),
         (one_is_far_too_fast, "4 clusters of speeds 1 to 3 train one model"),
         (another_digest, "states are equal"),
         (other_weights, "states are equal"),
@@ -202,4 +238,26 @@ def test_a_rejected_push_excuses_its_own_steps_and_those_beside_it_alone() -> No
 def test_a_log_that_tells_of_nothing_proves_nothing(tmp_path: Path) -> None:
     with EventLog.in_directory(tmp_path / "events", "nobody"):
         pass
-    assert [check.what for check in prove(Evidence(tmp_path, {}), plot_of(3)) if check.ok] == []
+    assert [check.what for check in prove(Evidence(tmp_path, {}), plot_of(3, MOST_S)) if check.ok] == []
+
+
+@pytest.mark.parametrize(("seconds", "over", "good"), [(299.0, True, True), (301.0, True, False), (9.0, False, False)])
+def test_a_story_that_takes_too_long_or_does_not_end_is_none(seconds: float, over: bool, good: bool) -> None:
+    events = [SimpleNamespace(t=at) for at in (100.0, 100.0 + seconds)]
+    chain = SimpleNamespace(ended=object() if over else None)
+    f: Any = SimpleNamespace(e=SimpleNamespace(records=events), chain=chain, plot=plot_of(3, MOST_S))
+    assert in_time(f).ok == good
+
+
+def test_a_spare_that_made_none_before_was_not_warm() -> None:
+    """It may be importing torch."""
+
+    def child(t: float, name: str, *, up: bool = True) -> Record:
+        return Record(t, t, "", "server_child", {"child": name, "up": up})
+
+    started = [child(1.0, "leader"), child(1.0, "spare"), child(4.0, "follower-0"), child(4.0, "follower-1")]
+    assert was_warm(started, kill=9.0, up=9.1)
+    assert not was_warm([*started, child(8.0, "spare", up=False)], kill=9.0, up=9.1)
+    assert not was_warm([*started, child(8.0, "spare", up=False), child(8.1, "spare")], kill=9.0, up=12.0)
+    assert not was_warm([*started, child(9.0, "spare", up=False), child(9.1, "spare")], kill=9.0, up=12.0)
+    assert not was_warm(started[:2], kill=3.0, up=4.0)

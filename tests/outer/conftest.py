@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from environment_support import own_environment
+from outer_cluster_support import Clusters
+
+from chaos_lightning.lab.harness import Harness
 
 
 @pytest.fixture
@@ -18,4 +23,10 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
-__all__ = ["own_environment", "uncollected"]
+@pytest.fixture
+def clusters(tmp_path: Path) -> Iterator[Clusters]:
+    with Harness(tmp_path, deadline_s=90) as harness, ExitStack() as meanwhile:
+        yield Clusters(harness, meanwhile)
+
+
+__all__ = ["clusters", "own_environment", "uncollected"]

@@ -63,6 +63,7 @@ from chaos_lightning.outer.types import (
     VersionId,
     Weighed,
 )
+from chaos_lightning.protocol.types import Progress, SourceProgress
 from chaos_lightning.replication.server import StateServer
 
 JOB, TOKEN = "job", b"a token of a test"
@@ -724,7 +725,29 @@ def test_the_most_pushes_that_were_held_at_once_are_told(rig: Rig) -> None:
     rig.leader.tell(DropPush(1, PushId(HOME, 1), later=True))
     rig.staged(FAR, 1, noise(4))
     rig.staged(FAR, 2, noise(5))
-    assert [told["held"] for told in rig.noted("push_staged")] == [1, 2, 3, 3, 2]
+    rig.staged(HOME, 4, noise(6))
+    assert [told["held"] for told in rig.noted("push_staged")] == [1, 2, 3, 3, 2, 3]
+    assert [told["held_of_one"] for told in rig.noted("push_staged")] == [1, 2, 3, 3, 2, 2]
+
+
+def test_bytes_of_a_push_are_told_over_all_attempts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt that fetched all anew told of its own alone, so nobody saw what had come in vain."""
+    fetch_push, parts = staging.fetch_push, list[Part]()
+
+    def fails_first(offer: Offer, part: Part, *given: Any, progress: Callable[[Progress], None], **more: Any) -> None:
+        parts.append(part)
+        if len(parts) == 1:
+            progress(Progress("pull", 700, part.data.numel(), 1e6, sources=(SourceProgress("home~1/a", 700, 1e6),)))
+        if len(parts) < 3:
+            raise NoDonorError("it went")
+        fetch_push(offer, part, *given, progress=progress, **{**more, "blank": True})
+
+    monkeypatch.setattr(staging, "fetch_push", fails_first)
+    offer = rig.push(HOME, 1, noise(0))
+    rig.leader.heard(Staged, push=offer.push)
+    (told,) = rig.noted("push_staged")
+    assert told["sources"].pop("home~1/a") == 700
+    assert sum(told["sources"].values()) == told["nbytes"]
 
 
 # ---------------------------------------------------------------------- served versions

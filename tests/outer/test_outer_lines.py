@@ -48,6 +48,7 @@ VERSION = VersionId(4, "0123456789abcdef0123456789abcdef")
 GRID = Grid((1_000_000, 70_000, 5), block=1 << 12)
 LIMIT_S = 20.0
 PATIENCE_S = 10.0
+SLOW_BPS = 8e6
 TCP_REPAIR = 19
 
 
@@ -422,6 +423,25 @@ def test_a_follower_that_dies_in_the_middle_of_a_version_ends_the_fetch_and_the_
     assert torch.equal(mine.data, whole.data)
     assert followers[0].server.served_nbytes[str(HOME)] <= slice_of(whole, shards[0]).numel()
     assert before > 0
+
+
+def test_a_version_whose_link_is_cut_in_the_middle_goes_on_with_what_is_missing(stage: Any) -> None:
+    follower, home, whole = stage(Follower("f0")), stage(Home()), random_part(1)
+    hold_version(follower.server, VERSION, whole)
+    mine = Part.empty(GRID.whole, BF16)
+    mine.data.zero_()
+    given = VERSION, GRID.cut(1), BF16, [follower.holder], mine, home.lines.dial
+    with LinkRelay() as relay, emulating(relay=relay.address):
+        relay.shape("home", "f0", rate_bps=SLOW_BPS)
+        breaks = Breaks(lambda: relay.cut("home", "f0"))
+        with pytest.raises(NoDonorError, match="f0"):
+            fetch_version(*given, deadline_s=LIMIT_S, progress=breaks)
+        relay.restore("home", "f0")
+        came, seen = breaks.seen[-1], list[int]()
+        fetch_version(*given, deadline_s=LIMIT_S, progress=lambda p: seen.append(p.done_nbytes))
+    assert torch.equal(mine.data, whole.data)
+    assert 0 < came < whole.data.numel()
+    assert seen[0] >= came, "what had come is not fetched again"
 
 
 def test_a_connection_that_swallows_everything_is_given_up_for_another_one(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from outer_job_support import OuterJob, cluster_parts, inner_step, open_session, small_model
+from outer_cluster_support import Clusters
+from outer_job_support import inner_step, small_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from until_support import until
@@ -19,91 +18,15 @@ from until_support import until
 from chaos_lightning.diloco import DiLoCo
 from chaos_lightning.errors import ConfigurationError, DeadlineError, SchedulerUnreachableError, StateError
 from chaos_lightning.events.reader import Record
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.outer import attendant, leaving, push_serving
 from chaos_lightning.outer.effects import Told
-from chaos_lightning.outer.elastic import ElasticCluster
 from chaos_lightning.outer.fetching import hold_push
-from chaos_lightning.outer.lines import SERVING
 from chaos_lightning.outer.messages import Granted, Holder, Holders
 from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.session import OuterSession
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import NO_VERSION, Covered, PushId
 from chaos_lightning.replication.server import StateServer
-from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.strategies.outer_ranks import RankedSession, RankGroup
-
-EACH = OuterSettings(policy="async", inner_steps=1, batch=16)
-"""Each push is a version."""
-
-
-class Cluster:
-    """One with a session of its own, which does what it is told."""
-
-    def __init__(self, name: str, model: nn.Module, session: OuterSession) -> None:
-        self.name, self.model, self.session = name, model, session
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        self.steps = 0
-
-    def train(self) -> None:
-        """A step, whose push is answered when this returns; nothing is adopted for it."""
-        self.steps += 1
-        inner_step(self.model, self.optimizer, self.name, self.steps)
-        self.session.boundary(16)
-        machine = self.session._life.machine
-        until(lambda: machine.freezing is None and machine.open is None, "the answer to its push")
-
-    def settle(self) -> None:
-        """Until its base is the newest version."""
-        machine = self.session._life.machine
-
-        def newest() -> bool:
-            self.session.boundary(0, steps=0)
-            return machine.base == machine.newest
-
-        until(newest, "the newest version")
-
-
-class OneRank:
-    """The inner job of an elastic cluster whose other ranks are gone."""
-
-    def __init__(self) -> None:
-        self.server = StateServer(SERVING)
-
-    def ways(self, members: Sequence[str]) -> list[Endpoint]:
-        assert not members
-        return []
-
-    def dial(self, donor: Endpoint) -> Any:
-        raise AssertionError(f"there is no {donor}")
-
-
-class Elastic:
-    """An elastic cluster of one rank."""
-
-    def __init__(self, name: str, model: nn.Module, cluster: ElasticCluster) -> None:
-        self.name, self.model, self.cluster = name, model, cluster
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        self.steps = 0
-        cluster.found("nonce", alone=True)
-        cluster.begin(name, first=True)
-
-    def meet(self, done: Callable[[], object], what: str) -> None:
-        """Its rank meets nobody else until this is so."""
-
-        def met() -> object:
-            self.cluster.alone()
-            return done()
-
-        until(met, what)
-
-    def train(self) -> None:
-        """A step, of which its rank has told."""
-        self.steps += 1
-        inner_step(self.model, self.optimizer, self.name, self.steps)
-        self.cluster.used(16)
-        self.cluster.commit([self.name], [self.cluster.answer()], steps=1)
 
 
 class RanksDouble(RankGroup):
@@ -121,40 +44,6 @@ class RanksDouble(RankGroup):
     def share(self, tensors: Sequence[torch.Tensor]) -> None:  # type: ignore[override]
         self.shared += 1
         threading.Event().wait(0.2)
-
-
-class Clusters:
-    """Of one job."""
-
-    def __init__(self, harness: Harness, meanwhile: ExitStack) -> None:
-        self.harness, self._meanwhile = harness, meanwhile
-        self.job = OuterJob(harness).start()
-
-    def come_in(self, name: str, model: nn.Module | None = None, rules: OuterSettings = EACH, **told: Any) -> Cluster:
-        """Another one, started."""
-        model = model or small_model()
-        session = open_session(self.job.server, name, model, str(self.harness.logs), rules, **told)
-        self._meanwhile.callback(session.close)
-        session.start()
-        return Cluster(name, model, session)
-
-    def elastic(self, name: str, rules: OuterSettings = EACH, **told: Any) -> Elastic:
-        """Another one, elastic, in."""
-        made = small_model()
-        parts = cluster_parts(self.job.server, name, made, str(self.harness.logs), rules, **told)
-        inner = OneRank()
-        cluster = ElasticCluster(parts[0], parts[1], parts[2], inner, parts[3])
-        self._meanwhile.callback(inner.server.close)
-        self._meanwhile.callback(cluster.close)
-        elastic = Elastic(name, made, cluster)
-        elastic.meet(lambda: cluster.base != NO_VERSION, "its first base")
-        return elastic
-
-
-@pytest.fixture
-def clusters(tmp_path: Path) -> Iterator[Clusters]:
-    with Harness(tmp_path, deadline_s=90) as harness, ExitStack() as meanwhile:
-        yield Clusters(harness, meanwhile)
 
 
 def told_of(clusters: Clusters, name: str) -> list[Record]:

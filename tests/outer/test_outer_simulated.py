@@ -18,9 +18,10 @@ from chaos_lightning.outer.types import Entry, Removed, Round
 
 SHOWED = {
     "O1a-forgotten": 10,
-    "O3-order": 11,
+    "O3-base": 18,
+    "O3-order": 18,
     "O4-older": 8,
-    "O5a-samples": 24,
+    "O5a-samples": 18,
     "O6-newest": 40,
     "O10-nan": 3,
     "O10-sent": 11,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from etcd_for_tests import servers
@@ -17,6 +19,7 @@ from outer_job_support import LEADER
 from outer_served import PATIENCE_S, ScriptedCluster, ScriptedFollower, at_once, outer_serving
 from until_support import until
 
+from chaos_lightning.control.etcd_client import put
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.events import read_events
@@ -192,3 +195,24 @@ def test_a_leader_that_wakes_two_terms_later_stores_nothing_and_nobody_heeds_it(
 def test_a_candidate_must_say_where_it_is_reached() -> None:
     with pytest.raises(ConfigurationError, match="--advertise"):
         LeaderOptions(listen="0.0.0.0:1", store="etcd://127.0.0.1:1")
+
+
+def test_a_chain_of_an_older_format_is_refused_with_both_formats_and_left_as_it_is(
+    etcd: EtcdServers, tmp_path: Path
+) -> None:
+    job, (port,) = "older-format", free_ports(1)
+    with leader(etcd, job) as led:
+        follower, cluster = ScriptedFollower(led), ScriptedCluster(led)
+        with at_once(follower, cluster):
+            cluster.served(1)
+    store: Any = open_outer_store(etcd.address, job)
+    with store:
+        key = store._key("tip")
+        older = json.dumps({**json.loads(store._client.get(key).value), "format": 2}).encode()
+        store._client.transact([], [put(key, older)])
+        before = store._client.get_all(store._key(""))[0]
+        with process(etcd, job, port, tmp_path) as started:
+            assert started.wait(PATIENCE_S) != 0
+        assert store._client.get_all(store._key(""))[0] == before
+    said = (tmp_path / f"{port}.log").read_text()
+    assert "has format 2, this version reads 3; finish the job with the version that began it" in said

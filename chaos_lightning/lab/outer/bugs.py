@@ -74,7 +74,10 @@ BUGS = {
         "O2", "a round takes a push that one shard has", Machines(leader=_with(pushes=bad.OneShardPushes)), "fragile"
     ),
     "O3-again": Bug(
-        "O3", "a push that was answered is taken once more", Machines(leader=_with(pushes=bad.RepeatingPushes))
+        "O3",
+        "a push that was answered is taken once more",
+        Machines(leader=_with(pushes=bad.RepeatingPushes, rounds=bad.UncheckedRounds)),
+        control=Machines(leader=_with(rounds=bad.UncheckedRounds)),
     ),
     "O3-leader": Bug(
         "O3",
@@ -91,10 +94,17 @@ BUGS = {
     ),
     "O3-order": Bug(
         "O3",
-        "pushes are offered, and taken, in any order",
-        Machines(leader=_with(pushes=bad.JumpingPushes), cluster=bad.UnorderedCluster),
+        "pushes are offered, and taken, in any order, whatever their bases hold",
+        Machines(leader=_with(pushes=bad.JumpingPushes, rounds=bad.UnbasedRounds), cluster=bad.UnorderedCluster),
         "rolled",
-        Machines(leader=_with(pushes=bad.JumpingPushes)),
+        Machines(leader=_with(pushes=bad.JumpingPushes, rounds=bad.UnbasedRounds)),
+    ),
+    "O3-base": Bug(
+        "O3",
+        "a push is taken whose base holds another one that a rollback took and a round then rejected",
+        Machines(leader=_with(rounds=bad.RefusingUncheckedRounds)),
+        "rolled",
+        Machines(leader=_with(rounds=bad.RefusingUnleasedRounds)),
     ),
     "O3-unrecorded": Bug(
         "O3", "a void push is told so without a record", Machines(leader=_with(pushes=bad.UnrecordedPushes))
@@ -124,8 +134,9 @@ BUGS = {
     "O5a-samples": Bug(
         "O5a",
         "a rollback gives back samples of pushes that are kept",
-        Machines(chain=bad.chain_with(bad.GivingLeases)),
+        Machines(leader=_with(rounds=bad.UncheckedRounds), chain=bad.chain_with(bad.GivingLeases)),
         "fragile",
+        Machines(leader=_with(rounds=bad.UncheckedRounds)),
     ),
     "O5a-joins": Bug(
         "O5a", "a rollback takes joins and their leases back", Machines(chain=bad.ForgettingChain), "fragile"

@@ -135,6 +135,19 @@ class Oracle:
         if entry.version != NO_VERSION:
             self._counts(chain)
 
+    def ordered(self, chain: OuterChain, entry: Entry) -> None:
+        """A push is taken after all before it, and its base holds of its cluster what stands (O3); before it counts."""
+        standing = {push for version in chain.line() for push in version.pushes}
+        for offer in entry.offers:
+            push, who = offer.push, offer.push.incarnation
+            if push in standing:
+                raise Violation(f"push {push} counts twice (O3)")
+            if chain.incarnations[who].next < push.number:
+                raise Violation(f"{push} is accepted, and number {chain.incarnations[who].next} is not answered (O3)")
+            held = {each for version in chain.line(offer.base) for each in version.pushes}
+            if other := [each for each in sorted(held ^ standing) if each.incarnation == who]:
+                raise Violation(f"{push} is accepted, and its base and what stands do not both hold {other[0]} (O3)")
+
     def _answered(self, entry: Entry) -> None:
         """What the chain says of pushes."""
         body = entry.body

@@ -254,6 +254,43 @@ class LaxRounds(Rounds):
         return "" if "is not in the job" in words else words
 
 
+class UnbasedRounds(Rounds):
+    """What a push's base holds of its cluster is not looked at."""
+
+    def _objection(self, offer: Offer) -> str:
+        return self._chain.leases.objection(offer) if self._chain.leases is not None else ""
+
+
+class UncheckedRounds(Rounds):
+    """Neither that nor what it covers is."""
+
+    def _objection(self, offer: Offer) -> str:
+        return ""
+
+
+class UnleasedRounds(Rounds):
+    """What a push covers is not looked at."""
+
+    def _objection(self, offer: Offer) -> str:
+        words = super()._objection(offer)
+        return words if words.startswith("its base") else ""
+
+
+class RefusingRounds(Rounds):
+    """What a rollback opened again is rejected."""
+
+    def _objection(self, offer: Offer) -> str:
+        return "it was taken before" if offer.push in self._chain.reopened else super()._objection(offer)
+
+
+class RefusingUnleasedRounds(RefusingRounds, UnleasedRounds):
+    """And what a push covers is not looked at."""
+
+
+class RefusingUncheckedRounds(RefusingRounds, UncheckedRounds):
+    """And nothing of a push is looked at."""
+
+
 class LearningRounds(Rounds):
     """The gate learns from what it rejects."""
 

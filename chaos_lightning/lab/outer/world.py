@@ -120,6 +120,7 @@ class World:
         if entry.term != self.store.term:
             raise Violation(f"entry {entry.position} of term {entry.term} is written in term {self.store.term} (O7)")
         gate, reopened = self.chain.gate, {*self.chain.reopened}
+        self.oracle.ordered(self.chain, entry)
         self.chain.follow(entry)
         self.entries.append(entry)
         self.on_entry(entry)

@@ -1,0 +1,130 @@
+"""Clusters whose sessions are in a test's own process, with a real leader and follower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from outer_job_support import OuterJob, cluster_parts, inner_step, open_session, small_model
+from torch import nn
+from until_support import until
+
+from chaos_lightning.lab.harness import Harness
+from chaos_lightning.outer.elastic import ElasticCluster
+from chaos_lightning.outer.lines import SERVING
+from chaos_lightning.outer.session import OuterSession
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import NO_VERSION
+from chaos_lightning.replication.server import StateServer
+from chaos_lightning.replication.source import Endpoint
+
+EACH = OuterSettings(policy="async", inner_steps=1, batch=16)
+"""Each push is a version."""
+
+
+class Cluster:
+    """One with a session of its own, which does what it is told."""
+
+    def __init__(self, name: str, model: nn.Module, session: OuterSession) -> None:
+        self.name, self.model, self.session = name, model, session
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        self.steps = 0
+
+    def step(self) -> None:
+        """A step, of which its session is not told yet."""
+        self.steps += 1
+        inner_step(self.model, self.optimizer, self.name, self.steps)
+
+    def train(self) -> None:
+        """A step, whose push is answered when this returns; nothing is adopted for it."""
+        self.step()
+        self.session.boundary(16)
+        self.hear()
+
+    def hear(self) -> None:
+        """Until its push is answered."""
+        machine = self.session._life.machine
+        until(lambda: machine.freezing is None and machine.open is None, "the answer to its push")
+
+    def settle(self) -> None:
+        """Until its base is the newest version."""
+        machine = self.session._life.machine
+
+        def newest() -> bool:
+            self.session.boundary(0, steps=0)
+            return machine.base == machine.newest
+
+        until(newest, "the newest version")
+
+
+class OneRank:
+    """The inner job of an elastic cluster whose other ranks are gone."""
+
+    def __init__(self) -> None:
+        self.server = StateServer(SERVING)
+
+    def ways(self, members: Sequence[str]) -> list[Endpoint]:
+        assert not members
+        return []
+
+    def dial(self, donor: Endpoint) -> Any:
+        raise AssertionError(f"there is no {donor}")
+
+
+class Elastic:
+    """An elastic cluster of one rank."""
+
+    def __init__(self, name: str, model: nn.Module, cluster: ElasticCluster) -> None:
+        self.name, self.model, self.cluster = name, model, cluster
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        self.steps = 0
+        cluster.found("nonce", alone=True)
+        cluster.begin(name, first=True)
+
+    def meet(self, done: Callable[[], object], what: str) -> None:
+        """Its rank meets nobody else until this is so."""
+
+        def met() -> object:
+            self.cluster.alone()
+            return done()
+
+        until(met, what)
+
+    def train(self) -> None:
+        """A step, of which its rank has told."""
+        self.steps += 1
+        inner_step(self.model, self.optimizer, self.name, self.steps)
+        self.cluster.used(16)
+        self.cluster.commit([self.name], [self.cluster.answer()], steps=1)
+
+
+class Clusters:
+    """Of one job."""
+
+    def __init__(self, harness: Harness, meanwhile: ExitStack) -> None:
+        self.harness, self._meanwhile = harness, meanwhile
+        self.job = OuterJob(harness).start()
+
+    def come_in(
+        self, name: str, model: nn.Module | None = None, rules: OuterSettings = EACH, *, server: str = "", **told: Any
+    ) -> Cluster:
+        """Another one, started; `server`: where it finds the leader, if not at its own place."""
+        model = model or small_model()
+        session = open_session(server or self.job.server, name, model, str(self.harness.logs), rules, **told)
+        self._meanwhile.callback(session.close)
+        session.start()
+        return Cluster(name, model, session)
+
+    def elastic(self, name: str, rules: OuterSettings = EACH, **told: Any) -> Elastic:
+        """Another one, elastic, in."""
+        made = small_model()
+        parts = cluster_parts(self.job.server, name, made, str(self.harness.logs), rules, **told)
+        inner = OneRank()
+        cluster = ElasticCluster(parts[0], parts[1], parts[2], inner, parts[3])
+        self._meanwhile.callback(inner.server.close)
+        self._meanwhile.callback(cluster.close)
+        elastic = Elastic(name, made, cluster)
+        elastic.meet(lambda: cluster.base != NO_VERSION, "its first base")
+        return elastic
