@@ -56,7 +56,9 @@ def main() -> None:
     parser.add_argument("--inner", default="auto", help="how it trains; chaos: this is one of its ranks")
     parser.add_argument("--inner-steps", type=int, default=16, help="of a usual cluster from one push to the next")
     args = parser.parse_args()
-    strategy = DiLoCoStrategy(args.inner, name=args.name, inner_steps=args.inner_steps, options={"lease_ahead_s": 20.0})
+    # A push takes half of the time between two, as behind a slow link: on this machine none would be seen under way.
+    told = {"lease_ahead_s": 20.0, "spread": 0.5}
+    strategy = DiLoCoStrategy(args.inner, name=args.name, inner_steps=args.inner_steps, options=told)
     with EventLog.in_directory(args.folder / "events", args.name, role="script") as events:
         _, model = fit(args, strategy, Apart(args.folder, args.pause, events))
         # A rank of an elastic cluster has the inner strategy, with the cluster's part around its session.
