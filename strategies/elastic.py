@@ -51,7 +51,7 @@ MEETING = "outer sync"
 LET_GO_S = 3.0
 """So long (s) a rank that was asked to leave after its loop waits to be let go. If all wait longer, as their scheduler
 is away, the cluster leaves as a whole."""
-OTHERS_HOLD = "still waiting to be let go. To end now costs nothing, for other ranks hold all that this one holds"
+OTHERS_HOLD = "still waiting to be let go. To end now costs nothing as long as another rank stays, which holds the same"
 CHECKPOINT = "checkpoint (ckpt_path)"
 """What a job goes on from, as clusters compare it."""
 SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
@@ -420,8 +420,10 @@ class ElasticPart:
         """
 
         def again(number: signal.Signals, frame: FrameType | None) -> None:
-            at_risk = self.cluster.machine.at_risk if self.cluster.founded else 0
-            insist(signals, number, cost(at_risk) if last() else OTHERS_HOLD)
+            insist(signals, number, lambda: cost(at_risk()) if last() else OTHERS_HOLD)
+
+        def at_risk() -> int:
+            return self.cluster.machine.at_risk if self.cluster.founded else 0
 
         signals = ExitSignals(first, again=again)
         return signals

@@ -217,15 +217,17 @@ class Attendance:
         return JobOpened(hello.agreement, f"{hello.cluster} at {hello.place}", hello.nonce)
 
     def next_join(self, welcome: Callable[[int, IncarnationId, ClusterHello], None]) -> Joined | None:
-        """Who comes in next. A name is free once its incarnation is over, also where that has yet to come here (O3b).
+        """Who comes in next. A name is free once its incarnation is over, or has not come here for long (O3b).
 
         Args:
             welcome: Told of one that is in already, whose welcome was lost: its stream, its name and its word.
         """
-        chain = self._desk.chain
+        chain, desk = self._desk.chain, self._desk
+        awaited = desk.now - desk.begun_s <= desk.settings.reconnect_s
         for conn, hello in self._in_turn():
             name = hello.cluster
-            same = [who for who, known in chain.incarnations.items() if who.cluster == name and not known.over]
+            in_ = [who for who, known in chain.incarnations.items() if who.cluster == name and not known.over]
+            same = [who for who in in_ if awaited or who in self.clusters]
             here = {who: self.clusters[who] for who in same if who in self.clusters}
             own = [who for who, cluster in here.items() if cluster.nonce == hello.nonce]
             if own:

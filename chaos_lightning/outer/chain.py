@@ -299,6 +299,11 @@ class OuterChain:
         known = self.incarnations.get(push.incarnation)
         return known is not None and not known.over and known.next <= push.number not in known.answers
 
+    def answered(self, push: PushId) -> bool:
+        """Whether this push of an incarnation that it knows is answered, or was before a rollback (O5a)."""
+        following = self.incarnations[push.incarnation].next
+        return push.number < following or PushId(push.incarnation, following) in self.reopened
+
     def lacks(self, version: VersionId) -> bool:
         """Whether this version is none of this chain; one that was cut may be."""
         return version != NO_VERSION and version not in self.bases and version.number >= self.floor

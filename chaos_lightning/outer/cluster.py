@@ -349,6 +349,7 @@ class ClusterMachine:
             kept=tuple(sorted(self.kept)),
             job_id=self.job_id,
             fetching=max(self._fetching, self._here),
+            answered=self._next - 1 - (self._freezing is not None or self.open is not None),
         )
 
     @property

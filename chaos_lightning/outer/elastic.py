@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from chaos_lightning.errors import NoDonorError, StateError
+from chaos_lightning.errors import ChaosError, NoDonorError, StateError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
@@ -374,9 +374,8 @@ class ElasticCluster:
 
     def meeting(self) -> bytes:
         """The same for a meeting without a step; the first rank waits for news a while."""
-        self._step.waits.kept_at = (
-            0.0 if self.dry else time.monotonic()
-        )  # without samples it does not wait for versions
+        # Without samples it does not wait for versions.
+        self._step.waits.kept_at = 0.0 if self.dry else time.monotonic()
         with self._changed:
             if self._first:
                 soon = self._getter.here is not None or self._encoded is not None
@@ -511,7 +510,8 @@ class ElasticCluster:
             if (error := encoded.exception()) is not None:
                 _log.error("push %s could not be encoded", push, exc_info=error)
                 with self._changed:
-                    self._failed = f"rank {self._me} could not encode push {push}: {error!r}"
+                    words = str(error) if isinstance(error, ChaosError) else repr(error)
+                    self._failed = f"rank {self._me} could not encode push {push}: {words}"
                     self._changed.notify_all()
                 return
             part = encoded.result()

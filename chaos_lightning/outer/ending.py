@@ -60,7 +60,8 @@ class Ending:
         chain = self._desk.chain
         self._found = self._found or self._find()
         newest = chain.durable[-1][0] if chain.durable else NO_VERSION
-        if not self.reason or newest != chain.newest or self._awaited(newest):
+        last = chain.newest if chain.founded else NO_VERSION  # a rollback behind the first version leaves none
+        if not self.reason or newest != last or self._awaited(newest):
             return None
         return Ended(newest, self.reason, tuple(sorted(self._attendance.offers(), key=lambda offer: offer.push)))
 

@@ -128,8 +128,7 @@ def _compare(options: ServerOptions, secret: Secret) -> None:
         facts = fetch_facts(options.listen, secret, 2.0, follow=False)
     except SchedulerUnreachableError:
         return
-    held = sum(follower["shard"] >= 0 for follower in facts.get("followers", ()))
-    wanted = facts.get("wanted", options.followers)
+    held, wanted = sum(follower["shard"] >= 0 for follower in facts["followers"]), facts["wanted"]
     if options.followers not in (wanted, held):
         logger.warning(
             "job %s has a %s at %s already, with %d followers and not %d as asked for here; that stays. Stop it, and "

@@ -237,6 +237,8 @@ class LeaderMachine:
         lacking = desk.lacks(hello.term, hello.base, hello.newest)
         if not lacking and who is not None and who not in chain.incarnations and who.number > chain.joined:
             lacking = f"incarnation {who}"
+        if not lacking and who in chain.incarnations and not chain.answered(PushId(who, hello.answered)):
+            lacking = f"an answer to push {PushId(who, hello.answered)}"
         if lacking:
             desk.doubt(hello.cluster, lacking)
             return

@@ -63,11 +63,11 @@ def cost(at_risk: int) -> str:
     )
 
 
-def insist(signals: ExitSignals, number: signal.Signals, words: str) -> None:
+def insist(signals: ExitSignals, number: signal.Signals, words: Callable[[], str]) -> None:
     """At a second signal: says what it may cost to end now, if there is something to say; the third one ends."""
-    signals.stand_down()
-    if words:
-        say(f"{number.name}: {words}; once more ends")
+    signals.stand_down()  # first: finding the words may take a lock
+    if text := words():
+        say(f"{number.name}: {text}; once more ends")
 
 
 def leaving_signals(
@@ -93,7 +93,7 @@ def leaving_signals(
         also(number, frame)
 
     def again(number: signal.Signals, frame: FrameType | None) -> None:
-        insist(signals, number, cost(at_risk()) if speaks() else "")
+        insist(signals, number, lambda: cost(at_risk()) if speaks() else "")
 
     signals = ExitSignals(first, again=again)
     return signals

@@ -53,6 +53,7 @@ class ClusterHello:
         kept: Pushes whose bytes it holds, those of earlier incarnations among them.
         job_id: The job that it was let into (`OuterChain.job_id`); "": none yet.
         fetching: The version that it is about to have for its base; NO_VERSION: none.
+        answered: Number of its last push that was answered; 0: none was.
     """
 
     cluster: str
@@ -67,6 +68,7 @@ class ClusterHello:
     kept: tuple[PushId, ...] = ()
     job_id: str = ""
     fetching: VersionId = NO_VERSION
+    answered: int = 0
 
 
 @dataclass(frozen=True, slots=True)

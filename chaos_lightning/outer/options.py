@@ -39,8 +39,8 @@ class LeaderOptions:
         0,
         "So many followers hold a shard of the outer state each. 0: as many as the job has; one, if it is new. For "
         "another number `ps up` cuts the shards of a job anew, if its chain is in a file and all of its followers' "
-        "folders are on this machine. Others stand by, but a shard is in its follower's folder alone: to take one "
-        "over, copy that folder and start a follower of that name on it.",
+        "folders are on this machine. Others stand by. A shard is in its follower's folder alone. To take it over, "
+        "copy that folder, and start a follower of that name on it.",
         check=at_least(0, "a number of followers, or 0"),
         metavar="N",
     )

@@ -84,10 +84,6 @@ class Pushes:
             cluster.refused = ""
             desk.send(cluster.conn, PushAnswered(desk.term, offer.push, given.answer, given.version, given.reason))
             return given.answer is not PushAnswer.ACCEPTED  # it drops its leases when it hears that
-        waited = PushId(who, known.next)
-        if number == known.next + 1 and waited not in desk.chain.reopened:  # one is open at a time, in order (O3)
-            desk.doubt(who.cluster, f"an answer to push {waited}")
-            return False
         if number != known.next or desk.chain.lacks(offer.base):
             self._refuse(offer, f"number {known.next} is next, base {offer.base}")
             return False

@@ -41,10 +41,10 @@ class Replica:
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], averaged: Iterable[tuple[str, Tensor]] = ()) -> None:
-        told = [*parameters]
-        named, buffers = unique(told), unique(averaged)
-        first = {id(tensor): name for name, tensor in named}
-        self.tied = {name: first[id(tensor)] for name, tensor in told if first[id(tensor)] != name}
+        trained, marks = [*parameters], [*averaged]
+        named, buffers = unique(trained), unique(marks)
+        first = {id(tensor): name for name, tensor in (*named, *buffers)}
+        self.tied = {name: first[id(tensor)] for name, tensor in (*trained, *marks) if first[id(tensor)] != name}
         for name, tensor in (*named, *buffers):
             if not tensor.is_floating_point():
                 raise UnsupportedError(
@@ -62,7 +62,8 @@ class Replica:
         """Parameters that require gradients, by all their names, and of the buffers that are reduced the floating
         ones. Other buffers are constants, which need not travel and must not be rounded."""
         trained = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
-        return cls(trained, [(n, b) for n, b in reduced if b.is_floating_point()])
+        wanted = {id(buffer) for _, buffer in reduced if buffer.is_floating_point()}
+        return cls(trained, [(n, b) for n, b in module.named_buffers(remove_duplicate=False) if id(b) in wanted])
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -119,7 +119,7 @@ class Rounds:
                 offer,
                 0 if offer.push in again else chain.staleness(offer.base),
                 all(row.finite for row in rows[offer.push]),
-                float(leans[offer.push]),
+                0.0 if known else float(leans[offer.push]),  # there is no momentum to compare parameters with
                 sums[offer.push, offer.push],
             )
             for offer in rest

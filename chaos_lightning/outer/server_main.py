@@ -93,6 +93,8 @@ def followers_of(options: ServerOptions) -> list[str]:
     """
     names = [f"{options.name}-{number}" for number in range(options.followers or 1)]
     chain, path = _chain(options), options.store_path
+    if chain is None and options.in_etcd and not options.followers:  # it may not answer: who has files holds a shard
+        return sorted(place.name for place in options.folder.glob(f"{options.name}-*") if place.is_dir()) or names
     if chain is None or not chain.cut or chain.ended is not None:
         return names
     here = [name for name in chain.cut if (options.folder / name).is_dir()]

@@ -450,16 +450,16 @@ class OuterSession:
         try:
             part = encode()
             manifest = part.hash
+            with self._changed:
+                if life.over:
+                    return
+                self._content.pushes[push] = part
+            self._serve(life, {push: part})
         except Exception as error:
             if not life.over:  # else its content is gone
                 odd = StateError(f"push {push} could not be encoded: {error!r}")
                 self._fail(error if isinstance(error, ChaosError) else odd)
             return
-        with self._changed:
-            if life.over:
-                return
-            self._content.pushes[push] = part
-        self._serve(life, {push: part})
         self._events.emit(
             "push_frozen",
             push=str(push),
@@ -557,7 +557,7 @@ class OuterSession:
             try:
                 effects = life.machine.on(event, resting=resting)
             except ValueError as error:
-                self._fail(StateError(f"what was said to cluster {self.options.name} cannot be: {error}"))
+                self._fail(StateError(f"what cluster {self.options.name} was told contradicts what it holds: {error}"))
                 return
             for effect in effects:
                 self._apply(life, effect)

@@ -1,8 +1,8 @@
 """What a user may set about outer sync: every setting once, with its default, help and check (declared.py).
 
 Two settings follow the policy unless the user says otherwise: the optimizer and the bound of the clip. So `di_ps` is
-the paper to the letter, and `async` the naive way that the paper compares with. The paper has two differences for a
-push; `di_ps_from` chooses one of them.
+the paper to the letter, and `async` the naive way that the paper compares with. The paper says in two ways what a push
+counts for; `di_ps_from` chooses one of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OuterSettings:
     policy: str = setting(
         "robust",
         "When a round is decided, and which pushes count. robust waits a little and refuses outliers; sync waits for "
-        "every cluster that trains; async takes each push by itself; di_ps is the paper's rule to the letter.",
+        "every cluster that trains; async takes each push by itself; di_ps is the paper's rule (see di_ps_from).",
         check=one_of(POLICIES),
     )
     optimizer: str = setting(
@@ -160,7 +160,7 @@ class OuterSettings:
             ConfigurationError: An unknown name, or a value that cannot be one.
         """
         known = declared(OuterSettings)
-        given = dict(words)
+        given = {"di_ps_from": "base"} | dict(words)  # jobs that older code began do not name it
         if unknown := sorted(set(given) - set(known)):
             raise ConfigurationError(f"outer settings {', '.join(unknown)} are unknown; known are {', '.join(known)}")
         return cls(**{name: known[name].read(value, f"outer setting {name}") for name, value in given.items()})

@@ -281,7 +281,8 @@ class Agreement:
                 return f"its {name} is {b}, the job's is {a}"
         for ours, its in ((self.settings, other.settings), (self.words, other.words)):
             first, second = dict(ours), dict(its)
-            for name in sorted({*first, *second}):
+            # A setting that one of them does not name is of a newer release, and has its default at the other.
+            for name in sorted({*first, *second} if ours is self.words else {*first} & {*second}):
                 if first.get(name) != second.get(name):
                     return f"its {name} is {second.get(name, 'not set')}, the job's is {first.get(name, 'not set')}"
         return ""

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.member.training import reduced_buffers
 from chaos_lightning.outer import settings as outer_settings
 from chaos_lightning.outer.codec import Part, codec_named
 from chaos_lightning.outer.content import OuterContent
@@ -559,6 +560,16 @@ def test_a_push_is_encoded_though_its_incarnation_ends_meanwhile() -> None:
     encode = content.encoder()
     content.forget()
     assert torch.equal(encode().decoded()[:SIZE], -torch.ones(SIZE))
+
+
+def test_shared_buffers_are_told_by_all_their_names() -> None:
+    """An export had the first one alone."""
+    shared = torch.nn.BatchNorm1d(4)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), shared, shared)
+    replica = Replica.of_module(module, reduced_buffers(module))
+    names = ("weight", "bias", "running_mean", "running_var")
+    assert replica.tied == {f"2.{name}": f"1.{name}" for name in names}
+    assert replica.averaged == 2
 
 
 def test_refusals_of_a_few_clusters_only_are_remembered() -> None:

@@ -85,3 +85,4 @@ def test_with_the_chain_in_etcd_a_follower_with_files_here_is_not_left_out(
 
     monkeypatch.setattr(standing, "open_outer_store", silent)
     assert names(1) == ["follower-0"]
+    assert names(0) == ["follower-0", "follower-1"]

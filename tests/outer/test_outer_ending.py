@@ -7,7 +7,7 @@ from leader_rig import Rig
 from chaos_lightning.lab.outer.processes import product
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.types import IncarnationId, Offer, PushAnswer, PushId
+from chaos_lightning.outer.types import NO_VERSION, IncarnationId, Offer, PushAnswer, PushId
 
 
 def rolled_back_at_its_end(*, asked: bool) -> tuple[Rig, IncarnationId, Offer]:
@@ -57,3 +57,20 @@ def test_an_operator_ends_a_job_that_was_rolled_back() -> None:
     rig.feed(fx.Heard(1, say.Written("f", rig.machine.chain.newest, "digest")))
     assert rig.machine.chain.ended is not None
     assert rig.machine.chain.ended.reason == "an operator asked"
+
+
+def test_an_operator_ends_a_job_that_lost_its_first_version() -> None:
+    """It never ended: nothing was left that could become durable, and nobody may found it anew."""
+    rig = Rig(full=True)
+    gone = rig.comes("gone", 2)
+    rig.push(gone, 1)
+    rig.feed(fx.EndAsked("an operator asked"))
+    rig.feed(fx.StreamClosed(1))
+    rig.feed(fx.StreamClosed(2, proof=True))
+    rig.feed(fx.Heard(1, say.FollowerHello("f", "m", 1, (), NO_VERSION)))
+    rig.feed(fx.Heard(1, say.Missing("f", PushId(gone, 1))))
+    chain = rig.machine.chain
+    assert chain.rollbacks == 1
+    assert not chain.founded
+    assert chain.ended is not None
+    assert chain.ended.version == NO_VERSION

@@ -15,7 +15,16 @@ from chaos_lightning.events.events import Record
 from chaos_lightning.outer.settings import OuterSettings
 
 NAMES = ["a", "b", "odd"]
-RULES = OuterSettings(policy="robust", inner_steps=1, batch=16, gate_warmup=2, gate_limit=20.0, grace_cap=1.0)
+RULES = OuterSettings(
+    policy="robust",
+    inner_steps=1,
+    batch=16,
+    gate_warmup=2,
+    gate_limit=20.0,
+    gate_patience=9,
+    gate_again=9,
+    grace_cap=1.0,
+)
 """A good push may be much longer than others, for few of them have said what is usual."""
 TURNS = 8
 """Within so many one round has a push of each, however busy the machine is."""

@@ -213,7 +213,7 @@ def test_positions_that_are_leased_twice_are_an_error_that_says_so(clusters: Clu
     session = clusters.come_in("home").session
     granted = Granted(session._life.machine.term, (Covered(0, ((0, 4), (2, 6))),))
     session._feed(session._life, Told(granted))
-    with pytest.raises(StateError, match=r"said to cluster home cannot be: leases: positions \[2, 4\) are"):
+    with pytest.raises(StateError, match=r"contradicts what it holds: leases: positions \[2, 4\) are named"):
         session.boundary(16)
 
 

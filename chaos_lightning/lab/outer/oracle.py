@@ -117,7 +117,8 @@ class Oracle:
         if isinstance(entry.body, RolledBack) and entry.body.to < chain.safe:
             raise Violation(f"{entry.version} goes back behind the durable {chain.safe} (O5a)")
         durable = chain.durable[-1][0] if chain.durable else NO_VERSION  # an operator may end what has not begun
-        if isinstance(entry.body, Ended) and not (entry.body.version == durable == chain.newest):
+        last = chain.newest if chain.founded else NO_VERSION
+        if isinstance(entry.body, Ended) and not (entry.body.version == durable == last):
             raise Violation(f"the job ends with {entry.body.version}, which is not durable (O16)")
         if isinstance(entry.body, Ended) and (
             any(not known.over for known in chain.incarnations.values()) or (chain.leases and chain.leases.living)
