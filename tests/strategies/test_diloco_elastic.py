@@ -304,7 +304,7 @@ def test_a_second_signal_says_what_it_may_cost(job: ElasticJob) -> None:
     harness.wait_for("version_adopted", lambda r: r["progress_steps"] > 0, after=joined)
     job.kill_scheduler()
     harness.terminate("a")
-    asked_again(job, "a", "To end now costs nothing, for other ranks hold all")
+    asked_again(job, "a", "To end now costs nothing as long as another rank stays")
     harness.terminate("a")
     harness.declare("a")
     assert harness.wait_exit("a") == -signal.SIGTERM
