@@ -234,11 +234,10 @@ class LeaderMachine:
         if words := desk.stranger(hello.cluster, hello.job_id):
             self._turn_away(conn, hello, words)
             return
-        lacking = desk.lacks(hello.term, hello.base, hello.newest)
+        answered = PushId(who, hello.answered) if who in chain.incarnations else None
+        lacking = desk.lacks(hello.term, hello.base, hello.newest, answered=answered)
         if not lacking and who is not None and who not in chain.incarnations and who.number > chain.joined:
             lacking = f"incarnation {who}"
-        if not lacking and who in chain.incarnations and not chain.answered(PushId(who, hello.answered)):
-            lacking = f"an answer to push {PushId(who, hello.answered)}"
         if lacking:
             desk.doubt(hello.cluster, lacking)
             return

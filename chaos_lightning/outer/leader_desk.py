@@ -6,7 +6,7 @@ from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.effects import Done, LeaderEffect, OuterNote, SendTo, StoreEntry
 from chaos_lightning.outer.messages import ToCluster, ToFollower
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import Body, Entry, VersionId
+from chaos_lightning.outer.types import Body, Entry, PushId, VersionId
 
 
 class LeaderDesk:
@@ -90,9 +90,17 @@ class LeaderDesk:
             "the server of its own job"
         )
 
-    def lacks(self, term: int, *versions: VersionId) -> str:
-        """What somebody knows and this chain lacks, in words; "": nothing."""
+    def lacks(self, term: int, *versions: VersionId, answered: PushId | None = None) -> str:
+        """What somebody knows and this chain lacks, in words; "": nothing.
+
+        Args:
+            term: The highest that it has heard of.
+            versions: Those that it knows.
+            answered: Its last push that was answered, of an incarnation that the chain has.
+        """
         if term > self.term:
             return f"a leader with term {term}"
         unknown = [version for version in versions if self.chain.lacks(version)]
+        if answered is not None and not self.chain.answered(answered):
+            return f"an answer to push {answered}"
         return f"version {unknown[0]}" if unknown else ""

@@ -210,8 +210,8 @@ def test_a_signal_to_a_plain_loop_leaves_once_all_is_durable(job: OuterJob) -> N
     (report,) = job.finish("loop")
     accepted = [each["offer"]["steps"] for body in job.entries("Round") for each in body["accepted"]]
     assert sum(accepted) == report["steps"]
-    (removed,) = job.entries("Removed")
-    assert "it was asked to leave" in removed["reason"]
+    removed = job.harness.wait_for("entry", lambda r: r["kind"] == "Removed")
+    assert "it was asked to leave" in removed["body"]["reason"]
     durable = max(body["version"]["number"] for body in job.entries("Durable"))
     assert durable == max(body["number"] for body in job.entries("Round"))
     audited(job)

@@ -133,7 +133,7 @@ class ImpatientLeader(LeaderMachine):
 class TrustingDesk(LeaderDesk):
     """It goes on though somebody knows more than its chain."""
 
-    def lacks(self, term: int, *versions: VersionId) -> str:
+    def lacks(self, term: int, *versions: VersionId, answered: PushId | None = None) -> str:
         return ""
 
 
