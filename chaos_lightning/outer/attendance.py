@@ -226,8 +226,8 @@ class Attendance:
         awaited = desk.now - desk.begun_s <= desk.settings.reconnect_s
         for conn, hello in self._in_turn():
             name = hello.cluster
-            in_ = [who for who, known in chain.incarnations.items() if who.cluster == name and not known.over]
-            same = [who for who in in_ if awaited or who in self.clusters]
+            named = [who for who, known in chain.incarnations.items() if who.cluster == name and not known.over]
+            same = [who for who in named if awaited or who in self.clusters]
             here = {who: self.clusters[who] for who in same if who in self.clusters}
             own = [who for who, cluster in here.items() if cluster.nonce == hello.nonce]
             if own:

@@ -154,13 +154,13 @@ class OuterSettings:
 
     @classmethod
     def of_words(cls, words: Iterable[tuple[str, str]]) -> Self:
-        """Back from `words`; what they do not name has its default.
+        """Back from `words`; what they do not name has its default, but `di_ps_from`, which once was "base" for all.
 
         Raises:
             ConfigurationError: An unknown name, or a value that cannot be one.
         """
         known = declared(OuterSettings)
-        given = {"di_ps_from": "base"} | dict(words)  # jobs that older code began do not name it
+        given = {"di_ps_from": "base"} | dict(words)
         if unknown := sorted(set(given) - set(known)):
             raise ConfigurationError(f"outer settings {', '.join(unknown)} are unknown; known are {', '.join(known)}")
         return cls(**{name: known[name].read(value, f"outer setting {name}") for name, value in given.items()})
