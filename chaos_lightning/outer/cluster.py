@@ -578,7 +578,10 @@ class ClusterMachine:
         self._stream, self.leased = _WELCOME, {}
         if self.incarnation is None:
             self.incarnation, self._next = incarnation, first
-        self._offer()
+        if incarnation == self.incarnation:
+            self._offer()
+        else:  # the hello did not name ours: it was said before the first welcome was taken in, and ours is over
+            self._end(f"{self.incarnation} was removed, and let in again as {incarnation}", again=True)
 
     def _on_served(self, version: VersionId, progress: JobProgress) -> None:
         self._progress[version] = progress

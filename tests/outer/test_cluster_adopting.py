@@ -192,3 +192,13 @@ def test_the_clock_does_not_stand_still_between_a_round_and_its_version() -> Non
     machine.on(Told(Served(1, V2, JobProgress(2, 2 * TICKS))))
     assert V2 in adopted(machine.on(cl.Got(V2)))
     assert (machine.reckoned.steps, machine.reckoned.samples) == (3, 3)
+
+
+def test_who_is_let_in_as_another_incarnation_than_it_knows_begins_anew() -> None:
+    """Its hello was said before it knew the first one, which was removed meanwhile: nobody would heed its pushes."""
+    machine = training(overlap=True)
+    (over,) = (e for e in machine.on(Told(Welcomed(2, IncarnationId("home", 2), 1, V1, True, JobProgress()))) if e)
+    assert over == cl.Over("home~1 was removed, and let in again as home~2", again=True)
+    again = machine.anew()
+    again.on(Connected())
+    assert fetched(again.on(Told(Welcomed(2, IncarnationId("home", 2), 1, V1, True, JobProgress())))) == [V1]

@@ -43,6 +43,12 @@ def test_ranks_that_wait_for_answers_let_the_others_go() -> None:
         assert len(left) == len(world.nodes) - 1
 
 
+@pytest.mark.parametrize("seed", [235, 432, 1096])
+def test_what_broke_a_contract_once_holds_it(seed: int) -> None:
+    """235 and 1096: ranks that thaw when the others have put them out. 432: tests/BUGS.md."""
+    run(World(outer_plan(seed), OuterHooks()))
+
+
 @pytest.mark.slow
 def test_two_thousand_seeds_of_ranks_hold_all_contracts() -> None:
     outcomes = [simulate(outer_plan(seed), OuterHooks) for seed in range(2000)]

@@ -127,22 +127,23 @@ def run(spec: dict[str, Any], out: Path, model: Paced, callbacks: list[pl.Callba
 
 
 def loop(spec: dict[str, Any]) -> None:
-    """A cluster that is a plain loop, for ever; reports how many steps it has made.
+    """A cluster that is a plain loop, until the job ends; reports how many steps it has made.
 
     Args:
-        spec: "name", "server", "out", "told" (of `DiLoCo`), "step_s".
+        spec: "name", "server", "out", "told" (of `DiLoCo`), "step_s", "device".
     """
-    model, steps = models.Regression().net, 0
+    device = spec.get("device", "cpu")
+    model, steps = models.Regression().net.to(device), 0
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with DiLoCo(model, optimizer, name=spec["name"], server=spec["server"], data="local", **spec["told"]) as diloco:
         for x, y in diloco.prepare(models.loader(), epochs=100_000):
             time.sleep(spec["step_s"])
             optimizer.zero_grad()
-            ((model(x) - y) ** 2).mean().backward()
+            ((model(x.to(device)) - y.to(device)) ** 2).mean().backward()
             optimizer.step()
             steps += 1
             diloco.step()
-    torch.save({"steps": steps}, Path(spec["out"]) / f"{spec['name']}.pt")
+    torch.save({"steps": steps, "weights": models.weights(model)}, Path(spec["out"]) / f"{spec['name']}.pt")
 
 
 def ddp(spec: dict[str, Any]) -> None:

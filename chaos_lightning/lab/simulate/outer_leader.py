@@ -89,6 +89,8 @@ class InnerSteps:
     counted: dict[int, tuple[PushId, str]] = field(default_factory=dict)
     _at: dict[tuple[str, str], tuple[frozenset[int], frozenset[int]]] = field(default_factory=dict)
     """By beginning and header: inner steps that led there, and those of them that were thrown away."""
+    _furthest: dict[str, int] = field(default_factory=dict)
+    """By beginning: the last slot that a rank has taken."""
 
     def accept(self, push: PushId, pushed: Pushed, lineage: str) -> None:
         """A push counts."""
@@ -108,6 +110,9 @@ class InnerSteps:
         trained, thrown = self._at.get((lineage, before.hash), (frozenset(), frozenset()))
         trained, thrown = trained | {step} if step else trained, thrown | gone
         self._at[lineage, header.hash] = trained, thrown
+        if header.seq <= self._furthest.get(lineage, 0):
+            return  # a rank that thawed takes a slot that the others made otherwise: what counts now is of theirs
+        self._furthest[lineage] = header.seq
         if missing := trained - thrown - content.held - self.counted.keys():
             raise Violation(f"slot {header.seq}: inner step {min(missing):x} is in no push, and nobody holds it (O9)")
         if twice := set(content.live) & self.counted.keys():
@@ -274,7 +279,8 @@ class ScriptedLeader:
             if part is None or not other.alive or not other.training or other.lineage != rank.lineage:
                 continue
             pushed = part.content.pushes.get(offer.push)
-            if other.header.hash in (header.hash, header.prev_hash) and (
+            # It is said with the next commit, to which all have contributed: who had not taken this one is put out.
+            if header.hash in (other.header.hash, other.header.prev_hash) and (
                 pushed is None or pushed.manifest != offer.manifest
             ):
                 raise Violation(f"{rank.name} offers {offer.push}, which {other.name} does not serve (O8a)")

@@ -12,6 +12,8 @@ from chaos_lightning.lab.simulate.plans.members import half_sent_plan, random_pl
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.protocol.types import Settings
 
+_MEETINGS = 4.0
+"""A run takes so much longer at most: ranks that wait for a push and its version meet up to ten times per step."""
 _UNDER = (random_plan, learner_plan, half_sent_plan, learner_plan, crowd_plan, flapping_plan, *SPARSE[:1], calm_plan)
 
 
@@ -35,7 +37,7 @@ def outer_plan(seed: int) -> Plan:
         removals=_times(random, 1, 1.5) if random.random() < 0.3 else (),
         rollbacks=_times(random, 2, 1.5) if random.random() < 0.5 else (),
     )
-    return replace(_later(random, plan), outer=script)
+    return replace(_later(random, plan), outer=script, limit_s=_MEETINGS * plan.limit_s)
 
 
 def waiting_plan(seed: int) -> Plan:
