@@ -32,13 +32,13 @@ from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
 from chaos_lightning.errors import ConfigurationError, WireError
 from chaos_lightning.outer.grid import Shard
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import NO_VERSION, Agreement, VersionId
-from chaos_lightning.replication.hashing import hash_spans
 from chaos_lightning.replication.memory import as_bytes, host_view
 
 DEFAULT_CODEC = "bf16"
@@ -60,7 +60,7 @@ class Format(Protocol):
         ...
 
     def nbytes(self, elements: int) -> int:
-        """Of a block of so many elements."""
+        """Of a block of so many elements: at least one, and no more than a larger block has."""
         ...
 
     def encode(self, values: Tensor, out: Tensor) -> None:
@@ -179,14 +179,22 @@ class Codec:
 
 
 _CODECS: dict[str, Codec] = {}
+_POWERS = 20
 
 
 def register_codec(codec: Codec) -> None:
     """Makes a codec known by its name, in every process of the job that encodes or decodes.
 
     Raises:
-        ConfigurationError: Another one has that name.
+        ConfigurationError: Another one has that name, or a small block would have more bytes than a large one.
     """
+    for format in (codec.push, codec.version):
+        sizes = [format.nbytes(1 << power) for power in range(_POWERS)]
+        if sizes[0] < 1 or sizes != sorted(sizes):
+            raise ConfigurationError(
+                f"codec {codec.name!r}: blocks of 1, 2, 4, ... elements have {sizes} bytes in format {format.name!r}; "
+                "expected at least one, and no more than a larger block has"
+            )
     if _CODECS.setdefault(codec.name, codec) != codec:
         raise ConfigurationError(f"there is a codec {codec.name!r} already, which is another one: choose another name")
 
@@ -267,9 +275,18 @@ class Part:
         """The first byte of each block, and last the number of all bytes."""
         return tuple(accumulate(map(self.format.nbytes, self.shard.lengths), initial=0))
 
+    @property
+    def block_nbytes(self) -> int:
+        """Of a whole block; the last one of a tensor may have fewer."""
+        return self.format.nbytes(self.shard.grid.block)
+
+    def run(self, first: int, stop: int) -> Tensor:
+        """The bytes of some of the shard's blocks, in place."""
+        return self.data[self.offsets[first] : self.offsets[stop]]
+
     def block(self, block: int) -> Tensor:
         """The bytes of one of the shard's blocks, in place."""
-        return self.data[self.offsets[block] : self.offsets[block + 1]]
+        return self.run(block, block + 1)
 
     def encode(self, block: int, values: Tensor) -> None:
         """Writes one of the shard's blocks."""
@@ -286,9 +303,10 @@ class Part:
             self.decode(block, values[place])
         return values
 
-    def digests(self, *, several: bool = False) -> list[bytes]:
-        """xxh3-128 of each block, the part's share of a manifest; on `several` cores if nobody trains on them."""
-        return hash_spans(host_view(self.data), list(pairwise(self.offsets)), several=several)
+    def digests(self) -> list[bytes]:
+        """xxh3-128 of each block, the part's share of a manifest."""
+        data = host_view(self.data)
+        return [xxhash.xxh3_128_digest(data[start:stop]) for start, stop in pairwise(self.offsets)]
 
     @property
     def hash(self) -> str:

@@ -585,7 +585,7 @@ class ElasticCluster:
         name = version_name(wanted, part.shard, part.format.name)
         for donor in self._inner.ways(ranks):
             try:
-                fetch(name, [donor], self._inner.dial, part.data, deadline_s=FETCH_S, abandoned=attempt.abandoned)
+                fetch(name, [donor], self._inner.dial, [part.data], deadline_s=FETCH_S, abandoned=attempt.abandoned)
                 return
             except NoDonorError as error:
                 _log.debug("version %s is not at %s: %s", wanted, donor.member, error)

@@ -1,25 +1,27 @@
 """Pushes and versions as states of `replication/`: how they are named, held, fetched and verified.
 
-Theory of operation. Each shard of a content is a state of its own: one tensor, "part", whose bytes are a slice of the
-whole's. So ranges resume, are verified on arrival and skipped where they are here already: who tries again keeps the
-same memory. Who holds a push is its cluster, and the follower asks on a connection that the cluster has parked; who
-holds a version are the followers, and a cluster asks all of them at once.
+Theory of operation. Each shard of a content is a state of its own, whose bytes are a slice of the whole's. So ranges
+resume, are verified on arrival and skipped where they are here already: who tries again keeps the same memory. Who
+holds a push is its cluster, and the follower asks on a connection that the cluster has parked; who holds a version are
+the followers, and a cluster asks all of them at once.
 
 A push's manifest has the digests of all its blocks. They must hash to what the offer says, before a byte is fetched,
-and each block of the part must have its digest: other bytes under a push's name are refused (docs/outer.md, O3).
+and each block of the part must have its digest: other bytes under a push's name are refused (docs/outer.md, O3). So
+that a push is hashed once, at either end, its blocks are the pieces by which a state is verified: each tensor's part is
+a tensor of the state, as no block crosses a border between tensors, and is cut into pieces of a block's size.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
-from chaos_lightning.errors import DeadlineError, NoDonorError, StateError, WireError
+from chaos_lightning.errors import DeadlineError, NoDonorError, WireError
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.outer.codec import Format, Part
 from chaos_lightning.outer.grid import Shard
@@ -32,17 +34,16 @@ from chaos_lightning.replication.pull import pull_state
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.session import Tell
 from chaos_lightning.replication.source import Dial, Endpoint
-from chaos_lightning.replication.table import DIGEST_NBYTES, StateTable
+from chaos_lightning.replication.table import DIGEST_NBYTES, PIECE_NBYTES, StateTable
 
 STALL_S = 3.0
 """A connection on which nothing comes for so long is given up, and another one is tried."""
 GRACE_S = 0.25
 """A process that has not answered for so long is not waited for by those who have; it may join them later."""
-_TENSOR = "part"
 _DIGESTS = "digests"
 
-Check = Callable[[Mapping[str, Any]], None]
-"""Given a manifest before anything is fetched. After a WireError the donor is out, after any other error the fetch."""
+Check = Callable[[Mapping[str, Any], StateTable], None]
+"""Given manifest and table before anything is fetched. After a WireError the donor is out, after another the fetch."""
 
 
 def push_name(push: PushId, shard: Shard) -> str:
@@ -55,17 +56,21 @@ def version_name(version: VersionId, shard: Shard, format: str) -> str:
     return f"version {version.number} {version.hash} {format} [{shard.first}, {shard.stop})"
 
 
-def slice_of(whole: Part, shard: Shard) -> Tensor:
-    """The bytes of a shard within those of the whole grid, in place."""
-    return whole.data[whole.offsets[shard.first] : whole.offsets[shard.stop]]
-
-
 def hold_push(server: StateServer, push: PushId, whole: Part, shards: Sequence[Shard]) -> str:
     """Serves a push from now on, until `drop_push`; its bytes must not change. Returns its offer's manifest hash."""
     digests = whole.digests()
+    manifest = {_DIGESTS: b"".join(digests)}
     for shard in shards:
-        manifest = {_DIGESTS: b"".join(digests)}
-        server.hold(push_name(push, shard), 0, [(_TENSOR, slice_of(whole, shard))], manifest, ready=True)
+        runs = [(shard.first + first, shard.first + stop) for first, stop in shard.runs()]
+        server.hold(
+            push_name(push, shard),
+            0,
+            _named(whole.run(first, stop) for first, stop in runs),
+            manifest,
+            ready=True,
+            hashes=[tuple(digests[first:stop]) for first, stop in runs],
+            piece_nbytes=whole.block_nbytes,
+        )
     return whole.shard.content_hash(digests, whole.format.name)
 
 
@@ -77,7 +82,7 @@ def drop_push(server: StateServer, push: PushId, shards: Sequence[Shard]) -> Non
 
 def hold_version(server: StateServer, version: VersionId, part: Part) -> None:
     """Serves a follower's shard of a version from now on, until `drop_version`; its bytes must not change."""
-    server.hold(version_name(version, part.shard, part.format.name), 0, [(_TENSOR, part.data)], {}, ready=True)
+    server.hold(version_name(version, part.shard, part.format.name), 0, _named([part.data]), {}, ready=True)
 
 
 def drop_version(server: StateServer, version: VersionId, part: Part) -> None:
@@ -85,62 +90,64 @@ def drop_version(server: StateServer, version: VersionId, part: Part) -> None:
     server.drop(version_name(version, part.shard, part.format.name))
 
 
-class _Bytes:
-    """A state that is one tensor; `replication.access.StateAccess`."""
+def _named(data: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+    """The tensors of a state have numbers for names."""
+    return [(str(number), each) for number, each in enumerate(data)]
 
-    def __init__(self, data: Tensor, check: Check | None) -> None:
+
+class _Bytes:
+    """A state that is memory; `replication.access.StateAccess`."""
+
+    def __init__(self, data: Sequence[Tensor], check: Check | None) -> None:
         self._data, self._check = data, check
-        self.found: Mapping[str, Any] = {}
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        return [(_TENSOR, self._data)]
+        return _named(self._data)
 
     def manifest(self) -> dict[str, object]:
         return {}
 
     def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
         if self._check is not None:
-            self._check(manifest)
+            self._check(manifest, table)
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        self.found = manifest
+        """The bytes are all of it."""
 
 
 def fetch(
     name: str,
     donors: Sequence[Endpoint],
     dial: Dial,
-    part: Tensor,
+    data: Sequence[Tensor],
     *,
     deadline_s: float,
     progress: Tell | None = None,
     check: Check | None = None,
     abandoned: Callable[[], bool] | None = None,
     blank: bool = False,
-) -> Mapping[str, Any]:
-    """Fills `part` with a state's bytes; what is here already is not fetched again.
+    piece_nbytes: int = PIECE_NBYTES,
+) -> None:
+    """Fills `data` with a state's bytes; what is here already is not fetched again.
 
     Args:
         name: Of the state.
         donors: Who has it; each sends a part.
         dial: Makes a connection to one, or takes one that it has parked.
-        part: uint8, flat, contiguous, in host memory; after an error it holds a mixture, which the next try goes on
-            from.
+        data: The state's tensors, each uint8, flat, contiguous, in host memory; after an error they hold a mixture,
+            which the next try goes on from.
         deadline_s: For all of it.
         progress: Told of bytes that arrived.
-        check: Looks at the manifest before anything is fetched; who gives it proves the bytes when they are here, too.
+        check: Looks at manifest and table before anything is fetched.
         abandoned: Asked now and then; True ends it.
         blank: Nothing is here yet, so that nothing need be looked for.
-
-    Returns:
-        The manifest.
+        piece_nbytes: Of the pieces that are verified, as who holds it cuts them.
 
     Raises:
         NoDonorError: No donor has it, or can be reached (any more).
         StateError: What it has does not fit, or it was abandoned.
         DeadlineError: The deadline passed.
     """
-    state = _Bytes(part, check)
     config = PullConfig(
         deadline_s=deadline_s,
         stall_timeout_s=STALL_S,
@@ -149,19 +156,19 @@ def fetch(
         redial_silent=len(donors) == 1,  # else the others go on at once
         prove=False,  # each piece was verified where it lies
         blank=blank,
+        piece_nbytes=piece_nbytes,
     )
     pull_state(
         donors,
         dial,
         head=named_head(name),
         seq=0,
-        state=state,
+        state=_Bytes(data, check),
         config=config,
         policy=SharedQueue() if len(donors) > 1 else None,  # nothing comes twice over a link that all of them share
         progress=progress,
         abandoned=abandoned,
     )
-    return state.found
 
 
 def fetch_push(
@@ -186,30 +193,35 @@ def fetch_push(
         blank: See `fetch`.
 
     Raises:
-        StateError: Its bytes are not what was offered.
+        NoDonorError: Nobody serves what was offered (any more), or its bytes do not come as they were offered.
     """
-    shard, expected = part.shard, list[bytes]()
+    shard = part.shard
 
-    def check(manifest: Mapping[str, Any]) -> None:
+    def check(manifest: Mapping[str, Any], table: StateTable) -> None:
         digests = manifest.get(_DIGESTS)
         if not isinstance(digests, bytes) or len(digests) != shard.grid.blocks * DIGEST_NBYTES:
             raise WireError(f"push {offer.push} comes without one digest for each of {shard.grid.blocks} blocks")
-        expected[:] = [digests[at : at + DIGEST_NBYTES] for at in range(0, len(digests), DIGEST_NBYTES)]
-        found = shard.grid.whole.content_hash(expected, part.format.name)
+        offered = [digests[at : at + DIGEST_NBYTES] for at in range(0, len(digests), DIGEST_NBYTES)]
+        found = shard.grid.whole.content_hash(offered, part.format.name)
         if found != offer.manifest:
             raise WireError(f"push {offer.push} was offered as {offer.manifest}, and what is served is {found}")
+        if [digest for entry in table.entries for digest in entry.hashes] != offered[shard.first : shard.stop]:
+            raise WireError(f"push {offer.push} is served with other digests of its blocks than those offered")
 
     name = push_name(offer.push, shard)
     whom = donors or [Endpoint(str(offer.push.incarnation), "", 0)]
-    fetch(name, whom, dial, part.data, deadline_s=deadline_s, progress=progress, check=check, blank=blank)
-    for block, (digest, wanted) in enumerate(
-        zip(part.digests(several=True), expected[shard.first : shard.stop], strict=True)
-    ):
-        if digest != wanted:
-            raise StateError(
-                f"block {shard.first + block} of push {offer.push} is not the one that was offered: its digest is "
-                f"{digest.hex()}, expected {wanted.hex()}"
-            )
+    data = [part.run(first, stop) for first, stop in shard.runs()]
+    fetch(
+        name,
+        whom,
+        dial,
+        data,
+        deadline_s=deadline_s,
+        progress=progress,
+        check=check,
+        blank=blank,
+        piece_nbytes=part.block_nbytes,
+    )
 
 
 def fetch_version(
@@ -261,7 +273,7 @@ def fetch_version(
             if not holder.endpoint:
                 raise NoDonorError(f"version {version}: follower {holder.name} is away, which holds a shard of it")
             donor = Endpoint(holder.name, *split_endpoint(holder.endpoint))
-            name, data = version_name(version, shard, format.name), slice_of(part, shard)
+            name, data = version_name(version, shard, format.name), [part.run(shard.first, shard.stop)]
             fetch(name, [donor], dial, data, deadline_s=deadline_s, progress=progress, abandoned=given_up, blank=blank)
         except BaseException as error:  # whoever waits for all of them raises it
             errors.append(error)

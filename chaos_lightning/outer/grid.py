@@ -175,6 +175,16 @@ class Shard:
         """Of its elements, if each takes `itemsize` bytes."""
         return self.elements * itemsize
 
+    def runs(self) -> Iterator[Span]:
+        """Of each tensor that it has a part of, in order: the run of its own blocks that are that tensor's."""
+        firsts = self.grid._firsts
+        for tensor in range(bisect_right(firsts, self.first) - 1, len(self.grid.sizes)):
+            if firsts[tensor] >= self.stop:
+                return
+            first, stop = max(self.first, firsts[tensor]), min(self.stop, firsts[tensor + 1])
+            if first < stop:
+                yield first - self.first, stop - self.first
+
     def tensors(self) -> Iterator[tuple[int, Span]]:
         """The tensors that it has a part of, and which of their own elements that is."""
         start, stop = self.span

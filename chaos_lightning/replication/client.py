@@ -25,7 +25,7 @@ from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 from chaos_lightning.replication.policy import Job, Request
 from chaos_lightning.replication.source import ByteSource, Dial, Endpoint, reason_of
-from chaos_lightning.replication.table import Piece
+from chaos_lightning.replication.table import PIECE_NBYTES, Piece
 from chaos_lightning.replication.work_queue import WorkQueue
 
 T = TypeVar("T")
@@ -73,12 +73,14 @@ class PullConfig:
     """Nothing of the state is here yet, so that it is not hashed to find out what is: all of it is fetched."""
     by_reference: bool = False
     """Read the state out of the memory of donors on this machine that lend it (by_reference.py)."""
+    piece_nbytes: int = PIECE_NBYTES
+    """Of the pieces that are hashed; donors cut alike."""
 
     def __post_init__(self) -> None:
         for name in ("deadline_s", "stall_timeout_s", "survey_grace_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("depth", "max_failures"):
+        for name in ("depth", "max_failures", "piece_nbytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.redial_s >= 0:

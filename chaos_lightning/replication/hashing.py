@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from chaos_lightning.replication.memory import Region, in_place, region
-from chaos_lightning.replication.table import Named, cuts
+from chaos_lightning.replication.table import PIECE_NBYTES, Named, cuts
 
 T = TypeVar("T")
 _HASHERS = 4
@@ -28,9 +28,9 @@ Hashes = tuple[bytes, ...]
 Mark = tuple[int, int, str, tuple[int, ...]]
 
 
-def hash_regions(regions: Sequence[Region]) -> list[Hashes]:
+def hash_regions(regions: Sequence[Region], piece_nbytes: int = PIECE_NBYTES) -> list[Hashes]:
     """xxh3-128 of each piece of each region, on several cores."""
-    pieces = [(number, start, stop) for number, r in enumerate(regions) for start, stop in cuts(r.nbytes)]
+    pieces = [(number, *cut) for number, r in enumerate(regions) for cut in cuts(r.nbytes, piece_nbytes)]
 
     def digests(group: Sequence[tuple[int, int, int]]) -> list[bytes]:
         digest = xxhash.xxh3_128_digest
@@ -41,16 +41,6 @@ def hash_regions(regions: Sequence[Region]) -> list[Hashes]:
         for (number, _, _), value in zip(group, hashes, strict=True):
             found[number].append(value)
     return [tuple(hashes) for hashes in found]
-
-
-def hash_spans(data: memoryview, spans: Sequence[tuple[int, int]], *, several: bool) -> list[bytes]:
-    """xxh3-128 of each of these byte ranges, on several cores or on this one."""
-
-    def digests(group: Sequence[tuple[int, int]]) -> list[bytes]:
-        return [xxhash.xxh3_128_digest(data[start:stop]) for start, stop in group]
-
-    groups = _groups(spans) if several else [spans]
-    return [digest for found in _on_several(digests, groups) for digest in found]
 
 
 def _groups(pieces: Sequence[T]) -> list[Sequence[T]]:
@@ -73,9 +63,11 @@ class Own:
 
     Args:
         named: Tensors in host memory are hashed, from now on, in the background.
+        piece_nbytes: Of the pieces that are hashed.
     """
 
-    def __init__(self, named: Named) -> None:
+    def __init__(self, named: Named, piece_nbytes: int = PIECE_NBYTES) -> None:
+        self._piece_nbytes = piece_nbytes
         self._tensors = [tensor for _, tensor in named if in_place(tensor)]  # kept: an address must not be used again
         self._marks = [_mark(tensor) for tensor in self._tensors]
         pool = ThreadPoolExecutor(1, "chaos-hash-own")
@@ -83,7 +75,7 @@ class Own:
         pool.shutdown(wait=False)
 
     def _hash(self) -> dict[Mark, Hashes]:
-        found = hash_regions([region("own", tensor) for tensor in self._tensors])
+        found = hash_regions([region("own", tensor) for tensor in self._tensors], self._piece_nbytes)
         return dict(zip(self._marks, found, strict=True))
 
     def of(self, tensors: Sequence[tuple[str, Tensor]], regions: Sequence[Region]) -> list[Hashes]:
@@ -96,5 +88,5 @@ class Own:
         known = self._work.result()
         marks = [_mark(tensor) if in_place(tensor) else None for _, tensor in tensors]
         unknown = [r for r, mark in zip(regions, marks, strict=True) if mark is None or mark not in known]
-        fresh = iter(hash_regions(unknown))
+        fresh = iter(hash_regions(unknown, self._piece_nbytes))
         return [known[mark] if mark is not None and mark in known else next(fresh) for mark in marks]

@@ -12,7 +12,7 @@ from torch import Tensor
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication.memory import Region
 from chaos_lightning.replication.snapshot import Snapshot
-from chaos_lightning.replication.table import StateTable, build_table
+from chaos_lightning.replication.table import PIECE_NBYTES, StateTable, build_table
 
 
 class RefusalError(Exception):
@@ -39,6 +39,9 @@ class Published:
     """When somebody last asked for something of it, or was sent it; by `time.monotonic()`."""
     sending: int = 0
     """Answers with bytes of it that are under way."""
+    hashes: list[tuple[bytes, ...]] | None = None
+    """Of the pieces of each tensor, where whoever gives it has hashed it before."""
+    piece_nbytes: int = PIECE_NBYTES
     table: StateTable | None = None
     encoded: bytes = b""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -49,7 +52,14 @@ class Published:
             tick()
         try:
             if self.table is None:
-                self.table = build_table(self.named, self.attached, regions=self.regions, tick=tick)
+                self.table = build_table(
+                    self.named,
+                    self.attached,
+                    regions=self.regions,
+                    hashes=self.hashes,
+                    piece_nbytes=self.piece_nbytes,
+                    tick=tick,
+                )
                 self.encoded = self.table.encode()
             return self.table
         finally:

@@ -177,13 +177,14 @@ class _StatePull:
         self.survey = _Survey(session, policy.patient)
         self.skipped: int | None = None
         self._own: Own | None = None
+        self._piece_nbytes = session.config.piece_nbytes
 
     def run(self, head: str, seq: int) -> PullReport:
         early = self._ask_early() if self.replayed else None
         self.survey.begin()
         mine = self._adopt_early(early) if early is not None else None
         if mine is None and not self.session.config.blank:
-            self._own = Own(self.state.tensors())
+            self._own = Own(self.state.tensors(), self._piece_nbytes)
         self.survey.run()
         lead = self.survey.choose()
         if mine is not None and lead is not None and self._same(lead, *mine):
@@ -245,10 +246,10 @@ class _StatePull:
         with fitting():
             self.state.prepare(manifest, build_table(tensors, hashes=[()] * len(tensors)))
             self.state.adopt(manifest)
-        tensors = self.state.tensors()
-        self._own = Own(tensors)
+        tensors, size = self.state.tensors(), self._piece_nbytes
+        self._own = Own(tensors, size)
         regions = [region(name, tensor) for name, tensor in tensors]
-        table = build_table(tensors, regions=regions, hashes=self._own.of(tensors, regions))
+        table = build_table(tensors, regions=regions, hashes=self._own.of(tensors, regions), piece_nbytes=size)
         return table, xxhash.xxh3_128_hexdigest(text)
 
     def _same(self, lead: str, mine: StateTable, manifest: str) -> bool:
@@ -260,7 +261,8 @@ class _StatePull:
     def _ask(self, lead: str) -> tuple[StateTable, bytes] | None:
         """Manifest and table of the lead; None if it failed."""
         donor = self.session.donors[lead]
-        self.session.start("control", lead, lambda: _control(donor))
+        size = self._piece_nbytes
+        self.session.start("control", lead, lambda: _control(donor, size))
         found: tuple[StateTable, bytes] | None = None
         while self.session.pending("control"):
             for kind, member, result in self.session.collect():
@@ -297,7 +299,8 @@ class _StatePull:
         self._own = None
         if blank:
             return list(table.pieces())
-        return _missing(table, hash_regions(regions) if own is None else own.of(landing.named, regions))
+        hashes = hash_regions(regions, self._piece_nbytes) if own is None else own.of(landing.named, regions)
+        return _missing(table, hashes)
 
     def _deliver(
         self, lead: str, table: StateTable, regions: Sequence[Region], missing: Sequence[Piece], missing_nbytes: int
@@ -329,9 +332,11 @@ class _StatePull:
             (name, dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors
         ]
         # The state hash is one over names, types, shapes and these very piece hashes.
-        if same and not _missing(StateTable(tuple(theirs)), hash_regions([region(name, t) for name, t in tensors])):
+        size = self._piece_nbytes
+        here = hash_regions([region(name, t) for name, t in tensors], size)
+        if same and not _missing(StateTable(tuple(theirs), size), here):
             return
-        mine = build_table(tensors)
+        mine = build_table(tensors, piece_nbytes=size)
         for a, b in zip(theirs, mine.entries, strict=False):
             if (a.name, a.dtype, a.shape, a.hashes) != (b.name, b.dtype, b.shape, b.hashes):
                 raise StateError(
@@ -349,10 +354,10 @@ class _StatePull:
         return lambda job: known.entries[job.pieces[0].entry].words()
 
 
-def _control(donor: Donor) -> tuple[StateTable, bytes]:
+def _control(donor: Donor, piece_nbytes: int) -> tuple[StateTable, bytes]:
     """In the donor's thread: table and manifest."""
     text = donor.ask(Type.GET_MANIFEST, Type.MANIFEST)
-    return decode_table(donor.ask(Type.GET_TABLE, Type.TABLE)), text
+    return decode_table(donor.ask(Type.GET_TABLE, Type.TABLE), piece_nbytes), text
 
 
 def _missing(table: StateTable, hashes: Sequence[Hashes]) -> list[Piece]:

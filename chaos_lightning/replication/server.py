@@ -45,6 +45,7 @@ from chaos_lightning.replication.memory import in_place, region, synchronize
 from chaos_lightning.replication.pace import Pace
 from chaos_lightning.replication.published import Published, RefusalError, lay_out
 from chaos_lightning.replication.snapshot import Snapshot, available_nbytes
+from chaos_lightning.replication.table import PIECE_NBYTES
 from chaos_lightning.transport.pacing import pace
 
 HOLD = 0.6
@@ -151,6 +152,8 @@ class StateServer:
         *,
         copies: Collection[str] = (),
         ready: bool = False,
+        hashes: Sequence[tuple[bytes, ...]] | None = None,
+        piece_nbytes: int = PIECE_NBYTES,
     ) -> None:
         """Make a version of another state than the member's own servable until `drop`, beside all others.
 
@@ -164,9 +167,12 @@ class StateServer:
             manifest: Everything else, as in `publish`.
             copies: Names of tensors that will change before: they are copied now.
             ready: Hash it here and now, and not when somebody asks for it first.
+            hashes: Of the pieces of each tensor, if the caller has them already; the manifest has no tensors then.
+            piece_nbytes: Of these pieces; whoever pulls must expect the same (`PullConfig.piece_nbytes`).
         """
         head = bulk.named_head(name)
         item = self._described(head, version, tensors, manifest, copies)
+        item.piece_nbytes, item.hashes = piece_nbytes, [*hashes] if hashes is not None else None
         if ready:
             item.build(lambda: None)
         with self._changed:

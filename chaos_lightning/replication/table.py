@@ -28,7 +28,8 @@ from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.replication.memory import Region, check_tensor, region
 
 PIECE_NBYTES = 1 << 20
-"""Part of the protocol, for the state hash depends on it: all members of a job must cut alike."""
+"""Part of the protocol, for the state hash depends on it: all members of a job must cut alike. Other states than a
+member's may be cut otherwise, by agreement."""
 DIGEST_NBYTES = 16
 MAX_TENSORS = 1 << 20
 
@@ -85,9 +86,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class StateTable:
-    """What the state consists of, in order; replicated tensors first."""
+    """What the state consists of, in order; replicated tensors first, each in pieces of at most `piece_nbytes`."""
 
     entries: tuple[TableEntry, ...]
+    piece_nbytes: int = PIECE_NBYTES
 
     @cached_property
     def nbytes(self) -> int:
@@ -106,7 +108,7 @@ class StateTable:
     def pieces(self) -> Iterator[Piece]:
         """All pieces in address order."""
         for index, entry in enumerate(self.entries):
-            for number, (start, stop) in enumerate(cuts(entry.nbytes)):
+            for number, (start, stop) in enumerate(cuts(entry.nbytes, self.piece_nbytes)):
                 yield Piece(index, start, stop, entry.hashes[number])
 
     def encode(self) -> bytes:
@@ -115,7 +117,7 @@ class StateTable:
             [e.name, e.dtype, list(e.shape), e.nbytes, b"".join(e.hashes).hex(), int(e.attached), e.device]
             for e in self.entries
         ]
-        return json.dumps({"piece": PIECE_NBYTES, "tensors": rows}, separators=(",", ":")).encode()
+        return json.dumps({"piece": self.piece_nbytes, "tensors": rows}, separators=(",", ":")).encode()
 
 
 def _fold(entries: Iterable[TableEntry]) -> str:
@@ -126,24 +128,24 @@ def _fold(entries: Iterable[TableEntry]) -> str:
     return state.hexdigest()
 
 
-def cuts(nbytes: int) -> Iterator[tuple[int, int]]:
+def cuts(nbytes: int, piece_nbytes: int = PIECE_NBYTES) -> Iterator[tuple[int, int]]:
     """Where the pieces of a tensor of this size begin and end."""
-    return ((start, min(start + PIECE_NBYTES, nbytes)) for start in range(0, nbytes, PIECE_NBYTES))
+    return ((start, min(start + piece_nbytes, nbytes)) for start in range(0, nbytes, piece_nbytes))
 
 
-def decode_table(data: bytes) -> StateTable:
-    """Read `StateTable.encode()`; WireError for anything that is not a consistent table."""
+def decode_table(data: bytes, piece_nbytes: int = PIECE_NBYTES) -> StateTable:
+    """Read `StateTable.encode()`; WireError for anything that is not a consistent table with pieces of this size."""
     try:
         document = json.loads(data)
-        piece_nbytes, rows = document["piece"], document["tensors"]
-        if piece_nbytes != PIECE_NBYTES:
-            raise WireError(f"state table with pieces of {piece_nbytes!r} bytes, expected {PIECE_NBYTES}")
+        found, rows = document["piece"], document["tensors"]
+        if found != piece_nbytes:
+            raise WireError(f"state table with pieces of {found!r} bytes, expected {piece_nbytes}")
         if type(rows) is not list or len(rows) > MAX_TENSORS:
             raise WireError(f"state table without a list of at most {MAX_TENSORS} tensors")
         entries: list[TableEntry] = []
         offset = 0
         for row in rows:
-            entries.append(_entry(row, offset))
+            entries.append(_entry(row, offset, piece_nbytes))
             offset = entries[-1].stop
     except WireError:
         raise
@@ -153,10 +155,10 @@ def decode_table(data: bytes) -> StateTable:
         raise WireError("state table names a tensor twice")
     if any(a.attached and not b.attached for a, b in pairwise(entries)):
         raise WireError("state table with a replicated tensor after an attached one")
-    return StateTable(tuple(entries))
+    return StateTable(tuple(entries), piece_nbytes)
 
 
-def _entry(row: object, offset: int) -> TableEntry:
+def _entry(row: object, offset: int, piece_nbytes: int) -> TableEntry:
     if type(row) is not list or len(row) != 7:
         raise WireError("state table with a malformed row")
     name, dtype, shape, nbytes, digests, attached, device = row
@@ -172,16 +174,16 @@ def _entry(row: object, offset: int) -> TableEntry:
     if type(nbytes) is not int or nbytes != count * DTYPES[dtype].itemsize:
         raise WireError(f"state table: tensor {name!r} {dtype}{shape} cannot have {nbytes!r} bytes")
     raw = bytes.fromhex(digests)
-    if len(raw) != -(-nbytes // PIECE_NBYTES) * DIGEST_NBYTES:
+    if len(raw) != -(-nbytes // piece_nbytes) * DIGEST_NBYTES:
         raise WireError(f"state table: tensor {name!r} of {nbytes} bytes has {len(raw) / DIGEST_NBYTES} piece hashes")
     hashes = tuple(raw[i : i + DIGEST_NBYTES] for i in range(0, len(raw), DIGEST_NBYTES))
     return TableEntry(name, dtype, tuple(shape), offset, nbytes, hashes, bool(attached), device)
 
 
-def hash_region(source: Region) -> tuple[bytes, ...]:
+def hash_region(source: Region, piece_nbytes: int = PIECE_NBYTES) -> tuple[bytes, ...]:
     """xxh3-128 of each piece of one tensor."""
     digest = xxhash.xxh3_128_digest
-    return tuple(digest(source.read(start, stop)) for start, stop in cuts(source.nbytes))
+    return tuple(digest(source.read(start, stop)) for start, stop in cuts(source.nbytes, piece_nbytes))
 
 
 def build_table(
@@ -190,6 +192,7 @@ def build_table(
     *,
     regions: Sequence[Region] | None = None,
     hashes: Sequence[tuple[bytes, ...]] | None = None,
+    piece_nbytes: int = PIECE_NBYTES,
     tick: Callable[[], None] | None = None,
 ) -> StateTable:
     """Hash the state.
@@ -198,7 +201,8 @@ def build_table(
         tensors: Replicated tensors in their fixed order.
         attached: Tensors that only a manifest refers to.
         regions: Ways to the tensors' bytes, in the same order, if the caller has them already.
-        hashes: Of the pieces of each tensor, if the caller has them already.
+        hashes: Of the pieces of each tensor, if the caller has them already; attached ones come after the others.
+        piece_nbytes: Of these pieces.
         tick: Called now and then, so that a long hash does not look like a death.
     """
     rows = [(name, t, False) for name, t in tensors] + [(name, t, True) for name, t in attached]
@@ -206,7 +210,7 @@ def build_table(
     offset = 0
     for index, (name, tensor, extra) in enumerate(rows):
         source = regions[index] if regions is not None else region(name, tensor)
-        digests = hash_region(source) if hashes is None else hashes[index]
+        digests = hash_region(source, piece_nbytes) if hashes is None else hashes[index]
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         entries.append(TableEntry(name, dtype, shape, offset, source.nbytes, digests, extra, tensor.device.type))
         offset += source.nbytes
@@ -215,7 +219,7 @@ def build_table(
     if len({e.name for e in entries}) != len(entries):
         twice = next(e.name for i, e in enumerate(entries) if e.name in {x.name for x in entries[:i]})
         raise StateError(f"two tensors of the training state have the name {twice!r}: names must be unique")
-    return StateTable(tuple(entries))
+    return StateTable(tuple(entries), piece_nbytes)
 
 
 def state_hash(tensors: Named) -> str:

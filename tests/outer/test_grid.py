@@ -126,3 +126,12 @@ def test_the_grid_is_light() -> None:
     code = "import sys, chaos_lightning.outer.grid; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@given(grids)
+def test_runs_are_all_blocks_by_tensors(grid: Grid) -> None:
+    for shards in {1, min(3, grid.blocks), grid.blocks}:
+        for shard in grid.cut(shards):
+            runs = [*shard.runs()]
+            assert [block for first, stop in runs for block in range(first, stop)] == [*range(shard.blocks)]
+            assert len(runs) == len([*shard.tensors()])

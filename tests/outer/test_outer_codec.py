@@ -245,6 +245,10 @@ def test_others_register_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mine.residual
     with pytest.raises(ConfigurationError, match="'halves' already"):
         register_codec(Codec("halves", Halves(), FP32))
+    monkeypatch.setattr(Halves, "nbytes", lambda _, elements: 64 - elements % 64)
+    with pytest.raises(ConfigurationError, match=r"'more': blocks of 1, 2, 4, .* no more than a larger block has"):
+        register_codec(Codec("more", BF16, Halves()))
+    monkeypatch.undo()
     shard = Grid((100,), 64).whole
     values = random(100)
     assert torch.equal(Part.encoded(shard, mine.push, values).decoded(), values.half().float())
