@@ -16,7 +16,8 @@ process is gone. In *apart* each counts as on a machine of its own (CHAOS_HOST):
 machine that lives, and refuses connections from then on; SIGSTOP stands for a machine that falls silent, and nothing
 but the end of its lease tells, unless the supervisor beside it kills it first. *Another decides* with its first entry.
 That has a bound after SIGKILL; after SIGSTOP, when clusters and followers only notice by silence, that it leads has.
-When it leads, and its first round, are given.
+When it leads, and its first round, are given, and how far two entries lie apart while nobody is struck: a leader has
+nothing to decide before a push or a saved version comes.
 
 Training must notice nothing of the server's death: the longest inner step of any cluster from the strike until two
 rounds after the recovery is compared, run by run, with one in as long a time in which nobody is struck, while a process
@@ -41,7 +42,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.common import Options, Result, median, run
@@ -76,6 +79,8 @@ class OuterCase:
     longest: list[float] = field(default_factory=list)
     """Longest inner step of any living cluster."""
     control: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    """Between two entries while nobody is struck."""
     extra_cpu: list[float] = field(default_factory=list)
     """Processor time of the server beyond its usual part, which the control uses too."""
     versions: list[int] = field(default_factory=list)
@@ -229,11 +234,11 @@ def one_run(scene: OuterScene, case: OuterCase, title: str, strike: Strike, rng:
         took_s = (end - began) / 1e9
         extra = max(0.0, used - usual * took_s)
         case.extra_cpu.append(extra)
-        case.control.append(control(scene, took_s, extra))
+        control(scene, case, took_s, extra)
 
 
-def control(scene: OuterScene, seconds: float, cpu_s: float) -> float:
-    """The longest inner step while nobody is struck and a process uses this processor time."""
+def control(scene: OuterScene, case: OuterCase, seconds: float, cpu_s: float) -> None:
+    """The longest inner step, and entries, while nobody is struck and a process uses this processor time."""
     scene.rounds(1)
     scene.collect()
     since = time.monotonic_ns()
@@ -244,7 +249,9 @@ def control(scene: OuterScene, seconds: float, cpu_s: float) -> float:
         burner.kill(0.0)
     end = time.monotonic_ns()
     scene.collect()
-    return scene.longest(since, end)
+    case.control.append(scene.longest(since, end))
+    entries = sorted(r.mono for r in scene.watch.records if r.name == "entry" and since < r.mono * 1e9 < end)
+    case.gaps += [after - before for before, after in pairwise(entries)]
 
 
 def usual_cpu(scene: OuterScene) -> float:
@@ -286,6 +293,9 @@ def report(result: Result, scene_name: str, title: str, case: OuterCase) -> None
         result.add(f"{key}: {what}, median of {n}", median(seconds), "s")
         result.add(f"{key}: {what}, slowest of {n}", max(seconds), "s", bounds.get(what))
     result.add(f"{key}: longest inner step, worst of {n}", max(case.longest), "s")
+    if "leader" in title and case.gaps:
+        result.add(f"{key}, control: from one entry to the next, mean of {len(case.gaps)}", mean(case.gaps), "s")
+        result.add(f"{key}, control: from one entry to the next, longest", max(case.gaps), "s")
     if case.control:
         result.add(f"{key}, control: longest inner step, worst of {n}", max(case.control), "s")
         beyond = [struck - quiet for struck, quiet in zip(case.longest, case.control, strict=True)]

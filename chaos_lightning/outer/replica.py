@@ -123,4 +123,4 @@ def _split(flat: Tensor, grid: Grid) -> Sequence[Tensor]:
 
 def _part_of(part: Part, shard: Shard) -> Part:
     """A run of its blocks, in place."""
-    return Part(shard, part.format, part.data[part.offsets[shard.first] : part.offsets[shard.stop]])
+    return Part(shard, part.format, part.run(shard.first, shard.stop))
