@@ -267,10 +267,10 @@ def travels(ends: Ends) -> None:
     part = Part.empty(grid.whole, BF16)
     fetch_push(offer, part, ends.listener.dial, deadline_s=LIMIT_S)
     assert torch.equal(part.data, whole.data)
-    ends.served.hold("version", 0, [("part", whole.data)], {})
+    ends.served.hold("version", 0, [("0", whole.data)], {})
     part.data.zero_()
     host, _, port = ends.listener.endpoint.partition(":")
-    fetch("version", [Endpoint("f0", host, int(port))], ends.lines.dial, part.data, deadline_s=LIMIT_S)
+    fetch("version", [Endpoint("f0", host, int(port))], ends.lines.dial, [part.data], deadline_s=LIMIT_S)
     assert torch.equal(part.data, whole.data)
 
 
