@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -82,6 +82,21 @@ The first torchrun on HOST starts the scheduler; `chaos-lightning scheduler` is 
 """
 
 
+class _Flags:
+    """Shows no type for flags in the help: they take no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class _Single(_Flags, TyperCommand):
+    """A sub-command whose arguments typer reads."""
+
+
 class _Whole(TyperCommand):
     """Hands everything that follows its name to the function."""
 
@@ -94,7 +109,7 @@ class _Whole(TyperCommand):
         return self.callback(ctx.args)
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(_Flags, TyperGroup):
     """Lists all sub-commands by their lines here; imports the one that is to run."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -109,15 +124,18 @@ class LazyGroup(TyperGroup):
         return name, command if name not in COMMANDS else load(str(name)), rest
 
 
+def _function(name: str) -> Any:
+    module, _, function = COMMANDS[name].place.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
 def load(name: str) -> Any:
     """The real command behind a line of COMMANDS."""
-    entry = COMMANDS[name]
-    module, _, function = entry.place.partition(":")
-    callback = getattr(importlib.import_module(module), function)
+    entry, callback = COMMANDS[name], _function(name)
     if entry.whole:
         return _Whole(name, callback=callback, help=entry.help)
     single = typer.Typer(add_completion=False)
-    single.command(name, help=None if callback.__doc__ else entry.help)(callback)
+    single.command(name, cls=_Single, help=None if callback.__doc__ else entry.help)(callback)
     return typer.main.get_command(single)
 
 
@@ -125,15 +143,24 @@ app = typer.Typer(
     cls=LazyGroup,
     name="chaos-lightning",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     epilog=EPILOG,
     help="Training that keeps going while machines, links and servers come and go.",
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        _function("version")()
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", help=COMMANDS["version"].help, callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """Training that keeps going while machines, links and servers come and go."""
 
 

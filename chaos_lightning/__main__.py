@@ -1,0 +1,8 @@
+"""`python -m chaos_lightning` is the command `chaos-lightning`, for where no folder of programs is on the PATH."""
+
+from __future__ import annotations
+
+from chaos_lightning.cli import main
+
+if __name__ == "__main__":
+    main()
