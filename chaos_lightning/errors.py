@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+EXTRAS = {"lightning": "lightning", "hydra": "hydra", "omegaconf": "hydra"}
+"""By the name of a package that is imported, the extra of ours that brings it."""
+
 
 class ChaosError(Exception):
     """Root of everything this package raises on purpose."""
@@ -13,6 +19,31 @@ class ConfigurationError(ChaosError, ValueError):
 
 class UnsupportedError(ConfigurationError):
     """A feature of the host framework that this package refuses by name instead of doing it wrong."""
+
+
+class MissingExtraError(ConfigurationError, ImportError):
+    """Something needs a package that an extra of ours brings; says what, which package, and what to run."""
+
+
+@contextmanager
+def needing(what: str) -> Iterator[None]:
+    """Imports in it that fail since an extra is not installed say so.
+
+    Args:
+        what: What the user asked for.
+
+    Raises:
+        MissingExtraError: A package of `EXTRAS` is not there; other failed imports stay as they are.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        raise MissingExtraError(
+            f"{what} needs the package {error.name}, which is not installed; run: "
+            f'pip install "chaos-lightning[{EXTRAS[error.name]}]"'
+        ) from error
 
 
 class RefusedError(ChaosError):

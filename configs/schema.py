@@ -14,11 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_type_hints
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
-
+from chaos_lightning.errors import needing
 from chaos_lightning.outer import strategy_options as outer
 from chaos_lightning.settings import ARGUMENTS, ChaosOptions, optional
+
+with needing("chaos_lightning.configs"):
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import MISSING
 
 
 def _thawed(name: str, options: type) -> Any:

@@ -25,10 +25,13 @@ if __name__ != "chaos_lightning.strategies":
         "(the folder at the root of the repository is the same one, under a name that would load everything twice)"
     )
 
+from chaos_lightning.errors import needing
 from chaos_lightning.outer.strategy_options import DiLoCoOptions
 from chaos_lightning.settings import ChaosOptions
-from chaos_lightning.strategies.diloco import DiLoCoStrategy
-from chaos_lightning.strategies.schedules import BySamples
-from chaos_lightning.strategies.strategy import ChaosStrategy
+
+with needing("chaos_lightning.strategies (ChaosStrategy, DiLoCoStrategy)"):
+    from chaos_lightning.strategies.diloco import DiLoCoStrategy
+    from chaos_lightning.strategies.schedules import BySamples
+    from chaos_lightning.strategies.strategy import ChaosStrategy
 
 __all__ = ["BySamples", "ChaosOptions", "ChaosStrategy", "DiLoCoOptions", "DiLoCoStrategy"]

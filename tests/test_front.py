@@ -1,10 +1,11 @@
-"""What a user meets first: the command's options."""
+"""What a user meets first: the command's options, and what a missing extra says."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -39,3 +40,46 @@ def test_shells_complete_commands_and_their_options(words: str, offered: str) ->
     done = python("-c", code, _CHAOS_LIGHTNING_COMPLETE="complete_bash", **asked)
     assert done.returncode == 0, done.stderr
     assert offered in done.stdout.split()
+
+
+WITHOUT = """
+from importlib.machinery import PathFinder
+def hide(package, find=PathFinder.find_spec):
+    PathFinder.find_spec = lambda name, *rest: None if name == package else find(name, *rest)
+hide("""
+"""Python code that makes a package be as if it were not installed; its name and a bracket are to follow."""
+
+
+@pytest.mark.parametrize(
+    ("absent", "code", "what"),
+    [
+        ("lightning", "from chaos_lightning import ChaosStrategy", "ChaosStrategy"),
+        ("lightning", "import chaos_lightning; chaos_lightning.DiLoCoStrategy", "DiLoCoStrategy"),
+        ("lightning", "from chaos_lightning._register import make_strategy as m; m('chaos')", "ChaosStrategy"),
+        ("lightning", "import chaos_lightning.callbacks", "chaos_lightning.callbacks"),
+        ("hydra", "import chaos_lightning.configs", "chaos_lightning.configs"),
+    ],
+)
+def test_what_needs_an_extra_says_which(absent: str, code: str, what: str) -> None:
+    """An error of ours that is an ImportError, too: who tries an import catches that."""
+    done = python("-c", f"{WITHOUT}{absent!r})\ntry:\n    {code}\nexcept ImportError as e:\n    print(repr(e))")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("MissingExtraError")
+    assert what in done.stdout
+    assert f"needs the package {absent}" in done.stdout
+    assert f'pip install "chaos-lightning[{absent}]"' in done.stdout
+
+
+def test_other_missing_modules_are_not_laid_to_an_extra() -> None:
+    done = python("-c", "from chaos_lightning.errors import needing\nwith needing('it'): import no_such_module")
+    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such_module'"
+
+
+def test_demo_without_lightning_says_so_before_it_starts_nodes(tmp_path: Path) -> None:
+    code = (
+        f"{WITHOUT}'lightning')\nimport sys; sys.argv[0] = 'chaos-lightning'\nimport chaos_lightning.cli as c; c.main()"
+    )
+    done = python("-c", code, "demo", "--quick", "--dir", str(tmp_path / "demo"))
+    assert done.returncode == 2
+    needs = "chaos-lightning demo needs the package lightning, which is not installed; run: "
+    assert done.stderr == f'error: {needs}pip install "chaos-lightning[lightning]"\n'

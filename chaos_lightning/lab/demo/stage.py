@@ -20,6 +20,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Annotated, Generic, NoReturn, Protocol, TypeVar
@@ -30,7 +31,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from chaos_lightning.errors import ChaosError, ConfigurationError, DeadlineError
+from chaos_lightning.errors import ChaosError, ConfigurationError, DeadlineError, needing
 from chaos_lightning.events.events import Record, Tail
 from chaos_lightning.lab.demo.proof import Check, Evidence, table
 from chaos_lightning.lab.faults import Fault, FaultPlan, Schedule
@@ -135,7 +136,12 @@ def play(scenario: Scenario[N], folder: Path, *, keep: bool = False) -> NoReturn
 
     Raises:
         typer.Exit: Always; 0 if every line holds, 1 if not, 130 if it was interrupted.
+        MissingExtraError: Its nodes could not train.
     """
+    with needing(f"chaos-lightning {scenario.name}"):
+        # Looked for, not imported: its nodes import it, and this process stays light.
+        if find_spec("lightning") is None:
+            raise ModuleNotFoundError(name="lightning")
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
