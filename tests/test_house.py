@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("strategies", "callbacks", "configs")
 OURS = (
     "chaos_lightning", *LINKED, "examples", "benchmarks", "docs", "tests", ".ci",
-    "Makefile", "README.md", "CONTRIBUTING.md", "constraints.txt", "pyproject.toml",
+    "Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt", "pyproject.toml",
 )  # fmt: skip
 GENERATED = re.compile(r"chaos_pb2(_grpc)?\.pyi?$")
 SUFFIXES = {".py", ".md", ".txt", ".toml", ".yaml", ".yml", ".proto", ".svg", ".json", ""}
@@ -330,8 +330,8 @@ def wanted() -> set[str]:
 def test_wheel_holds_the_linked_folders_as_files(built: Path) -> None:
     names = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
     assert {f"chaos_lightning/{f}" for f in wanted()} <= names
-    assert "chaos_lightning/protocol/chaos_pb2.py" in names
-    assert not any(n.startswith(("tests/", "examples/", "strategies/")) for n in names)
+    assert {"chaos_lightning/protocol/chaos_pb2.py", "chaos_lightning/py.typed"} <= names
+    assert all(n.startswith(("chaos_lightning/", "chaos_lightning-")) for n in names)
 
 
 def test_sdist_can_be_built_into_the_same_wheel(built: Path, tmp_path: Path) -> None:
