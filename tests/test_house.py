@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from collections import Counter
@@ -363,3 +364,33 @@ def test_wheel_works_without_the_source_tree(built: Path, tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "models.GPTModule"
+
+
+def test_wheel_installed_by_pip_works_as_users_run_it(built: Path, tmp_path: Path) -> None:
+    """In an environment of its own, which sees this one's packages but not the editable install: no .pth nests."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=100)
+    binaries, wheel = tmp_path / "venv" / "bin", str(next(built.glob("*.whl")))
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def done(*command: str | Path) -> str:
+        ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    python = binaries / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check")
+    done(*pip, "--no-deps", "--no-index", wheel)
+    packages = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
+    (packages / "dependencies.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
+    trains = (
+        "import lightning.pytorch as L, chaos_lightning\n"
+        "print(type(L.Trainer(strategy='chaos', accelerator='cpu', logger=False).strategy).__name__)\n"
+        "print(chaos_lightning.__file__)"
+    )
+    strategy, place = done(python, "-c", trains).splitlines()[-2:]
+    assert strategy == "ChaosStrategy"
+    assert Path(place).is_relative_to(packages)
+    assert done(binaries / "chaos-lightning", "--version").startswith(
+        f"chaos-lightning {Path(wheel).name.split('-')[1]}\n"
+    )
+    assert "Usage: python -m chaos_lightning" in done(python, "-m", "chaos_lightning", "--help")
