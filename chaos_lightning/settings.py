@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from chaos_lightning.declared import (
+    Check,
     Setting,
     at_least,
     check_each,
@@ -28,7 +29,7 @@ from chaos_lightning.declared import (
     setting,
 )
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.machine.addresses import DEFAULT_PORT, split_endpoints
+from chaos_lightning.machine.addresses import DEFAULT_PORT, read_ports, split_announced, split_endpoints
 from chaos_lightning.planning.plans import DEFAULT_PLAN, absolute_plan, read_plan
 from chaos_lightning.planning.shards import POLICIES
 from chaos_lightning.protocol.types import PlanSpec, Settings, check_nodes, is_name
@@ -42,6 +43,20 @@ ON_LAST_EXIT = ("checkpoint", "none")
 def absolute_path(text: str, words: tuple[str, ...] = ("",)) -> str:
     """The same path for a process that may run in another folder; `words` are no paths."""
     return text if text in words else str(Path(text).absolute())
+
+
+def _read_by(read: Callable[[str], object]) -> Check:
+    """What `read` says against a text; nothing against an empty one."""
+
+    def wrong(text: str) -> str:
+        try:
+            if text:
+                read(text)
+        except ConfigurationError as error:
+            return str(error)
+        return ""
+
+    return wrong
 
 
 def _chunk(value: int) -> str:
@@ -85,9 +100,23 @@ class EngineConfig:
         metavar="PATH",
     )
     bind: str = setting(
-        "127.0.0.1",
-        "Address that links listen on (under torchrun by default the one that faces the endpoint); beyond loopback "
-        "keys or a token are demanded.",
+        "",
+        "Address that links listen on, :: for all of IPv4 and IPv6; by default the one that faces the endpoint. Beyond "
+        "loopback keys or a token are demanded.",
+    )
+    port: str = setting(
+        "",
+        "Port that links listen at, or a range of which the first free one is taken, such as 29500-29599: one for each "
+        "member of this machine (docs/ports.md). By default any.",
+        check=_read_by(read_ports),
+        metavar="PORT",
+    )
+    announce: str = setting(
+        "",
+        "Address that other members dial, as HOST or HOST:PORT, where it is another one than that listened on, such as "
+        "behind NAT.",
+        check=_read_by(split_announced),
+        metavar="HOST",
     )
     plan: str = setting(
         DEFAULT_PLAN,

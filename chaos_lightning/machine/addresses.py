@@ -30,6 +30,21 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def split_announced(text: str) -> tuple[str, int]:
+    """(host, port) of "HOST" or "HOST:PORT", as an own address is announced; without a port it is 0.
+
+    Raises:
+        ConfigurationError: It is neither, or nobody can call it.
+    """
+    bare = text.strip()
+    bare = f"[{bare}]" if bare.count(":") > 1 and "[" not in bare else bare
+    named = not bare.endswith("]") and ":" in bare
+    host, port = split_endpoint(bare if named else f"{bare}:0")
+    if host in WILDCARDS or (named and not port):
+        raise ConfigurationError(f"nobody can call {text!r}; name an address that other members reach, as HOST[:PORT]")
+    return host, port
+
+
 def split_endpoints(text: str) -> tuple[str, ...]:
     """Each "HOST:PORT" of a list with commas: the candidates of one job."""
     parts = [split_endpoint(part) for part in text.split(",") if part.strip()]
@@ -44,6 +59,21 @@ def split_endpoints(text: str) -> tuple[str, ...]:
 def join_endpoint(host: str, port: int) -> str:
     """ "HOST:PORT", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def read_ports(text: str) -> range:
+    """The ports that "29500" or "29500-29599" names; "" is any port, 0.
+
+    Raises:
+        ConfigurationError: It is no port and no range.
+    """
+    low, dash, high = text.strip().partition("-")
+    ends = [low, high if dash else low]
+    if not text.strip():
+        return range(1)
+    if all(end.isascii() and end.isdigit() and 0 < int(end) < 65536 for end in ends) and int(ends[0]) <= int(ends[1]):
+        return range(int(ends[0]), int(ends[1]) + 1)
+    raise ConfigurationError(f"{text!r} is no port and no range of ports; write for example 29500 or 29500-29599")
 
 
 def addresses(host: str) -> tuple[str, ...]:

@@ -7,12 +7,15 @@ nothing comes back. A program of another kind says something else, or hangs up. 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.machine.addresses import join_endpoint
 from chaos_lightning.machine.process_table import process_state
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
@@ -22,7 +25,38 @@ _LISTENING = "0A"
 _OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """Ports that the kernel gives to connections, and to whoever asks for any."""
 _FIRST = 10_000
+_NAMED = 3
+"""Of so many ports that are taken it is said by whom."""
 _tried = itertools.count()
+
+
+def open_listener(host: str, ports: Sequence[int]) -> socket.socket:
+    """Listens at the first of these ports that is free; at "::" for IPv4, too.
+
+    Args:
+        host: Address or name of this machine, of IPv4 or IPv6.
+        ports: 0 is any.
+
+    Raises:
+        ConfigurationError: All are taken, and by whom, or it is no address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=host == "::")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigurationError(
+                    f"cannot listen at {join_endpoint(host, port)}: {error}; give an address of this machine and a "
+                    "free port"
+                ) from error
+    holders = [f"{port}: {who_listens(port) or 'by whom cannot be seen'}" for port in ports[:_NAMED]]
+    span = str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
+    raise ConfigurationError(
+        f"cannot listen at {join_endpoint(host, ports[0])}: port {span} is taken ({'; '.join(holders)}"
+        f"{'; ...' if len(ports) > _NAMED else ''}); each process needs one free port: give a range with one for each "
+        "that runs on this machine"
+    )
 
 
 def is_another_kind(host: str, port: int, timeout_s: float = 1.0) -> bool:

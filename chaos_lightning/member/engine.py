@@ -31,11 +31,12 @@ from chaos_lightning.errors import (
     NoDonorError,
 )
 from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.addresses import read_ports
 from chaos_lightning.machine.orphan import watch_parent
 from chaos_lightning.member.choice import TransferChoice
 from chaos_lightning.member.control_stream import ControlStream
 from chaos_lightning.member.entrance import Entrance, no_replay
-from chaos_lightning.member.hello import hello, warn_of_rules
+from chaos_lightning.member.hello import hello, listening_address, warn_of_rules
 from chaos_lightning.member.keeping import Keeping
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
@@ -266,10 +267,11 @@ class Engine:
             _log.warning("%s: the job begins anew, from what it was started with: %s", self.member_id, founded.reason)
 
     def _start_network(self, shell: Shell) -> None:
-        check_bind(self.config.bind, self._token)
+        bind = listening_address(self.config)
+        check_bind(bind, self._token)
         watch_parent()
         host_for_engine(self.config, given_up=lambda: self.leaving)
-        shell.listen(self.config.bind)
+        shell.listen(bind, read_ports(self.config.port))
         self._loop.start()
 
     def _make_hello(self) -> Hello:

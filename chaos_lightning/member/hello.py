@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.machine.addresses import WILDCARDS, facing, split_endpoint
+from chaos_lightning.machine.addresses import WILDCARDS, facing, split_announced, split_endpoint
 from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.protocol.types import Hello, Welcome
 from chaos_lightning.settings import EngineConfig
@@ -24,20 +24,41 @@ def package_version() -> str:
         return "unknown"
 
 
-def reachable_address(config: EngineConfig) -> str:
-    """The address that other members dial: `bind`, or the one that faces the scheduler if that is a wildcard.
+_ADVICE = "set bind to an address of this machine that other members reach"
+
+
+def listening_address(config: EngineConfig) -> str:
+    """Where this member listens: `bind`, or the address that faces the scheduler.
 
     Raises:
-        ConfigurationError: None does, or it is one of IPv6, which a wildcard does not listen on.
+        ConfigurationError: No route leads there.
     """
-    if config.bind not in WILDCARDS:
-        return config.bind
-    advice = "set bind to an address of this machine that other members reach"
-    found = facing(*split_endpoint(config.endpoints[0]), advice)
-    if ":" in found:
+    return config.bind or facing(*split_endpoint(config.endpoints[0]), _ADVICE)
+
+
+def reachable_at(config: EngineConfig, port: int) -> tuple[str, int]:
+    """What other members dial: `announce`, else `bind`, or the address that faces the scheduler if that is a wildcard.
+
+    Args:
+        config: Of this member.
+        port: At which it listens.
+
+    Raises:
+        ConfigurationError: No route leads there, or the address is one of IPv6, and "0.0.0.0" does not listen there.
+    """
+    if config.announce:
+        host, outside = split_announced(config.announce)
+        return host, outside or port
+    listens = listening_address(config)
+    return (listens if listens not in WILDCARDS else _facing_all(config)), port
+
+
+def _facing_all(config: EngineConfig) -> str:
+    found = facing(*split_endpoint(config.endpoints[0]), _ADVICE)
+    if ":" in found and config.bind != "::":
         raise ConfigurationError(
             f"{found} faces the scheduler at {config.endpoints[0]}, and bind={config.bind!r} takes connections over "
-            f"IPv4 alone; {advice}"
+            f"IPv4 alone; {_ADVICE}, or to ::"
         )
     return found
 
@@ -81,13 +102,14 @@ def hello(
     no_replay: str = "",
 ) -> Hello:
     """A first Hello. Each parameter's type and shape is part of the fingerprint, so that a refusal can name it."""
+    address, reached = reachable_at(config, port)
     shapes = {f"parameter {s.name}": f"{s.tensor.dtype} {tuple(s.tensor.shape)}" for s in layout.slots}
     return Hello(
         job=config.job,
         name=config.name,
         host=host_identity(),
-        address=reachable_address(config),
-        port=port,
+        address=address,
+        port=reached,
         pid=os.getpid(),
         pid_start=start_time(os.getpid()),
         quota=quota,

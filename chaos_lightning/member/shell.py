@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from chaos_lightning.collectives.memory import Memory
@@ -111,13 +111,13 @@ class Shell:
 
     # ------------------------------------------------------------------ set-up
 
-    def listen(self, bind: str) -> None:
+    def listen(self, bind: str, ports: Sequence[int]) -> None:
         """Any thread, before the loop runs: from now on others can make links with this member.
 
         Raises:
-            ConfigurationError: `bind` is no address of this machine.
+            ConfigurationError: `bind` is no address of this machine, or none of these ports is free.
         """
-        self.links.listen(bind, Takers(self, self.reducer, self.server.serve))
+        self.links.listen(bind, Takers(self, self.reducer, self.server.serve), ports)
         self.loop.call(self.beat)
 
     def reset(self) -> None:

@@ -26,10 +26,11 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError
+from chaos_lightning.errors import ChaosError, RefusedError
 from chaos_lightning.machine.addresses import join_endpoint, split_endpoint
 from chaos_lightning.machine.few_lines import FewLines
 from chaos_lightning.machine.forks import close_in_children
+from chaos_lightning.machine.listener import open_listener
 from chaos_lightning.outer.line_keys import LineKeyring, incarnation_of
 from chaos_lightning.outer.messages import Holder
 from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type, named_head
@@ -118,13 +119,7 @@ class DataListener:
         self._open: set[socket.socket] = set()
         """Those that a thread of this listener greets or serves."""
         self._closed = False
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host, port), family=family, backlog=128)
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot listen for data at {join_endpoint(host, port)}: {error}; give an own address and a free port"
-            ) from error
+        self._listener = open_listener(host, [port])
         close_in_children(self._listener.fileno())
         self.endpoint = join_endpoint(host, int(self._listener.getsockname()[1]))
         """HOST:PORT, as bound."""

@@ -23,9 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.errors import ChaosError
 from chaos_lightning.machine.few_lines import FewLines
 from chaos_lightning.machine.forks import close_in_children
+from chaos_lightning.machine.listener import open_listener
 from chaos_lightning.machine.process_table import Sight, host_identity
 from chaos_lightning.membership.dialling import Dial, Dialling, LinkStep, Tell, youth
 from chaos_lightning.membership.routing import Drop, Hand, Router, RouteStep, Take, unpacked
@@ -144,20 +145,18 @@ class Links:
         self._closed = False
         self._pinged_at = time.monotonic()
 
-    def listen(self, bind: str, takers: Takers) -> None:
+    def listen(self, bind: str, takers: Takers, ports: Sequence[int] = (0,)) -> None:
         """From now on others can make links with this member. Before the loop runs.
 
         Args:
-            bind: Address to listen on, at any free port.
+            bind: Address to listen on.
             takers: Who takes what comes.
+            ports: At the first of these that is free; 0 is any.
 
         Raises:
-            ConfigurationError: It is no address of this machine.
+            ConfigurationError: It is no address of this machine, or no port is free.
         """
-        try:
-            listener = socket.create_server((bind, 0), backlog=128)
-        except OSError as error:
-            raise ConfigurationError(f"cannot listen on {bind!r}: {error}; set bind to an own address") from error
+        listener = open_listener(bind, ports)
         close_in_children(listener.fileno())
         self._takers, self._listener, self.port = takers, listener, int(listener.getsockname()[1])
         self._acceptor = threading.Thread(target=self._accept_all, args=(listener,), name="chaos-accept", daemon=True)

@@ -45,6 +45,8 @@ def other(made: Setting) -> Any:
     special = {
         "endpoint": "127.0.0.2:5",
         "plan": "tree:3",
+        "port": "29500-29599",
+        "announce": "10.0.0.5:6",
         "chunk_nbytes": 8192,
         "join_by": "pause",
         "transfer": "even",

@@ -6,17 +6,51 @@ import pytest
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine import addresses
-from chaos_lightning.member.hello import reachable_address
+from chaos_lightning.member.hello import listening_address, reachable_at
 from chaos_lightning.settings import EngineConfig
+
+PORT = 29500
 
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:1", "localhost:1", "[::1]:1"])
-def test_a_member_that_listens_everywhere_names_the_address_that_faces_its_scheduler(endpoint: str) -> None:
-    assert reachable_address(EngineConfig(endpoint=endpoint, bind="0.0.0.0")) == "127.0.0.1"
+@pytest.mark.parametrize("bind", ["0.0.0.0", ""])
+def test_a_member_names_the_address_that_faces_its_scheduler(endpoint: str, bind: str) -> None:
+    assert reachable_at(EngineConfig(endpoint=endpoint, bind=bind), PORT) == ("127.0.0.1", PORT)
 
 
-def test_a_member_that_others_could_not_dial_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_near_a_scheduler_of_ipv6_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "addresses", lambda host: ("2001:db8::1",))
     monkeypatch.setattr(addresses, "_source", lambda address, port: "2001:db8::7")
-    with pytest.raises(ConfigurationError, match=r"2001:db8::7 faces the scheduler at \[2001:db8::1\]:1.*set bind"):
-        reachable_address(EngineConfig(endpoint="[2001:db8::1]:1", bind="0.0.0.0"))
+    for bind in ("", "::"):
+        config = EngineConfig(endpoint="[2001:db8::1]:1", bind=bind)
+        assert reachable_at(config, PORT) == ("2001:db8::7", PORT)
+        assert listening_address(config) == (bind or "2001:db8::7")
+    with pytest.raises(ConfigurationError, match=r"2001:db8::7 faces the scheduler at \[2001:db8::1\]:1.*or to ::"):
+        reachable_at(EngineConfig(endpoint="[2001:db8::1]:1", bind="0.0.0.0"), PORT)
+
+
+@pytest.mark.parametrize(
+    ("announced", "expected"),
+    [
+        ("203.0.113.7", ("203.0.113.7", PORT)),
+        ("203.0.113.7:400", ("203.0.113.7", 400)),
+        ("gate.example", ("gate.example", PORT)),
+        ("fd00::7", ("fd00::7", PORT)),
+        ("[fd00::7]", ("fd00::7", PORT)),
+        ("[fd00::7]:400", ("fd00::7", 400)),
+    ],
+)
+def test_what_is_announced_goes_before_what_is_listened_on(announced: str, expected: tuple[str, int]) -> None:
+    assert reachable_at(EngineConfig(bind="127.0.0.1", announce=announced), PORT) == expected
+
+
+@pytest.mark.parametrize("announced", ["0.0.0.0", "::", "host:0", "host:99999", "[fd00::7", ":400"])
+def test_what_nobody_can_call_is_no_announcement(announced: str) -> None:
+    with pytest.raises(ConfigurationError, match="announce="):
+        EngineConfig(announce=announced)
+
+
+@pytest.mark.parametrize("port", ["0", "70000", "29599-29500", "29500-", "-5", "29500,29501", "x"])
+def test_what_is_no_range_of_ports_is_refused(port: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"port='.*write for example 29500 or 29500-29599"):
+        EngineConfig(port=port)
