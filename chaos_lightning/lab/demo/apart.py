@@ -40,8 +40,8 @@ FAST, BENDS, DIES, LATE = (
 )
 CLUSTERS = (FAST, BENDS, DIES, LATE)
 FRESH_S, PUSHES = 0.2, 10
-"""The rank dies within so many seconds of the freezing of a push. On a busy machine that is read late, when the push may
-be there already; then the next one is taken, of so many at most."""
+"""The rank dies within so many seconds of a push's freezing. On a busy machine that is read late, when the push may be
+there already; then the next one is taken, of so many at most."""
 MOST_S = 300.0
 """Of all of it; not with --quick, which others wait for while they use the machine."""
 ENOUGH_LEFT = 500
@@ -60,7 +60,7 @@ class FarSize:
 FULL = FarSize(arguments=("--layers=3", "--width=96", "--batch-size=4", "--text=130000", "--inner-steps=12"))
 QUICK = FarSize(
     rest_rounds=2,
-    arguments=("--layers=2", "--width=64", "--batch-size=4", "--text=100000", "--inner-steps=8"),
+    arguments=("--layers=3", "--width=96", "--batch-size=4", "--text=100000", "--inner-steps=8"),
 )
 
 # ------------------------------------------------------------------ acts
