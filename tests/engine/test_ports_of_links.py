@@ -24,7 +24,7 @@ def listening(ports: list[int]) -> set[int]:
 
 def span() -> list[int]:
     """Three ports in a row that are free."""
-    while True:
+    for _ in range(100):
         first = free_port()
         ports = [first, first + 1, first + 2]
         try:
@@ -33,6 +33,7 @@ def span() -> list[int]:
         except OSError:
             continue
         return ports
+    raise AssertionError("no three ports in a row are free")
 
 
 def test_members_share_a_range_of_ports_and_one_too_many_says_who_has_them(job: Job) -> None:
