@@ -112,9 +112,11 @@ class Harness:
         )
 
     def _output(self, name: str) -> Path:
-        """Where a new process of this name may print; its predecessor must have ended."""
+        """Where a new process of this name may print; its predecessor must have ended, or have been killed."""
         old = self.children.get(name)
         if old is not None:
+            if old.killed:
+                self.wait_exit(name)
             if old.running:
                 raise ValueError(f"a process named {name!r} runs already (pid {old.pid}); end it first")
             self._check([old])
@@ -132,7 +134,7 @@ class Harness:
         child = self._child(name)
         self.declare(name)
         self.events.emit("fault_injected", kind=Action.SIGKILL.value, node=name, pid=child.pid)
-        child.send(signal.SIGKILL, group=group)
+        child.killed = child.send(signal.SIGKILL, group=group)
 
     def stop(self, name: str, seconds: float = 0.0) -> None:
         """SIGSTOP; continued by `cont`, or by the first wait after `seconds`."""

@@ -101,6 +101,8 @@ class Child:
     """The descriptor is ours to close."""
     expected: bool = False
     frozen: bool = False
+    killed: bool = False
+    """SIGKILL was sent, so its end is a matter of time."""
 
     @property
     def running(self) -> bool:

@@ -42,11 +42,14 @@ def double(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     from engine_double import EngineDouble
 
     import chaos_lightning.strategies.session as module
+    from chaos_lightning.machine.listener import free_port
 
     EngineDouble.made.clear()
     EngineDouble.setting.clear()
     monkeypatch.setattr(module, "Engine", EngineDouble)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("locks")))
+    # A job that another test runs at the default port would say which rank this one comes to.
+    monkeypatch.setenv("CHAOS_ENDPOINT", f"127.0.0.1:{free_port()}")
     yield EngineDouble
     EngineDouble.made.clear()
 
