@@ -15,11 +15,11 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from datasets import digits
 from torch import nn
 from torch.utils.data import DataLoader
 
 from chaos_lightning.diloco import DiLoCo
+from chaos_lightning.examples.datasets import digits
 
 
 def main(argv: list[str] | None = None) -> None:

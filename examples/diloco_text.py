@@ -16,10 +16,10 @@ gained, and takes the new version over while it trains on. Ctrl+C leaves once wh
 from __future__ import annotations
 
 from common import build_trainer, parser
-from datasets import TextData
 from lightning import seed_everything
-from models import GPTModule
 
+from chaos_lightning.examples.datasets import TextData
+from chaos_lightning.examples.models import GPTModule
 from chaos_lightning.strategies import DiLoCoStrategy
 
 

@@ -8,9 +8,10 @@ python examples/fashion_cnn.py --strategy auto        # without chaos-lightning
 from __future__ import annotations
 
 from common import build_trainer, parser
-from datasets import ImageData
 from lightning import seed_everything
-from models import CNNModule
+
+from chaos_lightning.examples.datasets import ImageData
+from chaos_lightning.examples.models import CNNModule
 
 
 def main(argv: list[str] | None = None) -> None:

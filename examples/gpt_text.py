@@ -14,9 +14,10 @@ Without chaos-lightning, for comparison:
 from __future__ import annotations
 
 from common import build_trainer, parser
-from datasets import TextData
 from lightning import seed_everything
-from models import GPTModule
+
+from chaos_lightning.examples.datasets import TextData
+from chaos_lightning.examples.models import GPTModule
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -16,10 +16,10 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from datasets import digits
 from torch import nn
 from torch.utils.data import DataLoader
 
+from chaos_lightning.examples.datasets import digits
 from chaos_lightning.trainer import Trainer, capture_exit_event
 
 

@@ -10,7 +10,7 @@
 
 Every member of a job must be started with the same choices; what may differ is `strategy.name` and the accelerator's
 device. An own project uses the same groups with `config_path="pkg://chaos_lightning.configs"`, or adds them to its own
-by `hydra.searchpath=[pkg://chaos_lightning.configs]`; the groups `model` and `data` belong to these examples.
+by `hydra.searchpath=[pkg://chaos_lightning.configs]`; the groups `model` and `data` name `chaos_lightning.examples`.
 """
 
 from __future__ import annotations

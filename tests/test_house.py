@@ -363,7 +363,7 @@ def test_wheel_works_without_the_source_tree(built: Path, tmp_path: Path) -> Non
         [sys.executable, "-c", code, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=170
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "models.GPTModule"
+    assert done.stdout.strip() == "chaos_lightning.examples.models.GPTModule"
 
 
 def test_wheel_installed_by_pip_works_as_users_run_it(built: Path, tmp_path: Path) -> None:

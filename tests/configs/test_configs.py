@@ -28,12 +28,6 @@ EXPERIMENTS = sorted(path.stem for path in CONFIGS.glob("experiment/*.yaml"))
 SPECIAL = {"_target_", "_convert_", "_args_", "_partial_", "_recursive_"}
 
 
-@pytest.fixture(autouse=True)
-def _examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`model` and `data` name the examples' modules."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-
-
 def composed(*overrides: str) -> DictConfig:
     with initialize_config_module("chaos_lightning.configs", version_base="1.3"):
         return compose("config", ["trainer.default_root_dir=.", *overrides])
@@ -176,6 +170,29 @@ def test_another_project_uses_the_groups_beside_its_own(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "{'width': 7} 5 2"
+
+
+def test_a_folder_without_the_examples_trains_their_model_by_the_groups(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(
+        "import hydra\n"
+        "from hydra.utils import instantiate\n"
+        "@hydra.main(version_base='1.3', config_path='pkg://chaos_lightning.configs', config_name='config')\n"
+        "def main(config):\n"
+        "    trainer = instantiate(config.trainer, strategy='auto', fast_dev_run=1)\n"
+        "    trainer.fit(instantiate(config.model), instantiate(config.data))\n"
+        "    print('trained', trainer.global_step)\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "app.py", "data=digits", "model=cnn", "trainer.accelerator=cpu"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "trained 1"
 
 
 # ------------------------------------------------------------------------------------------------ types

@@ -36,7 +36,7 @@ def write_cifar(root: Path, records: int = 4) -> np.ndarray:
 
 
 def test_standard_library_holds_enough_prose() -> None:
-    from datasets import read_text
+    from chaos_lightning.examples.datasets import read_text
 
     train, valid = read_text("stdlib")
     assert len(train) > 300_000
@@ -45,7 +45,7 @@ def test_standard_library_holds_enough_prose() -> None:
 
 
 def test_blocks_cover_the_text_once_and_targets_are_one_byte_ahead() -> None:
-    from datasets import ByteBlocks
+    from chaos_lightning.examples.datasets import ByteBlocks
 
     text = bytes(range(101))
     blocks = ByteBlocks(text, block=10)
@@ -56,7 +56,7 @@ def test_blocks_cover_the_text_once_and_targets_are_one_byte_ahead() -> None:
 
 
 def test_text_shorter_than_a_block_is_refused() -> None:
-    from datasets import ByteBlocks
+    from chaos_lightning.examples.datasets import ByteBlocks
 
     with pytest.raises(ValueError, match=r"8 bytes of text hold no block of 8 \+ 1"):
         ByteBlocks(b"too tiny", block=8)
@@ -64,7 +64,7 @@ def test_text_shorter_than_a_block_is_refused() -> None:
 
 @pytest.mark.parametrize("ending", ["tokens", "raw"])
 def test_wikitext_folder(tmp_path: Path, ending: str) -> None:
-    from datasets import read_text
+    from chaos_lightning.examples.datasets import read_text
 
     (tmp_path / f"wiki.train.{ending}").write_text(" = Robert = \n\n He is an actor . \n" * 9)
     (tmp_path / f"wiki.valid.{ending}").write_text(" = Homarus = \n")
@@ -74,7 +74,7 @@ def test_wikitext_folder(tmp_path: Path, ending: str) -> None:
 
 
 def test_text_file_gives_its_end_for_validation(tmp_path: Path) -> None:
-    from datasets import read_text
+    from chaos_lightning.examples.datasets import read_text
 
     (tmp_path / "a.txt").write_bytes(bytes(200))
     train, valid = read_text(str(tmp_path / "a.txt"))
@@ -82,14 +82,14 @@ def test_text_file_gives_its_end_for_validation(tmp_path: Path) -> None:
 
 
 def test_missing_text_says_what_would_do(tmp_path: Path) -> None:
-    from datasets import MissingDataError, read_text
+    from chaos_lightning.examples.datasets import MissingDataError, read_text
 
     with pytest.raises(MissingDataError, match=r"wiki\.train\.tokens"):
         read_text(str(tmp_path))
 
 
 def test_python_documentation_is_found_or_its_package_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
+    from chaos_lightning.examples import datasets
 
     monkeypatch.setattr(datasets, "PYTHON_DOC", str(tmp_path))
     with pytest.raises(datasets.MissingDataError, match=r"python3\.11-doc"):
@@ -105,7 +105,7 @@ def test_python_documentation_is_found_or_its_package_named(tmp_path: Path, monk
 @pytest.mark.parametrize(("kind", "dtype"), [(0x08, ">u1"), (0x0C, ">i4"), (0x0D, ">f4"), (0x0E, ">f8")])
 @pytest.mark.parametrize("name", ["a.gz", "a"])
 def test_idx_gives_back_what_was_written(tmp_path: Path, kind: int, dtype: str, name: str) -> None:
-    from datasets import read_idx
+    from chaos_lightning.examples.datasets import read_idx
 
     array = np.arange(24).reshape(2, 3, 4).astype(dtype)
     write_idx(tmp_path / name, array, kind)
@@ -126,7 +126,7 @@ def test_idx_gives_back_what_was_written(tmp_path: Path, kind: int, dtype: str, 
     ],
 )
 def test_damaged_idx_is_refused_in_words(tmp_path: Path, raw: bytes, message: str) -> None:
-    from datasets import read_idx
+    from chaos_lightning.examples.datasets import read_idx
 
     (tmp_path / "bad").write_bytes(raw)
     with pytest.raises(ValueError, match=message):
@@ -135,7 +135,7 @@ def test_damaged_idx_is_refused_in_words(tmp_path: Path, raw: bytes, message: st
 
 @pytest.mark.parametrize("suffix", [".gz", ""])
 def test_fashion_mnist_of_any_folder(tmp_path: Path, suffix: str) -> None:
-    from datasets import fashion_mnist
+    from chaos_lightning.examples.datasets import fashion_mnist
 
     write_fashion(tmp_path, suffix=suffix)
     train, test = fashion_mnist(tmp_path)
@@ -147,7 +147,7 @@ def test_fashion_mnist_of_any_folder(tmp_path: Path, suffix: str) -> None:
 
 
 def test_images_without_their_labels_are_refused(tmp_path: Path) -> None:
-    from datasets import fashion_mnist
+    from chaos_lightning.examples.datasets import fashion_mnist
 
     write_fashion(tmp_path, labels=4)
     with pytest.raises(ValueError, match="5 images but 4 labels in part 'train'"):
@@ -155,7 +155,7 @@ def test_images_without_their_labels_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_installed_fashion_mnist_is_the_whole_of_it() -> None:
-    from datasets import FASHION_MNIST, fashion_mnist
+    from chaos_lightning.examples.datasets import FASHION_MNIST, fashion_mnist
 
     if not Path(FASHION_MNIST).is_dir():
         pytest.skip("Debian's dataset-fashion-mnist is not installed")
@@ -168,7 +168,7 @@ def test_the_installed_fashion_mnist_is_the_whole_of_it() -> None:
 
 
 def test_missing_fashion_mnist_falls_back_only_if_asked(tmp_path: Path) -> None:
-    from datasets import ImageData, MissingDataError
+    from chaos_lightning.examples.datasets import ImageData, MissingDataError
 
     with pytest.raises(MissingDataError, match="dataset-fashion-mnist"):
         ImageData("fashion_mnist", str(tmp_path)).setup("fit")
@@ -179,7 +179,7 @@ def test_missing_fashion_mnist_falls_back_only_if_asked(tmp_path: Path) -> None:
 
 
 def test_digits_have_disjoint_parts() -> None:
-    from datasets import digits
+    from chaos_lightning.examples.datasets import digits
 
     train, test = digits()
     assert len(train) + len(test) == 1797
@@ -189,7 +189,7 @@ def test_digits_have_disjoint_parts() -> None:
 
 
 def test_cifar10_records(tmp_path: Path) -> None:
-    from datasets import ImageData, cifar10
+    from chaos_lightning.examples.datasets import ImageData, cifar10
 
     raw = write_cifar(tmp_path)
     train, test = cifar10(tmp_path)
@@ -203,7 +203,7 @@ def test_cifar10_records(tmp_path: Path) -> None:
 
 
 def test_damaged_or_missing_cifar10_is_refused_in_words(tmp_path: Path) -> None:
-    from datasets import MissingDataError, cifar10
+    from chaos_lightning.examples.datasets import MissingDataError, cifar10
 
     with pytest.raises(MissingDataError, match="binary version"):
         cifar10(tmp_path)
@@ -214,7 +214,7 @@ def test_damaged_or_missing_cifar10_is_refused_in_words(tmp_path: Path) -> None:
 
 
 def test_unknown_images_are_refused() -> None:
-    from datasets import ImageData
+    from chaos_lightning.examples.datasets import ImageData
 
     with pytest.raises(ValueError, match="unknown images 'mnist'"):
         ImageData("mnist")

@@ -51,7 +51,7 @@ def script(tmp_path: Path, *command: str, **extra: str) -> str:
 
 
 def test_gpt_does_not_look_ahead() -> None:
-    from models import GPT
+    from chaos_lightning.examples.models import GPT
 
     torch.manual_seed(0)
     net = GPT(layers=2, heads=2, width=16, block=12).eval()
@@ -65,14 +65,14 @@ def test_gpt_does_not_look_ahead() -> None:
 
 @pytest.mark.parametrize("size", [8, 28, 32])
 def test_cnn_takes_images_of_any_size(size: int) -> None:
-    from models import CNNModule
+    from chaos_lightning.examples.models import CNNModule
 
     assert CNNModule(channels=3).net(torch.zeros(2, 3, size, size)).shape == (2, 10)
 
 
 @pytest.mark.parametrize("name", ["GPTModule", "CNNModule"])
 def test_a_model_learns_one_batch_by_heart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import models
+    from chaos_lightning.examples import models
 
     torch.manual_seed(0)
     if name == "GPTModule":

@@ -145,7 +145,7 @@ def assign_kinds(
 def fashion_images(part: str, root: str | Path = FASHION_MNIST) -> Samples:
     """FashionMNIST's "train" or "t10k", from two gzipped IDX files.
 
-    Not read by `examples/datasets.py`, which imports Lightning: that takes longer than a quick figure.
+    Not read by `chaos_lightning.examples.datasets`, which imports Lightning: that takes longer than a quick figure.
 
     Raises:
         FileNotFoundError: a file is not there; the message says which package has it.

@@ -21,6 +21,7 @@ import math
 import struct
 import warnings
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -28,11 +29,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from chaos_lightning.errors import ConfigurationError, needing
+
 FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
 PYTHON_DOC = "/usr/share/doc/python3.11/html/_sources"
 
 
-class MissingDataError(FileNotFoundError):
+class MissingDataError(ConfigurationError, FileNotFoundError):
     """A data set is not on this machine; the message says where it was looked for and how to get it."""
 
 
@@ -139,7 +142,8 @@ def fashion_mnist(root: str | Path = FASHION_MNIST) -> tuple[TensorDataset, Tens
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """scikit-learn's handwritten digits: float images (1, 8, 8), labels 0..9; every fifth sample is for the test."""
-    from sklearn.datasets import load_digits
+    with needing("the data set of digits"):
+        from sklearn.datasets import load_digits
 
     bunch = load_digits()
     images = torch.from_numpy(bunch.images).float().div(16).unsqueeze(1)
@@ -174,6 +178,10 @@ def cifar10(root: str | Path) -> tuple[TensorDataset, TensorDataset]:
 # ---------------------------------------------------------------------------------------------------- modules
 
 
+Sets = tuple[Dataset[Any], Dataset[Any]]
+"""For training and for validation."""
+
+
 class DataModule(L.LightningDataModule):
     """Loaders over a training and a validation set, which `load` of a subclass makes.
 
@@ -183,25 +191,25 @@ class DataModule(L.LightningDataModule):
     def __init__(self, batch_size: int, workers: int = 0) -> None:
         super().__init__()
         self.batch_size, self.workers = batch_size, workers
-        self.sets: tuple[Dataset, Dataset] | None = None
+        self.sets: Sets | None = None
 
-    def load(self) -> tuple[Dataset, Dataset]:
+    def load(self) -> Sets:
         raise NotImplementedError(f"{type(self).__name__} must return its training and validation set")
 
     def setup(self, stage: str) -> None:
         if self.sets is None:
             self.sets = self.load()
 
-    def _loader(self, which: int) -> DataLoader:
+    def _loader(self, which: int) -> DataLoader[Any]:
         if self.sets is None:
             self.setup("fit")
         assert self.sets is not None
         return DataLoader(self.sets[which], self.batch_size, shuffle=which == 0, num_workers=self.workers)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(0)
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self) -> DataLoader[Any]:
         return self._loader(1)
 
 
@@ -212,7 +220,7 @@ class TextData(DataModule):
         super().__init__(batch_size, workers)
         self.source, self.block = source, block
 
-    def load(self) -> tuple[Dataset, Dataset]:
+    def load(self) -> Sets:
         train, valid = read_text(self.source)
         return ByteBlocks(train, self.block), ByteBlocks(valid, self.block)
 
@@ -238,10 +246,10 @@ class ImageData(DataModule):
     ) -> None:
         super().__init__(batch_size, workers)
         if name not in ("fashion_mnist", "digits", "cifar10"):
-            raise ValueError(f"unknown images {name!r}: expected 'fashion_mnist', 'digits' or 'cifar10'")
+            raise ConfigurationError(f"unknown images {name!r}: expected 'fashion_mnist', 'digits' or 'cifar10'")
         self.name, self.root, self.fallback = name, root, fallback
 
-    def load(self) -> tuple[Dataset, Dataset]:
+    def load(self) -> Sets:
         if self.name == "digits":
             return digits()
         if self.name == "cifar10":
