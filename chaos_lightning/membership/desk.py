@@ -35,6 +35,8 @@ class Desk:
         """Effects of the present event, in the order in which they must happen."""
         self.waits = ""
         """What the job waits for, in words; "" if for nothing."""
+        self.lost = ""
+        """Why nobody holds the training state any more, until others found the job again; "" otherwise."""
 
     @property
     def now(self) -> float:

@@ -140,12 +140,13 @@ class SchedulerMachine:
             "job": self.settings.job,
             "term": self.book.term,
             "chain": self.book.chain_id,
-            "phase": str(self.desk.phase),
+            "phase": "lost" if self.desk.lost else str(self.desk.phase),
             "view": str(latest.id) if latest is not None else "",
             "settled": self.roster.settled,
             "reason": self.identity.lost_words()
             or self.desk.waits
             or self.identity.hearing_words()
+            or self.desk.lost
             or self.recovery.pause_words()
             or usual,
             "members": [self.roster.describe(p) for p in self.roster.members()],
@@ -569,6 +570,7 @@ class SchedulerMachine:
         self.rebuild.chain_begun()
         if self.desk.phase is SchedulerPhase.FOUNDING:
             self.keeper.founded()
+            self.desk.lost = ""
             self.book.reached = ruling.base.step
             self.recovery.backoff.founded(ruling.base.seq)
         self.desk.phase, self.recovery.returning, self.book.announced = SchedulerPhase.RUNNING, False, None
@@ -683,7 +685,8 @@ class SchedulerMachine:
 
     def _lose(self, reason: str, ruling: Ruling | None = None) -> None:
         """Nobody holds the training state any more: the next newcomers found the job again."""
-        self.desk.note("notice", text=f"{reason}; the next members found the job again from their own state")
+        self.desk.lost = f"{reason}; the next members found the job again from their own state"
+        self.desk.note("notice", text=self.desk.lost)
         ruling = ruling or Ruling(base=None)
         self.book.decision, self.book.announced, self.recovery.returning = None, None, False
         self.recovery.again = ""

@@ -14,11 +14,11 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chaos_lightning.observe.fields import Stream, node_of
-from chaos_lightning.observe.spans import Spans, intersect, merge, overlaps, size, subtract
+from chaos_lightning.observe.spans import Span, Spans, intersect, merge, overlaps, size, subtract
 from chaos_lightning.observe.timeline import FREEZES, KILLS, Life, ProgressFact, SlotFact, Timeline
 
 _GOOD_ENDS = ("left", "finished")
@@ -368,14 +368,7 @@ def samples(timeline: Timeline) -> dict[Stream, SampleUse]:
             for key in used:
                 used[key] = [x for span in used[key] for x in intersect((span,), before.get(key, ()))]
         last = slot.seq
-        said: dict[Stream, list[tuple[int, int]]] = defaultdict(list)
-        for commit in slot.commits.values():
-            for key, spans in commit.spent.items():
-                said[key].extend(spans)
-        for key, spans in slot.ledger.items():
-            known = merge([*before.get(key, ()), *said.get(key, ())])
-            said[key].extend(subtract(merge(spans), known))
-        for key, some in said.items():
+        for key, some in _used(slot, before).items():
             used[key].extend(some)
         before |= slot.ledger
     result: dict[Stream, SampleUse] = {}
@@ -383,6 +376,24 @@ def samples(timeline: Timeline) -> dict[Stream, SampleUse]:
         merged = merge(some)
         result[key] = SampleUse(size(some), size(merged), overlaps(some), timeline.epochs.get(key))
     return dict(sorted(result.items(), key=lambda x: (x[0][1], x[0][0])))
+
+
+def samples_since_first(slots: Sequence[SlotFact]) -> int:
+    """How many samples these slots, which follow each other, used in all but the first of them."""
+    pairs = itertools.pairwise(slots)
+    return sum(size(merge(spans)) for before, slot in pairs for spans in _used(slot, before.ledger).values())
+
+
+def _used(slot: SlotFact, before: Mapping[Stream, Spans]) -> dict[Stream, list[Span]]:
+    """What a slot used, by what members say and, of those that say nothing, by how the ledger `before` it grew."""
+    said: dict[Stream, list[Span]] = defaultdict(list)
+    for commit in slot.commits.values():
+        for key, spans in commit.spent.items():
+            said[key].extend(spans)
+    for key, spans in slot.ledger.items():
+        known = merge([*before.get(key, ()), *said.get(key, ())])
+        said[key].extend(subtract(merge(spans), known))
+    return said
 
 
 def _resumed_at(first: SlotFact) -> dict[Stream, Spans]:

@@ -191,9 +191,9 @@ def _figures(timeline: Timeline, chain: Sequence[SlotFact], now: float) -> list[
     figures = [("step", str(last.step)), ("last commit", f"{duration(max(0.0, now - last.complete))} ago")]
     if pace > 0:
         figures.append(("step time", duration(pace)))
-        weight = statistics.mean(sum(w for _, w in slot.contributors) for slot in steps)
-        if weight:
-            figures.append(("samples/s", f"{weight / pace:.3g}"))
+        used = folds.samples_since_first(steps)
+        if used:
+            figures.append(("samples/s", f"{used / (steps[-1].first - steps[0].first):.3g}"))
     good = folds.goodput(timeline)
     if good.total:
         figures.append(("goodput", f"{good.share:.1%}"))
@@ -216,7 +216,7 @@ def from_status(facts: Mapping[str, Any]) -> Dashboard:
         title=f"job {facts.get('job', machine.get('job', '?'))} at {facts.get('endpoint', '?')}",
         view=str(machine.get("view", "")),
         reason=str(machine.get("reason", "")),
-        waiting=phase if phase in ("waiting", "holding") else "",
+        waiting={"holding": "too few members", "lost": "nobody holds the training state any more"}.get(phase, ""),
     )
     for rank, member in enumerate(members):
         board.rows.append(_status_row(member, rank))

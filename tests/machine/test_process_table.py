@@ -179,7 +179,7 @@ def test_nobody_waits_for_processes_of_before_the_machine_was_started_anew() -> 
         attending(served.endpoint, "b") as client,
     ):
         client.messages.wait(lambda m: isinstance(m, Welcome) and m.role == "joiner")
-        until(lambda: served.server.status()["machine"]["phase"] == "founding", "the end of the wait for the dead")
+        until(lambda: served.server.status()["machine"]["phase"] == "lost", "the end of the wait for the dead")
 
 
 def test_nobody_waits_for_processes_that_are_gone_from_this_machine() -> None:
@@ -193,4 +193,4 @@ def test_nobody_waits_for_processes_that_are_gone_from_this_machine() -> None:
     chain.append(fx.Persist(1, "view", view.id, view))
     with serving(machine=real_machine, open_store=lambda: store) as served, attending(served.endpoint, "b") as client:
         client.messages.wait_for(Welcome)
-        until(lambda: served.server.status()["machine"]["phase"] == "founding", "the end of the wait for the dead")
+        until(lambda: served.server.status()["machine"]["phase"] == "lost", "the end of the wait for the dead")

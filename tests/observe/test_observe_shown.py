@@ -219,6 +219,30 @@ def test_board_of_a_job_that_stands_still(tmp_path: Path) -> None:
     assert "standing still: 1 of at least 2 members" in lines_of(from_timeline(timeline, run.now + 1))
 
 
+@pytest.mark.parametrize("told", ["a~1", "b~1"])
+def test_samples_a_second_are_counted_and_not_weighed(tmp_path: Path, told: str) -> None:
+    """A plain loop weighs its part of the quota; and of a member without a log the ledger tells."""
+    run = Script()
+    run.jitter = lambda: 0.0  # type: ignore[method-assign]
+    run.found(["a", "b"])
+    run.steps(5)
+    for line in run.lines[run.sources[told]]:
+        if line["name"] == "committed":
+            line["contributors"] = [[member, 0.5] for member, _ in line["contributors"]]
+    timeline = Timeline.of(read_events(run.write(tmp_path)))
+    pace = f"{2 * run.quota / run.step_s:.3g}"
+    assert ("samples/s", pace) in from_timeline(timeline, run.now).figures
+    (tmp_path / run.sources[{"a~1": "b~1", "b~1": "a~1"}[told]]).unlink()
+    timeline = Timeline.of(read_events(tmp_path))
+    assert ("samples/s", pace) in from_timeline(timeline, run.now).figures
+
+
+def test_a_job_that_nobody_holds_says_so() -> None:
+    text = lines_of(from_status({"machine": {"phase": "lost", "reason": "all are gone", "view": "1.3"}}))
+    assert "standing still: nobody holds the training state any more" in text
+    assert "all are gone" in text
+
+
 def test_board_from_a_scheduler_status() -> None:
     board = from_status(
         {
