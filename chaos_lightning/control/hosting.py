@@ -220,7 +220,7 @@ def ensure_scheduler(
                 again = _begins_again(options)
                 started = _spawn(options, Credentials.of(token))
                 if again:
-                    logger.warning(
+                    logger.info(
                         "job %r was finished; a new job by that name begins at %s, from the state that its members "
                         "start with (%s)",
                         job,

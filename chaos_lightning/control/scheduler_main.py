@@ -26,6 +26,7 @@ from chaos_lightning.control.options import (
     change_settings,
     check_advertise,
     check_settings,
+    default_store,
     settings_from_json,
 )
 from chaos_lightning.declared import Setting, add_options, declared, read_options
@@ -129,6 +130,7 @@ def _announce(server: SchedulerServer, options: SchedulerOptions) -> None:
 def run(options: SchedulerOptions) -> int:
     """Serves until the job is finished, idleness, a signal or a failure; returns the exit code."""
     from chaos_lightning.control.server import CANNOT_LEAD, serve
+    from chaos_lightning.control.upkeep import clean_up
     from chaos_lightning.events.events import EventLog
 
     _take_all_descriptors()
@@ -142,6 +144,10 @@ def run(options: SchedulerOptions) -> int:
             loop.add_signal_handler(number, server.life.end, f"stopped by {number.name}")
         _announce(server, options)
 
+    own = options.store_path
+    if own is not None and own == default_store(options.settings.job, split_endpoint(options.listen)[1]):
+        for path in clean_up(own, time.time()):
+            _say(f"{path} is removed: its job is finished")
     with EventLog.in_directory(options.log_dir or None, options.settings.job, role="scheduler") as events:
         first = look = True
         while True:

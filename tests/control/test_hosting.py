@@ -369,6 +369,7 @@ def finished_chain(path: Path) -> None:
 def test_a_finished_chain_is_archived_and_a_new_one_begins(
     endpoint: str, started: list[HostedScheduler], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "chaos_lightning.control")
     chosen = options(endpoint)
     assert chosen.store_path is not None
     finished_chain(chosen.store_path)

@@ -1,0 +1,62 @@
+"""What finished jobs leave in the state folder of this machine, and when it goes.
+
+Theory of operation. A scheduler that starts on the default store looks once. Beside its own chain it leaves the newest
+archived ones. Folders of other jobs go once the job has been finished, and nothing in them was written, for a month: a
+finished job keeps no training state. A job that has not finished keeps everything, however old, for its members may
+come back; so does one whose chain cannot be read, or whose scheduler lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.sqlite_store import FileLock, SqliteStore
+from chaos_lightning.errors import ChaosError
+
+CHAINS_LEFT = 8
+FOLDER_LEFT_S = 30 * 86400.0
+
+
+def clean_up(chain: Path, now: float) -> list[Path]:
+    """Removes what nobody needs any more of finished jobs; what cannot be removed stays.
+
+    Args:
+        chain: The scheduler's own, in its folder of the state folder.
+        now: Wall time, s.
+
+    Returns:
+        What is gone: archived chains of this job, folders of others.
+    """
+    gone: list[Path] = []
+    with contextlib.suppress(OSError):
+        old = sorted(chain.parent.glob(f"{chain.stem}.finished-*{chain.suffix}"), key=lambda p: p.stat().st_mtime)
+        for path in old[:-CHAINS_LEFT]:
+            path.unlink()
+            gone.append(path)
+    for folder in sorted(chain.parent.parent.glob("*/")):
+        if folder != chain.parent and not folder.is_symlink():
+            with contextlib.suppress(OSError, ChaosError):
+                if _removes(folder, now):
+                    gone.append(folder)
+    return gone
+
+
+def _removes(folder: Path, now: float) -> bool:
+    """If its job was finished long ago, and no scheduler works on its chain."""
+    chain = folder / "chain.sqlite"
+    if not chain.is_file() or now - max(path.stat().st_mtime for path in folder.rglob("*")) <= FOLDER_LEFT_S:
+        return False
+    lock = FileLock(chain)
+    try:
+        if not lock.take():
+            return False
+        with JobChain(SqliteStore(chain, read_only=True)) as store:
+            if not store.tip().finished:
+                return False
+        shutil.rmtree(folder)  # while the lock is held: nobody begins anew in it meanwhile
+        return True
+    finally:
+        lock.close()

@@ -1,0 +1,66 @@
+"""What finished jobs leave behind goes after a while; what anybody may still need stays."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from chain_support import finish
+
+from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.control.upkeep import CHAINS_LEFT, FOLDER_LEFT_S, clean_up
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
+
+NOW = time.time() + FOLDER_LEFT_S + 60.0
+"""All that a test writes is old enough then."""
+
+
+def chain(folder: Path, *, over: bool) -> Path:
+    path = folder / "chain.sqlite"
+    with JobChain(SqliteStore(path, "job")) as store:
+        store.take_term()
+        assert store.append(Persist(1, "view", ViewId(1, 1), View(ViewId(1, 1), NO_VIEW, ()))).ok
+        if over:
+            assert store.append(finish(ViewId(1, 2))).ok
+    return path
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    return chain(tmp_path / "own-1", over=False)
+
+
+def test_folders_of_jobs_that_finished_long_ago_go(own: Path, tmp_path: Path) -> None:
+    over = chain(tmp_path / "over-2", over=True).parent
+    chain(tmp_path / "fresh-3", over=True)
+    os.utime(tmp_path / "fresh-3" / "chain.sqlite", (NOW, NOW))
+    assert clean_up(own, NOW) == [over]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh-3", "own-1"]
+
+
+def test_what_may_be_needed_stays(own: Path, tmp_path: Path) -> None:
+    chain(tmp_path / "unfinished-2", over=False)
+    (tmp_path / "of-somebody-else").mkdir()
+    (tmp_path / "of-somebody-else" / "thesis.txt").write_text("x")
+    (tmp_path / "a-file").write_text("x")
+    damaged = chain(tmp_path / "damaged-4", over=True)
+    damaged.write_bytes(b"no database")
+    (tmp_path / "link-5").symlink_to(chain(tmp_path / "apart" / "over", over=True).parent)
+    with JobChain(SqliteStore(chain(tmp_path / "served-6", over=True), "job", exclusive=True)) as served:
+        served.take_term()
+        before = sorted(tmp_path.iterdir())
+        assert clean_up(own, NOW) == []
+        assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_newest_archived_chains_stay(own: Path, tmp_path: Path) -> None:
+    paths = [own.with_name(f"chain.finished-{number:02d}.sqlite") for number in range(CHAINS_LEFT + 3)]
+    for age, path in enumerate(reversed(paths)):
+        path.write_bytes(b"x")
+        os.utime(path, (NOW - age, NOW - age))
+    assert clean_up(own, NOW) == paths[:3]
+    assert sorted(own.parent.glob("chain.finished-*")) == paths[3:]
