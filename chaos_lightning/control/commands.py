@@ -67,11 +67,15 @@ def status(
 
 USUAL = {"connected": True, "loaded": True, "leaving": "", "dead": "", "way": "", "progress": "", "step_time_s": 0.0}
 """Columns that `status` leaves out while every member has this value: a line per member fits 80 columns."""
+CUT = ("id", "progress", "leaving")
+FIRST_TO_GO = ("host", "seq", "view", "step_time", "way", "loaded", "connected", "standing", "silent")
+"""What a narrower terminal does not show; `--json` has it."""
 
 
 def _show(facts: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
+
+    from chaos_lightning.machine.tables import FittingTable
 
     console = Console(markup=False, highlight=False)
     machine = facts.get("machine", {})
@@ -98,9 +102,9 @@ def _show(facts: dict[str, Any]) -> None:
         for key in dict.fromkeys(key for row in rows for key in row)
         if key not in USUAL or any(row.get(key) != USUAL[key] for row in rows)
     ]
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column.removesuffix("_s"), overflow="fold")
+    names = [column.removesuffix("_s") for column in columns]
+    goes = [name for name in FIRST_TO_GO if name in names]
+    table = FittingTable([f"{name}~" if name in CUT else name for name in names], goes, gap=1)
     for row in rows:
         table.add_row(*(_host(row.get(column)) if column == "host" else _cell(row.get(column)) for column in columns))
     console.print(table)
@@ -134,7 +138,7 @@ def _chain_of(machine: dict[str, Any]) -> str:
 
 def _show_links(console: Any, machine: dict[str, Any]) -> None:
     """The plan, and a line for each link that is not simply there or was measured."""
-    from rich.table import Table
+    from chaos_lightning.machine.tables import FittingTable
 
     plan, links = machine.get("plan") or {}, machine.get("links") or ()
     if plan.get("kind"):
@@ -143,9 +147,7 @@ def _show_links(console: Any, machine: dict[str, Any]) -> None:
     told = [row for row in links if row["state"] != "in use" or row["there_bps"] is not None]
     if not told:
         return
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for column in ("link", "Mbps there", "back", "ms", "state"):
-        table.add_column(column, overflow="fold")
+    table = FittingTable(["link~", "Mbps there>", "back>", "ms>", "state~"], ["ms", "state", "back"], gap=1)
     for row in told:
         rates = [f"{row[k] / 1e6:.4g}" if row[k] is not None else "" for k in ("there_bps", "back_bps")]
         latency = f"{row['latency_s'] * 1e3:.3g}" if row["latency_s"] is not None else ""

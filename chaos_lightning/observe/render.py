@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from chaos_lightning.machine.tables import Figures, FittingTable
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
@@ -283,10 +285,7 @@ def draw(board: Dashboard) -> RenderableType:
     head.overflow, head.no_wrap = "ellipsis", True
     parts.append(head)
     if board.figures:
-        line = Text(overflow="ellipsis", no_wrap=True)
-        for what, value in board.figures:
-            line.append(f"{what} ", style="dim").append(f"{value}   ", style="bold")
-        parts.append(line)
+        parts.append(Figures(board.figures))
     if board.waiting:
         parts.append(Text(f"standing still: {board.waiting}", style="bold magenta"))
     parts.append(_member_table(board.rows))
@@ -299,39 +298,28 @@ def draw(board: Dashboard) -> RenderableType:
         parts += [Text(), _link_table(board.links)]
     if board.lines:
         parts.append(Text())
-        grid = Table.grid(padding=(0, 1))
-        grid.add_column(justify="right", style="dim", no_wrap=True)
-        grid.add_column(style="cyan", no_wrap=True)
-        grid.add_column(overflow="ellipsis", no_wrap=True)
+        grid = FittingTable(["when>", "who", "words~"], ["when"], gap=1, head=False)
         for ago, who, words in board.lines:
-            grid.add_row(f"{duration(max(0.0, ago))} ago", escape(who), escape(words))
+            grid.add_row(Text(f"{duration(max(0.0, ago))} ago", "dim"), Text(who, "cyan"), words)
         parts.append(grid)
     return Group(*parts)
-
-
-def _columns(*names: str) -> Table:
-    """A table without lines; columns of numbers, written as "step>", are flush right."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for name in names:
-        # On a narrow terminal the last column, of words, gives way, not the numbers.
-        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", no_wrap=bool(name))
-    return table
 
 
 def _member_table(rows: Sequence[Row]) -> RenderableType:
     if not rows:
         return Text("nobody is here yet", style="dim")
-    table = _columns("rank>", "member", "state", "step>", "step time>", "waits>", "heard>", "")
+    columns = ["rank>", "member~", "state", "step>", "step time>", "waits>", "heard>", "~"]
+    table = FittingTable(columns, ["", "waits", "heard", "step time", "rank"])
     for row in rows:
         table.add_row(
             "-" if row.rank is None else str(row.rank),
-            escape(row.name),
+            row.name,
             Text(row.state, style=_COLOURS.get(row.state, "default")),
             "-" if row.step is None else str(row.step),
             "-" if row.step_time_s is None else duration(row.step_time_s),
             "-" if row.wait_share is None else f"{row.wait_share:.0%}",
             "-" if row.age_s is None else duration(row.age_s),
-            Text(row.remark, overflow="ellipsis", no_wrap=True),
+            row.remark,
         )
     return table
 
@@ -347,17 +335,22 @@ def _link_table(links: Sequence[LinkRow]) -> RenderableType:
     shown = sorted(links, key=lambda r: (-(r.there_bps or 0.0) - (r.back_bps or 0.0), not r.state, slowest(r)))
     shown = shown[:LINKS_SHOWN]
     live = any(row.there_bps is not None for row in shown)
-    table = _columns("link", *(("now there>", "now back>") if live else ()), "can there>", "can back>", "latency>", "")
+    columns = ["link~", *(("now there>", "now back>") if live else ()), "can there>", "can back>", "latency>", "~"]
+    gives_way = ["latency", "can back", "can there", *(("now back",) if live else ()), ""]
+    table = FittingTable(columns, gives_way)
+    ends = {end for row in shown for end in (row.a, row.b)}
+    nodes = Counter(f.node_of(end) for end in ends)
+    names = {end: f.node_of(end) if nodes[f.node_of(end)] == 1 else end for end in ends}
     for row in (r for r in links if r in shown):
         table.add_row(
-            escape(f"{row.a} {row.b}"),
+            f"{names[row.a]} {names[row.b]}",
             *(told(row.there_bps, row.back_bps) if live else ()),
             *told(row.can_there_bps, row.can_back_bps),
             "-" if row.latency_s is None else duration(row.latency_s),
-            Text(row.state, overflow="ellipsis", no_wrap=True, style="yellow"),
+            Text(row.state, style="yellow"),
         )
     if len(links) > len(shown):
-        table.add_row(Text(f"and {len(links) - len(shown)} more", style="dim"))
+        return Group(table, Text(f"and {len(links) - len(shown)} more", style="dim"))
     return table
 
 

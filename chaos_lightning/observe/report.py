@@ -25,27 +25,38 @@ from chaos_lightning.observe.timeline import Life, Timeline
 from chaos_lightning.observe.units import amount, duration, part
 
 _STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; color: #1f2933; background: #f5f7f9;
-  margin: 0; }
+:root { color-scheme: light dark; --page: #f5f7f9; --sheet: #fff; --ink: #1f2933; --soft: #5f6b78; --line: #e4e8ec; }
+body { font: 15px/1.5 system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; color: var(--ink);
+  background: var(--page); margin: 0; }
 main { max-width: 1120px; margin: 0 auto; padding: 28px 20px 60px; }
-h1 { font-size: 26px; margin: 0 0 2px; } h2 { font-size: 18px; margin: 34px 0 10px; }
-.sub { color: #6b7785; margin: 0 0 20px; }
+h1 { font-size: 26px; margin: 0 0 2px; overflow-wrap: anywhere; } h2 { font-size: 18px; margin: 34px 0 10px; }
+.sub { color: var(--soft); margin: 0 0 20px; }
 .cards { display: flex; flex-wrap: wrap; gap: 12px; }
-.card { flex: 1 1 120px; background: #fff; border: 1px solid #e4e8ec; border-radius: 8px; padding: 12px 14px; }
-.card b { display: block; font-size: 22px; line-height: 1.25; } .card span { color: #6b7785; font-size: 13px; }
-figure { background: #fff; border: 1px solid #e4e8ec; border-radius: 8px; margin: 12px 0; padding: 12px; }
-figure img { width: 100%; height: auto; display: block; }
-.scroll { overflow-x: auto; background: #fff; border: 1px solid #e4e8ec; border-radius: 8px; }
+.card { flex: 1 1 120px; background: var(--sheet); border: 1px solid var(--line); border-radius: 8px;
+  padding: 12px 14px; }
+.card b { display: block; font-size: 22px; line-height: 1.25; } .card span { color: var(--soft); font-size: 13px; }
+figure { background: var(--sheet); border: 1px solid var(--line); border-radius: 8px; margin: 12px 0; padding: 12px;
+  overflow-x: auto; }
+figure img { width: 100%; min-width: 720px; height: auto; display: block; }
+.scroll { overflow-x: auto; background: var(--sheet); border: 1px solid var(--line); border-radius: 8px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { text-align: left; padding: 7px 12px; border-bottom: 1px solid #eef1f4; vertical-align: top; }
-th { color: #6b7785; font-weight: 600; white-space: nowrap; } tr:last-child td { border-bottom: 0; }
+th, td { text-align: left; padding: 7px 12px; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { color: var(--soft); font-weight: 600; } td:first-child { white-space: nowrap; }
+tr:last-child td { border-bottom: 0; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .tag { display: inline-block; border-radius: 4px; padding: 1px 8px; font-size: 12.5px; font-weight: 600;
   white-space: nowrap; }
 .ok { background: #d8f3e6; color: #00573f; } .violated { background: #fde0d2; color: #8f3500; }
 .dark { background: #e8ecf0; color: #4a5560; }
-.small { color: #6b7785; font-size: 13px; } ul { margin: 4px 0 0; padding-left: 18px; }
+.small { color: var(--soft); font-size: 13px; } ul { margin: 4px 0 0; padding-left: 18px; }
+@media (max-width: 520px) { main { padding: 16px 10px 40px; } th, td { padding: 6px 8px; } figure { padding: 6px; } }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #14181d; --sheet: #1c2229; --ink: #e3e8ee; --soft: #9aa7b4; --line: #313a44; }
+  /* The charts are drawn on white: turned round in brightness, and back in hue. */
+  figure img { filter: invert(.88) hue-rotate(180deg); }
+  .ok { background: #0d3b2c; color: #8fe3c0; } .violated { background: #4d1f08; color: #ffb48f; }
+  .dark { background: #2c343d; color: #b5c0cb; }
+}
 """
 
 _TAGS = {auditing.OK: "ok", auditing.VIOLATED: "violated", auditing.NOT_SHOWN: "dark"}

@@ -178,10 +178,10 @@ def lines_of(board: Dashboard, width: int = 100) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def at(logs: Path, seconds: float) -> str:
+def at(logs: Path, seconds: float, width: int = 100) -> str:
     records = list(read_events(logs))
     start = records[0].t
-    return lines_of(from_timeline(Timeline.of(r for r in records if r.t - start <= seconds), start + seconds))
+    return lines_of(from_timeline(Timeline.of(r for r in records if r.t - start <= seconds), start + seconds), width)
 
 
 def test_board_during_a_join(logs: Path) -> None:
@@ -207,6 +207,13 @@ def test_board_fits_80_columns_and_forgets_the_dead(logs: Path, told: Timeline) 
     text = lines_of(from_timeline(told, told.stop + 60), width=80)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
     assert "killed" not in text.splitlines()[3:][0]
+
+
+def test_board_on_40_columns_keeps_who_and_what_whole(logs: Path) -> None:
+    text = at(logs, 8.4, width=40)
+    assert max(len(line) for line in text.splitlines()) <= 40
+    assert re.search(r"bravo~1 +killed +39", text)
+    assert re.search(r"charlie~1 +frozen", text)
 
 
 def test_board_of_a_job_that_stands_still(tmp_path: Path) -> None:
