@@ -123,8 +123,9 @@ class Waiting:
 
     def _told(self, message: Notice) -> None:
         self._mail.post(notice=message.text if message.waiting else "")
-        if message.text not in self._shown and (message.waiting or self._shown):
-            self._shown.add(message.text)
+        if message.text not in self._shown:
+            if message.waiting or self._shown:  # else it waits for nothing, and nothing will be over
+                self._shown.add(message.text)
             _log.warning("%s: %s", self._mail.who(), printable(message.text))
 
     def over(self, words: str) -> None:

@@ -315,6 +315,7 @@ class LinkRegistry:
         if not late:
             return others
         words = ", ".join(f"{p.id} ({self._topology.down(peer.id, p.id) or 'no answer'})" for p in late)
+        self._tell_missed(peer, late)
         if self._desk.phase is not SchedulerPhase.FOUNDING and not any(p.id in peer.up for p in others):
             self._roster.tell(
                 f"{peer.id} reaches none of its neighbours: {words}; it comes in when a link stands", [peer]
@@ -327,6 +328,17 @@ class LinkRegistry:
         self._roster.tell(f"{peer.id} comes in without its links to {words}", [peer])
         return [p for p in others if p not in late]
 
+    def _tell_missed(self, newcomer: Peer, missed: list[Peer]) -> None:
+        """It dials members, so they are the ones that may have to announce another address, or to open a port."""
+        for other in missed:
+            if other.id in newcomer.misses or other.conn is None or other.standing in NEWCOMER:
+                continue
+            newcomer.misses.add(other.id)
+            place = f"{other.member.address}, port {other.member.port}"
+            why = self._topology.down(newcomer.id, other.id) or "no answer"
+            text = f"{newcomer.id} does not reach {other.id}, which announces {place} ({why})"
+            self._roster.send(other, Notice(f"{text}; check `announce`, `port` and what lies between the two"))
+
     def _tell_lonely(self, newcomers: list[Peer]) -> None:
         """Newcomers that are ready but have no link to a member learn what they wait for."""
         members = self._roster.living()
@@ -337,6 +349,7 @@ class LinkRegistry:
             if self._desk.now - peer.asked.setdefault("", self._desk.now) > NEIGHBOUR_PATIENCE_S:
                 wanted = [m for m in members if self._topology.wants(peer, m)]
                 words = ", ".join(f"{m.id} ({self._topology.trouble(peer.id, m.id) or 'no answer'})" for m in wanted)
+                self._tell_missed(peer, [m for m in wanted if m.id not in peer.up])
                 nobody = f"none of the neighbours that it names is in the job: {', '.join(peer.neighbours)}"
                 self._roster.tell(
                     f"{peer.id} has no link to a member: {words or nobody}; it comes in when one stands", [peer]

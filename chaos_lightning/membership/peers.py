@@ -96,6 +96,8 @@ class Peer:
     neighbours: tuple[str, ...] = ()
     asked: dict[str, float] = field(default_factory=dict)
     """Since when (s) this newcomer has been asked for a link to each of these."""
+    misses: set[str] = field(default_factory=set)
+    """Who was told that this newcomer does not reach them."""
     stranded: bool = False
     """A newcomer that no link leads to: it takes no place until one does, and there is one."""
     no_replay: str = ""

@@ -179,6 +179,7 @@ def test_a_neighbour_that_refuses_is_left_out(routed_job: Job, way: str) -> None
     come(job, "c", way)
     told = job.harness.wait_for("notice", lambda r: "comes in without its links to" in str(r["text"]), node="c")
     assert "a~" in str(told["text"])
+    assert job.harness.wait_for("notice", lambda r: f"does not reach {r.member}, which" in str(r["text"]), node="a")
     joined = job.harness.wait_for("joined", node="c")
     hold_the_same(job, "abc", joined)
     assert not [r for r in job.harness.records if r.name == "link_up" and r.node == "c" and r["peer"].startswith("a~")]
