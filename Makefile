@@ -34,7 +34,8 @@ env: debian $(STAMP) ## create .venv with everything pinned in constraints.txt (
 debian:
 	@.ci/debian \
 	  etcd-server "etcd is not at hand; its tests and make demo-failover are skipped, and make demo-diloco has one leader" \
-	  dataset-fashion-mnist "FashionMNIST is not at hand; its tests are skipped and the example trains on digits"
+	  dataset-fashion-mnist "FashionMNIST is not at hand; its tests are skipped and the example trains on digits" \
+	  nftables "nft is not at hand; the tests of members behind a firewall and NAT are skipped"
 
 $(STAMP): pyproject.toml constraints.txt
 	@if [[ ! -x $(PY) ]]; then
