@@ -5,12 +5,19 @@ audit) is a fold over these files, so a line must survive whatever kills its wri
 on an `O_APPEND` descriptor: once `emit` returned, the bytes belong to the kernel and a SIGKILL of the process loses
 nothing. (A power cut may: the log is evidence about training, not part of its protocol, and is not worth an fsync a
 step.) A log never stops training: when the disk is full there is one warning, lines are dropped and counted, and the
-first line that fits again is preceded by a `lost` event with the count.
+first line that fits again is preceded by a `lost` event with the count. A file that was deleted under its writer is
+made anew, within a second.
 
-Line format: `{"t": wall seconds, "mono": monotonic seconds, "member": id, "name": event, ...fields}`. `t` puts the
-files of several machines in one order, `mono` measures durations within one file (and, on one machine, between
+Line format: `{"n": number, "t": wall seconds, "mono": monotonic seconds, "member": id, "name": event, ...fields}`. `t`
+puts the files of several machines in one order, `mono` measures durations within one file (and, on one machine, between
 files). `member` is the member the event is about: the writer itself unless the event says otherwise, and then `by`
-names the writer.
+names the writer. `n` counts a process's lines from 1, so that a reader knows if one is missing; lines of the most
+frequent names are short where that is possible (`compact.py`).
+
+A file is followed by its path, so none is renamed: when it has grown to a tenth of what a process may write in a day,
+the process goes on in another one, NAME.1.jsonl, NAME.2.jsonl and so on. Of what processes of this role and name have
+written there in the last 24 hours the oldest files are deleted before it is more than that: what happened last is what
+somebody will want to know. The reader tells what is missing, by `n`.
 """
 
 from __future__ import annotations
@@ -23,13 +30,15 @@ import math
 import os
 import re
 import socket
+import stat
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.events.reader import Record, Tail, read_events
+from chaos_lightning.events.compact import EXPECTED, WHOLE_EVERY, Line, shorten
+from chaos_lightning.events.reader import Record, Tail, log_files, part_of, read_events
 from chaos_lightning.events.registry import FORMAT, Event
 
 __all__ = ["EVENTS", "EventLog", "Record", "Tail", "read_events"]
@@ -37,18 +46,35 @@ __all__ = ["EVENTS", "EventLog", "Record", "Tail", "read_events"]
 logger = logging.getLogger("chaos_lightning.events")
 
 
+DAY_NBYTES = 100_000_000
+"""What a process may write in 24 hours, unless it is told otherwise, bytes."""
+PARTS_A_DAY = 10
+LOOK_EVERY_S = 1.0
+"""So often it is seen whether the file is still there."""
+_CLOCKS_APART_US = 50
+"""The wall clock is told as the monotonic one plus a constant until it is off by more: short lines need but one."""
+
 EVENTS = (
     Event(
         "opened",
         "a process begins to write this file",
         {"pid": "process id", "host": "name", "role": '"member", "scheduler", "agent" or "harness"'},
-        {"node": "the member's name, constant over its incarnations", "format": "version of the log, see registry.py"},
+        {
+            "node": "the member's name, constant over its incarnations",
+            "format": "version of the log, see registry.py",
+            "part": "it goes on from the file with the number before",
+        },
     ),
     Event("closed", "the process has closed the file in good order"),
-    Event("lost", "lines did not fit on the disk", {"count": "lines", "since": "wall time of the first of them, s"}),
+    Event(
+        "lost",
+        "lines did not fit on the disk, or are not in the log any more",
+        {"count": "lines", "since": "wall time of the first of them, s"},
+        {"gone": "bool: they were written, and the reader does not find them"},
+    ),
 )
 
-_RESERVED = frozenset({"t", "mono", "name"})
+_RESERVED = frozenset({"t", "mono", "name", "n"})
 
 
 def _plain(value: object) -> object:
@@ -95,7 +121,15 @@ class EventLog:
     10-30 us.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, *, member: str = "", node: str = "", role: str = "member"):
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        member: str = "",
+        node: str = "",
+        role: str = "member",
+        day_nbytes: int = DAY_NBYTES,
+    ):
         """Open `path` for appending (folders are made).
 
         Args:
@@ -103,35 +137,49 @@ class EventLog:
             member: Member id stamped on every line; set it later with `identify`.
             node: The member's name, constant over its incarnations.
             role: "member", "scheduler", "agent" or "harness".
+            day_nbytes: Of what is written in 24 hours so much is kept; 0: all.
         """
         self.path: Path | None = None if path is None else Path(path)
         self.lost = 0
         """Lines that did not fit and are not yet accounted for in the file."""
-        self._member, self._node = member, node
+        self._member, self._node, self._role = member, node, role
         self._lock = threading.RLock()
         self._fd = -1
         self._torn = False
         self._lost_since = 0.0
-        self._warned = False
+        self._warned: set[str] = set()
+        self._writing = False
+        self._number = self._size = 0
+        self._part_nbytes = day_nbytes // PARTS_A_DAY
+        self._before: dict[str, tuple[Line, int]] = {}
+        """Name -> the last line of it, and how many since the last whole one."""
+        self._offset_us = 0
+        self._looked_at = 0.0
         if self.path is None:
             return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._open(self.path)
         except OSError as error:
-            self._warn(error)
-            return
-        # A predecessor that was killed while the disk was full may have left half a line.
-        self._torn = _ends_torn(self.path)
-        self.emit("opened", pid=os.getpid(), host=socket.gethostname(), role=role, format=FORMAT)
+            self._warn(f"cannot be written ({error}): training goes on, and this process leaves no evidence there")
 
     @classmethod
-    def in_directory(cls, directory: str | os.PathLike[str] | None, name: str, *, role: str = "member") -> EventLog:
+    def in_directory(
+        cls,
+        directory: str | os.PathLike[str] | None,
+        name: str,
+        *,
+        role: str = "member",
+        day_nbytes: int = DAY_NBYTES,
+    ) -> EventLog:
         """A new file `<role>-<name>-<pid>.jsonl` in `directory`; None discards."""
         if not directory:
             return cls(None, node=name, role=role)
         safe = re.sub(r"[^A-Za-z0-9._-]", "_", name) or "anonymous"
-        return cls(Path(directory) / f"{role}-{safe}-{os.getpid()}.jsonl", node=name, role=role)
+        path = Path(directory) / f"{role}-{safe}-{os.getpid()}.jsonl"
+        parts = [part for _, part in map(part_of, path.parent.glob(f"{path.stem}.*.jsonl"))]
+        if parts:  # of a process that had this process id before
+            path = _part(path, max(parts) + 1)
+        return cls(path, node=name, role=role, day_nbytes=day_nbytes)
 
     def identify(self, member: str, node: str = "") -> None:
         """Stamp this member id (given at Welcome, new after a rejoin) on the lines that follow."""
@@ -159,7 +207,7 @@ class EventLog:
         """
         if self._fd < 0:
             return
-        line: dict[str, Any] = {"t": round(time.time(), 6), "mono": round(time.monotonic(), 6), "member": self._member}
+        line: Line = {**self._stamp(), "member": self._member}
         if self._node:
             line["node"] = self._node
         line["name"] = str(name)
@@ -173,52 +221,141 @@ class EventLog:
             text = _strict(line)
         except Exception:  # an odd value must cost its line's form, not the training
             text = _strict(_finite(line))
-        self._write(text.encode("utf-8", "backslashreplace") + b"\n")
+        self._write(str(name), text)
 
-    def _write(self, data: bytes) -> None:
+    def _stamp(self) -> Line:
+        mono_us = time.monotonic_ns() // 1000
+        offset_us = time.time_ns() // 1000 - mono_us
+        if abs(offset_us - self._offset_us) > _CLOCKS_APART_US:
+            self._offset_us = offset_us
+        return {"t": (mono_us + self._offset_us) / 1e6, "mono": mono_us / 1e6}
+
+    def _write(self, name: str, text: str) -> None:
         with self._lock:
             if self._fd < 0:
                 return
+            if self._writing:  # a signal handler's line, while another one has its number but is not written
+                self._put_line(text)
+                return
+            self._writing = True
             try:
+                self._look()
                 if self.lost:
                     # The count goes first, in a write of its own, so that it is never claimed twice.
-                    note = {"t": round(time.time(), 6), "mono": round(time.monotonic(), 6), "member": self._member}
-                    note |= {"name": "lost", "count": self.lost, "since": round(self._lost_since, 6)}
-                    if not self._put(_strict(note).encode() + b"\n"):
-                        self._lose(None)
-                        return
+                    note = self._stamp() | {"member": self._member, "name": "lost", "count": self.lost}
+                    if not self._put_line(
+                        self._numbered("lost", _strict(note | {"since": round(self._lost_since, 6)}))
+                    ):
+                        return  # it was counted, for the line that would follow
+                    self._number += 1
                     self.lost = 0
-                if not self._put(data):
-                    self._lose(None)
-            except OSError as error:
-                self._lose(error)
+                self._number += self._put_line(self._numbered(name, text))
+            except BaseException:  # a signal handler raised: what the reader has as the line before is not known
+                self._before.clear()
+                raise
+            finally:
+                self._writing = False
+
+    def _numbered(self, name: str, text: str) -> str:
+        """The line as it is written next, short if it can be."""
+        if name in EXPECTED:
+            whole = json.loads(text)
+            before, count = self._before.get(name, (None, 0))
+            short = shorten(whole, before) if before is not None and count < WHOLE_EVERY else None
+            self._before[name] = (whole, 0 if short is None else count + 1)
+            text = text if short is None else _strict(short)
+        return f'{{"n":{self._number + 1},{text[1:]}'
+
+    def _put_line(self, text: str) -> bool:
+        """Whether it is written; else it counts as lost."""
+        try:
+            if self._put(text.encode("utf-8", "backslashreplace") + b"\n"):
+                return True
+            self._lose()
+        except OSError as error:
+            self._lose(error)
+        return False
 
     def _put(self, data: bytes) -> bool:
         """One write; False if the disk took only a part of the line, which the next write then closes off."""
         if self._torn:
             data = b"\n" + data
         done = os.write(self._fd, data)
+        self._size += done
         if done == len(data):
             self._torn = False
             return True
         self._torn = self._torn or done > 0
         return False
 
-    def _lose(self, error: OSError | None) -> None:
+    def _lose(self, error: OSError | None = None) -> None:
         if not self.lost:
             self._lost_since = time.time()
         self.lost += 1
-        self._warn(error)
-
-    def _warn(self, error: OSError | None) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        logger.warning(
-            "event log %s cannot be written (%s): training goes on, lines are dropped and counted until there is space",
-            self.path,
-            error or "no space for a whole line",
+        self._before.clear()
+        self._warn(
+            f"cannot be written ({error or 'no space for a whole line'}): training goes on, lines are dropped and "
+            "counted until there is space"
         )
+
+    def _warn(self, trouble: str) -> None:
+        """Once of each sort."""
+        if trouble.split()[0] not in self._warned:
+            self._warned.add(trouble.split()[0])
+            logger.warning("event log %s %s", self.path, trouble)
+
+    # ---------------------------------------------------------------------------------------------- its files
+
+    def _open(self, path: Path) -> None:
+        """Goes on in this file; raises OSError if it cannot be opened."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self.path, self._size = fd, path, os.fstat(fd).st_size
+        # A predecessor that was killed while the disk was full may have left half a line.
+        self._torn = _ends_torn(path)
+        self._before.clear()
+        line = self._stamp() | {"member": self._member, **({"node": self._node} if self._node else {})}
+        line |= {"name": "opened", "pid": os.getpid(), "host": socket.gethostname(), "role": self._role}
+        line |= {"format": FORMAT, **({"part": part_of(path)[1]} if self._number else {})}
+        self._number += self._put_line(self._numbered("opened", _strict(line)))
+
+    def _look(self) -> None:
+        """Whether the next line goes into this file, which may be gone, or long enough."""
+        assert self.path is not None
+        now = time.monotonic()
+        full = self._part_nbytes and self._size >= self._part_nbytes
+        try:
+            if now - self._looked_at >= LOOK_EVERY_S:
+                self._looked_at = now
+                if os.fstat(self._fd).st_nlink == 0 and stat.S_ISREG(os.fstat(self._fd).st_mode):
+                    self._warn("was deleted while it was written: it is made anew, and what it held is not shown")
+                    self._open(self.path)
+            if full:
+                self._make_room()
+                path, part = part_of(self.path)
+                self._open(_part(path, part + 1))
+        except OSError as error:
+            self._size = 0  # the next try is after as many bytes again
+            self._warn(f"stays where it is: the next file cannot be made ({error})")
+
+    def _make_room(self) -> None:
+        """Deletes the oldest files of this role and name, until there is room for another one under the day's limit."""
+        assert self.path is not None
+        ours = _whose(self.path)
+        seen = [(path.stat(), path) for path in log_files(self.path.parent) if _whose(path) == ours]
+        today = sorted((s.st_mtime, path, s.st_size) for s, path in seen if s.st_mtime > time.time() - 86400)
+        size = sum(nbytes for _, _, nbytes in today)
+        for _, path, nbytes in today:
+            if size <= self._part_nbytes * (PARTS_A_DAY - 1) or path == self.path:
+                return
+            path.unlink(missing_ok=True)
+            size -= nbytes
+            self._warn(
+                f"has grown beyond {self._part_nbytes * PARTS_A_DAY} bytes within 24 hours (log_day_nbytes): its "
+                "oldest parts are deleted, and an audit will not show what they held"
+            )
 
     def close(self) -> None:
         """Write `closed` and let the file go; later events are discarded."""
@@ -233,6 +370,16 @@ class EventLog:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _part(path: Path, part: int) -> Path:
+    """The file with this number, of the one without."""
+    return path.with_name(f"{path.stem}.{part}.jsonl")
+
+
+def _whose(path: Path) -> tuple[Path, str]:
+    """Folder, role and name, of which there may be several processes."""
+    return path.parent, part_of(path)[0].stem.rpartition("-")[0]
 
 
 def _ends_torn(path: Path) -> bool:

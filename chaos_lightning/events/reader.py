@@ -5,6 +5,10 @@ can be half there: because its writer is still at it, or because the disk was fu
 skipped, never fatal: the reader runs while the run does. Between files the wall clock decides; within a file a wall
 clock that was set back is held at the latest time seen, so that one file's order always survives the merge.
 
+The files that one process wrote one after the other are read as one, by the name of the first. Lines are numbered; what
+is missing becomes a record `lost` with the count, and short lines (`compact.py`) are given whole, so that nobody else
+knows of any of this.
+
 What a file's `opened` event tells as its format is compared with this version's: a fold over other names and fields
 would show a run that never was.
 """
@@ -12,16 +16,19 @@ would show a run that never was.
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events import registry
+from chaos_lightning.events.compact import COMMITTED, EXPECTED, Line, restore
 
 logger = logging.getLogger("chaos_lightning.events")
 
@@ -72,62 +79,147 @@ class Record:
 
 
 def parse_line(text: bytes | str, *, source: str = "", line: int = 0, not_before: float = 0.0) -> Record | None:
-    """One line as a Record; None if it is no event (torn, foreign, empty)."""
+    """One whole line as a Record; None if it is no event (torn, foreign, empty)."""
+    data = _object(text)
+    return None if data is None else _record(data, source, line, not_before)
+
+
+def _object(text: bytes | str) -> Line | None:
     try:
         data = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+    if not isinstance(data, dict):
         return None
+    if "n" in data and "member" not in data:
+        data.setdefault("name", COMMITTED)
+    return data if isinstance(data.get("name"), str) else None
+
+
+def _record(data: Line, source: str, line: int, not_before: float) -> Record | None:
+    fields = {key: value for key, value in data.items() if key not in ("n", "t", "mono", "member", "name")}
     try:
-        t, mono = float(data.pop("t", 0.0)), float(data.pop("mono", 0.0))
+        t, mono = float(data.get("t", 0.0)), float(data.get("mono", 0.0))
     except (TypeError, ValueError):
         return None
     return Record(
         t=max(t, not_before),
         mono=mono,
-        member=str(data.pop("member", "") or ""),
-        name=data.pop("name"),
-        fields=data,
+        member=str(data.get("member", "") or ""),
+        name=data["name"],
+        fields=fields,
         source=source,
         line=line,
     )
 
 
+@dataclass(slots=True)
+class _Lines:
+    """What one process wrote, line by line: whole records, and what is missing."""
+
+    source: str
+    latest: Record | None = None
+    number: int = 0
+    """Of the last line; 0 before the first, and for logs whose lines have none."""
+    before: dict[str, Line] = field(default_factory=dict)
+    """Name -> the last line of it, whole."""
+
+    def take(self, text: bytes, line: int) -> Iterator[Record]:
+        """The records of one more line: none if it is no event, two if lines are missing before it."""
+        data = _object(text)
+        if data is None:
+            return
+        number = data.get("n")
+        if not isinstance(number, int):
+            yield from self._give(data, line)
+            return
+        if number == 1:  # another process of this name
+            self.number = 0
+        missing, self.number = number - self.number - 1, number
+        if number == 1 or missing:
+            self.before.clear()
+        if missing:
+            yield self._lost(data, line, max(missing, 1))
+        name = data["name"]
+        if name == "opened" and "part" in data and not missing:
+            return
+        if "member" not in data:
+            try:
+                data = restore({key: value for key, value in data.items() if key != "n"}, self.before[name])
+            except (LookupError, TypeError, ValueError):
+                self.before.clear()
+                yield self._lost(data, line, 1)
+                return
+        if name in EXPECTED:
+            self.before[name] = {key: value for key, value in data.items() if key != "n"}
+        yield from self._give(data, line)
+
+    def _give(self, data: Line, line: int) -> Iterator[Record]:
+        record = _record(data, self.source, line, self.latest.t if self.latest else 0.0)
+        if record is not None:
+            self.latest = record
+            yield record
+
+    def _lost(self, data: Line, line: int, count: int) -> Record:
+        """Tells of lines that are missing up to this one."""
+        member, latest = data.get("member", ""), self.latest
+        if latest is not None:
+            member = latest.by
+        told = {"t": data.get("t", 0.0), "mono": data.get("mono", 0.0), "member": member, "name": "lost"}
+        told |= {"count": count, "since": latest.t if latest else 0.0, "gone": True}
+        record = _record(told, self.source, line, latest.t if latest else 0.0)
+        assert record is not None
+        return record
+
+
 def wrong_format(record: Record) -> str:
     """Why what follows this event of a file cannot be read, and what to do; "" if it can."""
     found = record.get("format", 1)
-    if record.name != "opened" or found == registry.FORMAT:
+    if record.name != "opened" or found in registry.READABLE:
         return ""
+    known = " and ".join(map(str, sorted(registry.READABLE)))
     return (
-        f"event log {record.source} is in format {found}, and this version of chaos-lightning reads format "
-        f"{registry.FORMAT}; read it with the version that the job ran with, and log new jobs into another folder"
+        f"event log {record.source} is in format {found}, and this version of chaos-lightning reads {known}; read it "
+        "with the version that the job ran with, and log new jobs into another folder"
     )
 
 
+_PART = re.compile(r"(.*-\d+)\.(\d+)\.jsonl")
+
+
+def part_of(path: Path) -> tuple[Path, int]:
+    """The first of the files that this one goes on from, and its number; (itself, 0) for a first one."""
+    found = _PART.fullmatch(path.name)
+    return (path.with_name(f"{found[1]}.jsonl"), int(found[2])) if found else (path, 0)
+
+
 def log_files(where: str | os.PathLike[str]) -> list[Path]:
-    """The event files of a directory, of the directories in it, or the one file that was named; sorted by name."""
+    """The event files of a directory, of the directories in it, or the one file that was named; sorted by name, and
+    those of one process by their number."""
     path = Path(where)
     if path.is_file():
         return [path]
-    return sorted(path.rglob("*.jsonl"))
+    return sorted(path.rglob("*.jsonl"), key=part_of)
 
 
-def read_file(path: str | os.PathLike[str], *, source: str = "") -> Iterator[Record]:
-    """The events of one file, in its order; lines that are no events are skipped.
+def read_files(paths: Iterable[Path], *, source: str) -> Iterator[Record]:
+    """The events that one process wrote, in their order; lines that are no events are skipped.
 
     Raises:
         ConfigurationError: The file was written in another format.
     """
-    latest = 0.0
-    with Path(path).open("rb") as file:
-        for number, text in enumerate(file, 1):
-            record = parse_line(text, source=source or Path(path).name, line=number, not_before=latest)
-            if record is not None:
-                if trouble := wrong_format(record):
-                    raise ConfigurationError(trouble)
-                latest = record.t
-                yield record
+    lines = _Lines(source)
+    for path in paths:
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:  # its writer has deleted it, which the next file's numbers tell
+            continue
+        with file:
+            for number, text in enumerate(file, 1):
+                for record in lines.take(text, number):
+                    if trouble := wrong_format(record):
+                        raise ConfigurationError(trouble)
+                    yield record
 
 
 def read_events(where: str | os.PathLike[str]) -> Iterator[Record]:
@@ -144,7 +236,10 @@ def read_events(where: str | os.PathLike[str]) -> Iterator[Record]:
     if not files:
         raise FileNotFoundError(f"no event log in {path}: expected *.jsonl files (the folder given as log_dir)")
     base = path if path.is_dir() else path.parent
-    streams = [read_file(p, source=p.relative_to(base).as_posix()) for p in files]
+    streams = [
+        read_files(list(parts), source=first.relative_to(base).as_posix())
+        for first, parts in itertools.groupby(files, key=lambda path: part_of(path)[0])
+    ]
     return heapq.merge(*streams, key=lambda r: r.t)
 
 
@@ -152,7 +247,7 @@ def read_events(where: str | os.PathLike[str]) -> Iterator[Record]:
 class _Place:
     offset: int = 0
     line: int = 0
-    latest: float = 0.0
+    inode: int = 0
     unreadable: bool = False
     """It is in another format, which was warned of."""
 
@@ -166,34 +261,40 @@ class Tail:
 
     where: Path
     _places: dict[Path, _Place] = field(default_factory=dict)
+    _lines: dict[Path, _Lines] = field(default_factory=dict)
 
     def poll(self) -> list[Record]:
         """New events of all files in time order; an empty list if there are none (or no directory yet)."""
         found: list[Record] = []
         for path in log_files(self.where) if self.where.exists() else []:
-            place = self._places.setdefault(path, _Place())
             try:
-                if place.unreadable or path.stat().st_size <= place.offset:
-                    continue
-                with path.open("rb") as file:
-                    file.seek(place.offset)
-                    data = file.read()
+                found += self._new(path)
             except FileNotFoundError:
                 continue
-            whole, end, _ = data.rpartition(b"\n")
-            if not end:
-                continue
-            place.offset += len(whole) + 1
-            for text in whole.split(b"\n"):
-                place.line += 1
-                record = parse_line(text, source=path.name, line=place.line, not_before=place.latest)
-                if record is None:
-                    continue
+        found.sort(key=lambda r: r.t)
+        return found
+
+    def _new(self, path: Path) -> Iterator[Record]:
+        status = path.stat()
+        place = self._places.setdefault(path, _Place(inode=status.st_ino))
+        if place.inode != status.st_ino:  # it was deleted, and made anew
+            place = self._places[path] = _Place(inode=status.st_ino)
+        if place.unreadable or status.st_size <= place.offset:
+            return
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            data = file.read()
+        whole, end, _ = data.rpartition(b"\n")
+        if not end:
+            return
+        place.offset += len(whole) + 1
+        first, _ = part_of(path)
+        lines = self._lines.setdefault(first, _Lines(first.name))
+        for text in whole.split(b"\n"):
+            place.line += 1
+            for record in lines.take(text, place.line):
                 if trouble := wrong_format(record):
                     logger.warning("%s", trouble)
                     place.unreadable = True
-                    break
-                place.latest = record.t
-                found.append(record)
-        found.sort(key=lambda r: r.t)
-        return found
+                    return
+                yield record

@@ -129,7 +129,7 @@ def test_a_log_in_another_format_says_what_to_do(
         log.emit("notice", text="of old")
     (before,) = [r["format"] for r in read_events(tmp_path) if r.name == "opened"]
     assert before == registry.FORMAT
-    monkeypatch.setattr(registry, "FORMAT", before + 1)
+    monkeypatch.setattr(registry, "READABLE", {before + 1})
     with pytest.raises(ConfigurationError, match=rf"old.jsonl is in format {before}, .*; read it with the version"):
         list(read_events(tmp_path))
     monkeypatch.setattr("chaos_lightning.events.events.FORMAT", before + 1)
