@@ -1,10 +1,10 @@
 """Lines of the log that repeat themselves: only what differs from what the line before led to expect.
 
 Theory of operation. Nearly all of a log are `committed` lines, and of such a line little is news: the slot is the next
-one, on the header before, by the same contributors, and of the ledger one number grew. So of the names in `EXPECTED` a
-file holds a whole line first and after every `WHOLE_EVERY` lines; those between are short. A short line has no
-`member`; what it has is put into what was expected after the line of its name before it, which is `committed` if it
-does not say:
+one, on the header before, by the same contributors, and of the ledger one number grew. So of the names in `SHORTENED` a
+file holds a whole line first and again after `WHOLE_EVERY` lines; those between are short. A short line has no
+`member`; what it has is put into what was expected after the line of its name before it; its name is `committed` if it
+does not say.
 
     {"n":58,"t":12.5,"header":"d6c4...","spent.0.spans.0":[1936,2000],"ledger.0.spans.0.1":2000,"duration_s":0.05}
 
@@ -15,73 +15,100 @@ lines are numbered (`n`): where a number is missing the reader knows it, and wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 WHOLE_EVERY = 100
-"""After so many short lines comes a whole one: no more is unreadable when one is lost."""
+"""After so many lines comes a whole one: no more are unreadable when one is lost."""
 
 COMMITTED = "committed"
+_OF_ITS_KIND = ("contributors", "spent", "call")
+"""Fields of a commit that are as in the last one of its kind, while the others follow from the last one of any kind."""
 
 Line = dict[str, Any]
 """A line of the log as JSON has it."""
 
 
-def _next_commit(before: Line) -> Line:
-    """The next slot, committed under the view that this one announced."""
-    step = before["step"] + (before["kind"] == "step")
-    return before | {
-        "seq": before["seq"] + 1, "step": step, "prev": before["header"], "view": before["next_view"]
-    }  # fmt: skip
+class Before:
+    """The last lines of a file; its writer and its reader keep the same ones."""
 
+    def __init__(self) -> None:
+        self._last: dict[str, Line] = {}
+        self._short = 0
+        """Lines since all had to be whole."""
 
-EXPECTED: Mapping[str, Callable[[Line], Line]] = {
-    COMMITTED: _next_commit,
-    "links": dict,
-    "state_hash": dict,
-}
-"""Name of the lines that are shortened -> what the next one would be, from the one before."""
+    def clear(self) -> None:
+        """After a line that may be missing."""
+        self._last.clear()
 
+    def keep(self, line: Line, *, whole: bool) -> None:
+        """This is now the last line of its name; what came before one that was written whole counts no more."""
+        name = line["name"]
+        if whole and name == COMMITTED:
+            self._last = {key: last for key, last in self._last.items() if not key.startswith(COMMITTED)}
+        self._last[name] = line
+        if name == COMMITTED:
+            self._last[_kind(line.get("kind"))] = line
 
-def shorten(line: Line, before: Line) -> Line | None:
-    """The short form of a line after one of the same name; None if it has none.
-
-    Args:
-        line: A whole line, of values as JSON gives them.
-        before: The whole line before it, likewise.
-    """
-    try:
-        whole = EXPECTED[line["name"]](before)
-    except (KeyError, TypeError):  # an odd line was emitted under this name
-        return None
-    whole |= {"mono": _mono(line["t"], before)}
-    short: Line = {"t": line["t"]} if line["name"] == COMMITTED else {"t": line["t"], "name": line["name"]}
-    if gone := [key for key in whole if key not in line]:
-        short["-"] = gone
-    for key, value in line.items():
-        if "." in key or key in ("-", "n"):
+    def shorten(self, line: Line) -> Line | None:
+        """The short form of a whole line, of values as JSON gives them; None if it must be written whole."""
+        self._short += 1
+        if self._short > WHOLE_EVERY:
+            self._short = 0
+            self.clear()
+        try:
+            whole = self._expected(line["name"], line.get("kind"), line["t"])
+        except (LookupError, TypeError, ValueError):  # the first one, or one that was odd
             return None
-        if key not in whole:
-            short[key] = value
-        elif key not in short:
-            short |= _differences(key, whole[key], value)
-    return None if "member" in short else short
+        short: Line = {"t": line["t"]} if line["name"] == COMMITTED else {"t": line["t"], "name": line["name"]}
+        if gone := [key for key in whole if key not in line]:
+            short["-"] = gone
+        if line.get("kind") != self._last[line["name"]].get("kind"):
+            short["kind"] = line.get("kind")
+        for key, value in line.items():
+            if "." in key or key in ("-", "n"):
+                return None
+            if key not in whole:
+                short[key] = value
+            elif key not in short:
+                short |= _differences(key, whole[key], value)
+        return None if "member" in short else short
+
+    def restore(self, short: Line) -> Line:
+        """The whole line.
+
+        Raises:
+            LookupError, TypeError, ValueError: It does not follow what was kept, or is damaged.
+        """
+        name = short.get("name", COMMITTED)
+        whole = self._expected(name, short.get("kind", self._last[name].get("kind")), short["t"])
+        for key in short.get("-", ()):
+            del whole[key]
+        for path, value in short.items():
+            if path != "-":
+                whole = _put(whole, path.split("."), value)
+        return whole
+
+    def _expected(self, name: str, kind: object, t: float) -> Line:
+        """What a line of this name is but for its news."""
+        last = self._last[name]
+        whole = last | {"mono": _mono(t, last)}
+        if name != COMMITTED:
+            return whole
+        whole |= {"seq": last["seq"] + 1, "step": last["step"] + (kind == "step")}
+        whole |= {"prev": last["header"], "view": last["next_view"], "kind": kind}
+        alike = self._last.get(_kind(kind), last)
+        return {k: v for k, v in whole.items() if k not in _OF_ITS_KIND} | {
+            k: alike[k] for k in _OF_ITS_KIND if k in alike
+        }
 
 
-def restore(short: Line, before: Line) -> Line:
-    """The whole line.
+SHORTENED = frozenset({COMMITTED, "links", "state_hash"})
+"""Names of lines that are short where that is possible."""
 
-    Raises:
-        ValueError, KeyError, IndexError, TypeError: It does not follow the line before, or is damaged.
-    """
-    whole = EXPECTED[short.get("name", COMMITTED)](before)
-    whole |= {"mono": _mono(short["t"], before)}
-    for key in short.get("-", ()):
-        del whole[key]
-    for path, value in short.items():
-        if path != "-":
-            whole = _put(whole, path.split("."), value)
-    return whole
+
+def _kind(kind: object) -> str:
+    return f"{COMMITTED} {kind}"
 
 
 def _mono(t: float, before: Line) -> float:

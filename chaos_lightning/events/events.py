@@ -37,7 +37,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.events.compact import EXPECTED, WHOLE_EVERY, Line, shorten
+from chaos_lightning.events.compact import SHORTENED, Before, Line
 from chaos_lightning.events.reader import Record, Tail, log_files, part_of, read_events
 from chaos_lightning.events.registry import FORMAT, Event
 
@@ -151,8 +151,7 @@ class EventLog:
         self._writing = False
         self._number = self._size = 0
         self._part_nbytes = day_nbytes // PARTS_A_DAY
-        self._before: dict[str, tuple[Line, int]] = {}
-        """Name -> the last line of it, and how many since the last whole one."""
+        self._before = Before()
         self._offset_us = 0
         self._looked_at = 0.0
         if self.path is None:
@@ -258,11 +257,10 @@ class EventLog:
 
     def _numbered(self, name: str, text: str) -> str:
         """The line as it is written next, short if it can be."""
-        if name in EXPECTED:
+        if name in SHORTENED:
             whole = json.loads(text)
-            before, count = self._before.get(name, (None, 0))
-            short = shorten(whole, before) if before is not None and count < WHOLE_EVERY else None
-            self._before[name] = (whole, 0 if short is None else count + 1)
+            short = self._before.shorten(whole)
+            self._before.keep(whole, whole=short is None)
             text = text if short is None else _strict(short)
         return f'{{"n":{self._number + 1},{text[1:]}'
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events import registry
-from chaos_lightning.events.compact import COMMITTED, EXPECTED, Line, restore
+from chaos_lightning.events.compact import COMMITTED, SHORTENED, Before, Line
 
 logger = logging.getLogger("chaos_lightning.events")
 
@@ -121,8 +121,7 @@ class _Lines:
     latest: Record | None = None
     number: int = 0
     """Of the last line; 0 before the first, and for logs whose lines have none."""
-    before: dict[str, Line] = field(default_factory=dict)
-    """Name -> the last line of it, whole."""
+    before: Before = field(default_factory=Before)
 
     def take(self, text: bytes, line: int) -> Iterator[Record]:
         """The records of one more line: none if it is no event, two if lines are missing before it."""
@@ -143,15 +142,16 @@ class _Lines:
         name = data["name"]
         if name == "opened" and "part" in data and not missing:
             return
-        if "member" not in data:
+        whole = "member" in data
+        if not whole:
             try:
-                data = restore({key: value for key, value in data.items() if key != "n"}, self.before[name])
+                data = self.before.restore({key: value for key, value in data.items() if key != "n"})
             except (LookupError, TypeError, ValueError):
                 self.before.clear()
                 yield self._lost(data, line, 1)
                 return
-        if name in EXPECTED:
-            self.before[name] = {key: value for key, value in data.items() if key != "n"}
+        if name in SHORTENED:
+            self.before.keep({key: value for key, value in data.items() if key != "n"}, whole=whole)
         yield from self._give(data, line)
 
     def _give(self, data: Line, line: int) -> Iterator[Record]:

@@ -16,7 +16,7 @@ A verdict is about these logs: `ok` says that nothing in them is wrong, `not sho
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,6 +44,14 @@ POINTS: Mapping[int, str] = {
     11: "the progress of each inner step is in one push",
 }
 """Points 1 to 5 are of a job of members, 6 to 11 of an outer job (`outer_audit.py`)."""
+_FROM_A_PART = frozenset({1, 4})
+"""What agrees in a part of the logs agrees, while order, use of samples and survival are of all."""
+_BY_SILENCE = frozenset({"gap", "ledger", "dropped"})
+"""Rules against which a log offends by what it does not say."""
+_OF_A_MEMBER = frozenset({"order", "entry", "skip", "missing"})
+"""Likewise, the log of one member."""
+SHOWN = 6
+"""So many missing parts are told one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +156,26 @@ class _Judge:
         self.runs = history.runs(self.facts.commits) if self.facts.commits else []
 
     def _finding(self, point: int, shown: bool, text: str, bad: list[str], remarks: list[str] | None = None) -> Finding:
-        if self.facts.lost and not bad:
-            remarks = [*(remarks or []), f"{self.facts.lost} log lines were lost to a full disk"]
         if bad:
             return Finding(point, VIOLATED, text, tuple(bad))
-        return Finding(point, OK if shown else NOT_SHOWN, text, tuple(remarks or ()))
+        missing = self.facts.missing
+        if len(missing) > SHOWN:
+            missing = [*missing[:SHOWN], f"... and {len(missing) - SHOWN} more"]
+        whole = not missing or point in _FROM_A_PART
+        return Finding(point, OK if shown and whole else NOT_SHOWN, text, (*(remarks or ()), *missing))
+
+    def _proven(self, problems: Iterable[history.Problem], remarks: list[str]) -> list[history.Problem]:
+        """Those that contradict the contract. What the missing part of the logs may explain becomes a remark."""
+        found = []
+        for problem in problems:
+            excused = self.facts.missing and (
+                problem.rule in _BY_SILENCE or (problem.member in self.facts.untold and problem.rule in _OF_A_MEMBER)
+            )
+            if excused:
+                remarks.append(problem.text)
+            else:
+                found.append(problem)
+        return found
 
     # ---------------------------------------------------------------------------------------------- 1 and 4
 
@@ -192,7 +215,8 @@ class _Judge:
                 matched += 1
         for run in self.runs:
             entered = {p.member: p.head for p in self.facts.pulls if p.head}
-            bad += [p.text for p in history.check_members(run, entered) if p.rule == "entry"]
+            entries = [p for p in history.check_members(run, entered) if p.rule == "entry"]
+            bad += [p.text for p in self._proven(entries, remarks)]
         text = f"{matched} of {total} joiners' states matched"
         return self._finding(4, matched > 0 and matched == total, text, bad, remarks)
 
@@ -212,15 +236,11 @@ class _Judge:
         redone = 0
         for run in self.runs:
             problems = list(history.check_chain(run, genesis=GENESIS.hash))
-            gaps = [p for p in problems if p.rule == "gap"]
-            if gaps and (self.facts.lost or self.facts.gaps_allowed):
-                remarks += [p.text for p in gaps]
-                problems = [p for p in problems if p.rule != "gap"]
             problems += history.check_forks(run)
-            problems += [p for p in history.check_members(run) if not (self.facts.lost and p.rule == "order")]
+            problems += history.check_members(run)
             problems += history.check_contributors(run, self.facts.views_at(max(c.t for c in run.commits)))
             problems += history.check_stable(run, self.facts.left_job)
-            bad += [str(p) for p in problems]
+            bad += [str(p) for p in self._proven(problems, remarks)]
             redone += len(run.lost_branches)
         steps = sum(run.headers[h].kind == "step" for run in self.runs for h in run.chain)
         members = {c.member for c in self.facts.commits}
@@ -242,8 +262,8 @@ class _Judge:
         for index, run in enumerate(self.runs):
             start = self._resumed(index)
             usage, problems = history.check_samples(run, start=start)
-            bad += [p.text for p in problems]
-            bad += [p.text for p in history.check_complete(usage, self.facts.epochs)]
+            problems += history.check_complete(usage, self.facts.epochs)
+            bad += [p.text for p in self._proven(problems, remarks)]
             for key, use in usage.items():
                 used[key] = size(use.start) + use.count
                 carried[key] = merge([*use.start, *use.used])
@@ -275,9 +295,11 @@ class _Judge:
         bad: list[str] = []
         remarks: list[str] = []
         recovered = struck = 0
-        strict = self.expected is not None or self.facts.injected
+        # A reason for what happened may be in what is missing.
+        strict = (self.expected is not None or self.facts.injected) and not self.facts.missing
         for run in self.runs:
-            bad += [str(p) for p in history.check_commits_of_all(run, self.facts.gone)]
+            unsaid = history.check_commits_of_all(run, self.facts.gone)
+            bad += [str(p) for p in self._proven(unsaid, remarks)]
             last = run.headers[run.chain[-1]]
             closed = last.kind == "closing"
             for loss in self.facts.losses:
@@ -296,7 +318,8 @@ class _Judge:
             if known:
                 continue
             where = f"{out.member} was put out by view {out.view[0]}.{out.view[1]}"
-            if out.silent_s is not None and out.silent_s <= self.silence_s and out.spoke_later:
+            alive = out.silent_s is not None and out.silent_s <= self.silence_s and out.spoke_later
+            if alive and not self.facts.missing:
                 bad.append(
                     f"{where} though it was alive: it wrote an event {out.silent_s:.3f} s before and went on after"
                 )
@@ -308,7 +331,6 @@ class _Judge:
             if node_of(member) in (self.expected or ()):
                 continue
             (bad if strict else remarks).append(f"{member} {why}")
-        for freeze in self.facts.unawakened:
-            bad.append(freeze)
+        (remarks if self.facts.missing else bad).extend(self.facts.unawakened)
         text = f"training went on after {recovered} of {struck} deaths and freezes"
         return self._finding(5, struck > 0 and recovered == struck, text, bad, remarks)

@@ -92,10 +92,11 @@ class Testimony:
     """(what, header) of everything written for the outside."""
     epochs: dict[f.Stream, int] = field(default_factory=dict)
     resumed: list[tuple[float, dict[f.Stream, Spans]]] = field(default_factory=list)
-    lost: int = 0
     injected: bool = False
-    gaps_allowed: bool = False
-    """A member's file is missing, so slots may be, too."""
+    missing: list[str] = field(default_factory=list)
+    """Which part of the logs is not here, in words: what it would say is not known, and its silence proves nothing."""
+    untold: set[str] = field(default_factory=set)
+    """Members whose own words are among that."""
 
     def views_at(self, t: float) -> Views:
         """The views of the run that was under way at time t (s)."""
@@ -136,6 +137,8 @@ class _Gathering:
     """As members have them; views of which every pair has a link are missing."""
     ends: dict[str, float] = field(default_factory=dict)
     """Source -> time of its last line."""
+    lost: dict[tuple[str, bool], int] = field(default_factory=dict)
+    """(source, whether they were written once) -> lines."""
     finished: float | None = None
 
     def take(self, r: Record) -> None:
@@ -144,7 +147,8 @@ class _Gathering:
         if r.name == "opened":
             self.roles[r.source] = str(r.get("role", "member"))
         if r.name == "lost":
-            facts.lost += f.integer(r.get("count"))
+            where = (r.source, bool(r.get("gone")))
+            self.lost[where] = self.lost.get(where, 0) + f.integer(r.get("count"))
         if r.name == "fault_injected":
             facts.injected = True
             if r.get("peer"):
@@ -163,7 +167,8 @@ class _Gathering:
             facts.resumed.append((r.t, f.spent(r.get("ledger"))))
         if r.name == "checkpoint" and r.get("head"):
             facts.left_job.append((f"checkpoint {r.get('path', '')}", str(r["head"])))
-        if not (r.member and own) or self.roles.get(r.source, "member") != "member":
+        # A file whose beginning is missing does not say whose it is; members stamp their node.
+        if not (r.member and own) or self.roles.get(r.source, "member" if r.own else "") != "member":
             return
         witness = self.who.setdefault(r.member, _Witness(r.node, r.source))
         witness.times.append(r.t)
@@ -247,10 +252,33 @@ class _Gathering:
             # A leaver may be released before it sees the header that lets it go: the others need it no more by then.
             if witness.fenced is not None or member in self.leaves:
                 self.facts.gone.add(member)
-        self.facts.gaps_allowed = any(
-            m not in self.who for _, views in self.facts.views for members in views.values() for m in members
-        )
+        self._missing()
         return self.facts
+
+    def _missing(self) -> None:
+        """Which part of the logs is not here."""
+        facts = self.facts
+        for (source, gone), count in self.lost.items():
+            facts.missing.append(f"{count} log lines were lost{' from' if gone else ' to a full disk,'} {source}")
+        torn = {source for source, _ in self.lost}
+        facts.untold = {m for m, witness in self.who.items() if witness.source in torn}
+        last: dict[str, Commit] = {}
+        own: dict[str, int] = {}
+        for commit in facts.commits:
+            own[commit.member] = max(own.get(commit.member, 0), commit.seq)
+            for member in commit.contributors:
+                if member not in last or commit.seq > last[member].seq:
+                    last[member] = commit
+        for member, slot in last.items():
+            witness = self.who.get(member)
+            if witness is None:
+                facts.missing.append(f"no log of {member} is here")
+            elif not witness.ends and self.ends[witness.source] < slot.t and own.get(member, 0) < slot.seq - 1:
+                # Nobody contributes to a slot that has not committed the one before.
+                facts.missing.append(f"the log {witness.source} ends before {member} did")
+            else:
+                continue
+            facts.untold.add(member)
 
     def _at(self, node: str, t: float) -> str | None:
         """The member id of this node that was current at t."""

@@ -47,6 +47,8 @@ class Problem:
 
     rule: str
     text: str
+    member: str = ""
+    """Whose log says it, or does not say what it should."""
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.text}"
@@ -175,7 +177,9 @@ def check_forks(run: JobRun) -> Iterator[Problem]:
             continue
         rival = next((h for h in run.chain if run.headers[h].seq == lost.seq), "")
         if not rival:
-            yield Problem("fork", f"slot {lost.seq} header {header} stands on {lost.prev}, beside the chain")
+            # What led from the chain to it, or from it to the chain, may be in a log that is not here.
+            rule = "fork" if lost.prev in run.headers else "gap"
+            yield Problem(rule, f"slot {lost.seq} header {header} stands on {lost.prev}, beside the chain")
             continue
         for member, own in by_member.items():
             claimed = [i for i, c in enumerate(own) if c.header == header]
@@ -214,6 +218,7 @@ def check_members(run: JobRun, entries: Mapping[str, str] | None = None) -> Iter
                     "entry",
                     f"{commit.member} took over the state at {entered}, but its first slot {commit.seq} "
                     f"stands on {commit.prev}",
+                    commit.member,
                 )
         elif commit.header == before.header:
             yield Problem("repeat", f"{commit.member} committed slot {commit.seq} ({commit.header}) twice")
@@ -224,6 +229,7 @@ def check_members(run: JobRun, entries: Mapping[str, str] | None = None) -> Iter
                 "order",
                 f"{commit.member} committed slot {commit.seq} on {commit.prev}, but its own last header was "
                 f"{before.header} (slot {before.seq})",
+                commit.member,
             )
 
 
@@ -273,11 +279,10 @@ def check_commits_of_all(run: JobRun, gone: Collection[str]) -> Iterator[Problem
             if member in claims[header]:
                 continue
             if last[member] > slot.seq:
-                yield Problem("skip", f"{member} went on past slot {slot.seq} without committing it")
+                yield Problem("skip", f"{member} went on past slot {slot.seq} without committing it", member)
             elif member not in gone:
-                yield Problem(
-                    "missing", f"{member} contributed to slot {slot.seq}, never committed it, and did not die"
-                )
+                text = f"{member} contributed to slot {slot.seq}, never committed it, and did not die"
+                yield Problem("missing", text, member)
 
 
 # ------------------------------------------------------------------------------------------------ samples

@@ -139,7 +139,7 @@ class _OuterJudge:
         remarks = [*self._gaps(), *_few(chain.doubts)]
         if late:
             remarks.append(f"entries that made {', '.join(_few(late))} are in no log; others tell of these versions")
-        remarks += [f"{count} lines of {source} were lost to a full disk" for source, count in self.run.lost.items()]
+        remarks += [f"{count} lines of {source} were lost" for source, count in self.run.lost.items()]
         files = {told.source for told in self.run.entries}
         text = f"{len(chain.told)} entries, {len(chain.versions)} versions, in {len(files)} leaders' logs"
         return self._finding(6, bool(chain.told) and not chain.gaps and not late, text, bad, remarks)
