@@ -50,7 +50,7 @@ class Scheduler:
     def __init__(self, store: str = ":memory:", *, log_dir: str = "", plan: str = "", **settings: Any) -> None:
         self.endpoint = f"127.0.0.1:{free_port()}"
         self._options = ["--listen", self.endpoint, "--store", store]
-        self._options += ["--log-dir", log_dir] if log_dir else []
+        self._options += ["--log-dir", log_dir or "none"]
         self._options += ["--plan", plan] if plan else []
         self._options += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         self._process: subprocess.Popen[bytes] | None = None

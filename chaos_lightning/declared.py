@@ -61,7 +61,7 @@ class Setting:
     @property
     def shown(self) -> str:
         """The default, for people; "" for none."""
-        return f"{self.default:g}" if self.kind in (bool, int, float) else str(self.default)
+        return f"{self.default:g}" if self.kind in (bool, float) else str(self.default)
 
     @property
     def variable(self) -> str:

@@ -141,7 +141,7 @@ class DiLoCo:
             length=self._loader.length if self._loader is not None else 0,
             words=self._words,
         )
-        events = EventLog.in_directory(self.options.log_dir or None, self.options.name, role="cluster")
+        events = EventLog.in_directory(self.options.log_folder, self.options.name, role="cluster")
         self.session = OuterSession(replica, agreement, self.options, events)
         self._signals.install()
         self.session.start(timeout_s)

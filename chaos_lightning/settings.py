@@ -29,6 +29,7 @@ from chaos_lightning.declared import (
     setting,
 )
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.events.events import DAY_NBYTES
 from chaos_lightning.machine.addresses import DEFAULT_PORT, read_ports, split_announced, split_endpoints
 from chaos_lightning.planning.plans import DEFAULT_PLAN, absolute_plan, read_plan
 from chaos_lightning.planning.shards import POLICIES
@@ -40,9 +41,17 @@ ON_LAST_EXIT = ("checkpoint", "none")
 """What `on_last_exit` may be beside a folder."""
 
 
+LOG_DIRS = ("auto", "none")
+"""What `log_dir` may be beside a folder; "" is none, too."""
+
+
 def absolute_path(text: str, words: tuple[str, ...] = ("",)) -> str:
     """The same path for a process that may run in another folder; `words` are no paths."""
     return text if text in words else str(Path(text).absolute())
+
+
+absolute_log_dir = partial(absolute_path, words=("", *LOG_DIRS))
+"""The same place of event logs for a process that may run in another folder."""
 
 
 def _read_by(read: Callable[[str], object]) -> Check:
@@ -129,7 +138,19 @@ class EngineConfig:
     chunk_nbytes: int = setting(
         0, "Size of one chunk of the all-reduce; 0 picks 512 KiB for small and 1 MiB for large models.", check=_chunk
     )
-    log_dir: str = setting("", "Folder of the event log; none without it.", absolute=absolute_path, metavar="DIR")
+    log_dir: str = setting(
+        "auto",
+        "Folder of the event log, by which audit, report and top know what happened: auto, none, or a folder. auto is "
+        "~/.local/state/chaos-lightning/JOB-PORT/events, on this machine.",
+        absolute=absolute_log_dir,
+        metavar="DIR",
+    )
+    log_day_nbytes: int = setting(
+        DAY_NBYTES,
+        "What this member may write into its event log in 24 hours, bytes; 0: without limit. Beyond it the oldest part "
+        "is deleted, and audits do not show it.",
+        check=at_least(0, "a number of bytes, or 0 for no limit"),
+    )
     heartbeat_timeout_s: float = same_as(Settings, "heartbeat_timeout_s")
     join_timeout_s: float = setting(
         600.0, "How long to wait for admission and state; under torchrun by default its rendezvous timeout, 900."

@@ -409,7 +409,7 @@ class DDPRanks(ClusterStrategy, DDPStrategy):
 
 
 def _events(options: ClusterOptions) -> EventLog:
-    return EventLog.in_directory(options.log_dir or None, options.name, role="cluster")
+    return EventLog.in_directory(options.log_folder, options.name, role="cluster")
 
 
 def _others(trainer: Trainer) -> list[pl.Callback]:

@@ -206,7 +206,7 @@ class ElasticPart:
                 name: word for name, word in loader.order_fingerprint.items() if name in SHARED_WORDS
             }
         agreement = agreement_of(replica, options, settings, length=length, words=words)
-        events = EventLog.in_directory(options.log_dir or None, f"{options.name}.{engine.name}", role="cluster")
+        events = EventLog.in_directory(options.log_folder, f"{options.name}.{engine.name}", role="cluster")
         self._engine = engine
         self._cluster = ElasticCluster(replica, agreement, options, engine, events)
         return self._cluster

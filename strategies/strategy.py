@@ -54,7 +54,7 @@ class ChaosStrategy(ParallelStrategy):
         max_nodes: Further ones wait.
         data: "shared": all members have the same data set and each sample is used once per epoch. "local": each
             member has data of its own.
-        log_dir: Folder of the event log.
+        log_dir: Folder of the event log; by default one in ~/.local/state, which is said at the join; "none": no log.
         options: `ChaosOptions` or a mapping of its fields.
 
     Arguments that are None come from the environment (CHAOS_ENDPOINT and so on, set by the torchrun backend), else

@@ -3,8 +3,11 @@ test of real processes that fails shows their events."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -21,6 +24,12 @@ SLOW_FOLDERS = ("examples", "callbacks", "strategies", "engine", "rendezvous", "
 # Threads of torch wait for each other with a busy processor, which others need: beside other work, small networks take
 # up to a hundred times as long. Torch is imported later, and children inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No test writes into the state folder of who runs it, nor into the event log of another test.
+if "XDG_STATE_HOME" not in os.environ:
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="chaos-state-")
+    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+os.environ.setdefault("CHAOS_LOG_DIR", "none")
 
 # A generated example that takes long on a busy machine is no failure.
 settings.register_profile("untimed", deadline=None)

@@ -48,7 +48,7 @@ from chaos_lightning.machine.process_table import start_time, still_runs
 from chaos_lightning.membership.peers import short
 from chaos_lightning.protocol.types import PlanSpec
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
-from chaos_lightning.settings import EngineConfig, absolute_path, from_environment
+from chaos_lightning.settings import EngineConfig, absolute_log_dir, from_environment
 
 logger = logging.getLogger("chaos_lightning.control")
 
@@ -299,7 +299,7 @@ def _begins_again(options: SchedulerOptions) -> bool:
 def _log_of(options: SchedulerOptions) -> Path:
     """Two candidates of one machine may share the folder."""
     path = options.store_path
-    folder = path.parent if path is not None else Path(options.log_dir or ".")
+    folder = path.parent if path is not None else options.log_folder or Path(".")
     return (folder / f"scheduler-{re.sub(r'[^0-9A-Za-z.]', '_', options.listen)}.log").absolute()
 
 
@@ -319,7 +319,7 @@ def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
         options,
         store=str(path.absolute()) if path is not None else options.store,
         idle_timeout_s=options.idle_timeout_s or IDLE_TIMEOUT_S,
-        log_dir=absolute_path(options.log_dir),
+        log_dir=absolute_log_dir(options.log_dir),
         keys_dir=secret.keys_dir,
         token_file="",
     ).arguments()

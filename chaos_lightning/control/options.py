@@ -93,6 +93,11 @@ class SchedulerOptions:
         return self.store.startswith(ETCD)
 
     @property
+    def log_folder(self) -> Path | None:
+        """Of its event log; None for none."""
+        return log_folder(self.log_dir, self.settings.job, split_endpoint(self.listen)[1])
+
+    @property
     def store_path(self) -> Path | None:
         """The chain's file; None in memory and in etcd."""
         if self.store == MEMORY or self.in_etcd:
@@ -116,6 +121,23 @@ def state_folder(name: str, port: int) -> Path:
     root = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
     return Path(root) / "chaos-lightning" / f"{safe}-{port}"
+
+
+def log_folder(log_dir: str, name: str, port: int, *, beside: bool = False) -> Path | None:
+    """Where a process of this job logs events; None for nowhere.
+
+    Args:
+        log_dir: As the user gave it.
+        name: Of the job, or of another service that has a state folder.
+        port: Of its endpoint.
+        beside: By default beside the state folder and not in it: that one is put away at the job's end.
+    """
+    if log_dir in ("", "none"):
+        return None
+    if log_dir != "auto":
+        return Path(log_dir)
+    folder = state_folder(name, port)
+    return folder.with_name(f"{folder.name}-events") if beside else folder / "events"
 
 
 def check_advertise(text: str, where: str, store: str = ETCD) -> str:

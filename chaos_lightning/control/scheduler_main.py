@@ -148,7 +148,7 @@ def run(options: SchedulerOptions) -> int:
     if own is not None and own == default_store(options.settings.job, split_endpoint(options.listen)[1]):
         for path in clean_up(own, time.time()):
             _say(f"{path} is removed: its job is finished")
-    with EventLog.in_directory(options.log_dir or None, options.settings.job, role="scheduler") as events:
+    with EventLog.in_directory(options.log_folder, options.settings.job, role="scheduler") as events:
         first = look = True
         while True:
             candidacy = _candidacy(options, followed=not first)

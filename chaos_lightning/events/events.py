@@ -30,7 +30,6 @@ import math
 import os
 import re
 import socket
-import stat
 import threading
 import time
 from collections.abc import Mapping
@@ -327,7 +326,7 @@ class EventLog:
         try:
             if now - self._looked_at >= LOOK_EVERY_S:
                 self._looked_at = now
-                if os.fstat(self._fd).st_nlink == 0 and stat.S_ISREG(os.fstat(self._fd).st_mode):
+                if not self._there():
                     self._warn("was deleted while it was written: it is made anew, and what it held is not shown")
                     self._open(self.path)
             if full:
@@ -337,6 +336,14 @@ class EventLog:
         except OSError as error:
             self._size = 0  # the next try is after as many bytes again
             self._warn(f"stays where it is: the next file cannot be made ({error})")
+
+    def _there(self) -> bool:
+        """Whether the file that is open is the one at its path."""
+        assert self.path is not None
+        try:
+            return os.stat(self.path).st_ino == os.fstat(self._fd).st_ino
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def _make_room(self) -> None:
         """Deletes the oldest files of this role and name, until there is room for another one under the day's limit."""

@@ -22,6 +22,7 @@ from chaos_lightning.collectives.accumulation import Accumulation
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.control.hosting import host_for_engine
+from chaos_lightning.control.options import log_folder
 from chaos_lightning.errors import (
     ChaosError,
     ConfigurationError,
@@ -31,7 +32,7 @@ from chaos_lightning.errors import (
     NoDonorError,
 )
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.machine.addresses import read_ports
+from chaos_lightning.machine.addresses import read_ports, split_endpoint
 from chaos_lightning.machine.orphan import watch_parent
 from chaos_lightning.member.choice import TransferChoice
 from chaos_lightning.member.control_stream import ControlStream
@@ -108,7 +109,8 @@ class Engine:
         self.resumed = False
         self.leaving = False
         self.out = False
-        self.events = EventLog.in_directory(config.log_dir or None, config.name)
+        logs = log_folder(config.log_dir, config.job, split_endpoint(config.endpoints[0])[1])
+        self.events = EventLog.in_directory(logs, config.name, day_nbytes=config.log_day_nbytes)
         self._token = Credentials.load(config.keys_dir, config.token_file)
         self._keeping = Keeping(config, self.events)
         self._mail = Mailbox(config.name, endpoint=config.endpoint)
@@ -258,6 +260,8 @@ class Engine:
             by_source=report.by_source if report else {},
             skipped=report.skipped if report else 0,
         )
+        if self.events.path is not None:
+            _log.info("%s logs its events in %s (log_dir=none: nowhere)", self.member_id, self.events.path.parent)
         return header
 
     def _tell_of_loss(self, founded: View | None) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
+from chaos_lightning.control.options import log_folder
 from chaos_lightning.declared import at_least, check_each, declared, document, one_of, positive, same_as, setting
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.machine.addresses import split_endpoints
+from chaos_lightning.machine.addresses import split_endpoint, split_endpoints
 from chaos_lightning.outer.options import DEFAULT_SERVER, VARIABLE, LeaderOptions
 from chaos_lightning.settings import EngineConfig, from_environment, host_name
 from chaos_lightning.transport.sealing import RULES
@@ -82,6 +84,11 @@ class ClusterOptions:
     def endpoints(self) -> tuple[str, ...]:
         """Where a leader may be."""
         return split_endpoints(self.server or DEFAULT_SERVER)
+
+    @property
+    def log_folder(self) -> Path | None:
+        """Of its event log; None for none."""
+        return log_folder(self.log_dir, f"outer-{self.job}", split_endpoint(self.endpoints[0])[1], beside=True)
 
     @classmethod
     def build(cls, given: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Self:

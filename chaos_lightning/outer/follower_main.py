@@ -55,7 +55,7 @@ def run(options: FollowerOptions) -> int:
     secret = Credentials.load(options.keys_dir, options.token_file)
     stopped: list[signal.Signals] = []
     with contextlib.ExitStack() as closing:
-        events = closing.enter_context(EventLog.in_directory(options.log_dir or None, options.called, role="follower"))
+        events = closing.enter_context(EventLog.in_directory(options.log_folder, options.called, role="follower"))
         process = FollowerProcess(
             options.called,
             ShardFiles(options.folder, options.job),

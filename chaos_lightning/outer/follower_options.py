@@ -10,7 +10,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos_lightning.control.options import state_folder
+from chaos_lightning.control.options import log_folder, state_folder
 from chaos_lightning.declared import check_each, document, same_as, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, facing, split_endpoint, split_endpoints
@@ -92,6 +92,11 @@ class FollowerOptions:
         if self.dir:
             return Path(self.dir).absolute()
         return state_folder(f"outer-{self.job}", split_endpoint(self.endpoints[0])[1]) / self.called
+
+    @property
+    def log_folder(self) -> Path | None:
+        """Of its event log; None for none."""
+        return log_folder(self.log_dir, f"outer-{self.job}", split_endpoint(self.endpoints[0])[1], beside=True)
 
     @property
     def place(self) -> tuple[str, int]:

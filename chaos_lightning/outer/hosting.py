@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from chaos_lightning.control.hosting import IDLE_TIMEOUT_S, HostedScheduler, last_words, listens, named, start_detached
 from chaos_lightning.control.sqlite_store import SqliteStore
@@ -29,6 +28,7 @@ from chaos_lightning.outer.control_client import WHAT, fetch_facts
 from chaos_lightning.outer.options import ServerOptions
 from chaos_lightning.outer.server_main import IN_USE
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
+from chaos_lightning.settings import absolute_log_dir
 
 logger = logging.getLogger("chaos_lightning.outer")
 
@@ -195,7 +195,7 @@ def _spawn(options: ServerOptions, secret: Credentials, *, again: bool, job_id: 
             dir=str(folder),
             store=str(path.absolute()) if path is not None else options.store,
             idle_timeout_s=options.idle_timeout_s or IDLE_TIMEOUT_S,
-            log_dir=str(Path(options.log_dir).absolute()) if options.log_dir else "",
+            log_dir=absolute_log_dir(options.log_dir),
             keep_finished=again,
             keys_dir=secret.keys_dir,
             token_file="",

@@ -95,7 +95,7 @@ def run(options: LeaderOptions) -> int:
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
         _say(f"leader of job {options.job} at {server.endpoint}, store {options.store or options.store_path}")
 
-    with EventLog.in_directory(options.log_dir or None, options.job, role="leader") as events:
+    with EventLog.in_directory(options.log_folder, options.job, role="leader") as events:
         followed = False
         while True:
             standing = _standing(options, followed=followed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos_lightning.control.options import ETCD, MEMORY, absolute_store, check_advertise, state_folder
+from chaos_lightning.control.options import ETCD, MEMORY, absolute_store, check_advertise, log_folder, state_folder
 from chaos_lightning.declared import at_least, check_each, document, same_as, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, split_endpoint
@@ -88,6 +88,11 @@ class LeaderOptions:
     def folder(self) -> Path:
         """What lies on this machine, by default."""
         return state_folder(f"outer-{self.job}", split_endpoint(self.listen)[1])
+
+    @property
+    def log_folder(self) -> Path | None:
+        """Of its event log; None for none."""
+        return log_folder(self.log_dir, f"outer-{self.job}", split_endpoint(self.listen)[1], beside=True)
 
     @property
     def store_path(self) -> Path | None:

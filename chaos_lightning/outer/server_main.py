@@ -30,6 +30,7 @@ from chaos_lightning.outer.options import LeaderOptions, ServerOptions
 from chaos_lightning.outer.recut_steps import must_recut, needless
 from chaos_lightning.outer.supervisor import Supervisor
 from chaos_lightning.security.credentials import Credentials, check_bind
+from chaos_lightning.settings import absolute_log_dir
 
 HELP = """\
 Run a leader and followers of outer sync on this machine, with a warm spare.
@@ -166,7 +167,7 @@ def _follower(options: ServerOptions, name: str) -> list[str]:
         "job": options.job,
         "token-file": options.token_file,
         "keys-dir": options.keys_dir,
-        "log-dir": options.log_dir,
+        "log-dir": options.log_dir or "none",
         "links": options.links,
         "codecs": options.codecs,
     }
@@ -184,7 +185,7 @@ def run(options: ServerOptions) -> int:
         options.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         names = followers_of(options)
         _say(f"server of job {options.job} at {options.listen}: {', '.join(names)}, files in {options.folder}")
-        with EventLog.in_directory(options.log_dir or None, options.job, role="server") as events:
+        with EventLog.in_directory(options.log_folder, options.job, role="server") as events:
             followers = {name: _follower(options, name) for name in names}
             code = Supervisor(_leader(options), followers, events.emit).run()
     _say(f"server of job {options.job} ends")
@@ -211,9 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         detach(Path(given.detach).absolute())
     try:
         values = read_options(given, declared(ServerOptions))
-        for name in ("dir", "token_file", "keys_dir", "log_dir"):
+        for name in ("dir", "token_file", "keys_dir"):
             if values.get(name):
                 values[name] = os.path.abspath(values[name])
+        values |= {"log_dir": absolute_log_dir(values["log_dir"])} if "log_dir" in values else {}
         return run(ServerOptions(**values))
     except ChaosError as error:
         print(printable(f"error: {error}"), file=sys.stderr, flush=True)

@@ -1,0 +1,44 @@
+"""Where events are logged unless a user says where: in the state folder of the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_job import Job
+
+from chaos_lightning.control.options import SchedulerOptions, log_folder
+from chaos_lightning.events.reader import log_files, read_events
+from chaos_lightning.machine.addresses import split_endpoint
+from chaos_lightning.observe.audit import OK, audit
+from chaos_lightning.outer.cluster_options import ClusterOptions
+from chaos_lightning.outer.follower_options import FollowerOptions
+from chaos_lightning.outer.options import ServerOptions
+from chaos_lightning.settings import EngineConfig, absolute_log_dir
+
+
+def test_members_and_their_scheduler_leave_evidence_by_default(job: Job, tmp_path: Path) -> None:
+    for name in "ab":
+        job.start(name, settings={"min_nodes": 2, "log_dir": "auto"}, epochs=1)
+    for name in "ab":
+        assert job.harness.wait_exit(name) == 0
+    folder = tmp_path / "state" / "chaos-lightning" / f"default-{split_endpoint(job.endpoint)[1]}" / "events"
+    # Both may have started a scheduler at once, of which one gave way.
+    assert {path.name.split("-")[0] for path in log_files(folder)} == {"member", "scheduler"}
+    assert [r for r in read_events(folder) if r.name == "committed"]
+    assert {f.point: f.verdict for f in audit(folder)}[3] == OK
+
+
+def test_the_word_none_turns_it_off_and_a_folder_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    root = tmp_path / "chaos-lightning"
+    assert EngineConfig(name="a").log_dir == "auto"
+    assert log_folder("auto", "j", 1) == root / "j-1" / "events"
+    assert [log_folder(text, "j", 1) for text in ("none", "", "logs")] == [None, None, Path("logs")]
+    assert [absolute_log_dir(text) for text in ("auto", "none", "")] == ["auto", "none", ""]
+    assert SchedulerOptions(listen="127.0.0.1:7").log_folder == root / "default-7" / "events"
+    place = "127.0.0.1:8"
+    outer = (ServerOptions(listen=place), FollowerOptions(server=place), ClusterOptions(server=place, name="c"))
+    assert {one.log_folder for one in outer} == {root / "outer-default-8-events"}
