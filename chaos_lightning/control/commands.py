@@ -6,7 +6,6 @@ gRPC is imported when one of them needs it.
 from __future__ import annotations
 
 import enum
-import json
 import os
 import platform
 import signal
@@ -24,7 +23,7 @@ from chaos_lightning.control.options import SchedulerOptions, check_settings
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import split_endpoints
-from chaos_lightning.machine.terminal import printable
+from chaos_lightning.machine.terminal import print_json, printable
 from chaos_lightning.membership.peers import short
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.security.credentials import Credentials
@@ -39,6 +38,7 @@ def _option(name: str, words: str = "", **more: Any) -> Any:
 
 TokenFile = Annotated[str, _option("token_file")]
 KeysDir = Annotated[str, _option("keys_dir")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for scripts.")]
 Endpoint = Annotated[str, _option("endpoint", "The scheduler.", envvar="CHAOS_ENDPOINT", show_default=True)]
 
 
@@ -46,7 +46,7 @@ def status(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     token_file: TokenFile = "",
     keys_dir: KeysDir = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, for scripts.")] = False,
+    as_json: AsJson = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 5.0,
     here: Annotated[
         bool, typer.Option("--here", help="Of the scheduler at this very endpoint, also if another one leads.")
@@ -60,7 +60,7 @@ def status(
 
     facts = fetch_status(endpoint, Credentials.load(keys_dir, token_file), timeout, follow=not here)
     if as_json:
-        print(json.dumps(facts, indent=2))
+        print_json(facts)
         return
     _show(printable(facts))
 
@@ -174,6 +174,7 @@ def drain(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     token_file: TokenFile = "",
     keys_dir: KeysDir = "",
+    as_json: AsJson = False,
 ) -> None:
     """Ask a node to leave politely.
 
@@ -183,6 +184,9 @@ def drain(
     from chaos_lightning.control.channel import drain as ask
 
     asked = ask(endpoint, node, Credentials.load(keys_dir, token_file))
+    if as_json:
+        print_json({"asked": asked})
+        return
     print(printable(f"asked to leave: {', '.join(asked)}"))
 
 
@@ -195,6 +199,7 @@ def reset(
     store: Annotated[
         str, typer.Option(help="Its chain, where no scheduler answers; default as for `scheduler`.", metavar="PATH")
     ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """End a job on your word, so that the next one by its name can begin.
 
@@ -207,7 +212,15 @@ def reset(
     options = SchedulerOptions(
         listen=split_endpoints(endpoint)[0], settings=check_settings(Settings(job=job)), store=store
     )
-    print(printable(reset_job(endpoint, options, Credentials.load(keys_dir, token_file), force=force)))
+    _done(reset_job(endpoint, options, Credentials.load(keys_dir, token_file), force=force), as_json)
+
+
+def _done(words: str, as_json: bool) -> None:
+    """What was done, in words."""
+    if as_json:
+        print_json({"done": words})
+    else:
+        print(printable(words))
 
 
 class LinkAction(enum.StrEnum):
@@ -222,6 +235,7 @@ def link(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     token_file: TokenFile = "",
     keys_dir: KeysDir = "",
+    as_json: AsJson = False,
 ) -> None:
     """Add or remove a link between two members while they train.
 
@@ -231,20 +245,25 @@ def link(
     from chaos_lightning.control.channel import change_link
 
     token = Credentials.load(keys_dir, token_file)
-    print(printable(change_link(endpoint, a, b, add=action is LinkAction.ADD, token=token)))
+    _done(change_link(endpoint, a, b, add=action is LinkAction.ADD, token=token), as_json)
 
 
-def version() -> None:
+def version(as_json: AsJson = False) -> None:
     """Print the versions that a bug report needs."""
+    found = {}
     for package in ("chaos-lightning", "torch", "lightning", "grpcio", "protobuf"):
         try:
-            print(f"{package} {installed(package)}")
+            found[package] = installed(package)
         except PackageNotFoundError:
-            print(f"{package} not installed")
-    print(f"python {platform.python_version()} ({sys.executable})")
-    print(
-        f"system {platform.platform()}, {os.cpu_count()} processors, {(Path('/proc').exists() and 'proc') or 'no proc'}"
-    )
+            found[package] = "not installed"
+    found["python"] = f"{platform.python_version()} ({sys.executable})"
+    proc = "proc" if Path("/proc").exists() else "no proc"
+    found["system"] = f"{platform.platform()}, {os.cpu_count()} processors, {proc}"
+    if as_json:
+        print_json(found)
+        return
+    for name, words in found.items():
+        print(f"{name} {words}")
 
 
 def etcd(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 _COMMANDS = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that a terminal obeys instead of showing them, and those that turn the direction of writing."""
+
+
+def print_json(facts: Any) -> None:
+    """One JSON object for scripts, the only thing that a command with --json prints on stdout."""
+    print(json.dumps(facts, indent=2, default=str))
 
 
 def printable(value: Any) -> Any:

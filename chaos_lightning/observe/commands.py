@@ -11,23 +11,52 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chaos_lightning.control.commands import Endpoint, KeysDir, TokenFile
+from chaos_lightning.control.commands import AsJson, Endpoint, KeysDir, TokenFile
+from chaos_lightning.control.options import state_folder
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.reader import Tail, log_files
-from chaos_lightning.machine.terminal import printable
+from chaos_lightning.machine.terminal import print_json, printable
 from chaos_lightning.observe.jobs import Live
 from chaos_lightning.observe.outer_board import OuterBoard
 from chaos_lightning.observe.render import Dashboard, draw, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.settings import DEFAULT_ENDPOINT
 
+if TYPE_CHECKING:
+    from chaos_lightning.observe.audit import Finding
+
+Logs = Annotated[
+    Path | None,
+    typer.Argument(
+        help="Log directory of a run (log_dir), or one event file; default: of the latest job on this machine."
+    ),
+]
 KEPT_SLOTS = 1000
 """A live board looks back over at least so many slots; a run may go on for days, its board must stay cheap."""
+
+
+def latest_logs(given: Path | None) -> Path:
+    """The folder that was named, or else where a job of this machine logged last without being told where.
+
+    Raises:
+        ConfigurationError: None did.
+    """
+    if given is not None:
+        return given
+    root = state_folder("", 0).parent
+    found = [*root.glob("*/events"), *root.glob("*-events")]
+    ages = [(path.stat().st_mtime, folder) for folder in found for path in log_files(folder)]
+    if not ages:
+        raise ConfigurationError(f"no job has logged events in {root}; name the folder that it was given as log_dir")
+    folder = max(ages)[1]
+    typer.echo(f"logs in {folder}", err=True)
+    return folder
 
 
 def follow(logs: Path) -> Callable[[], Dashboard]:
@@ -101,19 +130,23 @@ def top(
     keys_dir: KeysDir = "",
     interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Print one board and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One board as a JSON object, for scripts.")] = False,
 ) -> None:
     """Watch a job live: members, ranks, steps, step times, joins with their progress; clusters and followers.
 
-    With --once the exit code is 2 if there are no event logs, 1 if no scheduler answers.
+    With --once or --json the exit code is 2 if there are no event logs, 1 if no scheduler answers.
     """
     from rich.console import Console
 
-    once = once or not Console().is_terminal
+    once = once or as_json or not Console().is_terminal
     if once and logs is not None and not log_files(logs):
         raise ConfigurationError(
             f"no event log in {logs}: expected the folder that the job was given as log_dir, with *.jsonl files"
         )
     board = follow(logs) if logs is not None else ask(endpoint, token_file, keys_dir=keys_dir, must_answer=once)
+    if as_json:
+        print_json(asdict(board()))
+        return
     if once:
         Console().print(draw(board()))
         return
@@ -121,7 +154,7 @@ def top(
 
 
 def report(
-    logs: Annotated[Path, typer.Argument(help="Log directory of a run (log_dir), or one event file.")],
+    logs: Logs = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.html and report.png; default: the log directory.")
     ] = None,
@@ -129,15 +162,19 @@ def report(
     job: Annotated[
         int, typer.Option(help="If several jobs were logged here one after the other: which, from 1; 0 the latest.")
     ] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page (and a PNG) about a run, and one for each elastic cluster of an outer job."""
     from chaos_lightning.observe.outer_report import write_reports
 
     try:
-        written = write_reports(logs, out, title=title, job=job)
+        written = write_reports(latest_logs(logs), out, title=title, job=job)
     except (FileNotFoundError, ConfigurationError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+    if as_json:
+        print_json({"reports": [asdict(one) for one in written]})
+        return
     for one in written:
         typer.echo(printable(one.summary))
         for line in one.violations:
@@ -146,10 +183,11 @@ def report(
 
 
 def audit(
-    logs: Annotated[Path, typer.Argument(help="Log directory of a run (log_dir), or one event file.")],
+    logs: Logs = None,
     expect: Annotated[
         list[str] | None, typer.Option(help="Node whose death or exclusion was planned; may be given several times.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check the contract from the event logs alone: points 1 to 5 of a job of members, 6 to 11 of an outer job.
 
@@ -160,16 +198,28 @@ def audit(
     from chaos_lightning.observe.outer_audit import audit_folder
 
     try:
-        judged = audit_folder(logs, expected_deaths=expect or None)
+        judged = audit_folder(latest_logs(logs), expected_deaths=expect or None)
     except FileNotFoundError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    for one in judged:
+    if as_json:
+        print_json({"jobs": [{"title": one.title, "findings": [_finding(f) for f in one.findings]} for one in judged]})
+    for one in judged if not as_json else ():
         for line in [*([f"{one.title}:"] if one.title else []), *verdict(one.findings).splitlines()]:
             typer.echo(printable(line))
     findings = [finding for one in judged for finding in one.findings]
     if violations(findings):
         raise typer.Exit(1)
     if all(f.verdict == NOT_SHOWN for f in findings):
-        typer.echo(f"error: the logs in {logs} show nothing about the contract: no slot was committed", err=True)
+        typer.echo(
+            f"error: the logs{f' in {logs}' if logs else ''} show nothing about the contract: no slot was committed",
+            err=True,
+        )
         raise typer.Exit(2)
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    """For scripts."""
+    from chaos_lightning.observe.audit import POINTS
+
+    return {**asdict(finding), "promise": POINTS[finding.point]}

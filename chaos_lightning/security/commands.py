@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.machine.terminal import print_json
 
 
 class KeysAction(enum.StrEnum):
@@ -48,7 +48,7 @@ def keys(
     finish: Annotated[
         bool, typer.Option("--finish", help="For rotate: the second half; what is old is no longer believed.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For show: for scripts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for scripts.")] = False,
 ) -> None:
     """Make and renew the keys of a cluster: who may join it, watch it, and drain its nodes.
 
@@ -57,40 +57,44 @@ def keys(
     the job trains (copy the folders again, then rotate --finish, then copy them once more), show lists who has keys.
     """
     given = {"NAME": bool(name), "--node": bool(node), "--role": bool(role), "--renew": renew}
-    given |= {"--without": bool(without), "--finish": finish, "--json": as_json, "--cluster": cluster != "cluster"}
+    given |= {"--without": bool(without), "--finish": finish, "--cluster": cluster != "cluster"}
     known = {
         KeysAction.INIT: {"--node", "--cluster"},
         KeysAction.NODE: {"NAME", "--role", "--renew"},
         KeysAction.ROTATE: {"--without", "--finish"},
-        KeysAction.SHOW: {"--json"},
+        KeysAction.SHOW: set(),
     }[action]
     if odd := [option for option, there in given.items() if there and option not in known]:
         raise ConfigurationError(
-            f"keys {action}: {', '.join(odd)} means nothing here; it takes {', '.join(sorted(known))}"
+            f"keys {action}: {', '.join(odd)} means nothing here; it takes {', '.join([*sorted(known), '--json'])}"
         )
     if action is KeysAction.INIT:
-        _init(folder, node or [], cluster, days)
+        _init(folder, node or [], cluster, days, as_json=as_json)
     elif action is KeysAction.NODE:
-        _node(folder, name, role, days, renew=renew)
+        _node(folder, name, role, days, renew=renew, as_json=as_json)
     elif action is KeysAction.ROTATE:
-        _rotate(folder, without or [], days, finish=finish)
+        _rotate(folder, without or [], days, finish=finish, as_json=as_json)
     else:
         _show(folder, as_json=as_json)
 
 
-def _init(folder: Path, nodes: list[str], cluster: str, days: float) -> None:
+def _init(folder: Path, nodes: list[str], cluster: str, days: float, *, as_json: bool) -> None:
     from chaos_lightning.security.keyfiles import NODES, KeyHolder, init
 
     if not nodes:
         raise ConfigurationError("keys init: name the nodes, for example --node a=10.0.0.5 --node b=10.0.0.6")
     made = init(folder, [KeyHolder.read(text) for text in nodes], name=cluster, days=days)
+    if as_json:
+        places = [(n, str(folder / NODES / n.name)) for n in made.nodes]
+        print_json({"nodes": [{"name": n.name, "role": n.role, "hosts": n.hosts, "folder": at} for n, at in places]})
+        return
     for member in made.nodes:
         hosts = f" for {', '.join(member.hosts)}" if member.hosts else ""
         print(f"{folder / NODES / member.name}: {member.role}{hosts}")
     print("copy each folder to its node alone, and give it there as keys_dir; keep the rest of the keys to yourself")
 
 
-def _node(folder: Path, name: str, role: str, days: float, *, renew: bool) -> None:
+def _node(folder: Path, name: str, role: str, days: float, *, renew: bool, as_json: bool) -> None:
     from chaos_lightning.security.keyfiles import KeyHolder, add, load
     from chaos_lightning.security.roles import MEMBER
 
@@ -99,10 +103,13 @@ def _node(folder: Path, name: str, role: str, days: float, *, renew: bool) -> No
     known = load(folder).node(name.partition("=")[0].strip()) if renew else None
     as_role = role or (known.role if known is not None else MEMBER)
     there = add(folder, KeyHolder.read(name, as_role), days=days, renew=renew)
+    if as_json:
+        print_json({"folder": str(there), "role": as_role})
+        return
     print(f"{there}: {as_role}; copy it to that node")
 
 
-def _rotate(folder: Path, without: list[str], days: float, *, finish: bool) -> None:
+def _rotate(folder: Path, without: list[str], days: float, *, finish: bool, as_json: bool) -> None:
     from chaos_lightning.security.keyfiles import NODES, rotate
     from chaos_lightning.security.keyfiles import finish as end
 
@@ -110,9 +117,15 @@ def _rotate(folder: Path, without: list[str], days: float, *, finish: bool) -> N
         if without:
             raise ConfigurationError("keys rotate --finish: --without belongs to the first half, which is done")
         end(folder)
+        if as_json:
+            print_json({"rotating": False, "folder": str(folder / NODES)})
+            return
         print(f"done; copy the folders in {folder / NODES} to their nodes once more: then nothing old is believed")
         return
     made = rotate(folder, without=without, days=days)
+    if as_json:
+        print_json({"rotating": True, "folder": str(folder / NODES), "nodes": [n.name for n in made.nodes]})
+        return
     print(
         f"new keys for {', '.join(n.name for n in made.nodes)}; copy their folders in {folder / NODES} to them now, in"
     )
@@ -130,7 +143,7 @@ def _show(folder: Path, *, as_json: bool) -> None:
             {"name": r.name, "role": r.role, "hosts": r.hosts, "until": r.until.isoformat(), "trouble": r.trouble}
             for r in rows
         ]
-        print(json.dumps({"rotating": rotating, "nodes": nodes}, indent=2))
+        print_json({"rotating": rotating, "nodes": nodes})
         return
     from rich.console import Console
     from rich.table import Table
