@@ -307,10 +307,6 @@ class FitSession:
         if fresh and self.elastic.ledger.streams:
             engine.events.emit("resumed", step=trainer.global_step, ledger=self.elastic.ledger.streams)
         self.stepped = (engine.header.step, engine.header.hash)
-        _log.info(
-            "%s is rank %d of %d, in epoch %d at batch %d (%s)",
-            engine.member_id, engine.rank, engine.world_size, epoch_of(trainer), batches_begun(trainer), engine.role,
-        )  # fmt: skip
         self.writer.promote_if_due(fresh=fresh)
         self._refit()
 

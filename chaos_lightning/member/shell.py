@@ -21,6 +21,7 @@ from chaos_lightning.machine.process_table import same_machine_verdict
 from chaos_lightning.member.events import committed_fields
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.member.telling import lines
 from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
@@ -93,6 +94,10 @@ class Shell:
         self.machine = MemberMachine()
         self.links = links
         self.memory = memory
+        self._shown: View | None = None
+        """What the console was told of last."""
+        self._replaying: set[str] = set()
+        """Newcomers that headers named as learners, and that are not in yet."""
         self.reducer = Reducer(memory, links.chunk, self._ranges_done)
         self.welcome: Welcome | None = None
         self.to_scheduler = to_scheduler
@@ -123,6 +128,7 @@ class Shell:
     def reset(self) -> None:
         """A fresh machine: the member joins again with nothing (protocol.md 11)."""
         self.machine = self.machine.anew()
+        self._shown, self._replaying = None, set()
         self.reducer.restart("")
         self.transfer.arrived()
         self.links.abandon()
@@ -282,7 +288,7 @@ class Shell:
             case fx.Observe(header, view):
                 self.mailbox.post(observe=(header, view))
             case fx.Viewed(view):
-                self._viewed(view)
+                self._viewed(view, carried=False)
             case fx.Ejected(reason, rejoin):
                 self.events.emit("fenced", reason=reason, rejoin=rejoin)
                 self.mailbox.post(ejected=(reason, rejoin))
@@ -292,7 +298,7 @@ class Shell:
             case fx.Note(name, fields):
                 self.events.emit(name, **dict(fields))
 
-    def _viewed(self, view: View) -> None:
+    def _viewed(self, view: View, *, carried: bool) -> None:
         self.events.emit(
             "view",
             id=str(view.id),
@@ -305,6 +311,9 @@ class Shell:
             trees=[(tree.weight, tree.members, tree.parents) for tree in view.plan.trees],
         )
         self.mailbox.post(view=view)
+        self.transfer.teller.tell(*lines(self._shown, view, self.links.me, carried=carried, replays=self._replaying))
+        self._shown = view
+        self._replaying -= set(view.ids())
 
     def _committed(self, header: Header, view: View) -> None:
         self.server.withdraw(header.seq)
@@ -327,8 +336,9 @@ class Shell:
         if header.kind == Kind.STEP:
             self.server.pace.step(now - self._committed_at, now)
         self._committed_at = now
+        self._replaying |= set(header.learners)
         if header.view_change is not None:
-            self._viewed(view)
+            self._viewed(view, carried=True)
 
     def _log(self, header: Header) -> None:
         """Slots after the first header that names a learner are kept for it (protocol.md 18)."""

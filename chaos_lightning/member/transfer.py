@@ -21,6 +21,7 @@ from chaos_lightning.member.choice import Situation, TransferChoice, endpoint, e
 from chaos_lightning.member.connection_pool import ConnectionPool
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.member.telling import Teller
 from chaos_lightning.planning.shards import POLICIES
 from chaos_lightning.protocol.types import Header, Member, Progress, Span, View
 from chaos_lightning.replication.access import StateAccess
@@ -96,6 +97,7 @@ class Transfer:
     ) -> None:
         self.server = StateServer()
         self.server.checkpoints = choice.writer()
+        self.teller = Teller()
         self.report: PullReport | None = None
         self.mixed = ""
         """What a pull has begun to write over this member's own state, in words; whoever knows that it stands in a view
@@ -141,6 +143,7 @@ class Transfer:
         """Serves nothing any more."""
         self._pool.close()
         self.server.close()
+        self.teller.close()
 
     def _connect(self, donor: Endpoint) -> socket.socket:
         greeting = Greeting(self._job, self._mail.who(), donor.member, "bulk")
@@ -346,6 +349,7 @@ class Transfer:
                 sources={s.member: s.nbytes for s in now.sources},
             )
             self._tell(replace(now, phase=phase))
+            self.teller.progress(now)
 
         return tell
 
