@@ -112,7 +112,9 @@ class Observation:
                 return at
             if time.monotonic() - told > 1.0:
                 told = time.monotonic()
-                self._send(Progress("replay", reader.received_nbytes, reader.received_nbytes, 0.0, lag))
+                now = Progress("replay", reader.received_nbytes, reader.received_nbytes, 0.0, lag)
+                self._send(now)
+                self._transfer.teller.progress(now)
         return self._finish(reader, at)
 
     def _finish(self, reader: LogReader, at: Header) -> Header:

@@ -96,8 +96,6 @@ class Shell:
         self.memory = memory
         self._shown: View | None = None
         """What the console was told of last."""
-        self._replaying: set[str] = set()
-        """Newcomers that headers named as learners, and that are not in yet."""
         self.reducer = Reducer(memory, links.chunk, self._ranges_done)
         self.welcome: Welcome | None = None
         self.to_scheduler = to_scheduler
@@ -128,7 +126,7 @@ class Shell:
     def reset(self) -> None:
         """A fresh machine: the member joins again with nothing (protocol.md 11)."""
         self.machine = self.machine.anew()
-        self._shown, self._replaying = None, set()
+        self._shown = None
         self.reducer.restart("")
         self.transfer.arrived()
         self.links.abandon()
@@ -311,9 +309,10 @@ class Shell:
             trees=[(tree.weight, tree.members, tree.parents) for tree in view.plan.trees],
         )
         self.mailbox.post(view=view)
-        self.transfer.teller.tell(*lines(self._shown, view, self.links.me, carried=carried, replays=self._replaying))
+        teller, replays = self.transfer.teller, self.machine.header.learners
+        teller.tell(*lines(self._shown, view, self.links.me, carried=carried, replays=replays))
+        teller.tell_batch(self._shown, view)
         self._shown = view
-        self._replaying -= set(view.ids())
 
     def _committed(self, header: Header, view: View) -> None:
         self.server.withdraw(header.seq)
@@ -336,7 +335,6 @@ class Shell:
         if header.kind == Kind.STEP:
             self.server.pace.step(now - self._committed_at, now)
         self._committed_at = now
-        self._replaying |= set(header.learners)
         if header.view_change is not None:
             self._viewed(view, carried=True)
 

@@ -21,7 +21,7 @@ from chaos_lightning.member.choice import Situation, TransferChoice, endpoint, e
 from chaos_lightning.member.connection_pool import ConnectionPool
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
-from chaos_lightning.member.telling import Teller
+from chaos_lightning.member.telling import Teller, fetched_line
 from chaos_lightning.planning.shards import POLICIES
 from chaos_lightning.protocol.types import Header, Member, Progress, Span, View
 from chaos_lightning.replication.access import StateAccess
@@ -248,6 +248,8 @@ class Transfer:
             raise
         self._observed = superseded is not None
         self._pulled(report, header)
+        if not proves:
+            self.teller.tell(fetched_line(report.by_source, report.skipped, report.seconds))
         return True
 
     def _policy(

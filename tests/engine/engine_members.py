@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -15,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from chaos_lightning.errors import DisagreementError
 from chaos_lightning.lab.processes import hold_the_lock
+from chaos_lightning.member import telling as telling_module
+from chaos_lightning.member import transfer as transfer_module
 from chaos_lightning.protocol.types import Header
 from chaos_lightning.replication import log as log_module
 from chaos_lightning.replication.log import SlotLog
@@ -43,8 +46,13 @@ def train(spec: dict[str, Any]) -> None:
             its pulls waits there), apply_gate (fifo), step_s (what a step computes beside its own little work), kept
             {field of the state server's ServerConfig: value}, late_log (it never copies a slot in time for its log),
             busy {step: seconds in which it holds the interpreter's lock},
-            exit_at (step after which it leaves), fails_at (step), gather_at (step), gather_nbytes (its payload then).
+            exit_at (step after which it leaves), fails_at (step), gather_at (step), gather_nbytes (its payload then),
+            tells_all (of the progress of its pulls), deaf (its stderr is a full pipe that nobody reads).
     """
+    if spec.get("tells_all"):
+        transfer_module.TOLD_EVERY_S = telling_module.PROGRESS_EVERY_S = 0.0
+    if spec.get("deaf"):
+        fill_stderr()
     torch.set_num_threads(1)
     torch.manual_seed(spec.get("seed", 7))
     generator = torch.Generator().manual_seed(1)
@@ -154,6 +162,17 @@ def hold_the_replay(trainer: Trainer, gate: str) -> None:
         apply(self, header)
 
     ModuleReplay.replay = held  # type: ignore[method-assign]
+
+
+def fill_stderr() -> None:
+    """From here on a write to stderr never returns: a pipe takes its place that is full, and whose end is kept open."""
+    _, into = os.pipe()
+    os.set_blocking(into, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(into, bytes(4096))
+    os.set_blocking(into, True)
+    os.dup2(into, 2)
 
 
 def copy_too_late(log: SlotLog) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from engine_job import Job
 from engine_members import UNTIL_ENOUGH
 
@@ -24,10 +25,50 @@ def test_join_death_and_leave_are_one_line_each_at_the_others(job: Job) -> None:
         job.start(name, epochs=UNTIL_ENOUGH)
         job.harness.wait_for("joined", node=name)
         shown(job, "a", f"chaos: {name}~{number} joins by pause: {number} members")
+        shown(job, name, f"chaos: I join by pause: {number} members")
         shown(job, name, f"chaos: I am rank {number - 1} of {number}")
+        shown(job, name, "chaos: the training state is here: ")
+    shown(job, "a", "chaos: the global batch is the sum of the members' batches, 8 now and 4 before; the learning rate")
+    shown(
+        job, "c", "chaos: the global batch is the sum of the members' batches, 12 now and 8 before; the learning rate"
+    )
     job.harness.kill("c")
     shown(job, "a", "chaos: c~3 is out (")
     shown(job, "b", "chaos: c~3 is out (")
     job.harness.terminate("b")
     shown(job, "a", "chaos: b~2 left: 1 member")
     job.finish("a", "b")
+
+
+@pytest.mark.parametrize("way", ["pause", "replay"])
+def test_a_newcomer_shows_how_far_it_is(job: Job, way: str) -> None:
+    """By the network; what is read out of a neighbour's memory is there at once."""
+    spec = {"epochs": UNTIL_ENOUGH, "width": 30_000, "step_s": 0.01}
+    settings = {"by_reference": False, "join_by": way}
+    for name in "ab":
+        job.start(name, settings={**settings, "min_nodes": 2}, **spec)
+    job.harness.wait_step(3)
+    job.start("c", seed=2, tells_all=True, settings=settings, **spec)
+    shown(job, "a", f"chaos: c~3 joins by {way}: 3 members")
+    job.finish("a", "b", "c")
+    said = [line for line in job.harness.children["c"].log.read_text().splitlines() if line.startswith("chaos: ")]
+    fetching = [line for line in said if line.startswith("chaos: fetching the training state: ")]
+    assert [line for line in fetching if " MiB from " in line], said
+    (here,) = [number for number, line in enumerate(said) if line.startswith("chaos: the training state is here: ")]
+    joins = said.index(f"chaos: I join by {way}: 3 members")
+    assert (joins < here) == (way == "pause"), "a learner has the state before it is let in"
+
+
+def test_a_console_that_is_full_and_that_nobody_reads_stops_nobody(job: Job) -> None:
+    """Its lines wait; its heartbeats, its training and its end do not."""
+    for name in "ab":
+        job.start(name, settings={"min_nodes": 2}, epochs=UNTIL_ENOUGH, deaf=name == "b")
+    job.harness.wait_step(3)
+    job.start("c", epochs=UNTIL_ENOUGH)
+    shown(job, "a", "chaos: c~3 joins by pause: 3 members")
+    job.harness.kill("c")
+    shown(job, "a", "chaos: c~3 is out (")
+    a, b = job.finish("a", "b")
+    assert (a["hash"], a["step"]) == (b["hash"], b["step"])
+    records = job.harness.records
+    assert not [r for r in records if r.name in ("fenced", "rejoin") or (r.name == "death" and r.member[0] != "c")]

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos_lightning.member.telling import WAITING_LINES, Teller, console, lines, progress_line
+from chaos_lightning.member.telling import (
+    WAITING_LINES,
+    Teller,
+    batch_line,
+    console,
+    fetched_line,
+    lines,
+    progress_line,
+)
 from chaos_lightning.protocol.types import NO_VIEW, Member, Progress, SourceProgress, View, ViewId
 
 
-def view(*ids: str, reason: str = "") -> View:
-    members = tuple(Member(id=i, name=i, host="h", address="h", port=1) for i in ids)
-    return View(id=ViewId(1, 1), predecessor=NO_VIEW, members=members, reason=reason)
+def view(*ids: str, quotas: Sequence[int] = (), **more: Any) -> View:
+    given = quotas or [1] * len(ids)
+    members = tuple(Member(i, i, host="h", address="h", port=1, quota=q) for i, q in zip(ids, given, strict=True))
+    return View(id=ViewId(1, 1), predecessor=NO_VIEW, members=members, **more)
 
 
 def test_each_change_is_one_line_and_ranks_follow() -> None:
@@ -33,6 +51,23 @@ def test_each_change_is_one_line_and_ranks_follow() -> None:
     ]
 
 
+def test_a_newcomer_says_how_it_comes_in() -> None:
+    came = view("a~1", "b~2", joiners=("b~2",))
+    assert lines(None, came, "b~2", carried=False) == ["I join by pause: 2 members", "I am rank 1 of 2"]
+    assert lines(None, came, "b~2", carried=False, replays=["b~2"])[0] == "I join by replay: 2 members"
+
+
+def test_what_becomes_of_the_batch_is_said_if_it_changes() -> None:
+    said = "the global batch is the sum of the members' batches, {} now and {} before; the learning rate stays as the "
+    said += "script sets it"
+    two = view("a~1", "b~2", quotas=(4, 6), accumulate=2, joiners=("b~2",))
+    assert batch_line(view("a~1", quotas=(4,), accumulate=2), two) == said.format(20, 8)
+    assert batch_line(None, two) == said.format(20, 8)
+    assert batch_line(two, view("b~2", quotas=(6,), accumulate=2)) == said.format(12, 20)
+    assert batch_line(None, view("a~1", "b~2")) == ""
+    assert batch_line(view("a~1", "b~2"), view("b~2", "c~3")) == ""
+
+
 @given(st.lists(st.sampled_from("abcdef"), unique=True, min_size=1), st.lists(st.sampled_from("abcdef"), unique=True))
 def test_who_comes_or_goes_is_named_once(old: list[str], new: list[str]) -> None:
     said = lines(view(*old), view(*new), "me", carried=True)
@@ -42,7 +77,13 @@ def test_who_comes_or_goes_is_named_once(old: list[str], new: list[str]) -> None
 def test_a_newcomer_says_how_far_it_is() -> None:
     sources = (SourceProgress("a~1", 1, 1.0), SourceProgress("b~2", 1, 1.0))
     now = Progress("pull", 120 << 20, 512 << 20, (392 << 20) * 8 / 8, sources=sources)
-    assert progress_line(now) == "fetching the training state: 120 of 512 MiB from a~1, b~2, about 8 s left"
+    line = "fetching the training state: 120.0 of 512.0 MiB from a~1, b~2 at 49.0 MiB/s, about 8 s left"
+    assert progress_line(now) == line
+    assert progress_line(Progress("prove", 0, 1 << 19, 0.0)) == "fetching the training state: 0.0 of 0.5 MiB"
+    assert progress_line(Progress("replay", 7, 7, 0.0, 3)) == "replaying what the others train: 3 steps behind"
+    there = "the training state is here: 512.0 MiB from a~1, b~2 in 3.2 s"
+    assert fetched_line({"a~1": 256 << 20, "b~2": 256 << 20, "c~3": 0}, 0, 3.2) == there
+    assert fetched_line({"a~1": 1 << 20}, 2 << 20, 0.1).endswith("1.0 MiB from a~1 in 0.1 s, 2.0 MiB were here")
 
 
 def test_a_console_that_nobody_reads_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,3 +117,65 @@ def test_a_console_that_nobody_reads_holds_up_nobody(monkeypatch: pytest.MonkeyP
         "chaos: 3 lines were left out, as nobody read them in time",
     ]
     assert len(heard) == WAITING_LINES + 2
+
+
+BASIC = 'logging.basicConfig(format="mine: %(message)s"{})'
+CONFIGURED = {
+    # Lines of the user's before the first line and before the second one; what is to be on stderr.
+    "not at all": ("", "", ["chaos: 1", "chaos: 2"]),
+    "before": (BASIC.format(""), "", ["mine: chaos: 1", "mine: chaos: 2"]),
+    "before, as Hydra does": (BASIC.format(", level=20"), "", ["mine: chaos: 1", "mine: chaos: 2"]),
+    "later": ("", BASIC.format(", level=20"), ["chaos: 1", "mine: chaos: 2"]),
+    "later, by a warning": (
+        "",
+        "logging.warning('w')",
+        ["chaos: 1", "WARNING:root:w", "INFO:chaos_lightning.console:chaos: 2"],
+    ),
+    "for errors only": (BASIC.format(", level=40"), "", []),
+    "later, for errors only": ("", BASIC.format(", level=40"), ["chaos: 1"]),
+    "off": ("logging.getLogger('chaos_lightning.console').setLevel('WARNING')", "", []),
+    "off, with all of ours": ("", "logging.getLogger('chaos_lightning').setLevel('WARNING')", ["chaos: 1"]),
+    "off, altogether": ("logging.disable(logging.WARNING)", "", []),
+    "a handler for warnings": (BASIC.format("") + "; logging.root.handlers[0].setLevel('WARNING')", "", []),
+    "no stderr": ("sys.stderr = None", "", []),
+    "another stderr": (
+        "import io; sys.stderr = type('Notebook', (io.StringIO,), {'write': sys.stdout.write})()",
+        "",
+        [],
+    ),
+}
+TELLING = """
+import logging, sys
+from chaos_lightning.member.telling import Teller
+teller = Teller()
+for number, user in enumerate(sys.argv[1:], 1):
+    exec(user)
+    teller.tell(str(number))
+    teller.close(30)
+"""
+
+
+@pytest.mark.parametrize("when", CONFIGURED)
+def test_lines_come_once_however_logging_is_configured(when: str) -> None:
+    first, second, shown = CONFIGURED[when]
+    run = subprocess.run([sys.executable, "-c", TELLING, first, second], capture_output=True, text=True, check=True)
+    assert run.stderr.splitlines() == shown
+    assert run.stdout.splitlines() == (["chaos: 1", "chaos: 2"] if when == "another stderr" else [])
+
+
+def test_a_process_without_stderr_goes_on() -> None:
+    command = [sys.executable, "-c", TELLING + "print('done')", "", ""]
+    run = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *command], capture_output=True, text=True, check=True)
+    assert run.stdout == "done\n"
+
+
+def test_a_terminal_of_40_columns_gets_text_alone() -> None:
+    """No colours, and what a progress bar left in the line is written over."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    command = [sys.executable, "-c", TELLING, "sys.stderr.write('#' * 38)", ""]
+    subprocess.run(command, stderr=theirs, env={**os.environ, "TERM": "dumb"}, check=True)
+    os.close(theirs)
+    shown = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert shown == "#" * 38 + "".join("\r" + f"chaos: {n}".ljust(39) + "\r\n" for n in (1, 2))
