@@ -48,6 +48,7 @@ logger = logging.getLogger("chaos_lightning.events")
 DAY_NBYTES = 100_000_000
 """What a process may write in 24 hours, unless it is told otherwise, bytes."""
 PARTS_A_DAY = 10
+FORGOTTEN_S = 30 * 86400.0
 LOOK_EVERY_S = 1.0
 """So often it is seen whether the file is still there."""
 _CLOCKS_APART_US = 50
@@ -375,6 +376,19 @@ class EventLog:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def forget_old(folder: Path, now: float) -> None:
+    """Deletes logs of a folder that nobody has chosen, in which nothing was written for a month.
+
+    Args:
+        folder: Of one job; it need not exist.
+        now: Wall time, s.
+    """
+    for path in log_files(folder):
+        with contextlib.suppress(OSError):
+            if now - path.stat().st_mtime > FORGOTTEN_S:
+                path.unlink()
 
 
 def _part(path: Path, part: int) -> Path:

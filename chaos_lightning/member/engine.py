@@ -31,7 +31,7 @@ from chaos_lightning.errors import (
     FencedError,
     NoDonorError,
 )
-from chaos_lightning.events.events import EventLog
+from chaos_lightning.events.events import EventLog, forget_old
 from chaos_lightning.machine.addresses import read_ports, split_endpoint
 from chaos_lightning.machine.orphan import watch_parent
 from chaos_lightning.member.choice import TransferChoice
@@ -110,6 +110,8 @@ class Engine:
         self.leaving = False
         self.out = False
         logs = log_folder(config.log_dir, config.job, split_endpoint(config.endpoints[0])[1])
+        if logs is not None and config.log_dir == "auto":
+            forget_old(logs, time.time())
         self.events = EventLog.in_directory(logs, config.name, day_nbytes=config.log_day_nbytes)
         self._token = Credentials.load(config.keys_dir, config.token_file)
         self._keeping = Keeping(config, self.events)
@@ -261,7 +263,7 @@ class Engine:
             skipped=report.skipped if report else 0,
         )
         if self.events.path is not None:
-            _log.info("%s logs its events in %s (log_dir=none: nowhere)", self.member_id, self.events.path.parent)
+            self._transfer.teller.tell(f"I log events in {self.events.path.parent} (log_dir=none: nowhere)")
         return header
 
     def _tell_of_loss(self, founded: View | None) -> None:

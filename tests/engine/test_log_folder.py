@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 from engine_job import Job
 
 from chaos_lightning.control.options import SchedulerOptions, log_folder
+from chaos_lightning.events.events import FORGOTTEN_S
 from chaos_lightning.events.reader import log_files, read_events
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.observe.audit import OK, audit
@@ -18,11 +21,18 @@ from chaos_lightning.settings import EngineConfig, absolute_log_dir
 
 
 def test_members_and_their_scheduler_leave_evidence_by_default(job: Job, tmp_path: Path) -> None:
+    folder = tmp_path / "state" / "chaos-lightning" / f"default-{split_endpoint(job.endpoint)[1]}" / "events"
+    folder.mkdir(parents=True)
+    old, fresh = folder / "member-x-1.jsonl", folder / "member-x-2.jsonl"
+    for path in (old, fresh):
+        path.touch()
+    os.utime(old, (time.time() - FORGOTTEN_S - 1,) * 2)
     for name in "ab":
         job.start(name, settings={"min_nodes": 2, "log_dir": "auto"}, epochs=1)
     for name in "ab":
         assert job.harness.wait_exit(name) == 0
-    folder = tmp_path / "state" / "chaos-lightning" / f"default-{split_endpoint(job.endpoint)[1]}" / "events"
+        assert f"chaos: I log events in {folder} (" in job.harness.children[name].log.read_text()
+    assert (old.exists(), fresh.exists()) == (False, True)
     # Both may have started a scheduler at once, of which one gave way.
     assert {path.name.split("-")[0] for path in log_files(folder)} == {"member", "scheduler"}
     assert [r for r in read_events(folder) if r.name == "committed"]
