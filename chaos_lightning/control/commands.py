@@ -23,6 +23,7 @@ from chaos_lightning.control.options import SchedulerOptions, check_settings
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import split_endpoints
+from chaos_lightning.machine.process_table import short_host
 from chaos_lightning.machine.terminal import print_json, printable
 from chaos_lightning.membership.peers import short
 from chaos_lightning.protocol.types import Settings
@@ -106,7 +107,12 @@ def _show(facts: dict[str, Any]) -> None:
     goes = [name for name in FIRST_TO_GO if name in names]
     table = FittingTable([f"{name}~" if name in CUT else name for name in names], goes, gap=1)
     for row in rows:
-        table.add_row(*(_host(row.get(column)) if column == "host" else _cell(row.get(column)) for column in columns))
+        table.add_row(
+            *(
+                short_host(str(row.get(column) or "")) if column == "host" else _cell(row.get(column))
+                for column in columns
+            )
+        )
     console.print(table)
     _show_links(console, machine)
 
@@ -153,12 +159,6 @@ def _show_links(console: Any, machine: dict[str, Any]) -> None:
         latency = f"{row['latency_s'] * 1e3:.3g}" if row["latency_s"] is not None else ""
         table.add_row(_cell(f"{row['a']} {row['b']}"), *rates, latency, _cell(row["state"]))
     console.print(table)
-
-
-def _host(value: object) -> str:
-    """Enough of boot id and pid namespace (`process_table.host_identity`) to see who shares them; --json has it all."""
-    boot, slash, space = str(value or "").partition("/")
-    return _cell(f"{boot[:8]}/{space.rstrip(']')[-4:]}" if slash else boot[:13])
 
 
 def _cell(value: object) -> str:

@@ -257,9 +257,14 @@ class Tail:
     """Follows a log directory: each `poll` returns what was appended since the last one.
 
     A half-written last line waits for its end; a file in another format is left out with a warning. Not thread-safe.
+
+    Attributes:
+        where: The directory.
+        since: Files to which nothing was appended after this wall time (s) are of the past, and left out.
     """
 
     where: Path
+    since: float = 0.0
     _places: dict[Path, _Place] = field(default_factory=dict)
     _lines: dict[Path, _Lines] = field(default_factory=dict)
 
@@ -276,6 +281,8 @@ class Tail:
 
     def _new(self, path: Path) -> Iterator[Record]:
         status = path.stat()
+        if status.st_mtime < self.since:
+            return
         place = self._places.setdefault(path, _Place(inode=status.st_ino))
         if place.inode != status.st_ino:  # it was deleted, and made anew
             place = self._places[path] = _Place(inode=status.st_ino)

@@ -70,6 +70,12 @@ def host_identity() -> str:
         return f"{_UNKNOWN}{os.uname().nodename}"
 
 
+def short_host(identity: str) -> str:
+    """Enough of a `host_identity` for people to see who shares it."""
+    boot, slash, space = identity.partition("/")
+    return f"{boot[:8]}/{space.rstrip(']')[-4:]}" if slash else boot[:13]
+
+
 def count_as(machine: str) -> str:
     """This process counts as on a machine of this name from now on; "": on the one that it is on. Returns the former.
 

@@ -21,10 +21,11 @@ from chaos_lightning.control.commands import AsJson, Endpoint, KeysDir, TokenFil
 from chaos_lightning.control.options import state_folder
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.reader import Tail, log_files
+from chaos_lightning.machine.addresses import split_endpoint, split_endpoints
 from chaos_lightning.machine.terminal import print_json, printable
 from chaos_lightning.observe.jobs import Live
 from chaos_lightning.observe.outer_board import OuterBoard
-from chaos_lightning.observe.render import Dashboard, draw, from_status, from_timeline
+from chaos_lightning.observe.render import Dashboard, draw, from_status, from_timeline, with_logs
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.settings import DEFAULT_ENDPOINT
 
@@ -37,6 +38,8 @@ Logs = Annotated[
         help="Log directory of a run (log_dir), or one event file; default: of the latest job on this machine."
     ),
 ]
+FRESH_S = 600.0
+"""A log in which nothing was written for so long is of another run; of this one only what is new is read."""
 KEPT_SLOTS = 1000
 """A live board looks back over at least so many slots; a run may go on for days, its board must stay cheap."""
 
@@ -59,9 +62,9 @@ def latest_logs(given: Path | None) -> Path:
     return folder
 
 
-def follow(logs: Path) -> Callable[[], Dashboard]:
+def follow(logs: Path, since: float = 0.0) -> Callable[[], Dashboard]:
     """A function that returns the board of this log directory as of now; the directory may appear later."""
-    tail, timeline, jobs, outer = Tail(logs), Timeline(), Live(), OuterBoard()
+    tail, timeline, jobs, outer = Tail(logs, since), Timeline(), Live(), OuterBoard()
 
     def board() -> Dashboard:
         nonlocal timeline
@@ -87,18 +90,24 @@ def ask(
 ) -> Callable[[], Dashboard]:
     """A function that returns the board of what this scheduler answers.
 
-    Unreachable is a line on the board, or an error if it `must_answer`.
+    What members of this machine log where nobody told them goes onto it as well. Unreachable is a line on the board,
+    or an error if it `must_answer`.
     """
     from chaos_lightning.control.channel import fetch_status
     from chaos_lightning.security.credentials import Credentials
 
     secret = Credentials.load(keys_dir, token_file)
     last = Dashboard(title=f"scheduler {endpoint}")
+    logged: Callable[[], Dashboard] | None = None
 
     def board() -> Dashboard:
-        nonlocal last
+        nonlocal last, logged
         try:
-            last = from_status(fetch_status(endpoint, secret, timeout_s))
+            facts = fetch_status(endpoint, secret, timeout_s)
+            if logged is None:
+                port = split_endpoint(split_endpoints(endpoint)[0])[1]
+                logged = follow(state_folder(str(facts.get("job")), port) / "events", time.time() - FRESH_S)
+            last = with_logs(from_status(facts), logged())
         except ChaosError as error:
             if must_answer:
                 raise

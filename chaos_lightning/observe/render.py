@@ -12,7 +12,7 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.cells import cell_len
@@ -23,6 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from chaos_lightning.machine.process_table import short_host
 from chaos_lightning.machine.tables import Figures, FittingTable
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe import fields as f
@@ -265,9 +266,24 @@ def _status_row(member: Mapping[str, Any], rank: int | None) -> Row:
         step=f.integer(member.get("step")) if rank is not None else None,
         age_s=f.number(member.get("silent_s")),
         step_time_s=f.number(member.get("step_time_s")) or None,
-        remark=str(member.get("progress") or member.get("host", ""))
+        remark=str(member.get("progress") or short_host(str(member.get("host", ""))))
         + ("" if member.get("connected", True) else " (not connected)"),
     )
+
+
+def with_logs(board: Dashboard, logged: Dashboard) -> Dashboard:
+    """A scheduler's board with what event logs of the same view tell more; they may be of some of the members only."""
+    if not board.view or logged.view != board.view:
+        return board
+    known = {row.name: row for row in logged.rows}
+    for at, row in enumerate(board.rows):
+        told = known.get(row.name)
+        if told is not None:
+            board.rows[at] = replace(row, step_time_s=told.step_time_s, wait_share=told.wait_share)
+    shown = {what for what, _ in board.figures}
+    board.figures += [(what, value) for what, value in logged.figures if what not in shown]
+    board.links, board.lines = logged.links or board.links, logged.lines
+    return board
 
 
 # ------------------------------------------------------------------------------------------------ drawing

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 from engine_job import Job
+from engine_members import UNTIL_ENOUGH
+from typer.testing import CliRunner
 
+from chaos_lightning import cli
 from chaos_lightning.control.options import SchedulerOptions, log_folder
 from chaos_lightning.events.events import FORGOTTEN_S
 from chaos_lightning.events.reader import log_files, read_events
@@ -37,6 +40,23 @@ def test_members_and_their_scheduler_leave_evidence_by_default(job: Job, tmp_pat
     assert {path.name.split("-")[0] for path in log_files(folder)} == {"member", "scheduler"}
     assert [r for r in read_events(folder) if r.name == "committed"]
     assert {f.point: f.verdict for f in audit(folder)}[3] == OK
+
+
+def test_top_shows_a_schedulers_job_with_what_members_here_log(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in "ab":
+        job.start(name, settings={"min_nodes": 2, "log_dir": "auto"}, epochs=UNTIL_ENOUGH)
+
+    def shown() -> str:
+        return CliRunner().invoke(cli.app, ["top", "--once", "--endpoint", job.endpoint]).output
+
+    job.harness.wait_until(lambda: "samples/s" in shown(), "a board with what members log")
+    assert "phase running" in shown()
+    (tmp_path / "enough").touch()
+    for name in "ab":
+        assert job.harness.wait_exit(name) == 0
 
 
 def test_the_word_none_turns_it_off_and_a_folder_is_taken_as_it_is(

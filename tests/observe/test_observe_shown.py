@@ -21,7 +21,7 @@ from chaos_lightning.errors import ConfigurationError, SchedulerUnreachableError
 from chaos_lightning.events.events import read_events
 from chaos_lightning.events.reader import log_files
 from chaos_lightning.observe import charts, commands, report
-from chaos_lightning.observe.render import Dashboard, Row, draw, from_status, from_timeline
+from chaos_lightning.observe.render import Dashboard, Row, draw, from_status, from_timeline, with_logs
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.observe.units import amount, duration, time_unit
 
@@ -242,6 +242,21 @@ def test_samples_a_second_are_counted_and_not_weighed(tmp_path: Path, told: str)
     (tmp_path / run.sources[{"a~1": "b~1", "b~1": "a~1"}[told]]).unlink()
     timeline = Timeline.of(read_events(tmp_path))
     assert ("samples/s", pace) in from_timeline(timeline, run.now).figures
+
+
+def test_a_status_takes_what_logs_of_the_same_view_tell_more(told: Timeline) -> None:
+    logged = from_timeline(told, told.stop)
+    names = [row.name for row in logged.rows if row.rank is not None]
+    members = [{"id": name, "host": "box", "step": 7, "loaded": True} for name in [*names, "elsewhere~9"]]
+    facts = {"machine": {"phase": "running", "view": logged.view, "members": members}}
+    board = with_logs(from_status(facts), logged)
+    assert [row.wait_share is None for row in board.rows] == [False] * len(names) + [True]
+    assert ("step", "7") in board.figures
+    assert dict(logged.figures)["samples/s"] == dict(board.figures)["samples/s"]
+    assert board.lines == logged.lines
+    other = with_logs(from_status({"machine": {**facts["machine"], "view": "9.9"}}), logged)
+    assert not other.lines
+    assert "samples/s" not in dict(other.figures)
 
 
 def test_a_job_that_nobody_holds_says_so() -> None:
