@@ -24,7 +24,7 @@ STAMP := $(VENV)/.installed
 CONTENT := AddSerializedFile|_start=|_end=|'/chaos|SerializeToString|FromString
 BENCHES ?= $(patsubst benchmarks/%.py,%,$(patsubst %/__main__.py,%.py,$(shell grep -l '^if __name__ == "__main__"' benchmarks/*.py benchmarks/*/__main__.py)))
 
-.PHONY: help env debian demo demo-diloco demo-edge demo-failover test test-slow compat fuzz check bench size proto clean
+.PHONY: help env debian demo demo-diloco demo-edge demo-failover test test-slow compat fuzz check docs bench size proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -90,6 +90,15 @@ check: $(STAMP) ## format, lint, types, import contracts, dead code, dependencie
 	    || { echo "chaos_lightning/$$stub does not match its .proto: run make proto"; exit 1; }
 	done
 	echo "stubs match their .proto"
+	$(MAKE) --no-print-directory -o $(STAMP) docs
+
+docs: $(STAMP) ## the documentation as a site, in build/site; its links are checked
+	@rm -rf build/docs-package build/docs-wheel
+	$(PY) -m hatchling build -t wheel -d build/docs-wheel 2>/dev/null
+	$(PY) -m zipfile -e build/docs-wheel/*.whl build/docs-package
+	# --quiet would take warnings for no failures.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict 2>&1 | { grep -v "^INFO" || true; }
+	echo "the documentation is in build/site/index.html"
 
 $(VENV)/.bench: $(STAMP)
 	@echo "installing the peers that benchmarks compare with"

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("strategies", "callbacks", "configs")
 OURS = (
     "chaos_lightning", *LINKED, "examples", "benchmarks", "docs", "tests", ".ci",
-    "Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt", "pyproject.toml",
+    "Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt", "mkdocs.yml", "pyproject.toml",
 )  # fmt: skip
 GENERATED = re.compile(r"chaos_pb2(_grpc)?\.pyi?$")
 SUFFIXES = {".py", ".md", ".txt", ".toml", ".yaml", ".yml", ".proto", ".svg", ".json", ""}
@@ -274,7 +274,7 @@ def test_make_lists_every_target() -> None:
     listed = {line.split()[0] for line in done.stdout.splitlines()}
     assert listed == {
         *("help", "env", "demo", "demo-diloco", "demo-edge", "demo-failover"),
-        *("test", "test-slow", "compat", "fuzz", "check", "bench", "size", "proto", "clean"),
+        *("test", "test-slow", "compat", "fuzz", "check", "docs", "bench", "size", "proto", "clean"),
     }
 
 

@@ -353,7 +353,11 @@ def demo_edge(
     directory: Directory = None,
     topology: Annotated[
         Path,
-        typer.Option(help="Another topology file; every check of the proof is about its schedule.", metavar="FILE"),
+        typer.Option(
+            help="Another topology file; every check of the proof is about its schedule.",
+            metavar="FILE",
+            show_default="this demo's own",
+        ),
     ] = TOPOLOGY,
     keep: Keep = False,
 ) -> None:
