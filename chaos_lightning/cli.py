@@ -53,6 +53,7 @@ COMMANDS: dict[str, Command] = {
     "top": Command("chaos_lightning.observe.commands:top", "Watch a job live."),
     "report": Command("chaos_lightning.observe.commands:report", "Write a page about a run from its event logs."),
     "audit": Command("chaos_lightning.observe.commands:audit", "Check from the event logs that the contract held."),
+    "metrics": Command("chaos_lightning.observe.exporter:metrics", "Serve a job's metrics to Prometheus."),
     "demo": Command(
         "chaos_lightning.lab.demo.members:demo", "Train here while nodes join, die, freeze, leave and return."
     ),

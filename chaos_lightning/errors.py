@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EXTRAS = {"lightning": "lightning", "hydra": "hydra", "omegaconf": "hydra", "sklearn": "examples"}
+EXTRAS = {
+    "lightning": "lightning",
+    "hydra": "hydra",
+    "omegaconf": "hydra",
+    "sklearn": "examples",
+    "prometheus_client": "prometheus",
+    "opentelemetry": "otel",
+}
 """By the name of a package that is imported, the extra of ours that brings it."""
 
 

@@ -1,0 +1,341 @@
+"""`chaos-lightning metrics`: what a run amounts to, for Prometheus to scrape and as OpenTelemetry to push.
+
+Theory of operation. The metrics are folds over the same events as `top` and `report`: `RunTotals` takes one event after
+the other and keeps numbers only, so that a run of days costs nothing; where time went is booked by `folds.intervals`,
+each interval once, when the next slot shows that it is over. Without logs a scheduler's status gives what it knows.
+`METRICS` declares every metric once: both exporters and docs/metrics.md are made of it.
+
+A counter falls to 0 when the exporter is started again and rises at once to what the logs say, as any restarted
+process's does; Prometheus' `rate` and `increase` know that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from chaos_lightning.control.commands import Endpoint, KeysDir, TokenFile
+from chaos_lightning.errors import ChaosError, ConfigurationError, needing
+from chaos_lightning.events.reader import Record, Tail
+from chaos_lightning.machine.addresses import split_endpoint
+from chaos_lightning.observe import fields as f
+from chaos_lightning.observe import folds
+from chaos_lightning.observe.jobs import Live
+from chaos_lightning.observe.outer_entries import read_entry
+from chaos_lightning.observe.spans import merge, size
+from chaos_lightning.observe.timeline import Timeline
+from chaos_lightning.outer.types import Round
+from chaos_lightning.settings import DEFAULT_ENDPOINT
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+
+KEPT_SLOTS = 1000
+"""So many of the latest slots are kept, to tell what an interval was spent on."""
+POLL_S = 2.0
+REASONS = ("silent", "closed", "asked", "process")
+"""What deaths are sorted by: the first of these words in the evidence; else "other"."""
+
+COUNTER, GAUGE = "counter", "gauge"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric; counters end in `_total`, and a name says its unit."""
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+    unit: str = "1"
+
+
+_PAUSES = 'Steps that something held up. "join": a newcomer; "recovery": a death or freeze; "waiting": too few members.'
+_DEATHS = f"Members found dead, by a word of the evidence: {', '.join(REASONS)}; else other."
+METRICS: tuple[Metric, ...] = (
+    Metric("chaos_lightning_up", GAUGE, "1 if the scheduler answered, or the logs could be read."),
+    Metric("chaos_lightning_step", GAUGE, "Optimizer steps of the job, by its latest committed slot."),
+    Metric("chaos_lightning_epoch", GAUGE, "Epoch of its data."),
+    Metric("chaos_lightning_world_size", GAUGE, "Members that contributed to the latest slot."),
+    Metric("chaos_lightning_last_commit_age_seconds", GAUGE, "Since the latest slot was committed.", unit="s"),
+    Metric("chaos_lightning_steps_total", COUNTER, "Optimizer steps, as somebody committed them first."),
+    Metric("chaos_lightning_step_seconds_total", COUNTER, "Seconds that these steps took.", unit="s"),
+    Metric("chaos_lightning_samples_total", COUNTER, "Samples used in committed slots, by all members together."),
+    Metric("chaos_lightning_joins_total", COUNTER, "Members that came in.", ("role",)),
+    Metric("chaos_lightning_leaves_total", COUNTER, "Members that left as they should."),
+    Metric("chaos_lightning_deaths_total", COUNTER, _DEATHS, ("reason",)),
+    Metric("chaos_lightning_fenced_total", COUNTER, "Members that learned that they had been put out."),
+    Metric("chaos_lightning_pauses_total", COUNTER, _PAUSES, ("cause",)),
+    Metric("chaos_lightning_pause_seconds_total", COUNTER, "Lost to that, beyond a usual step.", ("cause",), "s"),
+    Metric("chaos_lightning_link_bytes_total", COUNTER, "Bytes on links between members.", ("direction",), "By"),
+    Metric("chaos_lightning_state_bytes_total", COUNTER, "Bytes of training state that newcomers received.", unit="By"),
+    Metric("chaos_lightning_log_lines_lost_total", COUNTER, "Lines of event logs that are missing."),
+    Metric("chaos_lightning_outer_version", GAUGE, "Number of the latest version of outer sync."),
+    Metric("chaos_lightning_outer_rounds_total", COUNTER, "Rounds of outer sync that were decided."),
+    Metric("chaos_lightning_outer_pushes_total", COUNTER, "Clusters' pushes that rounds decided on.", ("answer",)),
+)  # fmt: skip
+_BY_NAME = {metric.name.removeprefix("chaos_lightning_"): metric for metric in METRICS}
+Labels = tuple[str, ...]
+
+
+def _zero() -> dict[str, dict[Labels, float]]:
+    """Counters without labels are there from the start: a rate needs the 0 that it rises from."""
+    found: dict[str, dict[Labels, float]] = defaultdict(lambda: defaultdict(float))
+    for short, metric in _BY_NAME.items():
+        if metric.kind == COUNTER and not metric.labels:
+            found[short][()] = 0.0
+    return found
+
+
+@dataclass(slots=True)
+class RunTotals:
+    """Numbers of everything that was logged into one folder; takes events in order."""
+
+    values: dict[str, dict[Labels, float]] = field(default_factory=_zero)
+    """Short name -> label values -> number."""
+    _timeline: Timeline = field(default_factory=Timeline)
+    _jobs: Live = field(default_factory=Live)
+    _booked: float = 0.0
+    """When the last interval that is booked ended, wall time in s."""
+    _committed: float = 0.0
+    _carried: dict[tuple[str, str, str, str], int] = field(default_factory=dict)
+    """(source, member, peer, direction) -> bytes of that link as told last."""
+    _dead: set[str] = field(default_factory=set)
+    _round: int = 0
+
+    def take(self, r: Record) -> None:
+        """One more event."""
+        if self._jobs.begins(r):
+            self._timeline, self._dead, self._round = self._timeline.next_job(), set(), 0
+        fresh = str(r.get("header", "")) not in self._timeline.slots
+        self._timeline.add(r)
+        own = r.own and r.by == r.member
+        if r.name == "lost":
+            self._add("log_lines_lost_total", f.number(r.get("count")))
+        elif r.name == "death" and r.member not in self._dead:
+            self._dead.add(r.member)
+            evidence = str(r.get("evidence", ""))
+            self._add("deaths_total", 1, next((word for word in REASONS if word in evidence), "other"))
+        elif r.name == "entry":
+            self._entry(r)
+        elif own and r.name == "committed":
+            self._commit(r, fresh)
+        elif own and r.name == "joined":
+            self._add("joins_total", 1, str(r.get("role", "")))
+        elif own and r.name == "left":
+            self._add("leaves_total", 1)
+        elif own and r.name == "fenced":
+            self._add("fenced_total", 1)
+        elif own and r.name == "pull_done":
+            self._add("state_bytes_total", f.number(r.get("nbytes")))
+        elif own and r.name == "links":
+            self._links(r)
+
+    def _add(self, short: str, amount: float, *labels: str) -> None:
+        self.values[short][labels] += amount
+
+    def _commit(self, r: Record, fresh: bool) -> None:
+        self._add("samples_total", sum(size(merge(spans)) for spans in f.spent(r.get("spent")).values()))
+        if not fresh:
+            return
+        self._committed = max(self._committed, r.t)
+        step = f.integer(r.get("step"))
+        if r.get("kind", "step") == "step":
+            self._add("steps_total", 1)
+            self._add("step_seconds_total", f.number(r.get("duration_s")))
+        self.values["step"][()] = step
+        self.values["world_size"][()] = len(f.rows(r.get("contributors")))
+        if ledger := f.spent(r.get("ledger")):
+            self.values["epoch"][()] = max(epoch for _, epoch in ledger)
+        if len(self._timeline.slots) > 2 * KEPT_SLOTS:
+            self._book()
+            self._timeline.prune(KEPT_SLOTS)
+
+    def _links(self, r: Record) -> None:
+        for row in f.rows(r.get("links")):
+            for direction in ("sent", "received"):
+                if isinstance(row, Mapping) and f"{direction}_nbytes" in row:
+                    where = (r.source, r.member, str(row.get("peer", "")), direction)
+                    now, before = f.integer(row[f"{direction}_nbytes"]), self._carried.get(where, 0)
+                    self._carried[where] = now  # a link that was made anew counts from 0
+                    self._add("link_bytes_total", now - before if now >= before else now, direction)
+
+    def _entry(self, r: Record) -> None:
+        told = read_entry(r)
+        if told.entry is None:
+            return
+        self.values["outer_version"][()] = told.entry.version.number
+        body = told.entry.body
+        if isinstance(body, Round) and body.number > self._round:
+            self._round = body.number
+            self._add("outer_rounds_total", 1)
+            self._add("outer_pushes_total", len(body.accepted), "accepted")
+            self._add("outer_pushes_total", len(body.rejected), "rejected")
+
+    def _book(self) -> None:
+        """What the intervals that are over were spent on."""
+        for interval in folds.intervals(self._timeline)[:-1]:
+            if interval.stop > self._booked:
+                self._booked = interval.stop
+                if interval.cause in (folds.JOIN, folds.RECOVERY, folds.WAITING):
+                    self._add("pauses_total", 1, interval.cause)
+                    self._add("pause_seconds_total", interval.lost, interval.cause)
+
+    def shown(self, now: float) -> dict[str, dict[Labels, float]]:
+        """All values as of now, wall time in s."""
+        self._book()
+        self.values["up"][()] = 1
+        if self._committed:
+            self.values["last_commit_age_seconds"][()] = max(0.0, now - self._committed)
+        return self.values
+
+
+Source = Callable[[], Mapping[str, Mapping[Labels, float]]]
+"""Gives all values as of now, by short name and label values."""
+
+
+def follow_logs(logs: Path) -> Source:
+    """Of a log directory, which may appear later."""
+    tail, totals, lock = Tail(logs), RunTotals(), threading.Lock()
+
+    def now() -> Mapping[str, Mapping[Labels, float]]:
+        with lock:  # a scrape and the regular look may meet
+            for record in tail.poll():
+                totals.take(record)
+            return {short: dict(each) for short, each in totals.shown(time.time()).items()}
+
+    return now
+
+
+def ask_scheduler(endpoint: str, token_file: str = "", keys_dir: str = "", timeout_s: float = 2.0) -> Source:
+    """Of what this scheduler answers: who is in, and at which step."""
+    from chaos_lightning.control.channel import fetch_status
+    from chaos_lightning.security.credentials import Credentials
+
+    secret = Credentials.load(keys_dir, token_file)
+
+    def now() -> Mapping[str, Mapping[Labels, float]]:
+        try:
+            machine = fetch_status(endpoint, secret, timeout_s).get("machine") or {}
+        except ChaosError:
+            return {"up": {(): 0}}
+        members = [m for m in f.rows(machine.get("members")) if isinstance(m, Mapping)]
+        step = max((f.integer(m.get("step")) for m in members), default=0)
+        return {"up": {(): 1}, "world_size": {(): len(members)}, "step": {(): step}}
+
+    return now
+
+
+# ------------------------------------------------------------------------------------------------ exporters
+
+
+class Scraped:
+    """A collector of prometheus_client."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[Family]:
+        """All metrics that have a value."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for short, each in self._source().items():
+            metric = _BY_NAME[short]
+            made = CounterMetricFamily if metric.kind == COUNTER else GaugeMetricFamily
+            family = made(metric.name, metric.help, labels=metric.labels)
+            for labels, value in each.items():
+                family.add_metric(labels, value)
+            yield family
+
+
+@contextlib.contextmanager
+def served(source: Source, listen: str) -> Iterator[int]:
+    """Serves `/metrics` at HOST:PORT; gives the port, which 0 leaves to the system.
+
+    Raises:
+        ConfigurationError: Nobody can listen there.
+    """
+    with needing("chaos-lightning metrics"):
+        from prometheus_client import CollectorRegistry, start_http_server
+    host, port = split_endpoint(listen)
+    registry = CollectorRegistry()
+    registry.register(Scraped(source))
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigurationError(f"--listen {listen}: {error}") from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextlib.contextmanager
+def pushed(source: Source, otlp: str, interval_s: float) -> Iterator[None]:
+    """Pushes all metrics to an OpenTelemetry collector (OTLP over gRPC, http:// or https://) every so many seconds."""
+    with needing("--otlp"):
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+        from opentelemetry.metrics import CallbackOptions, Observation
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.resources import Resource
+
+    def callback(short: str, labels: tuple[str, ...]) -> Callable[[CallbackOptions], Sequence[Observation]]:
+        def observe(_: CallbackOptions) -> Sequence[Observation]:
+            each = source().get(short, {})
+            return [Observation(value, dict(zip(labels, values, strict=True))) for values, value in each.items()]
+
+        return observe
+
+    exporter = OTLPMetricExporter(endpoint=otlp, insecure=otlp.startswith("http://"))
+    reader = PeriodicExportingMetricReader(exporter, export_interval_millis=interval_s * 1e3)
+    provider = MeterProvider([reader], resource=Resource.create({"service.name": "chaos-lightning"}))
+    meter = provider.get_meter("chaos_lightning")
+    for short, metric in _BY_NAME.items():
+        make: Any = meter.create_observable_counter if metric.kind == COUNTER else meter.create_observable_gauge
+        make(metric.name.removesuffix("_total"), [callback(short, metric.labels)], metric.unit, metric.help)
+    try:
+        yield
+    finally:
+        provider.shutdown()
+
+
+def metrics(
+    logs: Annotated[Path | None, typer.Option(help="Follow this log directory (log_dir).", metavar="DIR")] = None,
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    token_file: TokenFile = "",
+    keys_dir: KeysDir = "",
+    listen: Annotated[
+        str, typer.Option(help="Where Prometheus scrapes /metrics; port 0: any.", metavar="HOST:PORT")
+    ] = "127.0.0.1:9464",
+    otlp: Annotated[
+        str,
+        typer.Option(help="Push to this OpenTelemetry collector, too (OTLP over gRPC).", metavar="http://HOST:PORT"),
+    ] = "",
+    interval: Annotated[float, typer.Option(help="Seconds between two pushes.")] = 15.0,
+) -> None:
+    """Serve metrics of a job to Prometheus, and push them as OpenTelemetry, until Ctrl+C.
+
+    Of its event logs, which know everything (docs/metrics.md), or of what its scheduler answers: members and step.
+    """
+    source = follow_logs(logs) if logs is not None else ask_scheduler(endpoint, token_file, keys_dir)
+    source()  # what there is already is read before anybody waits for an answer
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(served(source, listen))
+        if otlp:
+            stack.enter_context(pushed(source, otlp, interval))
+        typer.echo(f"metrics at http://{split_endpoint(listen)[0]}:{port}/metrics; Ctrl+C ends it")
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(POLL_S)
+                source()

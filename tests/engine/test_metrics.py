@@ -1,0 +1,143 @@
+"""What Prometheus scrapes and what a collector is pushed, beside a real job, is what its logs say."""
+
+from __future__ import annotations
+
+import os
+import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_job import Job
+from engine_members import UNTIL_ENOUGH
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.observe.exporter import METRICS, ask_scheduler, follow_logs, pushed, served
+from chaos_lightning.observe.fields import spent
+from chaos_lightning.observe.spans import size
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+Values = dict[tuple[str, tuple[str, ...]], float]
+
+
+def scraped(port: int) -> Values:
+    parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    families = list(parser.text_string_to_metric_families(text))
+    kinds = {f.name: f.type for f in families}
+    known = {m.name.removesuffix("_total"): m.kind for m in METRICS}
+    assert {name: kind for name, kind in kinds.items() if not name.endswith("_created")}.items() <= known.items()
+    assert all(f.documentation for f in families)
+    return {(s.name, tuple(s.labels.values())): s.value for f in families for s in f.samples}
+
+
+def of(values: Values, short: str, *labels: str) -> float:
+    return values[f"chaos_lightning_{short}", labels]
+
+
+def test_a_scrape_says_what_the_logs_say(job: Job) -> None:
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    for name in "ab":
+        job.start(name, settings={"min_nodes": 2}, epochs=UNTIL_ENOUGH)
+        job.harness.wait_for("welcomed", node=name)
+    first = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2)
+    with served(follow_logs(job.harness.logs), "127.0.0.1:0") as port:
+        job.start("c", settings={"min_nodes": 2}, epochs=UNTIL_ENOUGH)
+        three = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, after=first)
+        live = scraped(port)
+        assert of(live, "up") == 1
+        assert of(live, "world_size") == 3
+        assert of(live, "step") >= three["step"]
+        with served(ask_scheduler(job.endpoint), "127.0.0.1:0") as other:
+            asked = scraped(other)
+        assert (of(asked, "up"), of(asked, "world_size")) == (1, 3)
+        job.harness.kill("c")
+        after = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, after=three)
+        job.harness.wait_step(after["step"] + 20)
+        job.finish("a", "b")
+        end = scraped(port)
+        records = job.harness.records
+    commits = [r for r in records if r.name == "committed"]
+    steps = {r["header"] for r in commits if r["kind"] == "step"}
+    assert of(end, "steps_total") == len(steps)
+    used = sum(size(spans) for r in commits for spans in spent(r["spent"]).values())
+    assert of(end, "samples_total") == used
+    assert of(end, "step") == max(r["step"] for r in commits)
+    assert of(end, "epoch") == max(epoch for r in commits for _, epoch in spent(r["ledger"]))
+    assert sum(v for (name, _), v in end.items() if name == "chaos_lightning_joins_total") == 3
+    assert sum(v for (name, _), v in end.items() if name == "chaos_lightning_deaths_total") == 1
+    assert of(end, "leaves_total") == len([r for r in records if r.name == "left" and r.own])
+    assert of(end, "pauses_total", "recovery") >= 1
+    assert of(end, "pause_seconds_total", "recovery") > 0
+    received = sum(r["nbytes"] for r in records if r.name == "pull_done")
+    assert of(end, "state_bytes_total") == received > 0
+    assert of(end, "log_lines_lost_total") == 0
+    assert of(end, "step_seconds_total") > 0
+    assert of(end, "last_commit_age_seconds") >= 0
+    assert all(end[key] >= value for key, value in live.items() if key[0].endswith("_total")), "counters never fall"
+
+
+def test_a_collector_is_pushed_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="opentelemetry's exporter is not installed")
+    import grpc
+    from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as messages
+    from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as service
+
+    got: dict[str, Any] = {}
+    came = threading.Event()
+
+    class Collector(service.MetricsServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:
+            for scope in request.resource_metrics[0].scope_metrics:
+                got.update({metric.name: metric for metric in scope.metrics})
+            came.set()
+            return messages.ExportMetricsServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    service.add_MetricsServiceServicer_to_server(Collector(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    values = {"up": {(): 1.0}, "joins_total": {("founder",): 2.0}}
+    with pushed(lambda: values, f"http://127.0.0.1:{port}", 0.2):
+        assert came.wait(30)
+    server.stop(0)
+    assert got["chaos_lightning_up"].gauge.data_points[0].as_double == 1.0
+    (point,) = got["chaos_lightning_joins"].sum.data_points
+    assert (point.as_double, point.attributes[0].key, point.attributes[0].value.string_value) == (
+        2.0,
+        "role",
+        "founder",
+    )
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    with (
+        served(lambda: {"up": {(): 1.0}}, "127.0.0.1:0") as port,
+        pytest.raises(ConfigurationError, match=rf"--listen 127.0.0.1:{port}: .*in use"),
+        served(lambda: {}, f"127.0.0.1:{port}"),
+    ):
+        pass
+
+
+def test_a_scheduler_that_does_not_answer_is_down() -> None:
+    assert ask_scheduler("127.0.0.1:9")() == {"up": {(): 0}}
+
+
+def test_the_page_lists_every_metric() -> None:
+    """CHAOS_REWRITE=1 writes it."""
+    rows = "".join(
+        f"| `{m.name}`{''.join(f' {{{label}}}' for label in m.labels)} | {m.kind} | {m.help} |\n" for m in METRICS
+    )
+    head, mark, rest = PAGE.read_text().partition("## List\n\n")
+    _, more, tail = rest.partition("\n## ")
+    told = head + mark + "| metric | kind | what |\n|---|---|---|\n" + rows + more + tail
+    if os.environ.get("CHAOS_REWRITE"):
+        PAGE.write_text(told)
+    assert PAGE.read_text() == told, "run it with CHAOS_REWRITE=1"
+    for m in METRICS:
+        assert m.name.startswith("chaos_lightning_")
+        assert m.name.endswith("_total") == (m.kind == "counter")
