@@ -87,7 +87,9 @@ def fingerprint(model: Any, optimizer: Any) -> str:
 
 def config_of(**settings: Any) -> EngineConfig:
     """Of a member whose scheduler is the benchmark's."""
-    return EngineConfig(**{"host_scheduler": False, "join_timeout_s": 60, "step_timeout_s": 60, **settings})
+    return EngineConfig(
+        **{"log_dir": "none", "host_scheduler": False, "join_timeout_s": 60, "step_timeout_s": 60, **settings}
+    )
 
 
 def wait_at_the_door(pipe: Connection) -> None:
