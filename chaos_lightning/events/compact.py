@@ -70,7 +70,7 @@ class Before:
                 return None
             if key not in whole:
                 short[key] = value
-            elif key not in short:
+            elif key not in short and repr(whole[key]) != repr(value):  # quickly told of most, and by type, too
                 short |= _differences(key, whole[key], value)
         return None if "member" in short else short
 

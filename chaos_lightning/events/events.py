@@ -118,7 +118,7 @@ class EventLog:
     """Append-only log of one process; `EventLog(None)` discards everything.
 
     Thread-safe, and safe in a Python signal handler (the lock is reentrant, a line is one write). `emit` costs some
-    10-30 us.
+    10-60 us.
     """
 
     def __init__(
