@@ -1,9 +1,10 @@
 """The API of the Chaos paper (Listings 1 and 2) for plain PyTorch loops, on the same engine as the Lightning strategy.
 
     with Trainer() as trainer:
-        for batch in trainer.prepare(model, optimizer, loader, epochs=3):
+        for batch in trainer.prepare(model, optimizer, loader, epochs=3, clip_norm=1.0):
+            optimizer.zero_grad()
             loss = ...
-            loss.backward()
+            trainer.backward(loss)
             trainer.update()
             trainer.check_state_replication()
             if capture_exit_event():
@@ -12,34 +13,52 @@
 
 Theory of operation. `prepare` joins the job (and receives the others' state), then yields this member's batches of the
 shared data; until `close`, the process switches threads after 0.5 ms (`sys.setswitchinterval`). `update` averages
-gradients over all members and steps the optimizer. A member that was put out (it froze) joins again inside `update`,
-which then steps nothing. A batch that `trainer.idle` marks stands in for "no samples left for me": its gradient weighs
-nothing.
+gradients over all members, clips the average and steps the optimizer. A member that was put out (it froze) joins again
+inside `update`, which then steps nothing.
+
+Each batch has one `update`, since the others wait for it: who asks for the next batch without it gets an error. A batch
+that `trainer.idle` marks stands in for "no samples left for me": its gradient weighs nothing, and a loop that goes on
+to the next batch takes part all the same.
+
+With `accumulate=N` a step is made of N batches of each member: `update` returns whether it has stepped. Each loss
+counts by its samples, which `trainer.backward` sees to. It also scales the loss where a `scaler` is given.
+
+What all members do together comes in the same order at all of them: `update`, then `gather` and `save`, and then
+`check_state_replication`, where newcomers come in, which go on with the next batch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
-from torch import nn
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from chaos_lightning.collectives.hyper import default_words, hyper_words
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.loader import ElasticLoader
-from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError, UnsupportedError
-from chaos_lightning.machine.signals import ExitSignals, aside
-from chaos_lightning.member import training
+from chaos_lightning.data.source import MicroBatch
+from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError, StateError, UnsupportedError
+from chaos_lightning.machine.signals import ExitSignals, aside, say
+from chaos_lightning.member import checkpoints, training
 from chaos_lightning.member.engine import Engine
+from chaos_lightning.member.micro_batches import MicroBatches
 from chaos_lightning.planning.ledger import epoch_of
-from chaos_lightning.protocol.types import Kind
+from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.replication.access import ModuleState, Stateful, module_extra
+from chaos_lightning.replication.payload import decode_payload, encode_payload
 from chaos_lightning.replication.replay import NEVER, ModuleReplay
+from chaos_lightning.replication.saving import put_in_place, save_for_all
 from chaos_lightning.settings import EngineConfig
 
 _log = logging.getLogger("chaos_lightning")
@@ -85,6 +104,7 @@ class _Wish:
             self._waits = None
 
     def _end_wait(self, number: signal.Signals, frame: FrameType | None) -> None:
+        say(f"{number.name}: capture_exit_event() is true from here on; once more ends at once")
         if self._waits is not None:
             aside(self._waits.leave, f"signal {number.name}")
 
@@ -105,6 +125,7 @@ class Trainer:
     """
 
     def __init__(self, **settings: Any) -> None:
+        _close_what_was_left_open()
         self.engine = Engine(EngineConfig.build(settings))
         self._state: ModuleState | None = None
         self._optimizer: Optimizer | None = None
@@ -112,8 +133,21 @@ class Trainer:
         self._extra = False
         self._fenced = False
         self._awaited = False
+        self._closed = False
         self._proof = ""
+        self._clip = training.Clipping()
+        self._scaler: GradScaler | None = None
+        self._start = checkpoints.Start()
+        self._stepped = (0, "")
+        """Number and header hash of the last committed step."""
+        self._boundary_asked = False
+        self._let_in = False
+        """Newcomers came in with this batch, or could have: they do what follows the next one."""
+        self._open = False
+        """The present batch has had no `update` yet."""
+        self._micro_batches = MicroBatches()
         self._switch_as_before: Callable[[], None] = lambda: None
+        _open[threading.get_ident()] = self
         _wish.watch()
 
     # ------------------------------------------------------------------ facts
@@ -128,13 +162,21 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that the job has committed."""
-        return self.engine.header.step
+        """Optimizer steps that the job has committed, those before the checkpoint that it went on from included."""
+        return self._start.step + self.engine.header.step
 
     @property
     def idle(self) -> bool:
         """The present batch stands in for none: no samples were left for this member."""
         return self._loader is not None and self._loader.current is not None and self._loader.current.idle
+
+    def _present(self, call: str) -> MicroBatch:
+        """What the loader says about the present batch, which `call` is about."""
+        if self._loader is None:
+            raise ConfigurationError(f"{call}: call prepare() first")
+        if self._loader.current is None:
+            raise ConfigurationError(f"{call} belongs into the loop over prepare()'s batches")
+        return self._loader.current
 
     # ------------------------------------------------------------------ the loop
 
@@ -147,6 +189,11 @@ class Trainer:
         epochs: int = 1,
         data: Literal["shared", "local"] = "shared",
         seed: int = 0,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        scaler: GradScaler | None = None,
+        resume: str | os.PathLike[str] | None = None,
         extra: Mapping[str, Stateful | nn.Module] | None = None,
         reduced_buffers: Sequence[str] = (),
         loaded: bool | None = None,
@@ -162,27 +209,48 @@ class Trainer:
             epochs: Passes over the data.
             data: "shared": all members hold the same data set; "local": each has its own.
             seed: Keys the order of samples; equal on all members.
+            accumulate: Batches of each member per step; with more than one `backward` takes the place of
+                `loss.backward()`. At the end of an epoch a step is made of those that are left.
+            clip_norm: Bound for the norm of the averaged gradients, as of `torch.nn.utils.clip_grad_norm_`.
+            clip_value: Bound for each number in them, as of `torch.nn.utils.clip_grad_value_`.
+            scaler: Of float16: scales losses in `backward`, and `update` steps through it. Its state travels with the
+                training state, and newcomers come in by a pause.
+            resume: A file that `save` has written, which the job goes on from. A member that joins a job that runs
+                needs none; what it has loaded is replaced by the others' state.
             extra: Further state that newcomers receive (schedulers, averaged copies).
             reduced_buffers: Names of buffers that forward passes change (BatchNorm's are found by themselves).
             loaded: Model and optimizer hold a checkpoint, which no state that the last member kept (`on_last_exit`) may
-                replace. None: if the optimizer's state has steps; weights alone may be what a training begins with.
+                replace. None: with `resume`, or if the optimizer's state has steps; weights alone may be what a
+                training begins with.
+
+        Raises:
+            ConfigurationError: These arguments do not fit each other, or the file of `resume` does not fit them.
+            StateError: The file of `resume` is damaged.
         """
+        if self._closed:
+            raise ConfigurationError("this Trainer is closed; make a new one (in a notebook, run its cell again)")
         if self._state is not None:
-            raise ConfigurationError("prepare() was called before; one Trainer trains one model")
+            raise ConfigurationError(
+                "prepare() was called before; one Trainer trains one model. Make a new Trainer (in a notebook, run its "
+                "cell again), which closes this one"
+            )
+        if accumulate < 1:
+            raise ConfigurationError(f"accumulate={accumulate}; expected 1 or more batches per step")
+        self._clip = training.Clipping(clip_norm, clip_value)
         refuse(model, optimizer)
-        names = {id(p): n for n, p in model.named_parameters()}
-        params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-        unknown = [i for i, p in enumerate(params) if id(p) not in names]
-        if unknown:
-            raise ConfigurationError(f"the optimizer's parameter {unknown[0]} does not belong to the model")
+        named = _trained(model, optimizer)
         buffers = training.reduced_buffers(model, reduced_buffers, named_by="prepare(reduced_buffers=...)")
-        self._state = ModuleState(model, optimizer, extra)
-        self._extra = bool(extra or module_extra(model))
-        self._optimizer = optimizer
         engine = self.engine
+        elastic = ElasticLoader(loader, mode=data, seed=seed, source=engine)
+        state = ModuleState(model, optimizer, self._extra_state(extra, scaler))
+        if resume is not None:
+            checkpoints.restore(checkpoints.read(Path(resume)), Path(resume), state, elastic)
+        self._micro_batches = MicroBatches(named, accumulate, scaler, buffers)
+        self._state, self._optimizer, self._loader, self._scaler = state, optimizer, elastic, scaler
+        self._extra = bool(extra or scaler is not None or module_extra(model))
         self._switch_as_before = training.switch_quickly()
-        engine.prepare(sections=[Section("optimizer 0", [(names[id(p)], p) for p in params])], buffers=buffers)
-        self._loader = elastic = ElasticLoader(loader, mode=data, seed=seed, source=engine)
+        engine.prepare(sections=[Section("optimizer 0", named)], buffers=buffers)
+        resumed_at = self._start.step
         try:
             with _wish.end_the_wait(engine):
                 engine.join(
@@ -191,69 +259,154 @@ class Trainer:
                         **default_words([optimizer]),
                         "optimizer": type(optimizer).__name__,
                         "epochs": str(epochs),
+                        "clipping": str(self._clip),
+                        "loss scaling": type(scaler).__name__ if scaler is not None else "none",
                     },
                     quota=elastic.quota,
-                    accumulate=1,
-                    state=self._state,
-                    replay=ModuleReplay(self._state),
-                    loaded=has_stepped(optimizer) if loaded is None else loaded,
+                    accumulate=accumulate,
+                    state=state,
+                    replay=ModuleReplay(state, self._clip),
+                    loaded=(resume is not None or has_stepped(optimizer)) if loaded is None else loaded,
                 )
+            self._entered(elastic, resumed_at)
         except DepartedError:
             if not engine.leaving:
                 raise
             engine.out = True  # it never was in: there are no batches
-        return self._batches(elastic, self._state, epochs)
+        return self._batches(elastic, state, epochs)
+
+    def _extra_state(
+        self, extra: Mapping[str, Stateful | nn.Module] | None, scaler: GradScaler | None
+    ) -> dict[str, Stateful | nn.Module]:
+        """What newcomers receive beside model and optimizer: the user's, and what is known to be needed."""
+        own: dict[str, Stateful] = {checkpoints.KEY: self._start}
+        if scaler is not None:
+            own["scaler"] = scaler
+        for name, value in (extra or {}).items():
+            if own.get(name, value) is not value:
+                raise ConfigurationError(f"extra={{{name!r}: ...}}: that name is taken; choose another one")
+        return {**(extra or {}), **own}
+
+    def _entered(self, loader: ElasticLoader, resumed_at: int) -> None:
+        """In the job, with its state: what it goes on from is known, be it by this member's own file or the others'."""
+        engine, start = self.engine, self._start
+        self._stepped = (engine.header.step, engine.header.hash)
+        self._boundary_asked = False
+        if self.step < resumed_at:
+            raise ConfigurationError(
+                f"the checkpoint of resume= is of step {resumed_at}, and the job that this member has joined is at "
+                f"step {self.step}: what was trained would be lost. Start the member that has the file first, or all "
+                "with the file, or end that job"
+            )
+        if start.data is not None:
+            loader.load_state_dict(start.data)
+            if engine.role == "founder" and not engine.resumed:
+                engine.events.emit("resumed", step=start.step, ledger=loader.ledger.streams)
 
     def _batches(self, loader: ElasticLoader, state: ModuleState, epochs: int) -> Iterator[Any]:
-        epoch = loader.epoch
-        while epoch < epochs and not self.engine.out:
-            loader.set_epoch(epoch)
-            training.tell_epoch(self.engine, loader, epoch)
-            for batch in loader:
-                self._arm()
-                if self.engine.out:
-                    return
-                self._proof = training.proof(self.engine, state)
-                yield batch
-                if self.engine.out:
-                    return
+        def stands() -> int:
+            return max(loader.epoch, epoch_of(self.engine.header.ledger, loader.stream) or 0)
+
+        epoch = stands() if not self.engine.out else epochs
+        try:
+            while epoch < epochs and not self.engine.out:
+                loader.set_epoch(epoch)
+                training.tell_epoch(self.engine, loader, epoch)
+                for batch in loader:
+                    self._begin(state)
+                    if self.engine.out:
+                        return
+                    yield batch
+                    self._settle_batch()
+                    if self.engine.out:
+                        return
+                    if self._fenced:
+                        break
                 if self._fenced:
-                    break
-            if self._fenced:
-                self._fenced = False
-                epoch = max(epoch, epoch_of(self.engine.header.ledger, loader.stream) or 0)
-            else:
-                epoch += 1
+                    self._fenced = False
+                    epoch = max(epoch, stands())
+                else:
+                    epoch += 1
+        finally:
+            self._let_in = False  # whoever comes now does not follow this loop
 
-    def _share(self) -> float:
-        current, view = (self._loader.current if self._loader else None), self.engine.ruling_view
-        if current is None:
-            raise ConfigurationError("update() belongs into the loop over prepare()'s batches")
+    def _begin(self, state: ModuleState) -> None:
+        """Before a batch is handed out."""
+        current = self._present("the loop")
+        self._let_in, self._open = False, True
+        if current.first:
+            self._proof = training.proof(self.engine, state)
         # Nothing was assigned by a view that this member does not know.
-        return current.samples / view.members[0].quota if view is not None else 0.0
-
-    def _arm(self) -> None:
-        share = self._share()
+        view = self.engine.ruling_view
+        share = current.samples / view.members[0].quota if view is not None else 0.0
+        self._micro_batches.begin(share, last=current.last)
+        if not current.last:
+            return
+        total = self._micro_batches.total
         try:
             with contextlib.suppress(FencedError):  # update() meets it again and joins anew
-                self.engine.arm(coefficient=share, empty=share == 0)
+                self.engine.arm(coefficient=total, empty=total == 0)
         except DepartedError:  # where all members leave, no header lets them go: the release comes at any moment
             self.engine.out = True
 
+    def _settle_batch(self) -> None:
+        """The user asks for the next batch: the others wait for what this member does with the present one.
+
+        Raises:
+            ConfigurationError: Nothing was done with it.
+        """
+        if not self._open or self._fenced or self.engine.out:
+            return
+        if not self.idle:
+            raise ConfigurationError(
+                "the next batch was asked for, and the present one had no trainer.update(): all members wait for each "
+                "other's. Write `trainer.update()` after the backward pass, in place of `optimizer.step()`, for every "
+                "batch, also before `continue`"
+            )
+        if self.update() and self._optimizer is not None:
+            self._optimizer.zero_grad()
+        self.check_state_replication()
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """The backward pass of the present batch, in place of `loss.backward()`; none if the batch is idle.
+
+        Args:
+            loss: The mean over the batch, neither divided by `accumulate` nor scaled by the `scaler`.
+            options: Of `Tensor.backward`.
+        """
+        if self._fenced or self.engine.out:
+            return
+        self._present("backward()")
+        if not self._open:
+            raise ConfigurationError("backward() after update(): this batch is in its step already")
+        self._micro_batches.backward(loss, **options)
+
     def update(self) -> bool:
-        """Averages the gradients over all members and steps the optimizer.
+        """Averages the gradients over all members, clips the average and steps the optimizer.
 
         Returns:
-            False if this member was out and has joined again: nothing was stepped, the next batch is a fresh one.
+            Whether a step was made. With `accumulate=N` it is with the last batch of each step. It is not if this
+            member was out and has joined again: nothing was stepped, the next batch is a fresh one. A step that the
+            scaler leaves out, since gradients overflowed, counts: all members leave it out.
         """
-        if self._loader is None or self._optimizer is None or self._state is None:
-            raise ConfigurationError("call prepare() first")
-        share = self._share()
+        if self._fenced or self.engine.out:
+            return False
+        current = self._present("update()")
+        if not self._open:
+            raise ConfigurationError("update() was called twice for one batch; it makes the batch's step")
+        self._micro_batches.end(last=current.last)
+        self._open = False
+        if not current.last:
+            return False
+        assert self._loader is not None
+        assert self._optimizer is not None
+        assert self._state is not None
+        weight = self._micro_batches.total
         try:
             with _wish.end_the_wait(self.engine):  # the others may be too few, and the step may never come
                 header = self.engine.step(
-                    weight=share,
-                    coefficient=share,
+                    weight=weight,
+                    coefficient=weight,
                     spent=self._loader.spent(),
                     hyper=hyper_words([self._optimizer]),
                     state_hash=self._proof,
@@ -266,19 +419,131 @@ class Trainer:
         except DepartedError:
             self._depart()
             return False
-        self._optimizer.step()
+        self._micro_batches.forget()
+        self._stepped = (header.step, header.hash)
+        self._boundary_asked |= header.boundary
+        self._apply(header, self._optimizer)
         return True
+
+    def _apply(self, header: Header, optimizer: Optimizer) -> None:
+        """`.grad` holds the average, so whatever is decided by it is decided alike by all members."""
+        scaler = self._scaler
+        if scaler is None:
+            self._clip(optimizer)
+            optimizer.step()
+        elif header.total_weight > 0:  # else there are no gradients, and a scaler fails
+            scaler.unscale_(optimizer)
+            self._clip(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+
+    # ------------------------------------------------------------------ together
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, in rank order; all members call this at the same place, also those that are idle.
+
+        A member that is out of the job, or has just joined again, gets its own value alone.
+
+        Args:
+            value: Numbers, texts, containers of these, and tensors. Those of all members together may have 60 MiB.
+        """
+        caller = sys._getframe(1).f_code
+        answers = self._gather(f"gather at {os.path.basename(caller.co_filename)}:{caller.co_name}", value)
+        return [value] if answers is None else list(answers.values())
+
+    def _gather(self, name: str, value: Any) -> dict[str, Any] | None:
+        """Everybody's value by member, in rank order; without those that leave. None if this member is out, or goes on
+        with the next batch."""
+        if self._state is None:
+            raise ConfigurationError("call prepare() first")
+        if self.engine.out or self._fenced:
+            return None
+        if self._let_in:
+            raise ConfigurationError(
+                "gather() and save() belong before check_state_replication(), also where `break` follows: newcomers "
+                "come in there and go on with the next batch, so they would not take part"
+            )
+        try:
+            with _wish.end_the_wait(self.engine):
+                answers = self.engine.gather(name, encode_payload(value))
+        except FencedError:
+            self._rejoin(self._state)
+            return None
+        except DepartedError:
+            self._depart()
+            return None
+        self._boundary_asked |= self.engine.header.boundary
+        device = next(self._state.module.parameters()).device
+        return {member: decode_payload(data, device) for member, data in answers if data}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a checkpoint, for `prepare(resume=...)`; all members call this, and the one of rank 0 writes.
+
+        The file replaces one that is there as a whole. `torch.load(path, weights_only=True)` reads it: "model" and
+        "optimizer" are their `state_dict()`.
+
+        Args:
+            path: Of the file; its folder exists.
+
+        Raises:
+            ConfigurationError: It is called within a step.
+            StateError: This member has left; or another one was to write the file, and could not.
+        """
+        state, loader, engine = self._state, self._loader, self.engine
+        if state is None or loader is None:
+            raise ConfigurationError("call prepare() first")
+        if not engine.out and not self._fenced and not (loader.at_safe_point and not self._open):
+            raise ConfigurationError(
+                "save() belongs after update(); with accumulate=N only where update() has returned True. In between "
+                "gradients would be lost"
+            )
+        alone = engine.out and engine.view is not None and engine.view.ids() == (engine.member_id,)
+        writer = engine.member_id
+
+        def exchange(name: str, value: Any) -> list[Any] | None:
+            """The oldest of those who answer is the writer: the oldest of all may be about to leave."""
+            nonlocal writer
+            answers = self._gather(name, value)
+            writer = next(iter(answers or ()), writer)
+            return None if answers is None else list(answers.values())
+
+        if not alone and exchange("barrier before saving", None) is None:  # it makes the last step stable
+            if engine.out:
+                raise StateError(f"{engine.name} has left the job: call save() before request_node_exit()")
+            return  # it has just joined again; the others have saved
+        target, (number, head) = Path(path), self._stepped
+        checkpoint = checkpoints.content(state, loader, engine.config.job, self.step, head)
+
+        def write() -> None:
+            engine.events.emit("checkpoint", path=str(target), step=number, head=head)
+            put_in_place(target, f"{self.step}-{head}", lambda beside: checkpoints.write(checkpoint, beside))
+
+        save_for_all(
+            str(target),
+            checkpoint,
+            engine.name,
+            is_writer=lambda: writer == engine.member_id,
+            write=write,
+            exchange=exchange,
+            stays_unsaved=lambda: self._fenced or (engine.out and not alone),
+        )
 
     def check_state_replication(self) -> None:
         """If somebody waits to join, lets them in and makes the state available to them (Listing 1)."""
-        if self._state is not None and not self._fenced:
-            self.engine.serve(self._state)
-        if self._state is not None and self.engine.header.boundary and not self.engine.out and not self._fenced:
+        state, current = self._state, self._loader.current if self._loader is not None else None
+        if state is None or self.engine.out or self._fenced:
+            return
+        self._let_in = True
+        if current is not None and not current.last:
+            return  # within a step, where nobody can come in
+        self.engine.serve(state)
+        if self._boundary_asked:
+            self._boundary_asked = False
             try:
                 with _wish.end_the_wait(self.engine):
-                    self.engine.boundary(self._state)
+                    self.engine.boundary(state)
             except FencedError:
-                self._rejoin(self._state)
+                self._rejoin(state)
             except DepartedError:
                 self._depart()
 
@@ -290,9 +555,14 @@ class Trainer:
 
     def _rejoin(self, state: ModuleState) -> None:
         _log.warning("%s was put out of the job; this process joins again by itself", self.engine.member_id)
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()  # a loop may keep what it has accumulated until it steps
+        self._micro_batches.forget()
         try:
             with _wish.end_the_wait(self.engine):
                 self.engine.rejoin(state)
+            if self._loader is not None:
+                self._entered(self._loader, 0)
         except DepartedError:
             if not self.engine.leaving:
                 raise
@@ -306,8 +576,9 @@ class Trainer:
         or there is extra state that they do not tell of, it hands out none that is not the others' any more.
         """
         engine, state = self.engine, self._state
+        self._settle_open()
         engine.leave(reason or _wish.seen or "the user asked")
-        replay = ModuleReplay(state) if state is not None and not self._extra else None
+        replay = ModuleReplay(state, self._clip) if state is not None and not self._extra else None
         follows, current = replay is not None and not replay.replayable(), True
         try:
             while not engine.out and engine.header.kind is not Kind.CLOSING:
@@ -336,6 +607,16 @@ class Trainer:
         else:
             self._await_release()
 
+    def _settle_open(self) -> None:
+        """A batch that was begun: its gradients are on their way, or nothing of it is brought in."""
+        if self._open and not (self._fenced or self.engine.out) and self._present("request_node_exit()").last:
+            if self.engine.sending:
+                self.update()
+            else:
+                with contextlib.suppress(FencedError, DepartedError):  # the coming step meets them again
+                    self.engine.arm(coefficient=0.0, empty=True)
+        self._open = False
+
     def _await_release(self) -> None:
         """Others may need what the header that let this member go commits, until they have entered its view."""
         if not self._awaited:
@@ -345,7 +626,12 @@ class Trainer:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Ends this member's part at once."""
+        """Ends this member's part at once. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for thread in [thread for thread, trainer in _open.items() if trainer is self]:
+            del _open[thread]
         if self._loader is not None:
             self._loader.close()
         self.engine.close()
@@ -371,6 +657,29 @@ class Trainer:
             except DepartedError:  # all were asked to leave after the last step
                 self._depart()
         self._await_release()
+
+
+_open: dict[int, Trainer] = {}
+"""By thread, the Trainer that is not closed."""
+
+
+def _close_what_was_left_open() -> None:
+    """A thread trains in one job at a time. One that an interrupt has left behind, as in a notebook, is closed: the
+    others would wait for it, and the wish that it ends would end the next one."""
+    before = _open.get(threading.get_ident())
+    if before is not None:
+        _log.warning("the Trainer of %s was never closed; it is now, since another one is made", before.engine.name)
+        before.close()
+
+
+def _trained(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """What the optimizer trains of the model, in its order."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    unknown = [i for i, p in enumerate(params) if id(p) not in names]
+    if unknown:
+        raise ConfigurationError(f"the optimizer's parameter {unknown[0]} does not belong to the model")
+    return [(names[id(p)], p) for p in params]
 
 
 def refuse(model: nn.Module, optimizer: Optimizer) -> None:

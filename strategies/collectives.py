@@ -28,8 +28,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 
 from chaos_lightning.errors import DisagreementError, UnsupportedError
+from chaos_lightning.replication.payload import decode_payload, encode_payload
 from chaos_lightning.strategies import results
-from chaos_lightning.strategies.payload import decode_payload, encode_payload
 
 Gather = Callable[[str, bytes], list[tuple[str, bytes]] | None]
 

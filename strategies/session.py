@@ -687,13 +687,15 @@ class FitSession:
         if self._uncommitted is not None:
             uncount(self.trainer, self._uncommitted)
 
-    def say_unsaved(self, path: str) -> None:
-        """A checkpoint was asked for that this member does not write."""
-        why = "was put out of the job, so its state is void" if self.void else "has left the job"
-        _log.warning(
-            "%s %s after step %d, so %s is not written here: the others go on, and their writer saves",
-            self.config.name, why, self.stepped[0], path,
-        )  # fmt: skip
+    def says_unsaved(self, path: str) -> bool:
+        """Whether this member, asked for a checkpoint, is out of the job and does not write it; then it says so."""
+        if self.void or self.gone:
+            why = "was put out of the job, so its state is void" if self.void else "has left the job"
+            _log.warning(
+                "%s %s after step %d, so %s is not written here: the others go on, and their writer saves",
+                self.config.name, why, self.stepped[0], path,
+            )  # fmt: skip
+        return self.void or self.gone
 
     def _step_aside(self) -> None:
         self.in_job = False

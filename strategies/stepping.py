@@ -6,11 +6,9 @@ average of a step is
 
     sum over members and their micro-batches m of (n_m * gradient of m's mean loss) / sum of n_m,
 
-the gradient of the mean over all samples, however they were assigned. Lightning accumulates (1/A) * sum of gradients,
-so each loss is scaled by n_m relative to the accumulation's first one, and before the accumulation's last backward
-pass, when all n_m are known, the rest of the factor is made up for: by then the member's coefficient is its weight w =
-sum of n_m, which also makes reduced buffers a weighted mean. For full accumulations all these factors are 1 and nothing
-is touched.
+the gradient of the mean over all samples, however they were assigned. Lightning accumulates (1/A) * sum of gradients;
+`member/weighing.py` makes up for the difference. By the accumulation's last backward pass all n_m are known, and the
+member's coefficient is its weight w = sum of n_m, which also makes reduced buffers a weighted mean.
 
 Averaging comes after the closure and before everything that the precision plugin does with gradients (unscaling,
 clipping, `on_before_optimizer_step`), so these see the same averaged gradients on all members.
@@ -40,6 +38,7 @@ from chaos_lightning.data.source import MicroBatch
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.training import proof, reduced_buffers
+from chaos_lightning.member.weighing import Weighing, refuse_kept
 from chaos_lightning.protocol.types import Header, Kind, Spent
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.strategies.collectives import Collectives
@@ -112,8 +111,7 @@ class Stepper:
         self._watch_params = 2
         automatic = bool(self._module.automatic_optimization)
         self.manual = None if automatic else ManualGradients(self.sections, pass_is_over)
-        self._accumulation: list[float] = []
-        self._unit = 0.0
+        self._accumulation = Weighing(trainer.accumulate_grad_batches)
         self._present = 0.0
         """Manual optimization: what the present micro-batch weighs."""
         self._skip_backward = False
@@ -156,10 +154,10 @@ class Stepper:
             if part is not None:
                 Closure.warning_cache.warn(_CAME_TO_NOTHING)
             self._skip_backward = True
-            self._accumulation.append(0.0)
+            self._accumulation.add(0.0)
             return {"loss": torch.zeros((), device=self._module.device), IDLE_KEY: part is None}
         self._skip_backward = False
-        self._accumulation.append(self._weight(part, batch, batch_idx))
+        self._accumulation.add(self._weight(part, batch, batch_idx))
         return output
 
     def _run_idle(self, run: Callable[[], Any]) -> tuple[Any, bool]:
@@ -203,46 +201,22 @@ class Stepper:
         """Scales the loss by what its samples count, tells the engine before the accumulation's last pass, and runs
         it."""
         if len(self._accumulation) == 1:
-            self._refuse_kept()
-        weight = self._accumulation[-1]
-        self._unit = self._unit or weight
-        factor = weight / self._unit if self._unit else 1.0
-        if self._stepping:
-            factor = self._close_accumulation(weight)
+            refuse_kept(
+                self.sections[0].params,
+                "Zero them in optimizer_zero_grad, or use manual optimization, where newcomers get them",
+            )
+        factor = self._close_accumulation() if self._stepping else self._accumulation.factor()
         if self._skip_backward:
             self._start_scaler(loss)
             return loss
         return run(loss if factor == 1.0 else loss * factor)
 
-    def _refuse_kept(self) -> None:
-        """Before an accumulation's first pass: what the last step left must have been put away or zeroed. A newcomer
-        would not have it, so the others' part of the coming average would shrink.
-
-        Raises:
-            UnsupportedError: A parameter still has a gradient other than zero.
-        """
-        left = [(name, param.grad) for name, param in self.sections[0].params if param.grad is not None]
-        if left and torch.stack([grad.any() for _, grad in left]).any():  # waits for the device once
-            name = next(name for name, grad in left if grad.any())
-            raise UnsupportedError(
-                f"parameter {name!r} still has a gradient when the next step's first backward pass begins; gradients "
-                "that are kept over steps are not supported, since newcomers would not have them. Zero them in "
-                "optimizer_zero_grad, or use manual optimization, where newcomers get them"
-            )
-
-    def _close_accumulation(self, weight: float) -> float:
-        """Before the last pass: earlier gradients get the factor that was not known then. Returns the last one's."""
-        total = sum(self._accumulation)
-        parts = self._trainer.accumulate_grad_batches
-        late = parts * self._unit / total if total else 1.0
-        if late != 1.0 and len(self._accumulation) > 1:
-            with torch.no_grad():
-                for _, param in self.sections[0].params:
-                    if param.grad is not None:
-                        param.grad.mul_(late)
+    def _close_accumulation(self) -> float:
+        """Before the last pass; returns the factor of its loss."""
+        factor, total = self._accumulation.close(p for _, p in self.sections[0].params), self._accumulation.total
         with self._engine.hold() if self._late else contextlib.nullcontext():
             self._engine.arm(coefficient=total, section=0, empty=total == 0)
-        return parts * weight / total if total else 1.0
+        return factor
 
     def _start_scaler(self, loss: Tensor) -> None:
         """A scaler that never scaled refuses to unscale the gradients that the others bring."""
@@ -270,7 +244,7 @@ class Stepper:
             yields: See `Engine.step`.
         """
         self._check_layout(self._trainer.optimizers[number])
-        weight = sum(self._accumulation) if self.manual is None else self._present
+        weight = self._accumulation.total if self.manual is None else self._present
         header = self._engine.step(
             weight=weight,
             coefficient=weight,
@@ -328,7 +302,7 @@ class Stepper:
 
     def forget_accumulation(self) -> None:
         """The next micro-batch begins a new one."""
-        self._accumulation, self._unit = [], 0.0
+        self._accumulation.forget()
 
     def reset(self) -> None:
         """The member joined again: nothing is open."""

@@ -382,8 +382,7 @@ class ChaosStrategy(ParallelStrategy):
         if self.in_job:
             # Members' names of a collective must be equal; their paths need not be, as only the writer's is used.
             self.barrier("before saving")
-        if self.session is not None and (self.session.void or self.session.gone):
-            self.session.say_unsaved(str(filepath))
+        if self.session is not None and self.session.says_unsaved(str(filepath)):
             return
         save(self, self.session, checkpoint, filepath, storage_options)
 

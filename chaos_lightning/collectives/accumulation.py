@@ -63,6 +63,11 @@ class Accumulation:
             self.section, self.empty, self.seq, self._launched = section, empty, seq, []
         self._begin()
 
+    @property
+    def sending(self) -> bool:
+        """Something of what is armed was given away."""
+        return self.seq >= 0 and self._gradients.taken
+
     def move(self, seq: int) -> None:
         """The slot was taken by something else; the accumulation, if one is armed, belongs to `seq` now."""
         if self.seq >= 0:

@@ -100,6 +100,11 @@ class Gradients:
         self._return_lent()
         self.enabled = self.overlap
 
+    @property
+    def taken(self) -> bool:
+        """Hooks have seen gradients since `arm`."""
+        return bool(self._fired)
+
     def disarm(self) -> None:
         self.enabled = False
 
@@ -167,7 +172,8 @@ class Gradients:
             if now is not grad or (now is not None and now._version != taken_version):
                 raise ConfigurationError(
                     f"the gradient of {name!r} was changed between backward and the optimizer step, after it had been "
-                    "sent; change gradients in on_before_optimizer_step (then they are averaged), or set overlap=False"
+                    "sent; change gradients in on_before_optimizer_step (then they are averaged), clip them by "
+                    "prepare(clip_norm=...) in a plain loop, or set overlap=False"
                 )
         bits = bytearray(-(-len(self._scope) // 8))
         for place, index in enumerate(self._scope):

@@ -229,11 +229,8 @@ class ElasticLoader:
             },
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` stood, with any number of members.
-
-        The next pass is what was left of that one, be it nothing, or the next epoch's if that one had come to its end.
-        An iterator that exists already goes on with it.
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Whether this loader can go on where that state stood.
 
         Raises:
             ConfigurationError: the state is of another version, mode or order: its positions mean other samples.
@@ -244,6 +241,17 @@ class ElasticLoader:
                     f"the data's saved state has {field} {state.get(field)!r}, this loader {mine!r}: the positions "
                     "that it calls spent would be other samples here. Resume with the same data set, sampler and seed."
                 )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` stood, with any number of members.
+
+        The next pass is what was left of that one, be it nothing, or the next epoch's if that one had come to its end.
+        An iterator that exists already goes on with it.
+
+        Raises:
+            ConfigurationError: see `check_state`.
+        """
+        self.check_state(state)
         spent = Ledger(
             tuple(Spent(stream, epoch, normalise((a, b) for a, b in spans)) for stream, epoch, spans in state["ledger"])
         )

@@ -321,6 +321,11 @@ class Engine:
         self._raise_pending()
         self._prepared().accumulation.arm(self.header.seq + 1, coefficient=coefficient, section=section, empty=empty)
 
+    @property
+    def sending(self) -> bool:
+        """Gradients of the armed accumulation are on their way; it cannot be made empty any more."""
+        return self._prepared().accumulation.sending
+
     def step(
         self,
         *,

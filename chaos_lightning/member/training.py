@@ -1,8 +1,9 @@
 """What a training loop does around the engine, be it Lightning's or the user's own.
 
 Theory of operation. The engine knows of gradients, slots and state. What surrounds it is the same for every loop that
-trains a torch model: which buffers a step averages, which modules and optimizers no step can serve, the hash by which
-members prove that their states are equal, and how long a thread of Python's keeps the interpreter.
+trains a torch model: which buffers a step averages, which modules and optimizers no step can serve, how averaged
+gradients are clipped, the hash by which members prove that their states are equal, and how long a thread of Python's
+keeps the interpreter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chaos_lightning.data.loader import ElasticLoader
-from chaos_lightning.errors import StateError
+from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.replication.access import StateAccess, unique
 from chaos_lightning.replication.table import state_hash
@@ -85,6 +86,38 @@ SHARDED = "every member holds the whole state, so that any of them may die; use 
 def is_sharded(optimizer: Optimizer) -> bool:
     """Whether the optimizer's state is spread over processes, which no member's death may tear apart."""
     return hasattr(optimizer, "consolidate_state_dict")
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What becomes of averaged gradients before the optimizer steps; called with the optimizer.
+
+    Attributes:
+        norm: Bound for the norm of all gradients together, as of `clip_grad_norm_`; None: it is not looked at.
+        value: Bound for each number, as of `clip_grad_value_`.
+    """
+
+    norm: float | None = None
+    value: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.norm is not None and self.value is not None:
+            raise ConfigurationError(
+                f"clip_norm={self.norm} and clip_value={self.value} were given; give one: gradients are clipped once"
+            )
+        for word, bound in (("clip_norm", self.norm), ("clip_value", self.value)):
+            if bound is not None and not bound > 0:
+                raise ConfigurationError(f"{word}={bound}; expected a number above 0, or None for no clipping")
+
+    def __str__(self) -> str:
+        return ", ".join(f"{n} {float(v)}" for n, v in (("norm", self.norm), ("value", self.value)) if v) or "none"
+
+    def __call__(self, optimizer: Optimizer) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if self.norm is not None:
+            nn.utils.clip_grad_norm_(params, self.norm)
+        if self.value is not None:
+            nn.utils.clip_grad_value_(params, self.value)
 
 
 def proof(engine: Engine, state: StateAccess) -> str:

@@ -161,15 +161,16 @@ def impurity(given: Optimizer, *, vouched: bool = False) -> str:
 
 
 class ModuleReplay:
-    """Replay for a plain loop that does nothing between an average and `optimizer.step()`.
+    """Replay for a plain loop that at most clips between an average and `optimizer.step()`.
 
     Args:
         state: Its training state. A model among the extra state is a copy that the loop averages by itself: no replay.
+        clip: Clips the gradients of the optimizer that is about to step, as the members did.
     """
 
-    def __init__(self, state: ModuleState) -> None:
+    def __init__(self, state: ModuleState, clip: Callable[[Optimizer], None] | None = None) -> None:
         self._state = state
-        self._steps = OptimizerReplay(state.optimizers, vouched=vouched_by(state.module))
+        self._steps = OptimizerReplay(state.optimizers, clip, vouched=vouched_by(state.module))
 
     def replayable(self) -> str:
         found = [

@@ -63,6 +63,10 @@ class EngineDouble:
     def world_size(self) -> int:
         return 1
 
+    @property
+    def sending(self) -> bool:
+        return False
+
     def prepare(self, *, sections: Sequence[Section], buffers: Sequence[tuple[str, Tensor]] = ()) -> None:
         self.layout = Layout(sections, buffers)
 

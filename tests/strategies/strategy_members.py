@@ -288,7 +288,8 @@ def member(spec: dict[str, Any]) -> None:
     else:
         trainer.fit(model, train, held_out, ckpt_path=spec.get("ckpt"))
     threads = [t.name for t in threading.enumerate() if t not in before and t.name.startswith("chaos")]
-    with torch.no_grad():
+    buffers = [b.clone() for b in model.buffers()]
+    with torch.no_grad():  # as in training, which changes running statistics
         x, y = models.data(val_samples).tensors
         val_loss = torch.nn.functional.mse_loss(model.net(x), y).item() if hasattr(model, "net") else 0.0
     torch.save(
@@ -298,7 +299,7 @@ def member(spec: dict[str, Any]) -> None:
             "threads": threads,
             "validated": getattr(model, "validated", 0),
             "weights": models.weights(model),
-            "buffers": [b.clone() for b in model.buffers()],
+            "buffers": buffers,
             "step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "synced": getattr(model, "sync", True),

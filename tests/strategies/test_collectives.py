@@ -13,9 +13,9 @@ from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from chaos_lightning.errors import DisagreementError, StateError, UnsupportedError, WireError
+from chaos_lightning.replication.payload import decode_payload, encode_payload
 from chaos_lightning.strategies import ChaosStrategy
 from chaos_lightning.strategies.collectives import Collectives, reduced
-from chaos_lightning.strategies.payload import decode_payload, encode_payload
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),

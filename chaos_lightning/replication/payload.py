@@ -1,4 +1,4 @@
-"""Values of Lightning's collectives as bytes and back: typed, nothing is pickled.
+"""Values of small collectives as bytes and back: typed, nothing is pickled.
 
 Layout: 4 bytes length of the text, the text (replication/manifest.py), then for each attached tensor, in order: 2 bytes
 length of its description `name|dtype|d0,d1,...`, the description, and its raw bytes.

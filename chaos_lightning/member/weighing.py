@@ -1,0 +1,87 @@
+"""What the micro-batches of an accumulation count, as far as they are known (protocol.md 6).
+
+Theory of operation. The average of a step is the sum of n_m times the gradient of micro-batch m's mean loss, over the
+sum of n_m, and the members' coefficients are these sums. While an accumulation runs, the sum is not known yet. So each
+loss is scaled by n_m relative to the first one that counts, and before the last backward pass, when all n_m are known,
+the earlier gradients get the rest of the factor. For full accumulations these factors are 1 and nothing is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from chaos_lightning.errors import UnsupportedError
+
+
+class Weighing:
+    """The weights of one accumulation after the other.
+
+    Args:
+        parts: Micro-batches per step: each loss counts as divided by it.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._parts = parts
+        self._weights: list[float] = []
+        self._unit = 0.0
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    @property
+    def total(self) -> float:
+        return sum(self._weights)
+
+    def add(self, weight: float) -> None:
+        """Another micro-batch, of so many samples."""
+        self._weights.append(weight)
+        self._unit = self._unit or weight
+
+    def factor(self) -> float:
+        """Of the newest micro-batch's loss, if others follow."""
+        return self._weights[-1] / self._unit if self._unit else 1.0
+
+    def close(self, params: Iterable[Tensor]) -> float:
+        """Before the last backward pass: earlier gradients get the factor that was not known then.
+
+        Args:
+            params: Whose gradients these are.
+
+        Returns:
+            The factor of the last micro-batch's loss.
+        """
+        total = self.total
+        late = self._parts * self._unit / total if total else 1.0
+        if late != 1.0 and len(self._weights) > 1:
+            with torch.no_grad():
+                for param in params:
+                    if param.grad is not None:
+                        param.grad.mul_(late)
+        return self._parts * self._weights[-1] / total if total else 1.0
+
+    def forget(self) -> None:
+        """The next micro-batch begins a new accumulation."""
+        self._weights, self._unit = [], 0.0
+
+
+def refuse_kept(named: Iterable[tuple[str, Tensor]], what_to_do: str) -> None:
+    """Before an accumulation's first pass: what the last step left must have been put away or zeroed. A newcomer would
+    not have it, so the others' part of the coming average would shrink.
+
+    Args:
+        named: The trained parameters.
+        what_to_do: Ends the message.
+
+    Raises:
+        UnsupportedError: A parameter still has a gradient other than zero.
+    """
+    left = [(name, param.grad) for name, param in named if param.grad is not None]
+    if left and torch.stack([grad.any() for _, grad in left]).any():  # waits for the device once
+        name = next(name for name, grad in left if grad.any())
+        raise UnsupportedError(
+            f"parameter {name!r} still has a gradient when the next step's first backward pass begins; gradients "
+            f"that are kept over steps are not supported, since newcomers would not have them. {what_to_do}"
+        )

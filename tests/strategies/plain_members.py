@@ -1,0 +1,119 @@
+"""What member processes of the tests of plain loops run; their models and data are those of Lightning's members."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import strategy_models as models
+import torch
+from torch import nn
+
+from chaos_lightning.replication.access import ModuleState
+from chaos_lightning.replication.table import state_hash
+from chaos_lightning.trainer import Trainer
+
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def scaler() -> torch.amp.GradScaler:
+    """As that of Lightning's members (`strategy_members`): it overflows at first, and grows."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+
+
+def member(spec: dict[str, Any]) -> None:
+    """One member.
+
+    Args:
+        spec: name, port, out (folder of the report), samples, batch, epochs, precision, prepare (arguments), settings,
+            gates {step: fifo}, worlds {members: fifo}, saves {step: file}, stops_at (step), gathers,
+            skips_idle (by `continue`), leaves_at (step: as that batch begins), watches (what is averaged where nobody else has samples), scaler.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    module = models.Regression(**spec.get("model_args", {}))
+    optimizer = module.configure_optimizers()
+    loader = models.loader(spec.get("samples", 24), spec.get("batch", 4), shuffle=True)
+    arguments = {"epochs": spec.get("epochs", 3), **spec.get("prepare", {})}
+    if spec.get("scaler"):
+        arguments["scaler"] = scaler()
+    settings = {"join_timeout_s": 40.0, "step_timeout_s": 40.0, "state_hash_every": 4, **spec.get("settings", {})}
+    gates, worlds = dict(spec.get("gates", {})), dict(spec.get("worlds", {}))
+    gathered, apart, skipped = [], [], 0
+    half = AUTOCAST.get(spec.get("precision", ""))
+    with Trainer(name=spec["name"], endpoint=f"127.0.0.1:{spec['port']}", **settings) as trainer:
+        batches = trainer.prepare(module, optimizer, loader, **arguments)
+        began = trainer.step
+        for x, y in batches:
+            if spec.get("skips_idle") and trainer.idle:
+                skipped += 1
+                continue
+            if trainer.step == spec.get("leaves_at"):
+                trainer.request_node_exit()
+                break
+            if "leaves_at" in spec:
+                optimizer.zero_grad()  # and not after the step: what it leaves with is the last average
+            with torch.autocast("cpu", half) if half else contextlib.nullcontext():
+                loss = nn.functional.mse_loss(module.net(x), y)
+            trainer.backward(loss)
+            own = [p.grad.clone() for p in module.parameters()] if spec.get("watches") else []
+            if not trainer.update():
+                continue
+            shares = trainer.engine.header.contributors
+            if own and len(shares) > 1 and sum(share.weight > 0 for share in shares) == 1:
+                apart.append(max((p.grad - g).abs().max() for p, g in zip(module.parameters(), own, strict=True)))
+            if "leaves_at" not in spec:
+                optimizer.zero_grad()
+            if spec.get("gathers"):
+                gathered.append(trainer.gather({"who": spec["name"], "idle": trainer.idle, "loss": loss.detach()}))
+            if path := spec.get("saves", {}).get(trainer.step):
+                trainer.save(path)
+            if trainer.step == spec.get("stops_at"):
+                break
+            trainer.check_state_replication()
+            if gate := gates.pop(trainer.step, "") or worlds.pop(trainer.world_size, ""):
+                with open(gate) as opened:
+                    opened.read()
+    torch.save(
+        {
+            "weights": models.weights(module),
+            "hash": state_hash(ModuleState(module, optimizer).tensors()),
+            "buffers": [b.clone() for b in module.buffers()],
+            "began": began,
+            "step": trainer.step,
+            "role": trainer.engine.role,
+            "out": trainer.engine.out,
+            "gathered": gathered,
+            "skipped": skipped,
+            "apart": apart,
+            "scale": arguments["scaler"].state_dict() if spec.get("scaler") else {},
+        },
+        Path(spec["out"]) / f"{spec['name']}.pt",
+    )
+
+
+def dies_writing(spec: dict[str, Any]) -> None:
+    """A member that is killed as its checkpoint lies beside its place."""
+    from chaos_lightning.member import checkpoints
+
+    write = checkpoints.write
+
+    def last(checkpoint: Any, path: str) -> None:
+        write(checkpoint, path)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoints.write = last  # type: ignore[assignment]
+    member(spec)
+
+
+def fails_writing(spec: dict[str, Any]) -> None:
+    """A member that reports what `save` raised."""
+    try:
+        member(spec)
+    except Exception as error:
+        torch.save({"error": f"{type(error).__name__}: {error}"}, Path(spec["out"]) / f"{spec['name']}.pt")
+        raise
