@@ -48,7 +48,7 @@ from chaos_lightning.collectives.hyper import default_words, hyper_words
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.data.source import MicroBatch
-from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError, StateError, UnsupportedError
+from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError, UnsupportedError
 from chaos_lightning.machine.signals import ExitSignals, aside, say
 from chaos_lightning.member import checkpoints, training
 from chaos_lightning.member.engine import Engine
@@ -480,14 +480,14 @@ class Trainer:
         """Writes a checkpoint, for `prepare(resume=...)`; all members call this, and the one of rank 0 writes.
 
         The file replaces one that is there as a whole. `torch.load(path, weights_only=True)` reads it: "model" and
-        "optimizer" are their `state_dict()`.
+        "optimizer" are their `state_dict()`. A member that has left writes none, unless it was the last one.
 
         Args:
             path: Of the file; its folder exists.
 
         Raises:
             ConfigurationError: It is called within a step.
-            StateError: This member has left; or another one was to write the file, and could not.
+            StateError: Another member was to write the file, and could not; or it could not be read again.
         """
         state, loader, engine = self._state, self._loader, self.engine
         if state is None or loader is None:
@@ -508,9 +508,9 @@ class Trainer:
             return None if answers is None else list(answers.values())
 
         if not alone and exchange("barrier before saving", None) is None:  # it makes the last step stable
-            if engine.out:
-                raise StateError(f"{engine.name} has left the job: call save() before request_node_exit()")
-            return  # it has just joined again; the others have saved
+            why = "has left the job" if engine.out else "has just joined again"
+            _log.warning("%s %s, so %s is not written here: the others save", engine.name, why, path)
+            return
         target, (number, head) = Path(path), self._stepped
         checkpoint = checkpoints.content(state, loader, engine.config.job, self.step, head)
 

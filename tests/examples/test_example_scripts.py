@@ -141,6 +141,17 @@ def test_plain_loop_trains(tmp_path: Path) -> None:
     assert "step 20: loss" in said
 
 
+def test_plain_loop_saves_and_resumes(tmp_path: Path) -> None:
+    file = str(tmp_path / "digits.pt")
+    told = ("plain_loop.py", "--accumulate", "2", "--clip", "0.5", "--bf16", "--save", file)
+    script(tmp_path, *told, "--epochs", "1", CHAOS_ENDPOINT=f"127.0.0.1:{free_port()}")
+    steps = torch.load(file, weights_only=True)["chaos_lightning"]["step"]
+    said = script(tmp_path, *told, "--epochs", "2", "--resume", file, CHAOS_ENDPOINT=f"127.0.0.1:{free_port()}")
+    assert f"step {-(-steps // 20) * 20}: loss" in said
+    assert "step 20: loss" not in said
+    assert torch.load(file, weights_only=True)["chaos_lightning"]["step"] == 2 * steps
+
+
 def test_diloco_loop_trains(tmp_path: Path) -> None:
     said = script(tmp_path, "diloco_loop.py", "--epochs", "1", CHAOS_PS=f"127.0.0.1:{free_port()}")
     assert "of the job: loss" in said

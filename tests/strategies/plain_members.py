@@ -30,8 +30,9 @@ def member(spec: dict[str, Any]) -> None:
 
     Args:
         spec: name, port, out (folder of the report), samples, batch, epochs, precision, prepare (arguments), settings,
-            gates {step: fifo}, worlds {members: fifo}, saves {step: file}, stops_at (step), gathers,
-            skips_idle (by `continue`), leaves_at (step: as that batch begins), watches (what is averaged where nobody else has samples), scaler.
+            gates {step: fifo}, worlds {members: fifo}, saves {step: file}, stops_at (step), gathers, scaler,
+            skips_idle (by `continue`), leaves_at (step: as that batch begins),
+            watches (what is averaged where nobody else has samples).
     """
     torch.set_num_threads(1)
     warnings.simplefilter("error")

@@ -214,11 +214,21 @@ def test_gather_and_save_belong_before_newcomers_come_in(chaos: Trainer, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
-def test_a_member_that_has_left_does_not_save(chaos: Trainer, tmp_path: Path) -> None:
+def test_a_member_that_has_left_does_not_save(chaos: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained(chaos, 2)
     chaos.engine.out, chaos.engine.view = True, None
-    with pytest.raises(StateError, match="a has left the job"):
-        chaos.save(tmp_path / "a.pt")
+    chaos.save(tmp_path / "a.pt")
+    assert "a has left the job" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_member_saves_after_it_has_left(chaos: Trainer, tmp_path: Path) -> None:
+    """Nobody else has the state."""
+    trained(chaos, 2)
+    chaos.request_node_exit()
+    assert chaos.engine.out
+    chaos.save(tmp_path / "a.pt")
+    assert torch.load(tmp_path / "a.pt", weights_only=True)["chaos_lightning"]["step"] == 2
 
 
 def test_after_a_rejoin_the_rest_of_the_batch_is_nothing(chaos: Trainer) -> None:
