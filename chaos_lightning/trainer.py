@@ -380,6 +380,7 @@ class Trainer:
         if not self._open:
             raise ConfigurationError("backward() after update(): this batch is in its step already")
         self._micro_batches.backward(loss, **options)
+        self.engine.losses.add(loss, self._micro_batches.weight)
 
     def update(self) -> bool:
         """Averages the gradients over all members, clips the average and steps the optimizer.
@@ -420,6 +421,7 @@ class Trainer:
             self._depart()
             return False
         self._micro_batches.forget()
+        self.engine.losses.tell(header.step)
         self._stepped = (header.step, header.hash)
         self._boundary_asked |= header.boundary
         self._apply(header, self._optimizer)
@@ -557,6 +559,7 @@ class Trainer:
         _log.warning("%s was put out of the job; this process joins again by itself", self.engine.member_id)
         if self._optimizer is not None:
             self._optimizer.zero_grad()  # a loop may keep what it has accumulated until it steps
+        self.engine.losses.tell(0)
         self._micro_batches.forget()
         try:
             with _wish.end_the_wait(self.engine):

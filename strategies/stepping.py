@@ -139,6 +139,7 @@ class Stepper:
                         output, would_sync = self._run_idle(run)
                     else:
                         output = run()
+                        self._engine.losses.add(_loss_of(output), self._present)
         self._collectives.leave_step(
             self._trainer.fit_loop.epoch_loop._results, always=would_sync, stood_in=idle and self.manual is None
         )
@@ -157,7 +158,9 @@ class Stepper:
             self._accumulation.add(0.0)
             return {"loss": torch.zeros((), device=self._module.device), IDLE_KEY: part is None}
         self._skip_backward = False
-        self._accumulation.add(self._weight(part, batch, batch_idx))
+        weight = self._weight(part, batch, batch_idx)
+        self._accumulation.add(weight)
+        self._engine.losses.add(_loss_of(output), weight)
         return output
 
     def _run_idle(self, run: Callable[[], Any]) -> tuple[Any, bool]:
@@ -258,6 +261,7 @@ class Stepper:
         if header.kind is not Kind.STEP:
             return header
         self._proof = ""
+        self._engine.losses.tell(header.step)
         if self.manual is not None:
             self.manual.averaged(number)
         self.forget_accumulation()
@@ -303,6 +307,7 @@ class Stepper:
     def forget_accumulation(self) -> None:
         """The next micro-batch begins a new one."""
         self._accumulation.forget()
+        self._engine.losses.tell(0)
 
     def reset(self) -> None:
         """The member joined again: nothing is open."""
@@ -334,3 +339,8 @@ class Stepper:
     def prove(self, state: StateAccess) -> None:
         """At a safe point: what the coming step says of the state, every so many steps."""
         self._proof = proof(self._engine, state)
+
+
+def _loss_of(output: object) -> object:
+    """Of what a training step returned."""
+    return output.get("loss") if isinstance(output, Mapping) else output

@@ -40,6 +40,7 @@ from chaos_lightning.member.entrance import Entrance, no_replay
 from chaos_lightning.member.hello import hello, listening_address, warn_of_rules
 from chaos_lightning.member.keeping import Keeping
 from chaos_lightning.member.keyring import Keyring
+from chaos_lightning.member.losses import Losses
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.member.transfer import Transfer
@@ -114,6 +115,7 @@ class Engine:
             forget_old(logs, time.time())
         self.events = EventLog.in_directory(logs, config.name, day_nbytes=config.log_day_nbytes)
         self._token = Credentials.load(config.keys_dir, config.token_file)
+        self.losses = Losses(self.events)
         self._keeping = Keeping(config, self.events)
         self._mail = Mailbox(config.name, endpoint=config.endpoint)
         self._keys = Keyring(config.links, self.events, self._mail)

@@ -43,6 +43,11 @@ EVENTS = (
             "error": "the header's",
         },
     ),
+    Event(
+        "train_loss",
+        "the mean loss of what it used in a step; about once a second",
+        {"step": "optimizer steps, this one included", "loss": "of its own samples", "weight": "of these in the step"},
+    ),
     Event("hand_on", "the open slot is handed on", {"view": "decided", "base": "slot", "reason": "why"}),
     Event("redo", "the open slot is reduced again", {"view": "decided", "base": "last slot", "reason": "why"}),
     Event("boundary", "a safe point is committed", {"seq": "slot"}),

@@ -46,7 +46,8 @@ class MicroBatches:
         self._parts = parts
         self._scaler = scaler
         self._weighing = Weighing(parts)
-        self._weight = 0.0
+        self.weight = 0.0
+        """Of the present micro-batch."""
         self._factor = 1.0
         self._passed = False
         """The present micro-batch had its backward pass."""
@@ -64,7 +65,7 @@ class MicroBatches:
     def begin(self, weight: float, *, last: bool) -> None:
         """The next micro-batch; `last`: it closes the accumulation."""
         self._weighing.add(weight)
-        self._weight, self._passed = weight, False
+        self.weight, self._passed = weight, False
         self._before = [] if weight or self._parts == 1 else [buffer.clone() for buffer in self._buffers]
         self._factor = self._weighing.factor() / self._parts
         if last:
@@ -74,7 +75,7 @@ class MicroBatches:
     def backward(self, loss: Tensor, **options: Any) -> None:
         """The backward pass of the present micro-batch's mean loss; none if it weighs nothing."""
         self._passed = True
-        if not self._weight:
+        if not self.weight:
             return
         if self._any_passed:
             self._refuse_lost()
@@ -92,13 +93,13 @@ class MicroBatches:
         Raises:
             ConfigurationError: It had no backward pass, or not ours, or the gradients of those before are gone.
         """
-        if self._weight and not self._passed and (self._parts > 1 or self._scaler is not None):
+        if self.weight and not self._passed and (self._parts > 1 or self._scaler is not None):
             raise ConfigurationError(
                 "update() without trainer.backward(loss): with accumulate= or scaler= it takes the place of "
                 "loss.backward(), since each batch counts by its samples. Give it the mean loss, neither divided nor "
                 "scaled"
             )
-        if last and not self._weight and self._any_passed:
+        if last and not self.weight and self._any_passed:
             self._refuse_lost()
         with torch.no_grad():
             for buffer, before in zip(self._buffers, self._before, strict=False):

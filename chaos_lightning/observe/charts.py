@@ -291,6 +291,24 @@ def _band(ax: Any, timeline: Timeline, clean: Sequence[folds.Interval], scale: f
     ax.plot(xs, mid, color=BLUE, linewidth=1.2, label="step, median")
 
 
+# ------------------------------------------------------------------------------------------------ loss
+
+
+def draw_loss(ax: Any, timeline: Timeline) -> None:
+    """What members told of their steps' mean losses."""
+    style(ax, "Loss of the training steps", grid="both")
+    curve = folds.losses(timeline)
+    if not curve:
+        empty(ax, "nobody told a loss: training_step returned none, or loss.backward() was called without the trainer")
+        return
+    ax.plot([step for step, _ in curve], [loss for _, loss in curve], color=BLUE, linewidth=1.4)
+    finite = [loss for _, loss in curve if math.isfinite(loss)]
+    if finite and min(finite) > 0 and max(finite) > 30 * min(finite):
+        ax.set_yscale("log")
+    ax.set_xlabel("optimizer step", color=MUTED, fontsize=9)
+    ax.text(0.995, 0.93, f"last: {curve[-1][1]:.4g}", transform=ax.transAxes, ha="right", fontsize=8.5, color=INK)
+
+
 # ------------------------------------------------------------------------------------------------ joins
 
 
@@ -415,6 +433,7 @@ def heights(timeline: Timeline) -> dict[str, float]:
     return {
         "members": 1.1 + 0.36 * max(2, len(timeline.nodes())),
         "steps": 2.9,
+        "loss": 2.6 if timeline.losses else 0.9,
         "joins": 1.15 + 0.36 * max(1, joins),
         "recoveries": 1.15 + 0.36 * max(1, recoveries),
         "goodput": 1.15,
@@ -424,6 +443,7 @@ def heights(timeline: Timeline) -> dict[str, float]:
 DRAWERS: dict[str, Callable[[Any, Timeline], None]] = {
     "members": draw_members,
     "steps": draw_steps,
+    "loss": draw_loss,
     "joins": draw_joins,
     "recoveries": draw_recoveries,
     "goodput": draw_goodput,

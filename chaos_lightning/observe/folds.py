@@ -19,9 +19,11 @@ from dataclasses import dataclass
 
 from chaos_lightning.observe.fields import Stream, node_of
 from chaos_lightning.observe.spans import Span, Spans, intersect, merge, overlaps, size, subtract
-from chaos_lightning.observe.timeline import FREEZES, KILLS, Life, ProgressFact, SlotFact, Timeline
+from chaos_lightning.observe.timeline import FREEZES, KILLS, Life, LossFact, ProgressFact, SlotFact, Timeline
 
 _GOOD_ENDS = ("left", "finished")
+LOSSES_READ = 500
+LOSS_FRESH_S = 5.0
 STEP, COLLECTIVE, JOIN, RECOVERY, WAITING = "step", "collective", "join", "recovery", "waiting"
 
 
@@ -376,6 +378,42 @@ def samples(timeline: Timeline) -> dict[Stream, SampleUse]:
         merged = merge(some)
         result[key] = SampleUse(size(some), size(merged), overlaps(some), timeline.epochs.get(key))
     return dict(sorted(result.items(), key=lambda x: (x[0][1], x[0][0])))
+
+
+def losses(timeline: Timeline, bins: int = 200) -> list[tuple[float, float]]:
+    """(step, loss): what members told, weighed by samples, in so many bins of steps at most; a diverged one is NaN.
+
+    A job that went on from a checkpoint takes back what came after it, so the later word on a step counts.
+    """
+    told: list[LossFact] = []
+    reached: dict[str, int] = {}
+    for fact in sorted(timeline.losses, key=lambda fact: fact.t):
+        if fact.step < reached.get(fact.member, 0):
+            told = [before for before in told if before.step < fact.step]
+        reached[fact.member] = fact.step
+        told.append(fact)
+    if not told:
+        return []
+    first = min(fact.step for fact in told)
+    width = max(1.0, (max(fact.step for fact in told) - first + 1) / bins)
+    parts: dict[int, list[LossFact]] = defaultdict(list)
+    for fact in told:
+        parts[int((fact.step - first) / width)].append(fact)
+    return [
+        (statistics.mean(fact.step for fact in part), _mean_loss(part)) for _, part in sorted(parts.items()) if part
+    ]
+
+
+def latest_loss(timeline: Timeline) -> float | None:
+    """Of what each member told last, weighed by samples; None if nobody has lately."""
+    last = {fact.member: fact for fact in timeline.losses[-LOSSES_READ:]}
+    newest = max((fact.t for fact in last.values()), default=0.0)
+    fresh = [fact for fact in last.values() if newest - fact.t < LOSS_FRESH_S]
+    return _mean_loss(fresh) if fresh else None
+
+
+def _mean_loss(facts: Sequence[LossFact]) -> float:
+    return sum(fact.loss * fact.weight for fact in facts) / sum(fact.weight for fact in facts)
 
 
 def samples_since_first(slots: Sequence[SlotFact]) -> int:

@@ -197,6 +197,9 @@ def _figures(timeline: Timeline, chain: Sequence[SlotFact], now: float) -> list[
         used = folds.samples_since_first(steps)
         if used:
             figures.append(("samples/s", f"{used / (steps[-1].first - steps[0].first):.3g}"))
+    loss = folds.latest_loss(timeline)
+    if loss is not None:
+        figures.append(("loss", f"{loss:.4g}"))
     good = folds.goodput(timeline)
     if good.total:
         figures.append(("goodput", f"{good.share:.1%}"))

@@ -12,6 +12,7 @@ Times are wall times in s unless a name says otherwise; None means that it did n
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -159,6 +160,18 @@ class FaultFact:
 
 
 @dataclass(frozen=True, slots=True)
+class LossFact:
+    """The mean loss of the samples that one member used in a step."""
+
+    t: float
+    member: str
+    step: int
+    loss: float
+    weight: float
+    """Of these samples in the step."""
+
+
+@dataclass(frozen=True, slots=True)
 class FlowFact:
     """What one member's link to another carried lately, and what it can."""
 
@@ -204,6 +217,7 @@ class Timeline:
     """(time, member, waiting begins) from `notice` events below min_nodes."""
     flows: dict[tuple[str, str], FlowFact] = field(default_factory=dict)
     """(member, peer) -> what the member told last about its link to the peer."""
+    losses: list[LossFact] = field(default_factory=list)
     epochs: dict[f.Stream, int] = field(default_factory=dict)
     """(stream, epoch) -> samples."""
     _newest: str = ""
@@ -334,6 +348,11 @@ class Timeline:
                     f.number(row["rate_bps"]) if "rate_bps" in row else None,
                     f.number(row["latency_s"]) if "latency_s" in row else None,
                 )
+
+    def _loss(self, record: Record, life: Life) -> None:
+        with contextlib.suppress(TypeError, ValueError):  # a diverged one is written as text
+            loss, weight = float(record["loss"]), max(f.number(record.get("weight")), 1e-9)
+            self.losses.append(LossFact(record.t, life.member, f.integer(record.get("step")), loss, weight))
 
     # ----------------------------------------------------------------------------------------------- state on its way
 
@@ -475,6 +494,7 @@ class Timeline:
         for header in list(self.slots)[: max(0, len(self.slots) - keep)]:
             del self.slots[header]
             self.hashes.pop(header, None)
+        del self.losses[: max(0, len(self.losses) - keep)]
 
     def nodes(self) -> list[str]:
         """Node names in the order they appeared."""
@@ -493,6 +513,7 @@ _OWN = {
     "redo": Timeline._redo,
     "hand_on": Timeline._hand_on,
     "links": Timeline._links,
+    "train_loss": Timeline._loss,
     "pull_started": Timeline._pull_started,
     "pull_source": Timeline._pull_source,
     "pull_progress": Timeline._pull_progress,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -240,3 +241,33 @@ def test_a_scheduler_that_waited_for_hours_does_not_stretch_the_picture(tmp_path
     run.welcome("late~1", source, "founder")
     told = timeline(run, tmp_path)
     assert told.origin - told.start == pytest.approx(7200)
+
+
+def told_losses(run: Script, where: Path) -> Timeline:
+    run.found(["a", "b"])
+    run.steps(3)
+    run.say("a~1", "train_loss", step=1, loss=4.0, weight=4)
+    run.say("b~1", "train_loss", step=1, loss=1.0, weight=12)
+    run.say("a~1", "train_loss", step=3, loss="nan", weight=4)
+    run.say("b~1", "train_loss", step=3, loss=0.5, weight=12)
+    run.say("b~1", "train_loss", step=3, loss="no number", weight=12)
+    return timeline(run, where)
+
+
+def test_losses_are_weighed_by_samples_and_a_diverged_one_shows(tmp_path: Path) -> None:
+    told = told_losses(Script(), tmp_path)
+    (step, loss), (last_step, last) = folds.losses(told)
+    assert (step, loss, last_step) == (1, 1.75, 3)
+    assert math.isnan(last)
+    assert math.isnan(folds.latest_loss(told) or 0.0)
+    assert [count for count, _ in folds.losses(told, bins=1)] == [2]
+    assert folds.losses(Timeline()) == []
+    assert folds.latest_loss(Timeline()) is None
+
+
+def test_losses_after_the_checkpoint_that_a_job_went_on_from_are_told_anew(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a"])
+    for step, loss in [(1, 3.0), (2, 2.0), (3, 9.0), (2, 1.5)]:
+        run.say("a~1", "train_loss", step=step, loss=loss, weight=1)
+    assert folds.losses(timeline(run, tmp_path)) == [(1, 3.0), (2, 1.5)]

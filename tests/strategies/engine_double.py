@@ -12,6 +12,7 @@ from torch import Tensor
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.errors import FencedError
 from chaos_lightning.events.events import EventLog
+from chaos_lightning.member.losses import Losses
 from chaos_lightning.planning import ledger
 from chaos_lightning.protocol.types import (
     GENESIS,
@@ -48,6 +49,7 @@ class EngineDouble:
         self.fence_at = -1
         self.rejoined = 0
         self.events = EventLog(None)
+        self.losses = Losses(self.events)
         self.boundary_at = self.drift_at = -1
         self.steps: list[dict[str, Any]] = []
         self.member_id = ""

@@ -206,6 +206,7 @@ def member(spec: dict[str, Any]) -> None:
         "The number of training batches.*",
         "Be aware that when using `ckpt_path`.*",
         "Checkpoint directory .* exists and is not empty.*",
+        "The `srun` command is available",
         *spec.get("ignore", ()),
     ):
         warnings.filterwarnings("ignore", message=text)
