@@ -256,6 +256,8 @@ class Engine:
             "joined",
             id=self.member_id,
             role=self.role,
+            job=self.config.job,
+            endpoint=self.config.endpoint,
             rank=self.rank,
             world_size=self.world_size,
             seq=header.seq,

@@ -12,11 +12,16 @@ The second condition keeps the cut honest: a member that goes on training is a w
 given twice or a chain begun anew beside it stays in the evidence and is judged. A job that lost its members and went on
 under new ids, from a checkpoint, is one job; `observe/history.py` knows its runs apart.
 
+Two jobs that were logged here at the same time are told apart before: members of one job stood on one chain at some
+time, and where neither chain nor job and endpoint are the same, nobody is a witness of the other's. What names no chain
+and is no member's belongs to each of them.
+
 Schedulers and harnesses count by time: what they began to write after the last word of a job belongs to the next one.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -76,7 +81,55 @@ def jobs(records: Iterable[Record]) -> list[list[Record]]:
     Args:
         records: All events of a log directory, in order of time.
     """
-    everything = list(records)
+    return [job for part in _at_once(list(records)) for job in _one_after_the_other(part)]
+
+
+@dataclass(slots=True)
+class _Party:
+    """Members that stood on one chain, or on several that one of them stood on."""
+
+    chains: set[str]
+    sources: set[str]
+    places: set[tuple[str, str]] = field(default_factory=set)
+    """(job, endpoint) as its members were told."""
+    first: float = 0.0
+    last: float = 0.0
+    """Of its commits, wall time in s."""
+
+    def beside(self, other: _Party) -> bool:
+        """Whether this is surely another job, which ran at the same time."""
+        apart = self.places and other.places and not self.places & other.places
+        return bool(apart and self.first and self.first <= other.last and other.first <= self.last)
+
+
+def _at_once(everything: list[Record]) -> list[list[Record]]:
+    """The events of each of several jobs that ran at the same time; else all of them as they are."""
+    parties: list[_Party] = []
+    chain_of: dict[str, str] = {}
+    for r in everything:
+        chain = str(r.get("chain") or "")
+        if chain:
+            chain_of.setdefault(r.source, chain)
+        if chain and r.own and r.name in ("welcomed", "view"):
+            same = [p for p in parties if chain in p.chains or r.source in p.sources]
+            merged = _Party({chain}.union(*(p.chains for p in same)), {r.source}.union(*(p.sources for p in same)))
+            parties = [p for p in parties if p not in same] + [merged]
+    of = {source: party for party in parties for source in party.sources}
+    for r in everything:
+        party = of.get(r.source)
+        if party is not None and r.own and r.name == "joined" and r.get("job"):
+            party.places.add((str(r["job"]), str(r.get("endpoint", ""))))
+        elif party is not None and r.name == "committed":
+            party.first, party.last = party.first or r.t, r.t
+    if not any(a.beside(b) for a, b in itertools.combinations(parties, 2)):
+        return [everything]
+    parties.sort(key=lambda p: p.first)
+    by_chain = {chain: party for party in parties for chain in party.chains}
+    whose = {source: of.get(source) or by_chain.get(chain) for source, chain in chain_of.items()}
+    return [[r for r in everything if whose.get(r.source) in (None, party)] for party in parties]
+
+
+def _one_after_the_other(everything: list[Record]) -> list[list[Record]]:
     current: dict[str, _Stretch] = {}
     of, welcomed = [], []
     for r in everything:

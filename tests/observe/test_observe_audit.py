@@ -11,6 +11,7 @@ import pytest
 from observe_synthetic import Line, Script, story, two_jobs
 
 from chaos_lightning.observe.audit import NOT_SHOWN, OK, VIOLATED, Finding, audit, verdict, violations
+from chaos_lightning.protocol.types import GENESIS
 
 STORY = story()
 
@@ -422,3 +423,41 @@ def test_a_member_of_the_next_job_is_killed(tmp_path: Path) -> None:
     findings = together((first, second), tmp_path)
     assert violations(findings) == []
     assert findings[4].verdict == OK
+
+
+def beside(chain: str, endpoint: str, pid: int) -> Script:
+    """A job of the same members as another one, at the same time."""
+    run = Script(pid=pid)
+    run.found(["a", "b"])
+    run.steps(12)
+    run.close()
+    for lines in run.lines.values():
+        for line in lines:
+            if line["name"] in ("welcomed", "view"):
+                line["chain"] = chain
+            if line["name"] == "joined":
+                line |= {"job": "default", "endpoint": endpoint}
+    return run
+
+
+def test_two_jobs_that_run_at_the_same_time_are_judged_apart(tmp_path: Path) -> None:
+    runs = (beside("one", "127.0.0.1:1", 1), beside("two", "127.0.0.1:2", 2))
+    runs[1].now += 0.03
+    for lines in runs[1].lines.values():
+        for line in lines:  # other weights, and so other headers
+            line["t"] += 0.03
+            for key in ("header", "prev", "head", "hash"):
+                if line.get(key) and line[key] != GENESIS.hash:
+                    line[key] = line[key][::-1]
+    findings = together(runs, tmp_path)
+    assert violations(findings) == []
+    assert findings[1].text.startswith("job 1: 12 steps in ")
+    assert "; job 2: 12 steps in " in findings[1].text
+
+
+def test_one_job_that_split_in_two_is_judged_as_one(tmp_path: Path) -> None:
+    """Its members were told one endpoint, or had stood on one chain."""
+    runs = (beside("one", "127.0.0.1:1", 1), beside("two", "127.0.0.1:1", 2))
+    own = commits(runs[1], "a~1")
+    own[5]["header"] = "feedfeedfeedfeed"
+    assert violations(together(runs, tmp_path))
