@@ -7,6 +7,7 @@ To add an option, write a field into `SchedulerOptions`, and use it: `chaos-ligh
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +23,8 @@ from chaos_lightning.planning.trees import check_plan
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.security.credentials import Secret
 from chaos_lightning.settings import DEFAULT_ENDPOINT, EngineConfig, absolute_path
+
+_log = logging.getLogger("chaos_lightning")
 
 ETCD = "etcd://"
 """How the address of a store in etcd begins."""
@@ -136,7 +139,11 @@ def log_folder(log_dir: str, name: str, port: int, *, beside: bool = False) -> P
         return None
     if log_dir != "auto":
         return Path(log_dir)
-    folder = state_folder(name, port)
+    try:
+        folder = state_folder(name, port)
+    except RuntimeError as error:  # a container's user without a home trains all the same
+        _log.warning("events are logged nowhere: %s Name a folder by log_dir", error)
+        return None
     return folder.with_name(f"{folder.name}-events") if beside else folder / "events"
 
 

@@ -59,6 +59,21 @@ def test_top_shows_a_schedulers_job_with_what_members_here_log(
         assert job.harness.wait_exit(name) == 0
 
 
+def test_a_user_without_a_home_is_told_and_trains(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that runs under a number of its own."""
+    for name in ("XDG_STATE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert log_folder("auto", "j", 1) is None
+    assert "events are logged nowhere: Could not determine home directory. Name a folder" in caplog.text
+
+
 def test_the_word_none_turns_it_off_and_a_folder_is_taken_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
