@@ -150,7 +150,7 @@ class EventLog:
         self._warned: set[str] = set()
         self._writing = False
         self._number = self._size = 0
-        self._part_nbytes = day_nbytes // PARTS_A_DAY
+        self._part_nbytes = -(-day_nbytes // PARTS_A_DAY)
         self._before = Before()
         self._offset_us = 0
         self._looked_at = 0.0
