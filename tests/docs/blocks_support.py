@@ -1,0 +1,60 @@
+"""The code blocks of the pages that users copy from, and what blocks.toml says of each.
+
+Theory of operation. A block is known by its page and by what it begins with. blocks.toml has one row for each: `run`, a
+text that is to be printed when the block is run by itself; or `test`, the test that runs it, which asks for it by
+`block`; or `why` it cannot be run. `file` names the file that a block is the content of.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = Path(__file__).with_name("blocks.toml")
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("install", "tutorial", "checkpoints", "membership-and-batch", "ports", "access")),
+    *(f"docs/{name}.md" for name in ("failover", "diloco", "lab", "schedules", "etcd", "troubleshooting", "when-not")),
+    *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "recipes").glob("*.md")),
+)
+OUTPUT = ("text", "mermaid")
+"""What a fence says that shows what a program prints, or a picture, and nothing to copy."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What blocks.toml says of one block."""
+
+    page: str
+    starts: str
+    run: str = ""
+    test: str = ""
+    why: str = ""
+    file: str = ""
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """All of them."""
+    return tuple(
+        Row(page=page, **row) for page, found in tomllib.loads(ROWS.read_text()).items() for row in found["block"]
+    )
+
+
+@cache
+def blocks(page: str) -> tuple[str, ...]:
+    """The code blocks of a page, each once, fenced or indented."""
+    tokens = MarkdownIt("commonmark").enable("table").parse((ROOT / page).read_text())
+    found = [t.content for t in tokens if t.type == "code_block" or (t.type == "fence" and t.info not in OUTPUT)]
+    return tuple(dict.fromkeys(found))
+
+
+def block(page: str, starts: str) -> str:
+    """The one block of this page that begins so."""
+    (found,) = [text for text in blocks(page) if text.startswith(starts)]
+    return found

@@ -1,0 +1,99 @@
+"""An environment with the wheel, made by the commands of docs/install.md, and its commands run as users do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blocks_support import ROOT, block
+
+from chaos_lightning.machine.listener import free_port
+
+LIMIT_S = 170
+OURS = ("chaos_lightning", "strategies", "callbacks", "configs", "pyproject.toml", "README.md", "LICENSE")
+
+
+def bash(script: str, folder: Path, env: dict[str, str]) -> str:
+    """What a script prints; an assertion if it fails. The last word keeps bash there, which completion looks for."""
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"{script}\n:"], cwd=folder, env=env, text=True, timeout=LIMIT_S,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{script}\nexit code {done.returncode}\n{done.stdout}"
+    return done.stdout
+
+
+def _downloaded(folder: Path) -> Path:
+    """This environment's packages without the project: what pip would have fetched from an index."""
+    folder.mkdir()
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not entry.name.startswith(("chaos_lightning", "_chaos_lightning", "__editable__")):
+            (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+@dataclass
+class Installed:
+    """The wheel in an environment of its own.
+
+    Attributes:
+        bin: Its folder of programs.
+        said: What the commands of docs/install.md printed.
+        used: Endpoints are free ports, one for each folder that commands run in.
+    """
+
+    bin: Path
+    wheel: Path
+    said: str = ""
+    used: dict[Path, str] = field(default_factory=dict)
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """Of a user who works in this folder: no setting of the project, a home and an endpoint of its own."""
+        env = {key: value for key, value in os.environ.items() if not key.startswith(("CHAOS_", "PYTHON"))}
+        endpoint = self.used.setdefault(folder, f"127.0.0.1:{free_port()}")
+        home = folder / "home"
+        home.mkdir(exist_ok=True)
+        return env | {
+            "PATH": f"{self.bin}:{env['PATH']}", "HOME": str(home), "XDG_STATE_HOME": str(home),
+            "CHAOS_ENDPOINT": endpoint, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONUNBUFFERED": "1",
+        }  # fmt: skip
+
+    def run(self, script: str, folder: Path, **more: str) -> str:
+        """What a script prints, run in a folder of its own."""
+        return bash(script, folder, self.environment(folder) | more)
+
+
+def install(folder: Path) -> Installed:
+    """Runs the commands of docs/install.md, line by line; only the downloads are there already."""
+    source = folder / "source"
+    source.mkdir()
+    for name in OURS:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source / name)
+    wheel = next(iter(Path(folder / "dist").glob("*.whl")), Path("chaos_lightning-0.1.0-py3-none-any.whl"))
+    made = Installed(folder / "venv" / "bin", wheel)
+    env = made.environment(folder)
+    here = Path(sys.executable).parent
+    # Without isolation the build takes hatchling from this environment; "0" is how pip spells that.
+    building = env | {"PATH": f"{here}:{env['PATH']}", "PIP_NO_BUILD_ISOLATION": "0"}
+    bash(block("docs/install.md", "pip wheel"), source, building)
+    made.wheel = Path(shutil.copy(next((source / "dist").glob("*.whl")), folder))
+    first, *rest = block("docs/install.md", "python3 -m venv venv").splitlines()
+    bash(first.replace("python3", sys.executable, 1), folder, env)
+    packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
+    for old in packages.glob("setuptools*"):  # older than torch wants; the newer one is among the downloaded ones
+        shutil.rmtree(old)
+    (packages / "downloaded.pth").write_text(f"{_downloaded(folder / 'downloaded')}\n")
+    torchrun = folder / "venv" / "bin" / "torchrun"  # of the downloaded packages, the one whose program is needed
+    torchrun.write_text(f"#!{torchrun.parent}/python\nfrom torch.distributed.run import main\n\nmain()\n")
+    torchrun.chmod(0o755)
+    made.said = bash("\n".join(rest), folder, env)
+    return made

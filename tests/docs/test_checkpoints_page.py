@@ -1,0 +1,32 @@
+"""The scripts of docs/checkpoints.md: a training that is resumed, and a plain loop that saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from blocks_support import block
+from installed_support import Installed
+
+
+@pytest.mark.slow
+def test_a_training_is_resumed(installed: Installed, tmp_path: Path) -> None:
+    """Some steps of it, and some more from its checkpoint."""
+    (tmp_path / "train.py").write_text(block("docs/tutorial.md", "import lightning"))
+    script = block("docs/checkpoints.md", "import sys")
+    assert "max_epochs=1" in script
+    (tmp_path / "resume.py").write_text(script.replace("max_epochs=1", "max_steps=100"))
+    installed.run("python resume.py", tmp_path)
+    (tmp_path / "resume.py").write_text(script.replace("max_epochs=1", "max_steps=200"))
+    said = installed.run("python resume.py checkpoints/last.ckpt", tmp_path)
+    assert "Restored all states from the checkpoint" in said
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)
+    assert saved["global_step"] == 200
+
+
+def test_a_plain_loop_saves(installed: Installed, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(block("docs/checkpoints.md", "import torch"))
+    installed.run("python plain.py", tmp_path)
+    saved = torch.load(tmp_path / "plain.pt", weights_only=True)
+    assert set(saved) == {"model", "optimizer"}

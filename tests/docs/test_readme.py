@@ -1,0 +1,39 @@
+"""What the README begins with, with the wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from blocks_support import block
+from installed_support import Installed
+from test_tutorial import Terminals, terminals
+
+__all__ = ["terminals"]
+
+
+def test_the_line_that_changes(installed: Installed, tmp_path: Path) -> None:
+    line = block("README.md", "trainer = L.Trainer")
+    script = f"import lightning as L\nimport chaos_lightning\n{line}print(type(trainer.strategy).__name__)\n"
+    (tmp_path / "line.py").write_text(script)
+    assert "ChaosStrategy" in installed.run("python line.py", tmp_path)
+
+
+@pytest.mark.slow
+def test_torchrun_from_the_wheel(terminals: Terminals) -> None:
+    """In two terminals: two nodes of one job. Members take their names from their nodes'."""
+    endpoint = terminals.installed.environment(terminals.folder)["CHAOS_ENDPOINT"]
+    command = block("README.md", "torchrun").replace("HOST:29400", endpoint)
+    terminals.type("one", command, node="one-0")
+    terminals.type("two", command, node="two-0")
+    terminals.harness.wait_step(10, node="two-0")
+
+
+@pytest.mark.slow
+def test_the_demo_runs_from_the_wheel(installed: Installed, tmp_path: Path) -> None:
+    """The first two lines are those of docs/install.md, which `installed` has run."""
+    build, install, demo = (line.partition("    #")[0] for line in block("README.md", "pip wheel").splitlines())
+    assert build == block("docs/install.md", "pip wheel").strip()
+    assert install.replace("dist/", "") in block("docs/install.md", "python3 -m venv venv")
+    said = installed.run(demo, tmp_path)
+    assert "nothing was lost" in said.lower() or "hold" in said
