@@ -18,8 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS = Path(__file__).with_name("blocks.toml")
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("install", "tutorial", "checkpoints", "membership-and-batch", "ports", "access")),
-    *(f"docs/{name}.md" for name in ("failover", "diloco", "lab", "schedules", "etcd", "troubleshooting", "when-not")),
+    *(
+        f"docs/{name}.md"
+        for name in ("install", "tutorial", "checkpoints", "membership-and-batch", "ports", "access", "logs")
+    ),
+    *(
+        f"docs/{name}.md"
+        for name in ("failover", "diloco", "lab", "schedules", "etcd", "troubleshooting", "when-not", "metrics")
+    ),
     *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "recipes").glob("*.md")),
 )
 OUTPUT = ("text", "mermaid")
