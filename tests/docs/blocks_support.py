@@ -24,7 +24,17 @@ PAGES = (
     ),
     *(
         f"docs/{name}.md"
-        for name in ("failover", "diloco", "lab", "schedules", "etcd", "troubleshooting", "when-not", "metrics")
+        for name in (
+            "failover",
+            "diloco",
+            "lab",
+            "schedules",
+            "etcd",
+            "troubleshooting",
+            "when-not",
+            "metrics",
+            "plain",
+        )
     ),
     *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "recipes").glob("*.md")),
 )
