@@ -250,30 +250,40 @@ class Trainer:
         self._extra = bool(extra or scaler is not None or module_extra(model))
         self._switch_as_before = training.switch_quickly()
         engine.prepare(sections=[Section("optimizer 0", named)], buffers=buffers)
-        resumed_at = self._start.step
+        if loaded is None:
+            loaded = resume is not None or has_stepped(optimizer)
+        self._join(state, elastic, accumulate, {"epochs": str(epochs)}, loaded=loaded)
+        return self._batches(elastic, state, epochs)
+
+    def _join(
+        self, state: ModuleState, loader: ElasticLoader, accumulate: int, words: dict[str, str], *, loaded: bool
+    ) -> None:
+        """Waits until this member is in the job; if it was asked to leave meanwhile, it is out and there are no
+        batches."""
+        engine, scaler, resumed_at = self.engine, self._scaler, self._start.step
+        (optimizer,) = state.optimizers
         try:
             with _wish.end_the_wait(engine):
                 engine.join(
                     fingerprint={
-                        **elastic.order_fingerprint,
+                        **loader.order_fingerprint,
                         **default_words([optimizer]),
                         "optimizer": type(optimizer).__name__,
-                        "epochs": str(epochs),
                         "clipping": str(self._clip),
                         "loss scaling": type(scaler).__name__ if scaler is not None else "none",
+                        **words,
                     },
-                    quota=elastic.quota,
+                    quota=loader.quota,
                     accumulate=accumulate,
                     state=state,
                     replay=ModuleReplay(state, self._clip),
-                    loaded=(resume is not None or has_stepped(optimizer)) if loaded is None else loaded,
+                    loaded=loaded,
                 )
-            self._entered(elastic, resumed_at)
+            self._entered(loader, resumed_at)
         except DepartedError:
             if not engine.leaving:
                 raise
-            engine.out = True  # it never was in: there are no batches
-        return self._batches(elastic, state, epochs)
+            engine.out = True
 
     def _extra_state(
         self, extra: Mapping[str, Stateful | nn.Module] | None, scaler: GradScaler | None
@@ -302,6 +312,7 @@ class Trainer:
             loader.load_state_dict(start.data)
             if engine.role == "founder" and not engine.resumed:
                 engine.events.emit("resumed", step=start.step, ledger=loader.ledger.streams)
+                _log.info("job %s goes on from step %d of a checkpoint", engine.config.job, start.step)
 
     def _batches(self, loader: ElasticLoader, state: ModuleState, epochs: int) -> Iterator[Any]:
         def stands() -> int:

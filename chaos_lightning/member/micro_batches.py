@@ -111,8 +111,9 @@ class MicroBatches:
         self._any_passed, self._kept = False, []
 
     def _note(self) -> None:
-        graded = [(param, param.grad) for _, param in self._named if param.grad is not None]
-        self._kept = [(param, grad, grad._version) for param, grad in graded] if self._parts > 1 else []
+        if self._parts > 1:
+            graded = [(param, param.grad) for _, param in self._named if param.grad is not None]
+            self._kept = [(param, grad, grad._version) for param, grad in graded]
 
     def _refuse_lost(self) -> None:
         if not self._kept or any(p.grad is grad and grad._version == version for p, grad, version in self._kept):

@@ -160,6 +160,26 @@ def test_who_leaves_within_a_batch_brings_nothing_of_it(job: Job) -> None:
     assert max(a["apart"]) < 1e-6
 
 
+def test_an_interrupted_loop_ends_its_own_part_alone(job: Job) -> None:
+    """As in a notebook, by the second Ctrl+C; the others need not wait until they lose patience."""
+    spec: dict[str, Any] = {"settings": {"join_by": "pause"}}
+    start(job, "a", **spec, gates={1: job.gate("a")})
+    job.harness.wait_step(1)
+    job.harness.declare("b")
+    start(job, "b", **spec, gates={4: job.gate("b")})
+    job.wait_admitted("b")
+    job.open("a")
+    job.harness.wait_step(4, node="b")
+    job.harness.terminate("b", number=signal.SIGINT)
+    said = job.harness.children["b"].tail
+    job.harness.wait_until(lambda: "capture_exit_event() is true" in said(), "b's answer to the first Ctrl+C")
+    job.harness.terminate("b", number=signal.SIGINT)
+    assert job.harness.wait_exit("b") != 0
+    assert "KeyboardInterrupt" in said()
+    (a,) = job.finish("a")
+    assert a["step"] > 4
+
+
 def test_the_next_member_saves_if_the_writer_dies(job: Job) -> None:
     file = job.out / "saved.pt"
     spec: dict[str, Any] = {"saves": {6: str(file)}, "settings": {"join_by": "pause"}}
