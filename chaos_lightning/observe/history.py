@@ -351,16 +351,18 @@ def check_samples(
         silent = [m for m in slot.contributors if m not in speakers]
         if index == 0 and start is None:
             before = {k: subtract(v, merge(said.get(k, ()))) if not silent else () for k, v in slot.ledger.items()}
-        for key in set(said) | set(slot.ledger):
+        # Headers of a job that goes on from a checkpoint do not repeat what was spent before.
+        ledger = {k: merge([*v, *(start or {}).get(k, ())]) for k, v in slot.ledger.items()}
+        for key in set(said) | set(ledger):
             use = usage.setdefault(key, Usage(start=merge(before.get(key, ()))))
             label = f"slot {slot.seq}, epoch {key[1]}" + (f", stream {key[0]!r}" if key[0] else "")
-            grown = subtract(merge(slot.ledger.get(key, ())), merge(before.get(key, ()))) if slot.ledger else None
+            grown = subtract(ledger.get(key, ()), merge(before.get(key, ()))) if ledger else None
             found += [Problem(rule, f"{label}: {text}") for rule, text in use.add(said[key], grown, bool(silent))]
         for key, spans in before.items():
-            if slot.ledger and key in slot.ledger and subtract(merge(spans), merge(slot.ledger[key])):
+            if key in ledger and subtract(merge(spans), ledger[key]):
                 found.append(Problem("ledger", f"slot {slot.seq}: the ledger of epoch {key[1]} lost positions"))
-        if slot.ledger:
-            before = dict(slot.ledger)
+        if ledger:
+            before = dict(ledger)
     return usage, found
 
 

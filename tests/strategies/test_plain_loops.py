@@ -11,6 +11,8 @@ import pytest
 import torch
 from strategy_job import Job
 
+from chaos_lightning.observe.audit import audit
+
 CLIP = {"clip_norm": 0.5, "accumulate": 2}
 """Of a plain loop; then the same for Lightning."""
 LIGHTNING = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
@@ -66,7 +68,8 @@ def test_equals_lightning_also_across_a_checkpoint_in_mid_epoch(job: Job, names:
     stopped = run(job, names, **spec, saves={4: file}, stops_at=4)
     assert {report["step"] for report in stopped} == {4}
     again(job, names)
-    resumed = run(job, names, **spec, prepare={**CLIP, "resume": file})
+    log = job.out / "resumed"
+    resumed = run(job, names, **spec, prepare={**CLIP, "resume": file}, settings={"log_dir": str(log)})
     assert {report["began"] for report in resumed} == {4}
     same(resumed)
     near(resumed[0], lightning[0])
@@ -76,6 +79,8 @@ def test_equals_lightning_also_across_a_checkpoint_in_mid_epoch(job: Job, names:
     assert len(first) == 4, "Lightning's, the whole one's, the one that stopped, and the one that went on"
     if names == "a":  # of two founders either may come first, and has the first samples then
         assert first[:3] == pytest.approx([first[0]] * 3, rel=1e-3)
+    findings = {finding.point: finding for finding in audit(log)}
+    assert findings[3].verdict == "ok", findings[3]
 
 
 def test_newcomer_replays_clipped_steps_of_a_resumed_job(job: Job) -> None:
