@@ -40,6 +40,7 @@ from chaos_lightning.strategies.data import EngineSource, TrainLoader
 from chaos_lightning.strategies.elastic import ElasticPart
 from chaos_lightning.strategies.environment import ChaosEnvironment
 from chaos_lightning.strategies.evaluation import Evaluation
+from chaos_lightning.strategies.files import LogPlace
 from chaos_lightning.strategies.fingerprint import advice, fingerprint_of, seed_of
 from chaos_lightning.strategies.lengths import Lengths
 from chaos_lightning.strategies.lightning_types import Trainer
@@ -134,6 +135,8 @@ class FitSession:
         self._keep_due = False
         self.outer: ElasticPart | None = None
         """This fit's part in an outer job, if the members are ranks of one of its clusters."""
+        self._first = ""
+        """Who was rank 0 after the slot before."""
         self._outer_due: Header | None = None
         """A step of which that has yet to be told."""
         self.through = False
@@ -218,7 +221,7 @@ class FitSession:
         extra = {
             "syncs": lambda: sorted(self.collectives.syncs),
             "gradients": lambda: self.stepper.gradients(),
-            "log_dir": lambda: self.writer.log_dir,
+            "files": lambda: list(self.writer.told),
             "clock": lambda: self.outer.clock.manifest() if self.outer else {},
             "through": lambda: self.through,
         }
@@ -296,7 +299,7 @@ class FitSession:
         fresh = engine.role == "founder" and not engine.resumed
         start_clocks(trainer, fresh=engine.role == "founder")
         if engine.role == "founder":
-            self.writer.log_dir = ("", "")  # what was kept with a state is of the job before
+            self.writer.told = LogPlace()  # what was kept with a state is of the job before
         self._samples.begin(engine.header.ledger)
         self._observe(fresh=fresh)
         if not fresh and not self.through and epoch_of(trainer) != epoch_before:
@@ -313,7 +316,7 @@ class FitSession:
     def _adopt_extra(self, extra: Mapping[str, Any]) -> None:
         self.collectives.syncs = set(extra["syncs"])
         self.stepper.adopt_gradients(extra["gradients"])
-        self.writer.log_dir = extra["log_dir"]
+        self.writer.told = LogPlace(*extra["files"])
         self.through = extra["through"]
         if self.outer:
             self.outer.clock.adopt(extra["clock"])
@@ -352,7 +355,7 @@ class FitSession:
             if not self._waits_for_versions():
                 break
         self.writer.promote_if_due(fresh=False)
-        self.writer.tell_log_dir(lambda: self.members)
+        self.writer.tell_files(lambda: self.members)
         self.stepper.prove(self.state)
         assert self._loader is not None
         if self.outer and self.outer.turned:
@@ -583,7 +586,9 @@ class FitSession:
             return
         self.lengths.check(engine.world_size)
         behind = int(not self.writes)
-        self.writer.place(engine.name, engine.rank + behind, engine.world_size + behind, fresh=fresh)
+        lost = self._first not in {source.member for source in engine.header.contributors}
+        self.writer.place(engine.name, engine.rank + behind, engine.world_size + behind, fresh=fresh, lost=lost)
+        self._first = self.members[0]
 
     @property
     def writes(self) -> bool:
@@ -633,7 +638,7 @@ class FitSession:
         if self.void:
             return
         _log.warning("%s; this process joins again by itself", error)
-        self._step_aside()
+        self._step_aside(void=True)
         self._outer_due = None
         if self.outer:
             self.outer.cluster.forget()
@@ -697,9 +702,9 @@ class FitSession:
             )  # fmt: skip
         return self.void or self.gone
 
-    def _step_aside(self) -> None:
+    def _step_aside(self, *, void: bool = False) -> None:
         self.in_job = False
-        self.writer.step_aside()
+        self.writer.step_aside(void=void)
 
     def finish(self) -> None:
         """fit is over: the job's last slot, or the farewell of a member that left."""

@@ -6,11 +6,15 @@ progress bar is switched on where the loops stand, and callbacks that write once
 
 Logged values leave the job only when the step they belong to is stable (protocol.md 4): with other members, calls of
 `log_metrics` wait until the next slot has committed. A writer that dies in between has logged nothing that others redo.
+
+The next writer goes on with the files of the one before (files.py). What is logged goes to them at once, so that a
+writer that dies owes them what two commits made final at most: it had written what an earlier one did before it
+contributed to the slot after. Other members remember so much. What the last of the two did is certainly not written
+if the writer has not contributed to that slot.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,6 +25,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.trainer import _log_hyperparams
 
 from chaos_lightning.strategies.environment import ASIDE, ChaosEnvironment
+from chaos_lightning.strategies.files import Call, LogPlace, catch_up, forget, go_on, mark, save, versions
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import measure_anew, refit_rates
 
@@ -34,7 +39,9 @@ class StableLog:
 
     def __init__(self, alone: Callable[[], bool]) -> None:
         self._alone = alone
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[Call] = []
+        self._owed: list[list[Call]] = [[], []]
+        """What the last two commits made final."""
         self._held: list[tuple[Logger, dict[str, Any]]] = []
         """With what the user had put in place of `log_metrics`."""
 
@@ -43,26 +50,42 @@ class StableLog:
         for logger in {id(logger): logger for logger in loggers}.values():
             own = {name: value for name, value in vars(logger).items() if name == "log_metrics"}
             self._held.append((logger, own))
-            logger.log_metrics = self._wrap(logger.log_metrics)  # type: ignore[method-assign]
+            logger.log_metrics = self._wrap(logger, logger.log_metrics)  # type: ignore[method-assign]
 
-    def _wrap(self, real: Callable[..., None]) -> Callable[..., None]:
+    def _wrap(self, logger: Logger, real: Callable[..., None]) -> Callable[..., None]:
         def log_metrics(*args: Any, **kwargs: Any) -> None:
             if self._alone():
                 real(*args, **kwargs)
             else:
-                self._waiting.append(lambda: real(*args, **kwargs))
+                self._waiting.append(Call(logger, real, args, kwargs))
 
         return log_metrics
 
     def stable(self) -> None:
         """A slot committed: whatever was logged before it is final."""
         waiting, self._waiting = self._waiting, []
-        for write in waiting:
-            write()
+        for call in waiting:
+            call.make()
+        self._owed = [self._owed[1], waiting]
+        if waiting:
+            self.save()
+
+    def save(self) -> None:
+        """What has been logged is in files that a successor of this writer goes on with."""
+        for logger, _ in self._held:
+            save(logger)
+
+    def owed(self, logger: Logger, *, certain: bool) -> list[Call]:
+        """What a writer that is gone may not have written by this logger, in order; only by the last commit if
+        `certain`."""
+        return [call for calls in self._owed[certain:] for call in calls if call.logger is logger]
 
     def drop(self) -> None:
-        """This member was fenced: its last step may be redone by others."""
+        """This member was fenced: its last step may be redone by others, and others write what came before it."""
         self._waiting.clear()
+        self._owed = [[], []]
+        for logger, _ in self._held:
+            forget(logger)
 
     def release(self) -> None:
         """Loggers are the user's again; what still waits is dropped."""
@@ -83,7 +106,7 @@ class Writer:
         alone: Collectives inside answer with this member's own values.
 
     Attributes:
-        log_dir: The writer that has told where it logs, and what it said. It travels with the training state.
+        told: Where the writer logs, as it has told. It travels with the training state.
     """
 
     def __init__(
@@ -99,13 +122,13 @@ class Writer:
         self._due = False
         """What can only be done between two batches has yet to be done."""
         self.logs = StableLog(lambda: not in_job() or environment.world_size() == 1)
-        self.log_dir = ("", "")
+        self.told = LogPlace()
 
     @property
     def is_here(self) -> bool:
         return self._environment.global_rank() == 0
 
-    def place(self, name: str, rank: int, world_size: int, *, fresh: bool) -> None:
+    def place(self, name: str, rank: int, world_size: int, *, fresh: bool, lost: bool) -> None:
         """A slot committed, or this member came in: who is it now?
 
         Args:
@@ -113,14 +136,20 @@ class Writer:
             rank: Of this member.
             world_size: Of the job.
             fresh: The job starts; nobody has written yet.
+            lost: Who was the writer has no part in that slot.
         """
         wrote = self.is_here
         # Always: who was put out had another number meanwhile, which can be that of the world it comes back to.
         refit_rates(self._trainer, world_size)
+        grows = world_size > self._environment.world_size()
         if self._environment.place(rank, world_size):
             self._due = True
             with self._alone():
-                open_loggers(self._trainer, name, fresh=fresh)
+                for logger, gone_on in open_loggers(self._trainer, name, fresh=fresh, told=self.told).items():
+                    if lost or gone_on:
+                        catch_up(logger, self.logs.owed(logger, certain=not gone_on))
+        elif wrote and rank == 0 and grows:
+            self.logs.save()  # whoever came in now does not know what was logged before
         elif wrote and rank != 0:
             _demote(self._trainer)
 
@@ -131,13 +160,19 @@ class Writer:
             with self._alone():
                 _promote(self._trainer, fresh=fresh)
 
-    def tell_log_dir(self, members: Callable[[], tuple[str, ...]]) -> None:
+    def tell_files(self, members: Callable[[], tuple[str, ...]]) -> None:
         """All members learn where the writer logs, whenever there is another one: `trainer.log_dir` may be asked for in
-        training_step, where nothing can be exchanged."""
+        training_step, where nothing can be exchanged, and the next writer goes on with these files."""
         here = members()
-        if self._trainer.loggers and len(here) > 1 and self.log_dir[0] != here[0]:
-            told = str(self._trainer.log_dir)
-            self.log_dir = (next(iter(members()), ""), told)  # the writer may have died meanwhile
+        if self._trainer.loggers and len(here) > 1 and self.told.writer != here[0]:
+            answer = self._trainer.strategy.broadcast(self._files())
+            self.told = LogPlace(here[0], *answer)  # if that one has died meanwhile, the next one tells soon
+
+    def _files(self) -> list[Any]:
+        loggers, (_, _, run, known) = self._trainer.loggers, self.told
+        with self._alone():
+            folder = str(self._trainer.log_dir)
+        return [folder, mark(loggers, run), versions(loggers)] if self.is_here else [folder, run, list(known)]
 
     def told_log_dir(self, own: Any) -> Any:
         """What `trainer.log_dir` is within a step: the writer's, as it was told last.
@@ -145,32 +180,43 @@ class Writer:
         Args:
             own: This member's, which is its answer where it is the writer or nobody logs.
         """
-        return own if self.is_here or not self.log_dir[0] else self.log_dir[1]
+        return own if self.is_here or not self.told.writer else self.told.folder
 
     def save_logs(self) -> None:
         """What loggers hold back goes to their files, while this member is still the writer."""
         for logger in self._trainer.loggers:
             logger.save()
 
-    def step_aside(self) -> None:
-        """This member is out: it must not look like the writer."""
-        if self.is_here:
+    def step_aside(self, *, void: bool) -> None:
+        """This member is out: it must not look like the writer.
+
+        Args:
+            void: It was put out: somebody else may write by now.
+        """
+        if self.is_here and not void:
             self.save_logs()
         self._environment.place(*ASIDE)
         _demote(self._trainer)
 
 
-def open_loggers(trainer: Trainer, name: str, *, fresh: bool) -> None:
+def open_loggers(trainer: Trainer, name: str, *, fresh: bool, told: LogPlace = LogPlace()) -> dict[Logger, bool]:
     """This member writes from now on: loggers open, and clocks of rank zero start. Collectives must be off meanwhile.
 
     Args:
         trainer: In fit.
-        name: This member's name; distinguishes its log folder from that of the writer before.
+        name: This member's name; distinguishes its log folder from one that is not the run's.
         fresh: The job starts; nobody has written yet.
+        told: Where the writer before has logged.
+
+    Returns:
+        The loggers, and whether they know what the writer before has written.
     """
-    for logger in trainer.loggers:
-        if not fresh:
-            _own_folder(logger, name)
+    opened: dict[Logger, bool] = {}
+    for place, logger in enumerate(trainer.loggers):
+        if logger in opened:  # given twice
+            continue
+        version = told.versions[place] if place < len(told.versions) else ""
+        opened[logger] = not fresh and go_on(logger, version, told.run, name)
         if hasattr(logger, "experiment"):
             _ = logger.experiment
     for callback in trainer.callbacks:
@@ -178,6 +224,7 @@ def open_loggers(trainer: Trainer, name: str, *, fresh: bool) -> None:
             measure_anew(callback)
     if trainer.enable_autolog_hparams:
         _log_hyperparams(trainer)
+    return opened
 
 
 def _promote(trainer: Trainer, *, fresh: bool) -> None:
@@ -192,15 +239,6 @@ def _promote(trainer: Trainer, *, fresh: bool) -> None:
             callback.enable()
             callback.on_train_start(trainer, trainer.lightning_module)
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
-
-
-def _own_folder(logger: Logger, name: str) -> None:
-    """File loggers empty the folder they open; the one of the writer before may be shared."""
-    folder = getattr(logger, "log_dir", None)
-    if hasattr(logger, "_version") and hasattr(logger, "_experiment") and folder and os.path.isdir(folder):
-        version = logger.version
-        logger._version = f"version_{version}-{name}" if isinstance(version, int) else f"{version}-{name}"
-        logger._experiment = None
 
 
 def _demote(trainer: Trainer) -> None:

@@ -14,7 +14,7 @@ import strategy_models as models
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, DistributedSampler
@@ -192,7 +192,8 @@ def member(spec: dict[str, Any]) -> None:
     Args:
         spec: name, port, out (folder of the report); samples, batch, val_samples, val_batch, val_loaders, epochs,
             gates, batches, by_rank (validation data are), evaluates (before fit, on as many data and by rank),
-            model, model_args, trainer, options, data, callbacks ("checkpoint", "steps", "stopping", "log"),
+            model, model_args, trainer, options, data,
+            callbacks ("checkpoint", "steps", "stopping", "log", "boards": to TensorBoard, too),
             every_n_train_steps and ckpt_dir (of "steps"), plan (of faults),
             leaves_at (within this step), elsewhere (than the scheduler, as far as its place goes),
             dies_writing ("half", "whole"), room (for so many checkpoints; then the disk is full, and the report is what
@@ -260,7 +261,9 @@ def member(spec: dict[str, Any]) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
         settings["plugins"] = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     if "log" in wanted:
-        settings["logger"] = CSVLogger(out / "csv" / spec.get("log_as", ""), name="run")
+        settings["logger"] = [CSVLogger(out / "csv" / spec.get("log_as", ""), name="run")]
+        if "boards" in wanted:
+            settings["logger"].append(TensorBoardLogger(out / "boards", name="run"))
     trainer = models.trainer(out, **{**settings, **spec.get("trainer", {}), "strategy": strategy})
     model = make_model(spec)
     if spec.get("stream"):

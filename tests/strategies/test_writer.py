@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import os
 import pickle
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelSummary, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from strategy_models import Counting, Evaluated, Regression, data, loader, trainer, weights
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
@@ -20,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 import chaos_lightning  # noqa: F401
 from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.strategies import ChaosStrategy
+from chaos_lightning.strategies.files import RUN_FILE, Call, LogPlace, catch_up, mark, versions
 from chaos_lightning.strategies.writer import StableLog, open_loggers
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -218,6 +221,23 @@ def test_evaluation_outside_of_fit_is_local(tmp_path: Path, double: Any) -> None
     assert not double.made
 
 
+def test_a_writer_that_dies_owes_what_two_commits_made_final(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    stable = StableLog(lambda: False)
+    stable.hold([logger])
+    for step in range(4):
+        logger.log_metrics(metrics={}, step=step)
+        stable.stable()
+    logger.log_metrics(metrics={}, step=4)
+    assert [call.kwargs["step"] for call in stable.owed(logger, certain=False)] == [2, 3]
+    assert [call.kwargs["step"] for call in stable.owed(logger, certain=True)] == [3]
+    stable.stable()
+    stable.stable()
+    assert stable.owed(logger, certain=True) == stable.owed(CSVLogger(tmp_path), certain=False) == []
+    stable.drop()
+    assert stable.owed(logger, certain=False) == []
+
+
 def test_logged_values_wait_for_the_next_commit() -> None:
     written: list[int] = []
     alone = False
@@ -243,19 +263,112 @@ def test_logged_values_wait_for_the_next_commit() -> None:
     assert "log_metrics" not in vars(log)
 
 
-def test_the_next_writer_does_not_empty_the_folder_of_the_one_before(tmp_path: Path) -> None:
-    old = CSVLogger(tmp_path, name="run", version=0)
-    old.log_metrics({"a": 1.0}, step=0)
-    old.save()
-    new = CSVLogger(tmp_path, name="run", version=0)
-    fit = trainer(tmp_path, logger=new)
+def metrics(folder: Path) -> list[dict[str, str]]:
+    """Rows of a folder's metrics.csv, without the values that a row does not have."""
+    with (folder / "metrics.csv").open() as file:
+        return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def next_writer(folder: Path, logger: Any, told: LogPlace, *owed: dict[str, Any]) -> None:
+    """A member takes over, whose own logger would have begun another version."""
+    fit = trainer(folder, logger=logger)
     fit.fit_loop.max_epochs = 0
     fit.strategy._lightning_module = Regression()
-    open_loggers(fit, "node-b", fresh=False)
-    new.log_metrics({"a": 2.0}, step=1)
+    if open_loggers(fit, "node-b", fresh=False, told=told)[logger]:
+        catch_up(logger, [Call(logger, logger.log_metrics, (), call) for call in owed])
+
+
+def told_by(folder: Path) -> LogPlace:
+    """Says a writer that has written step 0, and of step 1 what was logged first."""
+    old = CSVLogger(folder, name="run")
+    old.log_metrics({"a": 1.0}, step=0)
+    old.log_metrics({"a": 1.5}, step=1)
+    old.save()
+    return LogPlace("a~1", old.log_dir, mark([old], ""), versions([old]))
+
+
+def test_the_next_writer_goes_on_with_the_files_of_the_one_before(tmp_path: Path) -> None:
+    """It writes what is not there yet, and has columns of its own."""
+    told = told_by(tmp_path)
+    new = CSVLogger(tmp_path, name="run")
+    next_writer(tmp_path, new, told, *({"metrics": m, "step": 1} for m in ({"a": 1.5}, {"val": 0.5})))
+    new.log_metrics({"b": 2.0, "a": 1.0}, step=2)
     new.save()
-    assert (tmp_path / "run" / "version_0" / "metrics.csv").read_text().split() == ["a,step", "1.0,0"]
-    assert (tmp_path / "run" / "version_0-node-b" / "metrics.csv").exists()
+    file = Path(told.folder, RUN_FILE)
+    marked = file.stat().st_mtime_ns
+    assert mark([new], told.run) == told.run == file.read_text()
+    assert file.stat().st_mtime_ns == marked, "a writer that dies while it marks leaves no empty file"
+    assert os.listdir(tmp_path / "run") == ["version_0"]
+    assert metrics(tmp_path / "run" / "version_0") == [
+        {"step": "0", "a": "1.0"},
+        {"step": "1", "a": "1.5"},
+        {"step": "1", "val": "0.5"},
+        {"step": "2", "a": "1.0", "b": "2.0"},
+    ]
+
+
+@pytest.mark.parametrize("other", ["another run", "no run", ""])
+def test_the_next_writer_leaves_a_folder_alone_that_is_not_the_runs(tmp_path: Path, other: str) -> None:
+    """As on another machine, where an earlier run may have had the same version; nothing is written twice there."""
+    told, here = told_by(tmp_path / "there"), tmp_path / "here"
+    if other:
+        there_before = told_by(here)
+        if other == "no run":
+            os.unlink(Path(there_before.folder, RUN_FILE))
+    new = CSVLogger(here, name="run")
+    next_writer(here, new, told, {"metrics": {"a": 1.5}, "step": 1})
+    new.log_metrics({"a": 2.0}, step=2)
+    new.save()
+    own = "version_0-node-b" if other else "version_0"
+    assert metrics(here / "run" / own) == [{"step": "2", "a": "2.0"}]
+    if other:
+        assert len(metrics(here / "run" / "version_0")) == 2
+
+
+def test_a_writer_that_was_put_out_writes_no_more(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="run")
+    stable = StableLog(lambda: False)
+    stable.hold([logger])
+    for step in (1, 2):
+        logger.log_metrics({"a": 1.0}, step=step)
+        if step == 1:
+            stable.stable()
+    logger.experiment.log_metrics({"a": 3.0}, step=3)  # past what waits, as a callback may
+    stable.drop()
+    stable.stable()
+    logger.finalize("success")
+    stable.release()
+    assert metrics(tmp_path / "run" / "version_0") == [{"step": "1", "a": "1.0"}]
+
+
+def test_the_next_writer_goes_on_with_the_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's logger on a double of wandb, which is not installed."""
+    begun: list[dict[str, Any]] = []
+
+    class Run:
+        def __init__(self, **init: Any) -> None:
+            begun.append(init)
+            self.id = init["id"] or "made-up"
+            self.config = types.SimpleNamespace(update=lambda *a, **k: None)
+
+        def define_metric(self, *a: Any, **k: Any) -> None:
+            """As W&B does."""
+
+    lib = types.SimpleNamespace(RunDisabled=Run)
+    for name, module in {
+        "wandb": types.SimpleNamespace(init=Run, run=None),
+        "wandb.sdk": types.SimpleNamespace(lib=lib),
+        "wandb.sdk.lib": lib,
+        "wandb.wandb_run": types.SimpleNamespace(Run=Run),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", True)
+    writer, heir = WandbLogger(save_dir=tmp_path), WandbLogger(save_dir=tmp_path)
+    assert writer.experiment.id == "made-up"
+    told = LogPlace("a~1", "", mark([writer], ""), versions([writer]))
+    next_writer(tmp_path, heir, told)
+    assert heir.experiment.id == heir.version == "made-up"
+    assert [(init["id"], init["resume"]) for init in begun] == [(None, "allow"), ("made-up", "allow")]
 
 
 def test_checkpoints_are_named_by_committed_step(tmp_path: Path, double: Any) -> None:

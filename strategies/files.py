@@ -1,0 +1,177 @@
+"""The files of a run stay together when another member becomes the writer (writer.py).
+
+Theory of operation. The writer tells its loggers' versions, and the next one takes them: it opens the same folder, and
+W&B the same run. Where the next writer is on another machine, with a file system of its own, a folder of that name may
+be another run's; so the writer leaves the run's id in a file in its folder, `RUN_FILE`. Only a folder with that id is
+gone on with, a new one is made under the same name, and any other one is left alone for one named after the member.
+
+Each step is to be logged once. Lightning's writer of metrics.csv deletes the file when it opens one that exists;
+`_Continued` keeps it, and leaves out rows that it has. What other loggers have written is not known, so with them the
+next writer makes up for what the one before has certainly not written, and no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+RUN_FILE = ".chaos_run"
+KNOWN_ROWS = 200
+"""So many last rows of a metrics.csv are compared with what is logged; what two commits make final is less."""
+Version = int | str
+
+
+class LogPlace(NamedTuple):
+    """Where a writer logs."""
+
+    writer: str = ""
+    """Its member id; "": nobody has told."""
+    folder: str = ""
+    """Its `trainer.log_dir`."""
+    run: str = ""
+    """What its folders are marked with; the same for all writers of a run."""
+    versions: Sequence[Version] = ()
+    """Of its loggers, in order; "" where it is none that another writer goes on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a logger's `log_metrics`."""
+
+    logger: Logger
+    real: Callable[..., None]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def make(self) -> None:
+        self.real(*self.args, **self.kwargs)
+
+
+def versions(loggers: Sequence[Logger]) -> list[Version]:
+    """What the next writer's loggers are to have."""
+    known = (CSVLogger, TensorBoardLogger, WandbLogger)
+    return [version if isinstance(v, known) and (version := v.version) is not None else "" for v in loggers]
+
+
+def mark(loggers: Sequence[Logger], run: str) -> str:
+    """The folders of this writer's loggers are of this run from now on.
+
+    Args:
+        loggers: All are open.
+        run: Of the writer before; "": this is the first one.
+
+    Returns:
+        The run's id.
+    """
+    run = run or uuid.uuid4().hex
+    for logger in loggers:
+        with contextlib.suppress(OSError):  # who cannot read it later takes another folder
+            if _in_folder(logger) and os.path.isdir(folder := str(logger.log_dir)) and _run_of(folder) != run:
+                Path(folder, RUN_FILE).write_text(run)  # never anew: this member may die between emptying and writing
+    return run
+
+
+@rank_zero_only
+def save(logger: Logger) -> None:
+    """What the writer's logger was told goes to its files where that is cheap; elsewhere, when the logger has it go."""
+    if _in_folder(logger):
+        logger.save()
+
+
+def forget(logger: Logger) -> None:
+    """This member was put out, and others write to these files: what is not in them yet must not come into them."""
+    if isinstance(logger, CSVLogger | TensorBoardLogger):
+        logger._experiment = None
+
+
+def go_on(logger: Logger, version: Version, run: str, name: str) -> bool:
+    """This member's logger is to open where that of the writer before has logged.
+
+    Args:
+        logger: One of the trainer's, not open or left open when this member was the writer before.
+        version: Of the other's; "": it was not told.
+        run: What the other's folder is marked with.
+        name: This member's name.
+
+    Returns:
+        Whether it leaves out what the other has written.
+    """
+    if version != "" and isinstance(logger, WandbLogger):
+        logger._id = logger._wandb_init["id"] = version
+    elif version != "" and isinstance(logger, CSVLogger | TensorBoardLogger):
+        logger._version, logger._experiment = version, None
+        folder = str(logger.log_dir)
+        there = logger._fs.isdir(folder)
+        if there and _in_folder(logger) and _run_of(folder) != run:
+            _own_folder(logger, name)
+        elif there and isinstance(logger, CSVLogger):
+            logger._experiment = _Continued(folder)
+            return True
+    else:
+        _own_folder(logger, name)
+    return False
+
+
+def catch_up(logger: Logger, owed: Sequence[Call]) -> None:
+    """Logs what the writer before may not have written; what is in a file that is gone on with is left out."""
+    for call in owed:
+        call.make()
+    save(logger)
+
+
+def _in_folder(logger: Logger) -> bool:
+    return isinstance(logger, CSVLogger | TensorBoardLogger) and _is_local_file_protocol(logger.log_dir)
+
+
+def _run_of(folder: str) -> str:
+    try:
+        return Path(folder, RUN_FILE).read_text()
+    except OSError:
+        return ""
+
+
+class _Continued(ExperimentWriter):
+    """Goes on with a file, if it is there."""
+
+    def __init__(self, log_dir: str) -> None:
+        super().__init__(log_dir)
+        self._there: deque[tuple[str, frozenset[str]]] = deque(maxlen=KNOWN_ROWS)
+        """Rows that are not written once more: their steps, and names of their values."""
+        if self._fs.isfile(self.metrics_file_path):
+            with self._fs.open(self.metrics_file_path, "r", newline="") as file:
+                rows = csv.DictReader(file)
+                self.metrics_keys = list(rows.fieldnames or ())
+                self._there.extend(_key(row) for row in rows)
+
+    def _check_log_dir_exists(self) -> None:
+        """Lightning's deletes the file here."""
+
+    def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
+        super().log_metrics(metrics_dict, step)
+        if _key(self.metrics[-1]) in self._there:
+            self.metrics.pop()
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, frozenset[str]]:
+    return str(row.get("step")), frozenset(name for name, value in row.items() if value != "")
+
+
+def _own_folder(logger: Logger, name: str) -> None:
+    """File loggers empty the folder they open, and this one is not this run's."""
+    folder = getattr(logger, "log_dir", None)
+    if hasattr(logger, "_version") and hasattr(logger, "_experiment") and folder and os.path.isdir(folder):
+        version = logger.version
+        logger._version = f"version_{version}-{name}" if isinstance(version, int) else f"{version}-{name}"
+        logger._experiment = None
