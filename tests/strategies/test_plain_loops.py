@@ -75,7 +75,9 @@ def test_equals_lightning_also_across_a_checkpoint_in_mid_epoch(job: Job, names:
     near(resumed[0], lightning[0])
     assert resumed[0]["step"] == lightning[0]["step"], "what the checkpoint had spent of its epoch is not trained again"
     assert resumed[0]["scale"] == whole[0]["scale"]
-    first = [float(r["loss"]) for r in job.harness.records if r.name == "train_loss" and r.node == "a" and r["step"] == 1]
+    first = [
+        float(r["loss"]) for r in job.harness.records if r.name == "train_loss" and r.node == "a" and r["step"] == 1
+    ]
     assert len(first) == 4, "Lightning's, the whole one's, the one that stopped, and the one that went on"
     if names == "a":  # of two founders either may come first, and has the first samples then
         assert first[:3] == pytest.approx([first[0]] * 3, rel=1e-3)
