@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from log_support import whole_lines
 from until_support import until
 
 from chaos_lightning.control.etcd_servers import find_etcd
@@ -139,7 +140,7 @@ def test_its_proof_notices_what_the_logs_do_not_show(
 ) -> None:
     events = tmp_path / "demo" / "events"
     shutil.copytree(told[0] / "events", events)
-    files = {path: [json.loads(line) for line in path.read_text().splitlines()] for path in events.glob("*.jsonl")}
+    files = {path: whole_lines(path) for path in events.glob("*.jsonl")}
     merged = sorted((line for lines in files.values() for line in lines), key=lambda line: line["t"])
     kept = list(merged)
     tamper(kept)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from log_support import whole_lines
 
 from chaos_lightning.lab.demo.members import prove
 from chaos_lightning.lab.demo.proof import Check, Evidence
@@ -113,7 +114,7 @@ def test_proof_notices_logs_that_contradict_it(
     folder = tmp_path / "demo"
     shutil.copytree(told[0], folder)
     _, path = sorted((folder / "events").glob("member-edge-4-0-*.jsonl"), key=began)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = whole_lines(path)
     tamper(lines)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     bad = failed(prove(Evidence(folder, CODES)))

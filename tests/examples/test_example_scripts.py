@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from log_support import whole_lines
 
 from chaos_lightning.machine.listener import free_port
 
@@ -199,12 +199,7 @@ def test_two_typed_lines_train_two_clusters(tmp_path: Path) -> None:
 
 def told(log: Path, name: str) -> list[dict[str, Any]]:
     """All events of this name."""
-    return [
-        event
-        for path in log.rglob("*.jsonl")
-        for event in map(json.loads, path.read_text().splitlines())
-        if event["name"] == name
-    ]
+    return [event for path in log.rglob("*.jsonl") for event in whole_lines(path) if event["name"] == name]
 
 
 def test_readme_line_trains_on_two_nodes(tmp_path: Path) -> None:
@@ -229,10 +224,9 @@ def test_readme_line_trains_on_two_nodes(tmp_path: Path) -> None:
     assert [node.returncode for node in nodes] == [0, 0], said
     assert sum("max_steps=4` reached" in words for words in said) == 1, said
     committed: dict[int, list[dict[str, Any]]] = {}
-    for path in (tmp_path / "log").rglob("*.jsonl"):
-        for event in map(json.loads, path.read_text().splitlines()):
-            if event["name"] == "committed" and event["kind"] == "step":
-                committed.setdefault(event["step"], []).append(event)
+    for event in told(tmp_path / "log", "committed"):
+        if event["kind"] == "step":
+            committed.setdefault(event["step"], []).append(event)
     assert sorted(committed) == [1, 2, 3, 4]
     for events in committed.values():
         assert len(events) == 2
