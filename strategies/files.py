@@ -4,6 +4,7 @@ Theory of operation. The writer tells its loggers' versions, and the next one ta
 W&B the same run. Where the next writer is on another machine, with a file system of its own, a folder of that name may
 be another run's; so the writer leaves the run's id in a file in its folder, `RUN_FILE`. Only a folder with that id is
 gone on with, a new one is made under the same name, and any other one is left alone for one named after the member.
+The file names the writer, too: one that was frozen and put out looks there before it writes, and finds the next one.
 
 Each step is to be logged once. Lightning's writer of metrics.csv deletes the file when it opens one that exists;
 `_Continued` keeps it, and leaves out rows that it has. What other loggers have written is not known, so with them the
@@ -65,22 +66,35 @@ def versions(loggers: Sequence[Logger]) -> list[Version]:
     return [version if isinstance(v, known) and (version := v.version) is not None else "" for v in loggers]
 
 
-def mark(loggers: Sequence[Logger], run: str) -> str:
-    """The folders of this writer's loggers are of this run from now on.
+def mark(loggers: Sequence[Logger], run: str, writer: str) -> str:
+    """The folders of this writer's loggers are of this run from now on, and this member writes them.
 
     Args:
         loggers: All are open.
         run: Of the writer before; "": this is the first one.
+        writer: Tells this member from others.
 
     Returns:
         The run's id.
     """
     run = run or uuid.uuid4().hex
     for logger in loggers:
-        with contextlib.suppress(OSError):  # who cannot read it later takes another folder
-            if _in_folder(logger) and os.path.isdir(folder := str(logger.log_dir)) and _run_of(folder) != run:
-                Path(folder, RUN_FILE).write_text(run)  # never anew: this member may die between emptying and writing
+        if _in_folder(logger) and os.path.isdir(folder := str(logger.log_dir)):
+            _mark(folder, run, writer)
     return run
+
+
+def _mark(folder: str, run: str, writer: str) -> None:
+    beside = Path(folder, f"{RUN_FILE}.{writer}")
+    with contextlib.suppress(OSError):  # who cannot read it later takes another folder
+        beside.write_text(f"{run} {writer}")
+        os.replace(beside, Path(folder, RUN_FILE))  # whoever dies meanwhile leaves a whole one
+
+
+def taken_over(loggers: Sequence[Logger], writer: str) -> bool:
+    """Whether another member writes one of these folders by now; who was frozen has not heard of it yet."""
+    folders = [str(logger.log_dir) for logger in loggers if _in_folder(logger)] if rank_zero_only.rank == 0 else []  # type: ignore[attr-defined]
+    return any(_marked(folder)[1] not in ("", writer) for folder in folders)
 
 
 @rank_zero_only
@@ -96,7 +110,7 @@ def forget(logger: Logger) -> None:
         logger._experiment = None
 
 
-def go_on(logger: Logger, version: Version, run: str, name: str) -> bool:
+def go_on(logger: Logger, version: Version, run: str, name: str, writer: str) -> bool:
     """This member's logger is to open where that of the writer before has logged.
 
     Args:
@@ -104,6 +118,7 @@ def go_on(logger: Logger, version: Version, run: str, name: str) -> bool:
         version: Of the other's; "": it was not told.
         run: What the other's folder is marked with.
         name: This member's name.
+        writer: Tells this member from others; "": who wrote before is let go, and has something to write still.
 
     Returns:
         Whether it leaves out what the other has written.
@@ -114,11 +129,14 @@ def go_on(logger: Logger, version: Version, run: str, name: str) -> bool:
         logger._version, logger._experiment = version, None
         folder = str(logger.log_dir)
         there = logger._fs.isdir(folder)
-        if there and _in_folder(logger) and _run_of(folder) != run:
+        if there and _in_folder(logger) and _marked(folder)[0] != run:
             _own_folder(logger, name)
-        elif there and isinstance(logger, CSVLogger):
-            logger._experiment = _Continued(folder)
-            return True
+        elif there:
+            if writer and _in_folder(logger):
+                _mark(folder, run, writer)
+            if isinstance(logger, CSVLogger):
+                logger._experiment = _Continued(folder)
+                return True
     else:
         _own_folder(logger, name)
     return False
@@ -135,11 +153,13 @@ def _in_folder(logger: Logger) -> bool:
     return isinstance(logger, CSVLogger | TensorBoardLogger) and _is_local_file_protocol(logger.log_dir)
 
 
-def _run_of(folder: str) -> str:
+def _marked(folder: str) -> tuple[str, str]:
+    """Run and writer."""
     try:
-        return Path(folder, RUN_FILE).read_text()
+        run, _, writer = Path(folder, RUN_FILE).read_text().partition(" ")
     except OSError:
-        return ""
+        return "", ""
+    return run, writer
 
 
 class _Continued(ExperimentWriter):

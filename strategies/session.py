@@ -586,8 +586,14 @@ class FitSession:
             return
         self.lengths.check(engine.world_size)
         behind = int(not self.writes)
-        lost = self._first not in {source.member for source in engine.header.contributors}
-        self.writer.place(engine.name, engine.rank + behind, engine.world_size + behind, fresh=fresh, lost=lost)
+        self.writer.place(
+            engine.name,
+            engine.rank + behind,
+            engine.world_size + behind,
+            fresh=fresh,
+            lost=self._first not in {share.member for share in engine.header.contributors},
+            let_go=(change := engine.header.view_change) is not None and self._first not in ("", *change.ids()),
+        )
         self._first = self.members[0]
 
     @property

@@ -16,6 +16,7 @@ if the writer has not contributed to that slot.
 from __future__ import annotations
 
 import sys
+import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,7 +26,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.trainer import _log_hyperparams
 
 from chaos_lightning.strategies.environment import ASIDE, ChaosEnvironment
-from chaos_lightning.strategies.files import Call, LogPlace, catch_up, forget, go_on, mark, save, versions
+from chaos_lightning.strategies.files import Call, LogPlace, catch_up, forget, go_on, mark, save, taken_over, versions
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import measure_anew, refit_rates
 
@@ -35,10 +36,12 @@ class StableLog:
 
     Args:
         alone: Whether nobody else could redo the present step, so that waiting is pointless.
+        writer: Tells this member from others in the files of the run.
     """
 
-    def __init__(self, alone: Callable[[], bool]) -> None:
+    def __init__(self, alone: Callable[[], bool], writer: str = "") -> None:
         self._alone = alone
+        self.writer = writer
         self._waiting: list[Call] = []
         self._owed: list[list[Call]] = [[], []]
         """What the last two commits made final."""
@@ -64,11 +67,12 @@ class StableLog:
     def stable(self) -> None:
         """A slot committed: whatever was logged before it is final."""
         waiting, self._waiting = self._waiting, []
+        self._owed = [self._owed[1], waiting]
+        if not waiting or taken_over([logger for logger, _ in self._held], self.writer):
+            return
         for call in waiting:
             call.make()
-        self._owed = [self._owed[1], waiting]
-        if waiting:
-            self.save()
+        self.save()
 
     def save(self) -> None:
         """What has been logged is in files that a successor of this writer goes on with."""
@@ -121,14 +125,14 @@ class Writer:
         self._alone = alone
         self._due = False
         """What can only be done between two batches has yet to be done."""
-        self.logs = StableLog(lambda: not in_job() or environment.world_size() == 1)
+        self.logs = StableLog(lambda: not in_job() or environment.world_size() == 1, uuid.uuid4().hex)
         self.told = LogPlace()
 
     @property
     def is_here(self) -> bool:
         return self._environment.global_rank() == 0
 
-    def place(self, name: str, rank: int, world_size: int, *, fresh: bool, lost: bool) -> None:
+    def place(self, name: str, rank: int, world_size: int, *, fresh: bool, lost: bool, let_go: bool) -> None:
         """A slot committed, or this member came in: who is it now?
 
         Args:
@@ -137,6 +141,7 @@ class Writer:
             world_size: Of the job.
             fresh: The job starts; nobody has written yet.
             lost: Who was the writer has no part in that slot.
+            let_go: It has, and leaves with it; it writes all that was logged before.
         """
         wrote = self.is_here
         # Always: who was put out had another number meanwhile, which can be that of the world it comes back to.
@@ -145,8 +150,10 @@ class Writer:
         if self._environment.place(rank, world_size):
             self._due = True
             with self._alone():
-                for logger, gone_on in open_loggers(self._trainer, name, fresh=fresh, told=self.told).items():
-                    if lost or gone_on:
+                writer = "" if let_go else self.logs.writer
+                opened = open_loggers(self._trainer, name, fresh=fresh, told=self.told, writer=writer)
+                for logger, gone_on in opened.items():
+                    if not let_go and (lost or gone_on):
                         catch_up(logger, self.logs.owed(logger, certain=not gone_on))
         elif wrote and rank == 0 and grows:
             self.logs.save()  # whoever came in now does not know what was logged before
@@ -172,7 +179,11 @@ class Writer:
         loggers, (_, _, run, known) = self._trainer.loggers, self.told
         with self._alone():
             folder = str(self._trainer.log_dir)
-        return [folder, mark(loggers, run), versions(loggers)] if self.is_here else [folder, run, list(known)]
+        return (
+            [folder, mark(loggers, run, self.logs.writer), versions(loggers)]
+            if self.is_here
+            else [folder, run, list(known)]
+        )
 
     def told_log_dir(self, own: Any) -> Any:
         """What `trainer.log_dir` is within a step: the writer's, as it was told last.
@@ -199,7 +210,9 @@ class Writer:
         _demote(self._trainer)
 
 
-def open_loggers(trainer: Trainer, name: str, *, fresh: bool, told: LogPlace = LogPlace()) -> dict[Logger, bool]:
+def open_loggers(
+    trainer: Trainer, name: str, *, fresh: bool, told: LogPlace = LogPlace(), writer: str = ""
+) -> dict[Logger, bool]:
     """This member writes from now on: loggers open, and clocks of rank zero start. Collectives must be off meanwhile.
 
     Args:
@@ -207,6 +220,7 @@ def open_loggers(trainer: Trainer, name: str, *, fresh: bool, told: LogPlace = L
         name: This member's name; distinguishes its log folder from one that is not the run's.
         fresh: The job starts; nobody has written yet.
         told: Where the writer before has logged.
+        writer: Tells this member from others; "": who wrote before writes a little more.
 
     Returns:
         The loggers, and whether they know what the writer before has written.
@@ -216,7 +230,7 @@ def open_loggers(trainer: Trainer, name: str, *, fresh: bool, told: LogPlace = L
         if logger in opened:  # given twice
             continue
         version = told.versions[place] if place < len(told.versions) else ""
-        opened[logger] = not fresh and go_on(logger, version, told.run, name)
+        opened[logger] = not fresh and go_on(logger, version, told.run, name, writer)
         if hasattr(logger, "experiment"):
             _ = logger.experiment
     for callback in trainer.callbacks:

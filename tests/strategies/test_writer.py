@@ -274,7 +274,7 @@ def next_writer(folder: Path, logger: Any, told: LogPlace, *owed: dict[str, Any]
     fit = trainer(folder, logger=logger)
     fit.fit_loop.max_epochs = 0
     fit.strategy._lightning_module = Regression()
-    if open_loggers(fit, "node-b", fresh=False, told=told)[logger]:
+    if open_loggers(fit, "node-b", fresh=False, told=told, writer="b")[logger]:
         catch_up(logger, [Call(logger, logger.log_metrics, (), call) for call in owed])
 
 
@@ -284,7 +284,7 @@ def told_by(folder: Path) -> LogPlace:
     old.log_metrics({"a": 1.0}, step=0)
     old.log_metrics({"a": 1.5}, step=1)
     old.save()
-    return LogPlace("a~1", old.log_dir, mark([old], ""), versions([old]))
+    return LogPlace("a~1", old.log_dir, mark([old], "", "a"), versions([old]))
 
 
 def test_the_next_writer_goes_on_with_the_files_of_the_one_before(tmp_path: Path) -> None:
@@ -294,10 +294,7 @@ def test_the_next_writer_goes_on_with_the_files_of_the_one_before(tmp_path: Path
     next_writer(tmp_path, new, told, *({"metrics": m, "step": 1} for m in ({"a": 1.5}, {"val": 0.5})))
     new.log_metrics({"b": 2.0, "a": 1.0}, step=2)
     new.save()
-    file = Path(told.folder, RUN_FILE)
-    marked = file.stat().st_mtime_ns
-    assert mark([new], told.run) == told.run == file.read_text()
-    assert file.stat().st_mtime_ns == marked, "a writer that dies while it marks leaves no empty file"
+    assert Path(told.folder, RUN_FILE).read_text() == f"{told.run} b"
     assert os.listdir(tmp_path / "run") == ["version_0"]
     assert metrics(tmp_path / "run" / "version_0") == [
         {"step": "0", "a": "1.0"},
@@ -323,6 +320,20 @@ def test_the_next_writer_leaves_a_folder_alone_that_is_not_the_runs(tmp_path: Pa
     assert metrics(here / "run" / own) == [{"step": "2", "a": "2.0"}]
     if other:
         assert len(metrics(here / "run" / "version_0")) == 2
+
+
+def test_a_writer_that_was_frozen_finds_the_next_one_in_its_folder(tmp_path: Path) -> None:
+    """It commits a slot that the others made without it, before it hears that it is out."""
+    logger = CSVLogger(tmp_path, name="run")
+    stable = StableLog(lambda: False, "a")
+    stable.hold([logger])
+    logger.log_metrics({"a": 1.0}, step=1)
+    stable.stable()
+    told = LogPlace("a~1", str(logger.log_dir), mark([logger], "", "a"), versions([logger]))
+    logger.log_metrics({"a": 1.0}, step=2)
+    next_writer(tmp_path, CSVLogger(tmp_path, name="run"), told, {"metrics": {"a": 2.0}, "step": 2})
+    stable.stable()
+    assert metrics(tmp_path / "run" / "version_0") == [{"step": "1", "a": "1.0"}, {"step": "2", "a": "2.0"}]
 
 
 def test_a_writer_that_was_put_out_writes_no_more(tmp_path: Path) -> None:
@@ -365,7 +376,7 @@ def test_the_next_writer_goes_on_with_the_run_of_wandb(tmp_path: Path, monkeypat
     monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", True)
     writer, heir = WandbLogger(save_dir=tmp_path), WandbLogger(save_dir=tmp_path)
     assert writer.experiment.id == "made-up"
-    told = LogPlace("a~1", "", mark([writer], ""), versions([writer]))
+    told = LogPlace("a~1", "", mark([writer], "", "a"), versions([writer]))
     next_writer(tmp_path, heir, told)
     assert heir.experiment.id == heir.version == "made-up"
     assert [(init["id"], init["resume"]) for init in begun] == [(None, "allow"), ("made-up", "allow")]
