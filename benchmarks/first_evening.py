@@ -211,4 +211,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main())
+    run(main)
