@@ -13,6 +13,7 @@ it is told apart. With --quick nothing is installed: the environment that runs t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ from pathlib import Path
 from benchmarks.common import Options, Result, run
 from benchmarks.peers.torchft import INSTALL
 from benchmarks.workers import scratch
-from chaos_lightning.events.reader import Tail
+from chaos_lightning.events.reader import Tail, read_events
 from chaos_lightning.machine.listener import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,6 +165,10 @@ def chaos(result: Result, folder: Path, *, quick: bool) -> None:
         way.tells(began)
     finally:
         way.ends()
+        for record in read_events(folder / "state"):
+            if record.name == "opened" and record.get("role") == "scheduler":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(record["pid"]), signal.SIGTERM)
 
 
 def torchft(result: Result, folder: Path, *, quick: bool) -> None:
