@@ -160,7 +160,11 @@ def _show(line: str) -> None:
         return
     if console.hasHandlers():
         # Not `console.info`, which a root logger that nobody has set would stop.
-        console.handle(console.makeRecord(console.name, logging.INFO, __file__, 0, "chaos: %s", (line,), None))
+        record = console.makeRecord(console.name, logging.INFO, __file__, 0, "chaos: %s", (line,), None)
+        try:
+            console.handle(record)
+        except Exception as error:  # a handler of the user's own; the next line may fare better
+            _write(f"chaos: {line} (a handler of the log raised {error!r})")
     else:
         _write(f"chaos: {line}")
 
@@ -187,5 +191,5 @@ def _write(text: str) -> None:
         if os.isatty(file):  # a progress bar may stand in this line
             text = "\r" + text.ljust(os.get_terminal_size(file).columns - 1)
         os.write(file, f"{text}\n".encode(stream.encoding, "backslashreplace"))
-    except (OSError, ValueError, AttributeError):  # there is none, or nobody reads it any more
+    except Exception:  # there is none, nobody reads it any more, or what is in its place raises what it likes
         return

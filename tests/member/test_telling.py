@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import logging
 import os
 import pty
@@ -117,6 +118,30 @@ def test_a_console_that_nobody_reads_holds_up_nobody(monkeypatch: pytest.MonkeyP
         "chaos: 3 lines were left out, as nobody read them in time",
     ]
     assert len(heard) == WAITING_LINES + 2
+
+
+def test_lines_go_on_where_a_handler_or_what_stands_for_stderr_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raises(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise LookupError("no such channel")
+
+    class Notebook(io.StringIO):
+        def write(self, text: str) -> int:
+            if "first" in text:
+                raise LookupError("no such cell")
+            return super().write(text)
+
+    shown, handler = Notebook(), Raises()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(console, "level", logging.INFO)
+    console.addHandler(handler)
+    try:
+        teller = Teller()
+        teller.tell("first", "second")
+        teller.close(20)
+    finally:
+        console.removeHandler(handler)
+    assert shown.getvalue() == "chaos: second (a handler of the log raised LookupError('no such channel'))\n"
 
 
 BASIC = 'logging.basicConfig(format="mine: %(message)s"{})'
