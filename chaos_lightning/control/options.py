@@ -120,8 +120,15 @@ def default_store(job: str, port: int) -> Path:
 
 
 def state_folder(name: str, port: int) -> Path:
-    """`$XDG_STATE_HOME/chaos-lightning/<name>-<port>`: what a service of this port keeps, unless it is told where."""
-    root = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    """`$XDG_STATE_HOME/chaos-lightning/<name>-<port>`: what a service of this port keeps, unless it is told where.
+
+    Raises:
+        ConfigurationError: This user has no home, and the variable is not set.
+    """
+    try:
+        root = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    except RuntimeError:
+        raise ConfigurationError("this user has no home directory: set XDG_STATE_HOME, or name a folder") from None
     safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
     return Path(root) / "chaos-lightning" / f"{safe}-{port}"
 
@@ -141,8 +148,8 @@ def log_folder(log_dir: str, name: str, port: int, *, beside: bool = False) -> P
         return Path(log_dir)
     try:
         folder = state_folder(name, port)
-    except RuntimeError as error:  # a container's user without a home trains all the same
-        _log.warning("events are logged nowhere: %s Name a folder by log_dir", error)
+    except ConfigurationError as error:  # a container's user without a home trains all the same
+        _log.warning("events are logged nowhere: %s by log_dir", error)
         return None
     return folder.with_name(f"{folder.name}-events") if beside else folder / "events"
 

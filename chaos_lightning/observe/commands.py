@@ -8,6 +8,7 @@ works from any machine that reaches it. Heavy imports (matplotlib, gRPC) happen 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def latest_logs(given: Path | None) -> Path:
     """The folder that was named, or else where a job of this machine logged last without being told where.
 
     Raises:
-        ConfigurationError: None did.
+        ConfigurationError: None did, or this user has no home.
     """
     if given is not None:
         return given
@@ -106,7 +107,10 @@ def ask(
             facts = fetch_status(endpoint, secret, timeout_s)
             if logged is None:
                 port = split_endpoint(split_endpoints(endpoint)[0])[1]
-                logged = follow(state_folder(str(facts.get("job")), port) / "events", time.time() - FRESH_S)
+                try:
+                    logged = follow(state_folder(str(facts.get("job")), port) / "events", time.time() - FRESH_S)
+                except ConfigurationError:  # without a home nobody logs there
+                    logged = functools.partial(Dashboard, title="")
             last = with_logs(from_status(facts), logged())
         except ChaosError as error:
             if must_answer:

@@ -124,3 +124,19 @@ def test_logs_that_were_left_in_the_state_folder_are_found(
     assert [f["verdict"] for f in json.loads(out)["jobs"][0]["findings"]] == ["not shown"] * 5
     assert error.splitlines()[0] == f"logs in {folder}"
     assert "show nothing about the contract" in error
+
+
+def test_a_user_without_a_home_is_told_what_to_name(run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError
+
+    with serving() as served, attending(served.endpoint, "edge-0") as client:
+        client.states.wait(lambda s: s == "connected")
+        for name in ("XDG_STATE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr("pwd.getpwuid", nobody)
+        assert shown(run("top", "--json", "--endpoint", served.endpoint))["lines"] == []
+    for command in (["audit"], ["report"], ["scheduler", "--listen", "127.0.0.1:0"]):
+        code, out, error = run(*command)
+        assert (code, out) == (2, "")
+        assert error == "error: this user has no home directory: set XDG_STATE_HOME, or name a folder\n"

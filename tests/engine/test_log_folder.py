@@ -71,7 +71,7 @@ def test_a_user_without_a_home_is_told_and_trains(
 
     monkeypatch.setattr("pwd.getpwuid", nobody)
     assert log_folder("auto", "j", 1) is None
-    assert "events are logged nowhere: Could not determine home directory. Name a folder" in caplog.text
+    assert "nowhere: this user has no home directory: set XDG_STATE_HOME, or name a folder by log_dir" in caplog.text
 
 
 def test_the_word_none_turns_it_off_and_a_folder_is_taken_as_it_is(
