@@ -140,6 +140,7 @@ class EventLog:
             day_nbytes: Of what is written in 24 hours so much is kept; 0: all.
         """
         self.path: Path | None = None if path is None else Path(path)
+        """Where it is written; None: nowhere."""
         self.lost = 0
         """Lines that did not fit and are not yet accounted for in the file."""
         self._member, self._node, self._role = member, node, role
@@ -160,6 +161,7 @@ class EventLog:
             self._open(self.path)
         except OSError as error:
             self._warn(f"cannot be written ({error}): training goes on, and this process leaves no evidence there")
+            self.path = None
 
     @classmethod
     def in_directory(
@@ -175,9 +177,10 @@ class EventLog:
             return cls(None, node=name, role=role)
         safe = re.sub(r"[^A-Za-z0-9._-]", "_", name) or "anonymous"
         path = Path(directory) / f"{role}-{safe}-{os.getpid()}.jsonl"
-        parts = [part for _, part in map(part_of, path.parent.glob(f"{path.stem}.*.jsonl"))]
-        if parts:  # of a process that had this process id before
-            path = _part(path, max(parts) + 1)
+        with contextlib.suppress(OSError):  # a folder that cannot be read can perhaps be written
+            parts = [part for _, part in map(part_of, path.parent.glob(f"{path.stem}.*.jsonl"))]
+            if parts:  # of a process that had this process id before
+                path = _part(path, max(parts) + 1)
         return cls(path, node=name, role=role, day_nbytes=day_nbytes)
 
     def identify(self, member: str, node: str = "") -> None:
@@ -385,10 +388,11 @@ def forget_old(folder: Path, now: float) -> None:
         folder: Of one job; it need not exist.
         now: Wall time, s.
     """
-    for path in log_files(folder):
-        with contextlib.suppress(OSError):
-            if now - path.stat().st_mtime > FORGOTTEN_S:
-                path.unlink()
+    with contextlib.suppress(OSError):  # somebody else's folder stays as it is
+        for path in log_files(folder):
+            with contextlib.suppress(OSError):
+                if now - path.stat().st_mtime > FORGOTTEN_S:
+                    path.unlink()
 
 
 def _part(path: Path, part: int) -> Path:

@@ -42,6 +42,15 @@ def test_members_and_their_scheduler_leave_evidence_by_default(job: Job, tmp_pat
     assert {f.point: f.verdict for f in audit(folder)}[3] == OK
 
 
+def test_a_member_that_cannot_log_says_that_alone(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    job.start("a", settings={"min_nodes": 1, "log_dir": str(tmp_path / "file" / "logs")}, epochs=1)
+    assert job.harness.wait_exit("a") == 0
+    said = job.harness.children["a"].log.read_text()
+    assert said.count("this process leaves no evidence there") == 1
+    assert "I log events" not in said
+
+
 def test_top_shows_a_schedulers_job_with_what_members_here_log(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,6 +175,31 @@ def test_unwritable_place_is_a_warning(tmp_path: Path, caplog: pytest.LogCapture
         log = EventLog(tmp_path / "file" / "x.jsonl")
         log.emit("x")
     assert "training goes on" in caplog.text
+    assert log.path is None
+
+
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from chaos_lightning.events.events import EventLog, forget_old
+folder = Path(sys.argv[1])
+if not os.geteuid():
+    os.seteuid(65534)
+forget_old(folder, 0.0)
+with EventLog.in_directory(folder, "a") as log:
+    log.emit("x")
+    print(log.path)
+"""
+
+
+def test_a_folder_of_somebody_else_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(mode=0)
+    words = [sys.executable, "-c", AS_NOBODY, str(tmp_path / "theirs" / "logs")]
+    run = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, "None\n"), run.stderr
+    (warning,) = run.stderr.splitlines()
+    assert "Permission denied" in warning
+    assert "training goes on" in warning
 
 
 def test_reader_passes_over_torn_and_foreign_lines(tmp_path: Path) -> None:
