@@ -2,12 +2,14 @@
 
 Two members train in real processes, in blocks of steps that are logged and of steps that are not, in turns: the same
 processes, the same minute. With logs a step may take as long as in the slowest block without. What a step costs is what
-the files grew by in logged blocks. Then one process writes commits as fast as it can, with a limit of 2 MB a day: what
-lies in the folder is looked at all the while. A day at the measured step time is reckoned from that.
+the files grew by in logged blocks, and in one of slow steps, of which losses and links are a larger part. Then one
+process writes commits as fast as it can, with a limit of 2 MB a day: what lies in the folder is looked at all the
+while. A day at the measured step time is reckoned from that.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,10 +27,12 @@ WIDTH = 256
 DAY_S = 86400
 LIMIT_NBYTES = 2_000_000
 BOUND_STEP_NBYTES = 200
+SLOW_S, SLOW_STEPS = 0.35, 50
 
 
 def member(pipe: Connection, endpoint: str, name: str, logs: str, block: int, blocks: int) -> None:
-    """Trains; sends for each block whether it was logged, its seconds a step, and what its log has grown by."""
+    """Trains; sends for each block whether it was logged, its seconds a step, and what its log has grown by; then the
+    bytes of a slow step."""
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -44,25 +48,27 @@ def member(pipe: Connection, endpoint: str, name: str, logs: str, block: int, bl
     with trainer:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        first, began, size, logged = 0, 0.0, 0, True
-        for (x,) in trainer.prepare(model, optimizer, DataLoader(data, BATCH, shuffle=True), epochs=1_000):
-            optimizer.zero_grad()
-            (model(x) - x).square().mean().backward()
-            trainer.update()
-            if not first:
-                first = trainer.step
-            done, rest = divmod(trainer.step - first, block)
-            if rest:
-                continue
-            now, grown = time.monotonic(), events.path.stat().st_size if events.path is not None else 0
-            if done > 1:  # the first one warms up
-                pipe.send((logged, (now - began) / block, grown - size))
-            if done > blocks:
-                break
-            logged = done % 2 == 0
-            log.emit = emit if logged else _nothing
-            began, size = time.monotonic(), grown
+        batches = iter(trainer.prepare(model, optimizer, DataLoader(data, BATCH, shuffle=True), epochs=1_000))
+
+        def train(steps: int, pause_s: float = 0.0) -> tuple[float, int]:
+            began, size = time.monotonic(), _size(events)
+            for (x,) in itertools.islice(batches, steps):
+                optimizer.zero_grad()
+                trainer.backward((model(x) - x).square().mean())
+                trainer.update()
+                time.sleep(pause_s)
+            return (time.monotonic() - began) / steps, _size(events) - size
+
+        train(block)  # warms up
+        for at in range(blocks):
+            log.emit = _nothing if at % 2 else emit
+            pipe.send((at % 2 == 0, *train(block)))
         log.emit = emit
+        pipe.send(train(SLOW_STEPS, SLOW_S)[1] / SLOW_STEPS)
+
+
+def _size(events: EventLog) -> int:
+    return events.path.stat().st_size if events.path is not None else 0
 
 
 def _nothing(name: str, /, **fields: object) -> None: ...
@@ -78,6 +84,7 @@ def trained(result: Result, folder: Path, block: int, blocks: int) -> float:
     ):
         for _ in range(blocks):
             told += [worker.receive() for worker in workers]
+        slow = [worker.receive() for worker in workers]
     with_ms, without_ms = ([s * 1e3 for on, s, _ in told if on is wanted] for wanted in (True, False))
     result.details |= {"ms a step with logs": with_ms, "without": without_ms}
     result.add("step with logs", median(with_ms), "ms")
@@ -86,6 +93,7 @@ def trained(result: Result, folder: Path, block: int, blocks: int) -> float:
     grown = [nbytes / block for on, _, nbytes in told if on]
     result.add("bytes a step and member", median(grown), "bytes", BOUND_STEP_NBYTES)
     result.add("the worst block's", max(grown), "bytes", BOUND_STEP_NBYTES)
+    result.add(f"of steps of {SLOW_S} s", max(slow), "bytes", BOUND_STEP_NBYTES)
     return median(with_ms) / 1e3
 
 

@@ -103,7 +103,7 @@ class Before:
         }
 
 
-SHORTENED = frozenset({COMMITTED, "links", "state_hash"})
+SHORTENED = frozenset({COMMITTED, "links", "state_hash", "train_loss"})
 """Names of lines that are short where that is possible."""
 
 

@@ -52,7 +52,7 @@ EVENTS = (
     ),
     Event(
         "train_loss",
-        "the mean loss of what it used in a step; about once a second",
+        "the mean loss of what it used in a step; once in a second or in 10 steps",
         {"step": "optimizer steps, this one included", "loss": "of its own samples", "weight": "of these in the step"},
     ),
     Event("hand_on", "the open slot is handed on", {"view": "decided", "base": "slot", "reason": "why"}),

@@ -1,7 +1,8 @@
 """The loss of a step now and then, for boards and reports.
 
 Theory of operation. To read a loss waits for the device, so it is read once in `EVERY_S`, after a step's commit, where
-the device has just been waited for. In the steps between nothing is kept.
+the device has just been waited for; and once in `EVERY_STEPS` at most, so that of what slow steps log it is a small
+part. In the steps between nothing is kept.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from chaos_lightning.events.events import EventLog
 
 EVERY_S = 1.0
+EVERY_STEPS = 10
 
 
 class Losses:
@@ -25,18 +27,23 @@ class Losses:
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._due = 0.0
+        self._rest = 0
+        """Steps before the next one that is told, unless it is not due by then."""
         self._parts: list[tuple[Tensor, float]] = []
 
     def add(self, loss: object, weight: float) -> None:
         """The mean loss of another micro-batch, of so many samples; what is no number is left out."""
-        if weight and isinstance(loss, Tensor) and loss.numel() == 1 and time.monotonic() >= self._due:
+        due = not self._rest and time.monotonic() >= self._due
+        if due and weight and isinstance(loss, Tensor) and loss.numel() == 1:
             self._parts.append((loss.detach(), weight))
 
     def tell(self, step: int) -> None:
         """The step was committed, or came to nothing (0)."""
         parts, self._parts = self._parts, []
+        if step:
+            self._rest = max(0, self._rest - 1)
         if parts and step:
-            self._due = time.monotonic() + EVERY_S
+            self._due, self._rest = time.monotonic() + EVERY_S, EVERY_STEPS - 1
             weight = sum(w for _, w in parts)
             loss = sum(float(part) * w for part, w in parts) / weight
             self._events.emit("train_loss", step=step, loss=float(f"{loss:.6g}"), weight=weight)

@@ -55,7 +55,8 @@ from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.transport.links import PING_INTERVAL_S, Links, Takers
 from chaos_lightning.transport.loop import IoLoop
 
-LINKS_EVERY_S = 2.0
+LINKS_EVERY_S, LINKS_EVERY_STEPS = 2.0, 10
+"""What links carry is logged once in so many seconds and in so many steps, so that it is a small part of the log."""
 """What each link carries goes into the event log so often."""
 VIEW_PATIENCE_S = 2.0
 """A request to pass bytes on may come before the view in which its sender and its target are."""
@@ -142,7 +143,8 @@ class Shell:
         self.loop.later(PING_INTERVAL_S, self.beat)
 
     def _log_links(self) -> None:
-        if self.events.path is None or self._beat_at - self._links_at < LINKS_EVERY_S:
+        every_s = max(LINKS_EVERY_S, LINKS_EVERY_STEPS * self.server.pace.usual_s)
+        if self.events.path is None or self._beat_at - self._links_at < every_s:
             return
         self._links_at = self._beat_at
         facts = self.links.facts()

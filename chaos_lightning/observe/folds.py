@@ -23,7 +23,8 @@ from chaos_lightning.observe.timeline import FREEZES, KILLS, Life, LossFact, Pro
 
 _GOOD_ENDS = ("left", "finished")
 LOSSES_READ = 500
-LOSS_FRESH_S = 5.0
+LOSS_FRESH_S, LOSS_FRESH_STEPS = 5.0, 20
+"""A member tells its loss once in a second or in ten steps, whichever is longer; what is older by both is no news."""
 STEP, COLLECTIVE, JOIN, RECOVERY, WAITING = "step", "collective", "join", "recovery", "waiting"
 
 
@@ -407,9 +408,16 @@ def losses(timeline: Timeline, bins: int = 200) -> list[tuple[float, float]]:
 def latest_loss(timeline: Timeline) -> float | None:
     """Of what each member told last, weighed by samples; None if nobody has lately."""
     last = {fact.member: fact for fact in timeline.losses[-LOSSES_READ:]}
-    newest = max((fact.t for fact in last.values()), default=0.0)
-    fresh = [fact for fact in last.values() if newest - fact.t < LOSS_FRESH_S]
-    return _mean_loss(fresh) if fresh else None
+    if not last:
+        return None
+    newest = max(last.values(), key=lambda fact: fact.t)
+    return _mean_loss(
+        [
+            fact
+            for fact in last.values()
+            if newest.t - fact.t < LOSS_FRESH_S or abs(newest.step - fact.step) < LOSS_FRESH_STEPS
+        ]
+    )
 
 
 def _mean_loss(facts: Sequence[LossFact]) -> float:

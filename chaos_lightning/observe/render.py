@@ -129,7 +129,9 @@ def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightni
         if life.ended is None or now - life.ended <= ENDED_SHOWN_S:
             board.rows.append(_row(life, ranks, recent, now))
     board.figures = _figures(timeline, chain, now)
-    board.links = _links(timeline, list(ranks), now)
+    # Members of a slow job tell less often.
+    shown_s = max(FLOW_SHOWN_S, recent[-1].first - recent[0].first) if recent else FLOW_SHOWN_S
+    board.links = _links(timeline, list(ranks), now - shown_s)
     begun = {m: t for t, m, waiting in timeline.waits if waiting}
     if begun and (not chain or max(begun.values()) > chain[-1].complete):
         board.waiting = next((n.text for n in reversed(timeline.notes) if n.name == "notice"), "waiting")
@@ -162,10 +164,10 @@ def _row(life: Life, ranks: Mapping[str, int], recent: Sequence[SlotFact], now: 
     )
 
 
-def _links(timeline: Timeline, members: Sequence[str], now: float) -> list[LinkRow]:
-    """The links among these members, of which either end has told lately what they carry."""
+def _links(timeline: Timeline, members: Sequence[str], since: float) -> list[LinkRow]:
+    """The links among these members, of which either end has told since then (wall time, s) what they carry."""
     rows = []
-    fresh = {ends: flow for ends, flow in timeline.flows.items() if now - flow.t <= FLOW_SHOWN_S}
+    fresh = {ends: flow for ends, flow in timeline.flows.items() if flow.t >= since}
     for a, b in itertools.combinations(members, 2):
         here, there = fresh.get((a, b)), fresh.get((b, a))
         told = here or there

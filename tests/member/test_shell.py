@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from chaos_lightning.events.events import EventLog
+import pytest
+
+from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.protocol.types import Member, Welcome
@@ -30,3 +33,26 @@ def test_a_newcomer_that_gets_another_id_closes_the_links_of_the_one_it_was() ->
     for name in ("c~3", "c~3", "c~1000001"):
         shell.control(Welcome(Member(id=name, name="c", host="h", address="h", port=1), 1, "joiner", "", 0.1, 0.3))
     assert called == ["c~3", "c~1000001"]
+
+
+@pytest.mark.parametrize(("step_s", "told"), [(0.0, 20), (0.5, 8), (2.0, 2)])
+def test_what_links_carry_is_a_small_part_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, told: int
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    links = SimpleNamespace(
+        ping=lambda: None,
+        facts=lambda: {"links": [{"peer": "b~2"}], "relayed": 0, "waiting": 0},
+        generation=None,
+        chunk=None,
+    )
+    server = SimpleNamespace(forwarder=None, pace=SimpleNamespace(usual_s=step_s))
+    loop = SimpleNamespace(later=lambda *_: None, grid=())
+    with EventLog(tmp_path / "x.jsonl") as log:
+        shell = Shell(*cast(Any, (loop, Mailbox("a"), log, links, SimpleNamespace(server=server), loop, print, loop)))
+        monkeypatch.setattr(shell, "feed", lambda _: None)
+        for _ in range(80):
+            shell.beat()
+            now += 0.5
+    assert sum(r.name == "links" for r in read_events(tmp_path)) == told

@@ -265,6 +265,15 @@ def test_losses_are_weighed_by_samples_and_a_diverged_one_shows(tmp_path: Path) 
     assert folds.latest_loss(Timeline()) is None
 
 
+def test_a_slow_jobs_latest_loss_is_that_of_all_members_but_the_dead(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a", "b", "c"])
+    for member, step, loss in [("c~1", 1, 9.0), ("a~1", 31, 2.0), ("b~1", 40, 1.0)]:
+        run.now += 60
+        run.say(member, "train_loss", step=step, loss=loss, weight=1)
+    assert folds.latest_loss(timeline(run, tmp_path)) == 1.5
+
+
 def test_losses_after_the_checkpoint_that_a_job_went_on_from_are_told_anew(tmp_path: Path) -> None:
     run = Script()
     run.found(["a"])

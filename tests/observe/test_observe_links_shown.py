@@ -39,6 +39,19 @@ def test_board_tells_what_links_carry_and_can_carry(tmp_path: Path) -> None:
     assert from_timeline(timeline, run.now + 60).links == [], "nobody has told anything lately"
 
 
+def test_links_of_a_slow_job_stay_on_the_board(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a", "b"])
+    run.steps(10)
+    run.say("a~1", "links", links=[{"peer": "b~1", "sent_bps": 1, "received_bps": 1}], relayed=0, waiting=0)
+    for _ in range(10):
+        run.now += 60
+        run.steps(1)
+    assert from_timeline(Timeline.of(read_events(run.write(tmp_path))), run.now).links == [
+        LinkRow("a~1", "b~1", 1.0, 1.0)
+    ]
+
+
 def test_board_from_a_status_tells_what_links_can_carry_and_which_are_missing() -> None:
     used = {"a": "a~1", "b": "b~1", "state": "in use", "latency_s": 0.001, "there_bps": 3e8, "back_bps": 1e6}
     down = {"a": "a~1", "b": "c~1", "state": "down: a~1: [closed]", "latency_s": None, "there_bps": None}
