@@ -6,9 +6,11 @@ To add an option, write a field into `SchedulerOptions`, and use it: `chaos-ligh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 from chaos_lightning.declared import Setting, at_least, check_each, command_line, declared, document, same_as, setting
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.events.events import FORGOTTEN_S, forget_old
 from chaos_lightning.machine.addresses import WILDCARDS, join_endpoint, split_endpoint
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.planning.plans import plan_from
@@ -152,6 +155,34 @@ def log_folder(log_dir: str, name: str, port: int, *, beside: bool = False) -> P
         _log.warning("events are logged nowhere: %s by log_dir", error)
         return None
     return folder.with_name(f"{folder.name}-events") if beside else folder / "events"
+
+
+def default_log_folders() -> list[Path]:
+    """Those of this machine's jobs that `log_folder` has chosen.
+
+    Raises:
+        ConfigurationError: This user has no home.
+    """
+    root = state_folder("", 0).parent
+    return [*root.glob("*/events"), *root.glob("*-events")]
+
+
+def forget_logs(log_dir: str) -> None:
+    """Deletes what jobs of this machine have logged by default and is old; call it once the own log is open.
+
+    Each process that logs there does it, for many a machine hosts no scheduler that could.
+
+    Args:
+        log_dir: The process's own, as the user gave it.
+    """
+    now = time.time()
+    with contextlib.suppress(ConfigurationError, OSError):
+        for folder in default_log_folders() if log_dir == "auto" else ():
+            unused = now - folder.stat().st_mtime > FORGOTTEN_S  # nobody has just made it, to log there
+            forget_old(folder, now)
+            if unused:
+                with contextlib.suppress(OSError):  # files that are left keep it
+                    folder.rmdir()
 
 
 def check_advertise(text: str, where: str, store: str = ETCD) -> str:

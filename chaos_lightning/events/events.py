@@ -385,7 +385,7 @@ def forget_old(folder: Path, now: float) -> None:
     """Deletes logs of a folder that nobody has chosen, in which nothing was written for a month.
 
     Args:
-        folder: Of one job; it need not exist.
+        folder: Of one job.
         now: Wall time, s.
     """
     with contextlib.suppress(OSError):  # somebody else's folder stays as it is

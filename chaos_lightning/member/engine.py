@@ -22,7 +22,7 @@ from chaos_lightning.collectives.accumulation import Accumulation
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.control.hosting import host_for_engine
-from chaos_lightning.control.options import log_folder
+from chaos_lightning.control.options import forget_logs, log_folder
 from chaos_lightning.errors import (
     ChaosError,
     ConfigurationError,
@@ -31,7 +31,7 @@ from chaos_lightning.errors import (
     FencedError,
     NoDonorError,
 )
-from chaos_lightning.events.events import EventLog, forget_old
+from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import read_ports, split_endpoint
 from chaos_lightning.machine.orphan import watch_parent
 from chaos_lightning.member.choice import TransferChoice
@@ -111,9 +111,8 @@ class Engine:
         self.leaving = False
         self.out = False
         logs = log_folder(config.log_dir, config.job, split_endpoint(config.endpoints[0])[1])
-        if logs is not None and config.log_dir == "auto":
-            forget_old(logs, time.time())
         self.events = EventLog.in_directory(logs, config.name, day_nbytes=config.log_day_nbytes)
+        forget_logs(config.log_dir)
         self._token = Credentials.load(config.keys_dir, config.token_file)
         self.losses = Losses(self.events)
         self._keeping = Keeping(config, self.events)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chaos_lightning.control.commands import AsJson, Endpoint, KeysDir, TokenFile
-from chaos_lightning.control.options import state_folder
+from chaos_lightning.control.options import default_log_folders, state_folder
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.reader import Tail, log_files
 from chaos_lightning.machine.addresses import split_endpoint, split_endpoints
@@ -53,10 +53,9 @@ def latest_logs(given: Path | None) -> Path:
     """
     if given is not None:
         return given
-    root = state_folder("", 0).parent
-    found = [*root.glob("*/events"), *root.glob("*-events")]
-    ages = [(path.stat().st_mtime, folder) for folder in found for path in log_files(folder)]
+    ages = [(path.stat().st_mtime, folder) for folder in default_log_folders() for path in log_files(folder)]
     if not ages:
+        root = state_folder("", 0).parent
         raise ConfigurationError(f"no job has logged events in {root}; name the folder that it was given as log_dir")
     folder = max(ages)[1]
     typer.echo(f"logs in {folder}", err=True)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from chaos_lightning.control.options import forget_logs
 from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE, HelpFormat
 from chaos_lightning.declared import add_options, declared, read_options
 from chaos_lightning.errors import ChaosError, ConfigurationError
@@ -56,6 +57,7 @@ def run(options: FollowerOptions) -> int:
     stopped: list[signal.Signals] = []
     with contextlib.ExitStack() as closing:
         events = closing.enter_context(EventLog.in_directory(options.log_folder, options.called, role="follower"))
+        forget_logs(options.log_dir)
         process = FollowerProcess(
             options.called,
             ShardFiles(options.folder, options.job),

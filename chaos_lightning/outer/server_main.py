@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from chaos_lightning.control.options import forget_logs
 from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE, HelpFormat, detach
 from chaos_lightning.declared import add_options, command_line, declared, read_options
 from chaos_lightning.errors import ChaosError, ConfigurationError, StateError, StoreError
@@ -186,6 +187,7 @@ def run(options: ServerOptions) -> int:
         names = followers_of(options)
         _say(f"server of job {options.job} at {options.listen}: {', '.join(names)}, files in {options.folder}")
         with EventLog.in_directory(options.log_folder, options.job, role="server") as events:
+            forget_logs(options.log_dir)
             followers = {name: _follower(options, name) for name in names}
             code = Supervisor(_leader(options), followers, events.emit).run()
     _say(f"server of job {options.job} ends")

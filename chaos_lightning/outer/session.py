@@ -34,6 +34,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from chaos_lightning.control.options import forget_logs
 from chaos_lightning.errors import (
     ChaosError,
     ConfigurationError,
@@ -237,6 +238,7 @@ class OuterSession:
             ConfigurationError: The job differs; says in what, and from whose.
             DeadlineError: Nobody answered in time; says what was waited for.
         """
+        forget_logs(self.options.log_dir)
         self._waits.kept_at = time.monotonic()
         host_for_cluster(self.options)
         self._begin(self._life)

@@ -29,13 +29,23 @@ def test_members_and_their_scheduler_leave_evidence_by_default(job: Job, tmp_pat
     old, fresh = folder / "member-x-1.jsonl", folder / "member-x-2.jsonl"
     for path in (old, fresh):
         path.touch()
-    os.utime(old, (time.time() - FORGOTTEN_S - 1,) * 2)
+    state = tmp_path / "state" / "chaos-lightning"
+    long_over = (state / "default-7" / "events", state / "outer-default-8-events")
+    for place in long_over:  # of jobs whose scheduler or server may be elsewhere
+        place.mkdir(parents=True)
+        (place / "member-x-1.jsonl").touch()
+    chosen, begun = state / "default-7" / "x.jsonl", state / "default-9" / "events"
+    chosen.touch()
+    begun.mkdir(parents=True)
+    for path in (old, chosen, *(place / "member-x-1.jsonl" for place in long_over), *long_over):
+        os.utime(path, (time.time() - FORGOTTEN_S - 1,) * 2)
     for name in "ab":
         job.start(name, settings={"min_nodes": 2, "log_dir": "auto"}, epochs=1)
     for name in "ab":
         assert job.harness.wait_exit(name) == 0
         assert f"chaos: I log events in {folder} (" in job.harness.children[name].log.read_text()
     assert (old.exists(), fresh.exists()) == (False, True)
+    assert [path.exists() for path in (*long_over, chosen, begun)] == [False, False, True, True]
     # Both may have started a scheduler at once, of which one gave way.
     assert {path.name.split("-")[0] for path in log_files(folder)} == {"member", "scheduler"}
     assert [r for r in read_events(folder) if r.name == "committed"]
