@@ -12,13 +12,14 @@ from typing import Any
 
 from chaos_lightning._register import install
 
-__all__ = ["ChaosStrategy", "DiLoCoStrategy", "Engine", "EngineConfig"]
+__all__ = ["ChaosStrategy", "DiLoCoStrategy", "Engine", "EngineConfig", "Trainer"]
 
 _LAZY = {
     "ChaosStrategy": "chaos_lightning.strategies",
     "DiLoCoStrategy": "chaos_lightning.strategies",
     "Engine": "chaos_lightning.member.engine",
     "EngineConfig": "chaos_lightning.settings",
+    "Trainer": "chaos_lightning.trainer",
 }
 
 install()

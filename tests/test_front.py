@@ -70,6 +70,13 @@ def test_what_needs_an_extra_says_which(absent: str, code: str, what: str) -> No
     assert f'pip install "chaos-lightning[{absent}]"' in done.stdout
 
 
+def test_names_of_the_package_come_when_they_are_asked_for() -> None:
+    code = "import sys, chaos_lightning as c; assert 'torch' not in sys.modules; print(*map(c.__getattr__, c.__all__))"
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert "<class 'chaos_lightning.trainer.Trainer'>" in done.stdout
+
+
 def test_other_missing_modules_are_not_laid_to_an_extra() -> None:
     done = python("-c", "from chaos_lightning.errors import needing\nwith needing('it'): import no_such_module")
     assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such_module'"
