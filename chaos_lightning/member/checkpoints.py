@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import ConfigurationError, StateError
@@ -133,6 +133,11 @@ def restore(checkpoint: Mapping[str, Any], path: Path, state: ModuleState, loade
         _difference("the optimizer", {"class": ours["optimizer"]}, {"class": type(optimizer).__qualname__}),
         _difference("the optimizer", _groups(checkpoint["optimizer"]), _groups(optimizer.state_dict())),
         _difference("extra", dict.fromkeys(checkpoint["extra"], "there"), dict.fromkeys(extra, "there")),
+        *(
+            _difference(f"extra {name!r}", _shapes(checkpoint["extra"][name]), _shapes(value.state_dict()))
+            for name, value in extra.items()
+            if isinstance(value, nn.Module) and name in checkpoint["extra"]
+        ),
     ]
     if words := "; ".join(filter(None, found)):
         raise ConfigurationError(f"resume={str(path)!r} does not fit what is trained here: {words}")
@@ -140,10 +145,17 @@ def restore(checkpoint: Mapping[str, Any], path: Path, state: ModuleState, loade
         loader.check_state(ours["data"])
     except ConfigurationError as error:
         raise ConfigurationError(f"resume={str(path)!r} does not fit what is trained here: {error}") from error
+    for name, value in extra.items():
+        try:
+            value.load_state_dict(checkpoint["extra"][name])
+        except Exception as error:  # of those that are no models only they themselves know what fits
+            raise ConfigurationError(
+                f"resume={str(path)!r} does not fit what is trained here: "
+                f"extra {name!r} does not take its state: {error}"
+            ) from error
     state.module.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-    for name, value in state.extra.items():
-        value.load_state_dict(ours if name == KEY else checkpoint["extra"][name])
+    state.extra[KEY].load_state_dict(ours)
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -332,6 +332,27 @@ def test_a_file_that_does_not_fit_is_refused_with_both_values(
     assert all(torch.equal(a, b) for a, b in zip(was, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (nn.Linear(8, 2), "extra 'ema': weight is [1, 8] in the file and [2, 8] here"),
+        (optim.SGD(nn.Linear(8, 1).parameters(), 0.1), "extra 'ema' does not take its state: "),
+    ],
+)
+def test_an_extra_that_does_not_fit_is_refused_before_anything_is_changed(
+    chaos: Trainer, tmp_path: Path, other: Any, words: str
+) -> None:
+    trained(chaos, 4, tmp_path / "a.pt", extra={"ema": nn.Linear(8, 1)})
+    model, optimizer, loader = parts()
+    was = [param.detach().clone() for param in model.parameters()]
+    with (
+        Trainer(name="b") as fresh,
+        pytest.raises(ConfigurationError, match=re.escape(f"a.pt' does not fit what is trained here: {words}")),
+    ):
+        fresh.prepare(model, optimizer, loader, resume=tmp_path / "a.pt", extra={"ema": other})
+    assert all(torch.equal(a, b) for a, b in zip(was, model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("kind", ["missing", "folder", "empty", "truncated", "weights", "text"])
 def test_a_file_that_is_none_is_named_before_anything_starts(tmp_path: Path, kind: str) -> None:
     file = saved(tmp_path)
