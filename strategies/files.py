@@ -135,7 +135,7 @@ def go_on(logger: Logger, version: Version, run: str, name: str, writer: str) ->
             if writer and _in_folder(logger):
                 _mark(folder, run, writer)
             if isinstance(logger, CSVLogger):
-                logger._experiment = _Continued(folder)
+                logger._experiment = _Continued(folder, KNOWN_ROWS if writer else 0)
                 return True
     else:
         _own_folder(logger, name)
@@ -147,6 +147,8 @@ def catch_up(logger: Logger, owed: Sequence[Call]) -> None:
     for call in owed:
         call.make()
     save(logger)
+    if isinstance(experiment := getattr(logger, "_experiment", None), _Continued):
+        experiment.there.clear()  # what comes now is new, also where rows without a step look alike
 
 
 def _in_folder(logger: Logger) -> bool:
@@ -163,24 +165,31 @@ def _marked(folder: str) -> tuple[str, str]:
 
 
 class _Continued(ExperimentWriter):
-    """Goes on with a file, if it is there."""
+    """Goes on with a file, if it is there.
 
-    def __init__(self, log_dir: str) -> None:
+    Args:
+        log_dir: Its folder.
+        known: So many last rows of it are not written once more.
+
+    Attributes:
+        there: These rows: their steps, and names of their values.
+    """
+
+    def __init__(self, log_dir: str, known: int) -> None:
         super().__init__(log_dir)
-        self._there: deque[tuple[str, frozenset[str]]] = deque(maxlen=KNOWN_ROWS)
-        """Rows that are not written once more: their steps, and names of their values."""
+        self.there: deque[tuple[str, frozenset[str]]] = deque(maxlen=known)
         if self._fs.isfile(self.metrics_file_path):
             with self._fs.open(self.metrics_file_path, "r", newline="") as file:
                 rows = csv.DictReader(file)
                 self.metrics_keys = list(rows.fieldnames or ())
-                self._there.extend(_key(row) for row in rows)
+                self.there.extend(_key(row) for row in rows)
 
     def _check_log_dir_exists(self) -> None:
         """Lightning's deletes the file here."""
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
         super().log_metrics(metrics_dict, step)
-        if _key(self.metrics[-1]) in self._there:
+        if _key(self.metrics[-1]) in self.there:
             self.metrics.pop()
 
 

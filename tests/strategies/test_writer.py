@@ -269,12 +269,12 @@ def metrics(folder: Path) -> list[dict[str, str]]:
         return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-def next_writer(folder: Path, logger: Any, told: LogPlace, *owed: dict[str, Any]) -> None:
-    """A member takes over, whose own logger would have begun another version."""
+def next_writer(folder: Path, logger: Any, told: LogPlace, *owed: dict[str, Any], let_go: bool = False) -> None:
+    """A member takes over, whose own logger would have begun another version; from one that is gone or is let go."""
     fit = trainer(folder, logger=logger)
     fit.fit_loop.max_epochs = 0
     fit.strategy._lightning_module = Regression()
-    if open_loggers(fit, "node-b", fresh=False, told=told, writer="b")[logger]:
+    if open_loggers(fit, "node-b", fresh=False, told=told, writer="" if let_go else "b")[logger] and not let_go:
         catch_up(logger, [Call(logger, logger.log_metrics, (), call) for call in owed])
 
 
@@ -302,6 +302,17 @@ def test_the_next_writer_goes_on_with_the_files_of_the_one_before(tmp_path: Path
         {"step": "1", "val": "0.5"},
         {"step": "2", "a": "1.0", "b": "2.0"},
     ]
+
+
+@pytest.mark.parametrize("let_go", [False, True])
+def test_the_next_writer_writes_what_is_logged_without_a_step(tmp_path: Path, *, let_go: bool) -> None:
+    """Lightning then counts from 0 after each time that it has saved, so rows of one step come again and again."""
+    told = told_by(tmp_path)
+    new = CSVLogger(tmp_path, name="run")
+    next_writer(tmp_path, new, told, {"metrics": {"a": 1.5}, "step": 1}, let_go=let_go)
+    new.log_metrics({"a": 2.0})
+    new.save()
+    assert [row["a"] for row in metrics(tmp_path / "run" / "version_0")] == ["1.0", "1.5", "2.0"]
 
 
 @pytest.mark.parametrize("other", ["another run", "no run", ""])
