@@ -12,9 +12,9 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.fields import node_of
@@ -44,20 +44,19 @@ BAND_FROM = 3000
 """Number of clean steps above which they are drawn as a band."""
 
 
-def matplotlib_module() -> Any:
-    """The package, with what pictures need of it.
+def missing() -> str:
+    """Why there can be no pictures, and what to do; "": there can be."""
+    if find_spec("matplotlib") is not None:
+        return ""
+    return 'pictures need matplotlib, which is not installed; run: pip install "chaos-lightning[report]"'
 
-    Raises:
-        ConfigurationError: It is not installed.
-    """
-    try:
-        import matplotlib
-        import matplotlib.figure
-        import matplotlib.ticker
-    except ImportError as error:
-        raise ConfigurationError(
-            "pictures need matplotlib, which is not installed; run: pip install 'chaos-lightning[report]'"
-        ) from error
+
+def matplotlib_module() -> Any:
+    """The package, with what pictures need of it."""
+    import matplotlib
+    import matplotlib.figure
+    import matplotlib.ticker
+
     return matplotlib
 
 

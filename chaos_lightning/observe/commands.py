@@ -177,6 +177,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page (and a PNG) about a run, and one for each elastic cluster of an outer job."""
+    from chaos_lightning.observe import charts
     from chaos_lightning.observe.outer_report import write_reports
 
     try:
@@ -184,6 +185,8 @@ def report(
     except (FileNotFoundError, ConfigurationError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+    if why := charts.missing():
+        typer.echo(f"note: {why}", err=True)
     if as_json:
         print_json({"reports": [asdict(one) for one in written]})
         return
@@ -191,7 +194,7 @@ def report(
         typer.echo(printable(one.summary))
         for line in one.violations:
             typer.echo(printable(f"VIOLATED  {line}"))
-        typer.echo(f"{one.page}\n{one.picture}")
+        typer.echo("\n".join(str(path) for path in (one.page, one.picture) if path is not None))
 
 
 def audit(

@@ -39,7 +39,7 @@ def write_reports(
 
     Raises:
         FileNotFoundError: There is no such directory, or no event log in it.
-        ConfigurationError: matplotlib is not installed, or there is no such job.
+        ConfigurationError: There is no such job.
     """
     source = Path(where)
     logs = split(read_events(source))
@@ -61,8 +61,8 @@ def write_reports(
     for label, records in logs.inner:
         stem = f"report-{re.sub(r'[^A-Za-z0-9._-]', '_', label)}"
         inner.append(report.write_job(jobs(records), target, title=f"{title}: {label}", stem=stem))
-    picture, page = target / "report.png", target / "report.html"
-    picture.write_bytes(outer_charts.outer_overview(facts))
+    picture = report.overview_at(target / "report.png", lambda: outer_charts.outer_overview(facts))
+    page = target / "report.html"
     page.write_text(render_outer(facts, findings, title=title, short=short, inner=inner), encoding="utf-8")
     return [WrittenReport(page, picture, short, tuple(auditing.violations(findings))), *inner]
 
@@ -97,7 +97,7 @@ def render_outer(
         report.contract(findings),
         *(_link(one) for one in inner),
         "<h2>Pictures</h2>",
-        *(report.image(name, outer_charts.outer_picture(name, facts)) for name in outer_charts.OUTER_DRAWERS),
+        *report.pictures(outer_charts.OUTER_DRAWERS, lambda name: outer_charts.outer_picture(name, facts)),
         "<h2>Clusters</h2>",
         _clusters(facts),
         "<h2>Versions</h2>",

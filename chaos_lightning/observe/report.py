@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import html
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,10 +66,10 @@ MAX_ROWS = 200
 
 @dataclass(frozen=True, slots=True)
 class WrittenReport:
-    """Where the report was written, and what it says in short."""
+    """Where the report was written, and what it says in short; `picture` is None where none could be drawn."""
 
     page: Path
-    picture: Path
+    picture: Path | None
     summary: str
     violations: tuple[str, ...]
 
@@ -87,7 +87,7 @@ def write_report(
 
     Raises:
         FileNotFoundError: There is no such directory, or no event log in it.
-        ConfigurationError: matplotlib is not installed, or there is no such job.
+        ConfigurationError: There is no such job.
     """
     source = Path(where)
     target = Path(out) if out is not None else source if source.is_dir() else source.parent
@@ -107,8 +107,7 @@ def write_job(
     if len(found) > 1:
         short = f"job {chosen + 1} of {len(found)} in these logs: {short}"
     target.mkdir(parents=True, exist_ok=True)
-    picture = target / f"{stem}.png"
-    picture.write_bytes(charts.overview(timeline))
+    picture = overview_at(target / f"{stem}.png", lambda: charts.overview(timeline))
     page = target / f"{stem}.html"
     page.write_text(render(timeline, findings, title=title, short=short), encoding="utf-8")
     return WrittenReport(page, picture, short, tuple(auditing.violations(findings)))
@@ -143,7 +142,7 @@ def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: s
         "<h2>Contract</h2>",
         contract(findings),
         "<h2>Pictures</h2>",
-        *(_picture(name, timeline) for name in charts.DRAWERS),
+        *pictures(charts.DRAWERS, lambda name: charts.picture(name, timeline)),
         "<h2>Members</h2>",
         _members(timeline),
         "<h2>Joins</h2>",
@@ -239,12 +238,22 @@ def contract(findings: Sequence[auditing.Finding]) -> str:
     return table(("point", "verdict", "what must hold, and what the logs show"), rows, empty="no verdict")
 
 
-def _picture(name: str, timeline: Timeline) -> str:
-    return image(name, charts.picture(name, timeline))
+def overview_at(path: Path, draw: Callable[[], bytes]) -> Path | None:
+    """Where the overview was written: there, or nowhere."""
+    if charts.missing():
+        return None
+    path.write_bytes(draw())
+    return path
 
 
-def image(name: str, png: bytes) -> str:
-    """A picture within the page."""
+def pictures(names: Iterable[str], draw: Callable[[str], bytes]) -> Iterable[str]:
+    """Pictures within the page, or why there are none."""
+    if why := charts.missing():
+        return [f'<p class="small">{escaped(why)}</p>']
+    return (_image(name, draw(name)) for name in names)
+
+
+def _image(name: str, png: bytes) -> str:
     data = base64.b64encode(png).decode("ascii")
     return f'<figure><img alt="{escaped(name)}" src="data:image/png;base64,{data}"></figure>'
 

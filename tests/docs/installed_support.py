@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 from blocks_support import ROOT, block
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from chaos_lightning.machine.listener import free_port
 
@@ -28,12 +33,25 @@ def bash(script: str, folder: Path, env: dict[str, str]) -> str:
     return done.stdout
 
 
-def _downloaded(folder: Path) -> Path:
-    """This environment's packages without the project: what pip would have fetched from an index."""
+def _needed(project: str, extras: Iterable[str], found: set[str]) -> set[str]:
+    """The projects that this one needs with these extras, and those that they need."""
+    for line in metadata.requires(project) or ():
+        need = Requirement(line)
+        wanted = need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+        if wanted and (key := f"{canonicalize_name(need.name)}{sorted(need.extras)}") not in found:
+            found.add(key)
+            _needed(need.name, need.extras, found)
+    return found
+
+
+def _downloaded(folder: Path, extras: Iterable[str]) -> Path:
+    """What pip would have fetched from an index for the project with these extras, from this environment."""
     folder.mkdir()
-    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
-        if not entry.name.startswith(("chaos_lightning", "_chaos_lightning", "__editable__")):
-            (folder / entry.name).symlink_to(entry)
+    source = Path(sysconfig.get_paths()["purelib"])
+    for name in {key.partition("[")[0] for key in _needed("chaos-lightning", extras, set())}:
+        for part in {file.parts[0] for file in metadata.files(name) or ()} - {"..", "__pycache__"}:
+            if not (folder / part).is_symlink():  # a folder that two packages share
+                (folder / part).symlink_to(source / part)
     return folder
 
 
@@ -91,7 +109,8 @@ def install(folder: Path) -> Installed:
     packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
     for old in packages.glob("setuptools*"):  # older than torch wants; the newer one is among the downloaded ones
         shutil.rmtree(old)
-    (packages / "downloaded.pth").write_text(f"{_downloaded(folder / 'downloaded')}\n")
+    extras = re.findall(r"whl\[(.+?)\]", "\n".join(rest))[0].split(",")
+    (packages / "downloaded.pth").write_text(f"{_downloaded(folder / 'downloaded', extras)}\n")
     torchrun = folder / "venv" / "bin" / "torchrun"  # of the downloaded packages, the one whose program is needed
     torchrun.write_text(f"#!{torchrun.parent}/python\nfrom torch.distributed.run import main\n\nmain()\n")
     torchrun.chmod(0o755)

@@ -7,6 +7,7 @@ import io
 import itertools
 import re
 import struct
+import sys
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import typer
 from observe_synthetic import Script, story, two_jobs
+from outer_synthetic import outer_story
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -91,6 +93,7 @@ def test_report_is_one_page_that_needs_no_network(logs: Path, tmp_path: Path) ->
     for words in ("bravo~1", "sigkill in allreduce", "slot reduced again (43)", "alpha 24 MiB", "charlie~2 (again)"):
         assert words in text, words
     assert not re.search(r"https?://", written.page.read_text())
+    assert written.picture is not None
     width, height = shape(written.picture.read_bytes())
     assert width > 1500
     assert height > 1000
@@ -154,19 +157,20 @@ def test_labels_do_not_overlap(told: Timeline) -> None:
             assert box.x1 <= sheet.bbox.x1, f"{name}: {text.get_text()!r} leaves the picture"
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import builtins
-
-    real = builtins.__import__
-
-    def missing(name: str, *args: object, **options: object) -> object:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigurationError, match=r"chaos-lightning\[report\]"):
-        charts.figure(1, 1)
+@pytest.mark.parametrize("outer", [False, True])
+def test_without_matplotlib_the_page_says_how_to_get_pictures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, outer: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    (outer_story() if outer else story()).write(tmp_path)
+    done = CliRunner().invoke(app(), ["report", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == str(tmp_path / "report.html")
+    page = Page((tmp_path / "report.html").read_text())
+    assert not list(tmp_path.glob("*.png"))
+    for text in (done.stderr, page.text):
+        assert 'matplotlib, which is not installed; run: pip install "chaos-lightning[report]"' in text
+    assert "Contract" in page.text
 
 
 # ------------------------------------------------------------------------------------------------ board

@@ -189,6 +189,7 @@ def on_stage(console: Console, folder: Path, *endings: Callable[[], object]) -> 
 
 def judge(console: Console, folder: Path, checks: Sequence[Check], problem: str, seconds: float, title: str) -> bool:
     """Prints the lines of a proof, writes the report; whether everything is fine."""
+    from chaos_lightning.observe import charts
     from chaos_lightning.observe.outer_report import write_reports
 
     console.print(table(checks, f"\nWhat this proves ({seconds:.0f} s)"))
@@ -196,7 +197,7 @@ def judge(console: Console, folder: Path, checks: Sequence[Check], problem: str,
     try:
         written, *inner = write_reports(folder / "events", folder, title=title)
         console.print(f"\n{written.summary}", soft_wrap=True)
-        console.print(f"report   {written.page}\npicture  {written.picture}", soft_wrap=True)
+        console.print(f"report   {written.page}\npicture  {written.picture or charts.missing()}", soft_wrap=True)
         for other in inner:
             console.print(f"cluster  {other.page}", soft_wrap=True)
         if (network := folder / NETWORK).exists():
