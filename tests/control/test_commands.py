@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -181,6 +182,25 @@ def test_status_has_a_line_per_member_in_80_columns(monkeypatch: pytest.MonkeyPa
         told = run("status", "--endpoint", served.endpoint, "--json").output
         assert Trains.HOST in told
         assert json.loads(told)["machine"]["members"][0]["step_time_s"] == 0.0125
+
+
+def test_a_terminal_that_wants_no_colours_gets_none() -> None:
+    """A dumb one gets no escape sequences at all; bold is no colour."""
+    terminal = {"FORCE_COLOR": "1", "NO_COLOR": ""}
+    colour = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3|4|9|10)[0-8][\d;]*m")
+    with serving(machine=Trains) as served:
+
+        def said(*command: str, **environment: str) -> str:
+            words = [*command, "--endpoint", served.endpoint]
+            done = CliRunner(env=terminal | environment).invoke(cli.app, words)
+            assert done.exit_code == 0, done.output
+            return str(done.stdout)
+
+        assert colour.search(said("top", "--once", TERM="xterm"))
+        for command in (("top", "--once"), ("status",)):
+            assert "\x1b[" in said(*command, TERM="xterm")
+            assert not colour.search(said(*command, TERM="xterm", NO_COLOR="1"))
+            assert "\x1b" not in said(*command, TERM="dumb")
 
 
 def test_status_of_an_empty_job() -> None:
