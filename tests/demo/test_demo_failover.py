@@ -168,7 +168,7 @@ def test_ctrl_c_ends_everything_and_says_where_the_logs_are(tmp_path: Path) -> N
         demo.send_signal(signal.SIGINT)
         said = demo.stdout.read()
         assert demo.wait(60.0) == 130
-    assert f"interrupted; logs are in {folder}" in said
+    assert f"interrupted; logs are in\n{folder}" in said
     assert left_over(folder) == []
 
 

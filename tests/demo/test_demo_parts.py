@@ -165,7 +165,26 @@ def test_nothing_is_proved_by_empty_logs(tmp_path: Path) -> None:
     assert [check.what for check in checks if check.ok] == []
     said = io.StringIO()
     assert not judge(Console(file=said, width=120), tmp_path, checks, "", 1.0, "demo")
-    assert f"all logs are in {tmp_path}" in said.getvalue()
+    assert f"all logs are in\n{tmp_path}" in said.getvalue()
+
+
+def test_the_story_fits_80_columns(sleepers: Sleepers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for words that are longer, as paths are: these have a line for themselves. Nothing of a command is lost."""
+    monkeypatch.chdir(tmp_path.parent)
+    out = io.StringIO()
+    screen, command = Screen(Console(file=out, width=80)), sleepers.words("edge-1")
+    assert f",store={tmp_path.name}/chain.sqlite " in command
+    screen.say("do", f"3 machines start: {command}")
+    screen.say("bad", f"waited 9 s for a path; the last events were:\n  {tmp_path / ('x' * 70)}\n  {'word ' * 30}")
+    lines = out.getvalue().splitlines()
+    assert [line for line in lines if len(line) > 80 and len(line.split()) > 1] == []
+    assert command in " ".join(" ".join(lines).split())
+    assert str(tmp_path / ("x" * 70)) in [line.strip() for line in lines]
+
+    checks, said = members.prove(Evidence(tmp_path, {})), io.StringIO()
+    EventLog.in_directory(tmp_path / "events", "demo", role="harness").close()
+    judge(Console(file=said, width=80), tmp_path, checks, "nobody came " * 10, 1.0, "demo")
+    assert [line for line in said.getvalue().splitlines() if len(line) > 80 and len(line.split()) > 2] == []
 
 
 class Codes:

@@ -130,7 +130,8 @@ class Cast:
     def words(self, name: str) -> str:
         """What a user would type on this machine."""
         program = "torchrun" if self.workers_of(name) == 1 else "chaos-lightning run"
-        return " ".join([program, *self.options(name), "train.py"])
+        # Shorter, and the same place from the folder in which the demo was started.
+        return " ".join([program, *self.options(name), "train.py"]).replace(f"{Path.cwd()}/", "")
 
     def command(self, name: str) -> list[str]:
         """The same, but for programs being called by their modules."""

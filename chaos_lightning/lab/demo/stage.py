@@ -22,13 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import wrap
 from types import FrameType, TracebackType
 from typing import Annotated, Generic, NoReturn, Protocol, TypeVar
 
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.text import Text
 
 from chaos_lightning.errors import ChaosError, ConfigurationError, DeadlineError, needing
@@ -56,6 +56,8 @@ NETWORK = "network.png"
 _REDRAW_S = 0.33
 _PLAIN_S = 5.0
 _TURN_S = 0.04
+_LEAST_ROOM = 20
+"""So many characters a line of the story has for words, however narrow the terminal."""
 _STYLES = {"do": "bold", "seen": "", "good": "green", "bad": "bold red"}
 _SIGNS = {"do": ">", "seen": " ", "good": "+", "bad": "!"}
 
@@ -143,8 +145,6 @@ def play(scenario: Scenario[N], folder: Path, *, keep: bool = False) -> NoReturn
         if find_spec("lightning") is None:
             raise ModuleNotFoundError(name="lightning")
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
     problem, began = "", time.monotonic()
     with on_stage(console, folder, *scenario.endings):
         scenario.begin()
@@ -176,7 +176,7 @@ def on_stage(console: Console, folder: Path, *endings: Callable[[], object]) -> 
     try:
         yield
     except KeyboardInterrupt:
-        console.print(f"interrupted; logs are in {folder}", soft_wrap=True)
+        console.print(f"interrupted; logs are in\n{folder}", soft_wrap=True)
         raise typer.Exit(130) from None
     finally:
         for number in before:
@@ -189,26 +189,28 @@ def on_stage(console: Console, folder: Path, *endings: Callable[[], object]) -> 
 
 def judge(console: Console, folder: Path, checks: Sequence[Check], problem: str, seconds: float, title: str) -> bool:
     """Prints the lines of a proof, writes the report; whether everything is fine."""
-    from chaos_lightning.observe import charts
     from chaos_lightning.observe.outer_report import write_reports
 
     console.print(table(checks, f"\nWhat this proves ({seconds:.0f} s)"))
     failed = [check for check in checks if not check.ok]
     try:
         written, *inner = write_reports(folder / "events", folder, title=title)
-        console.print(f"\n{written.summary}", soft_wrap=True)
-        console.print(f"report   {written.page}\npicture  {written.picture or charts.missing()}", soft_wrap=True)
+        console.print(f"\n{written.summary}")
+        picture = written.picture or "none; the extra report brings what draws it"
+        console.print(f"report   {written.page}\npicture  {picture}", soft_wrap=True)
         for other in inner:
             console.print(f"cluster  {other.page}", soft_wrap=True)
         if (network := folder / NETWORK).exists():
             console.print(f"network  {network}", soft_wrap=True)
-        console.print(f"logs     {folder / 'events'}  (chaos-lightning audit judges them anew)", soft_wrap=True)
+        console.print(
+            f"logs     {folder / 'events'}\n         (chaos-lightning audit judges them anew)", soft_wrap=True
+        )
     except ConfigurationError as error:
         console.print(f"no report: {error}", soft_wrap=True)
     if problem or failed:
-        console.print(f"FAILED: {len(failed)} of {len(checks)} lines; all logs are in {folder}", soft_wrap=True)
+        console.print(f"FAILED: {len(failed)} of {len(checks)} lines; all logs are in\n{folder}", soft_wrap=True)
         if problem:
-            console.print(f"the story broke off: {problem.splitlines()[0]}", soft_wrap=True, markup=False)
+            console.print(f"the story broke off: {problem.splitlines()[0]}", markup=False)
         return False
     console.print(f"ALL {len(checks)} LINES HOLD", style="bold green")
     return True
@@ -408,10 +410,18 @@ class Screen:
             self._live.stop()
 
     def say(self, kind: str, text: str) -> None:
-        """A line of the story."""
-        line = Text(f"{time.monotonic() - self.began:6.1f} s  ", style="dim")
-        line.append(f"{_SIGNS[kind]} {text}", style=_STYLES[kind])
-        self.console.print(line, soft_wrap=not self.console.is_terminal)
+        """A line of the story; what does not fit goes on below, and words stay whole, so that they can be copied."""
+        head = f"{time.monotonic() - self.began:6.1f} s  "
+        room = max(_LEAST_ROOM, self.console.width - len(head) - 2)
+        first, *more = [
+            part
+            for line in text.splitlines()
+            for part in wrap(line, room, break_long_words=False, break_on_hyphens=False)
+        ]
+        self.console.print(Text.assemble((head, "dim"), (f"{_SIGNS[kind]} {first}", _STYLES[kind])), soft_wrap=True)
+        for part in more:
+            indent = len(head) + 2 if len(part) <= room else 2
+            self.console.print(Text(f"{'':{indent}}{part}", style=_STYLES[kind]), soft_wrap=True)
 
     def refresh(self, timeline: Timeline, outer: OuterBoard) -> None:
         """The present state of the job, if it is time to show it."""
@@ -426,7 +436,7 @@ class Screen:
             self._live.update(draw(board), refresh=True)
         elif outer.there or timeline.slots:
             words = ", ".join(f"{k} {v}" for k, v in board.figures) if outer.there else progress(timeline)
-            self.console.print(f"{now - self.began:6.1f} s    {escape(words)}", soft_wrap=True)
+            self.say("seen", words)
 
 
 def progress(timeline: Timeline) -> str:
