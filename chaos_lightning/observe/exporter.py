@@ -12,6 +12,7 @@ process's does; Prometheus' `rate` and `increase` know that.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import defaultdict
@@ -25,7 +26,7 @@ import typer
 from chaos_lightning.control.commands import Endpoint, KeysDir, TokenFile
 from chaos_lightning.errors import ChaosError, ConfigurationError, needing
 from chaos_lightning.events.reader import Record, Tail
-from chaos_lightning.machine.addresses import split_endpoint
+from chaos_lightning.machine.addresses import join_endpoint, split_endpoint
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.jobs import Live
@@ -282,7 +283,15 @@ def served(source: Source, listen: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def pushed(source: Source, otlp: str, interval_s: float) -> Iterator[None]:
-    """Pushes all metrics to an OpenTelemetry collector (OTLP over gRPC, http:// or https://) every so many seconds."""
+    """Pushes all metrics to an OpenTelemetry collector (OTLP over gRPC, http:// or https://) every so many seconds.
+
+    Raises:
+        ConfigurationError: The address is none, or the interval is no positive number.
+    """
+    if not otlp.startswith(("http://", "https://")):
+        raise ConfigurationError(f"--otlp {otlp}: write how it is reached, such as http://{otlp}, or https:// for TLS")
+    if not 0 < interval_s < math.inf:
+        raise ConfigurationError(f"--interval {interval_s:g}: write a positive number of seconds, such as 15")
     with needing("--otlp"):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
         from opentelemetry.metrics import CallbackOptions, Observation
@@ -329,13 +338,13 @@ def metrics(
     Of its event logs, which know everything (docs/metrics.md), or of what its scheduler answers: members and step.
     """
     source = follow_logs(logs) if logs is not None else ask_scheduler(endpoint, token_file, keys_dir)
-    source()  # what there is already is read before anybody waits for an answer
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(served(source, listen))
         if otlp:
             stack.enter_context(pushed(source, otlp, interval))
-        typer.echo(f"metrics at http://{split_endpoint(listen)[0]}:{port}/metrics; Ctrl+C ends it")
+        where = join_endpoint(split_endpoint(listen)[0], port)
+        typer.echo(f"metrics at http://{where}/metrics; Ctrl+C ends it")
         with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                time.sleep(POLL_S)
+            while True:  # the first look reads what there is already; a scrape meanwhile waits for its end
                 source()
+                time.sleep(POLL_S)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
+import sys
 import threading
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,8 +28,12 @@ Values = dict[tuple[str, tuple[str, ...]], float]
 
 
 def scraped(port: int) -> Values:
+    return read(f"http://127.0.0.1:{port}/metrics")
+
+
+def read(url: str) -> Values:
     parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=30) as answer:
         text = answer.read().decode()
     families = list(parser.text_string_to_metric_families(text))
     kinds = {f.name: f.type for f in families}
@@ -36,6 +45,26 @@ def scraped(port: int) -> Values:
 
 def of(values: Values, short: str, *labels: str) -> float:
     return values[f"chaos_lightning_{short}", labels]
+
+
+@contextlib.contextmanager
+def command(*options: str, said: str = "") -> Iterator[str]:
+    """Runs `chaos-lightning metrics` until it is interrupted; gives the address that it names.
+
+    Args:
+        said: What it writes to stderr.
+    """
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    words = [sys.executable, "-m", "chaos_lightning", "metrics", *options]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            yield line.removeprefix("metrics at ").partition(";")[0]
+        finally:
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, said)
 
 
 def test_a_scrape_says_what_the_logs_say(job: Job) -> None:
@@ -120,6 +149,27 @@ def test_a_port_that_is_taken_is_named() -> None:
         pytest.raises(ConfigurationError, match=rf"--listen 127.0.0.1:{port}: .*in use"),
         served(lambda: {}, f"127.0.0.1:{port}"),
     ):
+        pass
+
+
+def test_the_address_of_ipv6_is_one_that_can_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "member-a-1.jsonl").touch()
+    with command("--logs", str(tmp_path), "--listen", "[::1]:0") as url:
+        assert url.startswith("http://[::1]:")
+        assert of(read(url), "up") == 1
+
+
+@pytest.mark.parametrize(
+    ("otlp", "interval_s", "told"),
+    [
+        ("127.0.0.1:4317", 15.0, "--otlp 127.0.0.1:4317: write .* such as http://127.0.0.1:4317"),
+        ("http://127.0.0.1:4317", 0.0, "--interval 0: write a positive number of seconds"),
+        ("http://127.0.0.1:4317", -1.0, "--interval -1: write"),
+        ("http://127.0.0.1:4317", float("nan"), "--interval nan: write"),
+    ],
+)
+def test_where_and_how_often_to_push_is_checked(otlp: str, interval_s: float, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told), pushed(lambda: {}, otlp, interval_s):
         pass
 
 
