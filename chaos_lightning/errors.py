@@ -12,8 +12,10 @@ EXTRAS = {
     "sklearn": "examples",
     "prometheus_client": "prometheus",
     "opentelemetry": "otel",
+    "opentelemetry.exporter": "otel",
+    "opentelemetry.exporter.otlp.proto.grpc": "otel",
 }
-"""By the name of a package that is imported, the extra of ours that brings it."""
+"""By the name of a package that is imported, the extra of ours that brings it. OpenTelemetry may be there in part."""
 
 
 class ChaosError(Exception):

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chaos_lightning import cli
+from chaos_lightning.errors import EXTRAS
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +49,8 @@ def hide(package, find=PathFinder.find_spec):
     PathFinder.find_spec = lambda name, *rest: None if name == package else find(name, *rest)
 hide("""
 """Python code that makes a package be as if it were not installed; its name and a bracket are to follow."""
+EXPORTER = "from chaos_lightning.observe import exporter as e"
+PUSHED = f"{EXPORTER}; e.pushed(dict, 'http://[::1]:4317', 15).__enter__()"
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,10 @@ hide("""
         ("lightning", "from chaos_lightning._register import make_strategy as m; m('chaos')", "ChaosStrategy"),
         ("lightning", "import chaos_lightning.callbacks", "chaos_lightning.callbacks"),
         ("hydra", "import chaos_lightning.configs", "chaos_lightning.configs"),
+        ("prometheus_client", f"{EXPORTER}; e.served(dict, '[::1]:0').__enter__()", "chaos-lightning metrics"),
+        ("opentelemetry", PUSHED, "--otlp"),
+        ("opentelemetry.exporter", PUSHED, "--otlp"),
+        ("opentelemetry.exporter.otlp.proto.grpc", PUSHED, "--otlp"),
     ],
 )
 def test_what_needs_an_extra_says_which(absent: str, code: str, what: str) -> None:
@@ -67,7 +74,7 @@ def test_what_needs_an_extra_says_which(absent: str, code: str, what: str) -> No
     assert done.stdout.startswith("MissingExtraError")
     assert what in done.stdout
     assert f"needs the package {absent}" in done.stdout
-    assert f'pip install "chaos-lightning[{absent}]"' in done.stdout
+    assert f'pip install "chaos-lightning[{EXTRAS[absent]}]"' in done.stdout
 
 
 def test_names_of_the_package_come_when_they_are_asked_for() -> None:
