@@ -25,7 +25,7 @@ import typer
 
 from chaos_lightning.control.commands import Endpoint, KeysDir, TokenFile
 from chaos_lightning.errors import ChaosError, ConfigurationError, needing
-from chaos_lightning.events.reader import Record, Tail
+from chaos_lightning.events.reader import Record, Tail, log_files
 from chaos_lightning.machine.addresses import join_endpoint, split_endpoint
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
@@ -62,7 +62,7 @@ class Metric:
 _PAUSES = 'Steps that something held up. "join": a newcomer; "recovery": a death or freeze; "waiting": too few members.'
 _DEATHS = f"Members found dead, by a word of the evidence: {', '.join(REASONS)}; else other."
 METRICS: tuple[Metric, ...] = (
-    Metric("chaos_lightning_up", GAUGE, "1 if the scheduler answered, or the logs could be read."),
+    Metric("chaos_lightning_up", GAUGE, "1 if the scheduler answered, or there are logs; else 0."),
     Metric("chaos_lightning_step", GAUGE, "Optimizer steps of the job, by its latest committed slot."),
     Metric("chaos_lightning_epoch", GAUGE, "Epoch of its data."),
     Metric("chaos_lightning_world_size", GAUGE, "Members that contributed to the latest slot."),
@@ -204,10 +204,12 @@ Source = Callable[[], Mapping[str, Mapping[Labels, float]]]
 
 
 def follow_logs(logs: Path) -> Source:
-    """Of a log directory, which may appear later."""
+    """Of a log directory, which may appear later: until then it says that nothing is up."""
     tail, totals, lock = Tail(logs), RunTotals(), threading.Lock()
 
     def now() -> Mapping[str, Mapping[Labels, float]]:
+        if not log_files(logs):
+            return {"up": {(): 0}}
         with lock:  # a scrape and the regular look may meet
             for record in tail.poll():
                 totals.take(record)
@@ -338,13 +340,16 @@ def metrics(
     Of its event logs, which know everything (docs/metrics.md), or of what its scheduler answers: members and step.
     """
     source = follow_logs(logs) if logs is not None else ask_scheduler(endpoint, token_file, keys_dir)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         port = stack.enter_context(served(source, listen))
         if otlp:
             stack.enter_context(pushed(source, otlp, interval))
+        # The first look reads what there is already; a scrape meanwhile waits for its end.
+        if not source()["up"][()]:
+            nothing = f"no event log in {logs}" if logs is not None else f"no scheduler answers at {endpoint}"
+            typer.echo(f"{nothing}: chaos_lightning_up is 0 until that changes", err=True)
         where = join_endpoint(split_endpoint(listen)[0], port)
         typer.echo(f"metrics at http://{where}/metrics; Ctrl+C ends it")
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:  # the first look reads what there is already; a scrape meanwhile waits for its end
-                source()
-                time.sleep(POLL_S)
+        while True:
+            time.sleep(POLL_S)
+            source()

@@ -159,6 +159,17 @@ def test_the_address_of_ipv6_is_one_that_can_be_opened(tmp_path: Path) -> None:
         assert of(read(url), "up") == 1
 
 
+def test_a_folder_without_logs_is_not_up_until_there_is_one(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    said = f"no event log in {folder}: chaos_lightning_up is 0 until that changes\n"
+    with command("--logs", str(folder), "--listen", "127.0.0.1:0", said=said) as url:
+        assert read(url) == {("chaos_lightning_up", ()): 0}
+        folder.mkdir()
+        assert of(read(url), "up") == 0
+        (folder / "member-a-1.jsonl").touch()
+        assert of(read(url), "up") == 1
+
+
 @pytest.mark.parametrize(
     ("otlp", "interval_s", "told"),
     [
