@@ -65,8 +65,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("chaos_lightning_up", GAUGE, "1 if the scheduler answered, or there are logs; else 0."),
     Metric("chaos_lightning_step", GAUGE, "Optimizer steps of the job, by its latest committed slot."),
     Metric("chaos_lightning_epoch", GAUGE, "Epoch of its data."),
-    Metric("chaos_lightning_world_size", GAUGE, "Members that contributed to the latest slot."),
-    Metric("chaos_lightning_last_commit_age_seconds", GAUGE, "Since the latest slot was committed.", unit="s"),
+    Metric("chaos_lightning_world_size", GAUGE, "Members that contributed to the latest slot; 0 when the job is done."),
+    Metric("chaos_lightning_last_commit_age_seconds", GAUGE, "Since the latest slot; gone at the job's end.", unit="s"),
     Metric("chaos_lightning_steps_total", COUNTER, "Optimizer steps, as somebody committed them first."),
     Metric("chaos_lightning_step_seconds_total", COUNTER, "Seconds that these steps took.", unit="s"),
     Metric("chaos_lightning_samples_total", COUNTER, "Samples used in committed slots, by all members together."),
@@ -133,6 +133,8 @@ class RunTotals:
             self._add("joins_total", 1, str(r.get("role", "")))
         elif own and r.name == "left":
             self._add("leaves_total", 1)
+        elif own and r.name == "finished":
+            self._finish()
         elif own and r.name == "fenced":
             self._add("fenced_total", 1)
         elif own and r.name == "pull_done":
@@ -149,16 +151,25 @@ class RunTotals:
             return
         self._committed = max(self._committed, r.t)
         step = f.integer(r.get("step"))
-        if r.get("kind", "step") == "step":
+        kind = r.get("kind", "step")
+        if kind == "step":
             self._add("steps_total", 1)
             self._add("step_seconds_total", f.number(r.get("duration_s")))
         self.values["step"][()] = step
         self.values["world_size"][()] = len(f.rows(r.get("contributors")))
         if ledger := f.spent(r.get("ledger")):
             self.values["epoch"][()] = max(epoch for _, epoch in ledger)
+        if kind == "closing":
+            self._finish()
         if len(self._timeline.slots) > 2 * KEPT_SLOTS:
             self._book()
             self._timeline.prune(KEPT_SLOTS)
+
+    def _finish(self) -> None:
+        """The job is done: nobody is in it, and nobody waits for its next slot."""
+        self._committed = 0.0
+        self.values["world_size"][()] = 0
+        self.values.pop("last_commit_age_seconds", None)
 
     def _links(self, r: Record) -> None:
         for row in f.rows(r.get("links")):

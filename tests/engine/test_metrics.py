@@ -105,7 +105,9 @@ def test_a_scrape_says_what_the_logs_say(job: Job) -> None:
     assert of(end, "state_bytes_total") == received > 0
     assert of(end, "log_lines_lost_total") == 0
     assert of(end, "step_seconds_total") > 0
-    assert of(end, "last_commit_age_seconds") >= 0
+    assert of(live, "last_commit_age_seconds") >= 0
+    assert "chaos_lightning_last_commit_age_seconds" not in {name for name, _ in end}, "the job is done"
+    assert of(end, "world_size") == 0
     assert all(end[key] >= value for key, value in live.items() if key[0].endswith("_total")), "counters never fall"
 
 
