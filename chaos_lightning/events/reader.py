@@ -15,13 +15,14 @@ would show a run that never was.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -254,7 +255,7 @@ class _Place:
 
 @dataclass(slots=True)
 class Tail:
-    """Follows a log directory: each `poll` returns what was appended since the last one.
+    """Follows a log directory: each look gives what was appended since the last one.
 
     A half-written last line waits for its end; a file in another format is left out with a warning. Not thread-safe.
 
@@ -270,19 +271,29 @@ class Tail:
 
     def poll(self) -> list[Record]:
         """New events of all files in time order; an empty list if there are none (or no directory yet)."""
-        found: list[Record] = []
-        for path in log_files(self.where) if self.where.exists() else []:
-            try:
-                found += self._new(path)
-            except FileNotFoundError:
-                continue
-        found.sort(key=lambda r: r.t)
-        return found
+        return list(self.new())
 
-    def _new(self, path: Path) -> Iterator[Record]:
-        status = path.stat()
-        if status.st_mtime < self.since:
-            return
+    def new(self) -> Iterator[Record]:
+        """The same one after the other, and none is kept: the first look may find what was logged in a day. To be taken
+        to its end."""
+        files = []
+        for path in log_files(self.where) if self.where.exists() else []:
+            with contextlib.suppress(FileNotFoundError):
+                files.append((path, path.stat()))
+        streams = [
+            self._of(first, list(parts)) for first, parts in itertools.groupby(files, lambda x: part_of(x[0])[0])
+        ]
+        return heapq.merge(*streams, key=lambda r: r.t)
+
+    def _of(self, first: Path, parts: Sequence[tuple[Path, os.stat_result]]) -> Iterator[Record]:
+        """What one process has appended to its files, up to the sizes that they had."""
+        lines = self._lines.setdefault(first, _Lines(first.name))
+        for path, status in parts:
+            if status.st_mtime >= self.since:
+                with contextlib.suppress(FileNotFoundError):
+                    yield from self._new(path, status, lines)
+
+    def _new(self, path: Path, status: os.stat_result, lines: _Lines) -> Iterator[Record]:
         place = self._places.setdefault(path, _Place(inode=status.st_ino))
         if place.inode != status.st_ino:  # it was deleted, and made anew
             place = self._places[path] = _Place(inode=status.st_ino)
@@ -290,18 +301,12 @@ class Tail:
             return
         with path.open("rb") as file:
             file.seek(place.offset)
-            data = file.read()
-        whole, end, _ = data.rpartition(b"\n")
-        if not end:
-            return
-        place.offset += len(whole) + 1
-        first, _ = part_of(path)
-        lines = self._lines.setdefault(first, _Lines(first.name))
-        for text in whole.split(b"\n"):
-            place.line += 1
-            for record in lines.take(text, place.line):
-                if trouble := wrong_format(record):
-                    logger.warning("%s", trouble)
-                    place.unreadable = True
-                    return
-                yield record
+            while place.offset < status.st_size and (text := file.readline()).endswith(b"\n"):
+                place.offset += len(text)
+                place.line += 1
+                for record in lines.take(text, place.line):
+                    if trouble := wrong_format(record):
+                        logger.warning("%s", trouble)
+                        place.unreadable = True
+                        return
+                    yield record

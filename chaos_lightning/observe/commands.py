@@ -68,7 +68,7 @@ def follow(logs: Path, since: float = 0.0) -> Callable[[], Dashboard]:
 
     def board() -> Dashboard:
         nonlocal timeline
-        for record in tail.poll():
+        for record in tail.new():
             if not outer.take(record):
                 continue
             if jobs.begins(record):

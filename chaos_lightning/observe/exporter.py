@@ -222,7 +222,7 @@ def follow_logs(logs: Path) -> Source:
         if not log_files(logs):
             return {"up": {(): 0}}
         with lock:  # a scrape and the regular look may meet
-            for record in tail.poll():
+            for record in tail.new():
                 totals.take(record)
             return {short: dict(each) for short, each in totals.shown(time.time()).items()}
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from observe_synthetic import Script, two_jobs
 
+from chaos_lightning.observe import commands
 from chaos_lightning.observe.exporter import follow_logs
 
 
@@ -31,3 +36,26 @@ def test_the_job_after_a_finished_one_can_stand_still(tmp_path: Path) -> None:
     values = follow_logs(tmp_path)()
     assert values["last_commit_age_seconds"][()] > 0
     assert values["world_size"] == {(): 2}
+
+
+@pytest.mark.parametrize("follow", [follow_logs, commands.follow])
+def test_a_long_history_is_not_held_in_memory(tmp_path: Path, follow: Callable[[Path], Callable[[], object]]) -> None:
+    for name, begin in ("a", 0.0), ("b", 0.5):
+        with (tmp_path / f"member-{name}-1.jsonl").open("w") as file:
+            for second in range(8000):
+                line = {
+                    "t": begin + second,
+                    "mono": begin,
+                    "member": f"{name}~1",
+                    "name": "published",
+                    "head": "x" * 400,
+                }
+                file.write(json.dumps(line) + "\n")
+    look = follow(tmp_path)
+    tracemalloc.start()
+    try:
+        look()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2e6, "the files have 8 MB"
