@@ -123,6 +123,8 @@ class _Lines:
     number: int = 0
     """Of the last line; 0 before the first, and for logs whose lines have none."""
     before: Before = field(default_factory=Before)
+    late: bool = False
+    """The reader begins in the middle, and misses nothing before."""
 
     def take(self, text: bytes, line: int) -> Iterator[Record]:
         """The records of one more line: none if it is no event, two if lines are missing before it."""
@@ -138,8 +140,9 @@ class _Lines:
         missing, self.number = number - self.number - 1, number
         if number == 1 or missing:
             self.before.clear()
-        if missing:
+        if missing and not self.late:
             yield self._lost(data, line, max(missing, 1))
+        self.late = False
         name = data["name"]
         if name == "opened" and "part" in data and not missing:
             return
@@ -287,7 +290,8 @@ class Tail:
 
     def _of(self, first: Path, parts: Sequence[tuple[Path, os.stat_result]]) -> Iterator[Record]:
         """What one process has appended to its files, up to the sizes that they had."""
-        lines = self._lines.setdefault(first, _Lines(first.name))
+        past = parts[0][1].st_mtime < self.since
+        lines = self._lines.setdefault(first, _Lines(first.name, late=past))
         for path, status in parts:
             if status.st_mtime >= self.since:
                 with contextlib.suppress(FileNotFoundError):

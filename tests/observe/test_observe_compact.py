@@ -240,6 +240,18 @@ def test_a_log_goes_on_in_further_files_that_are_read_as_one(tmp_path: Path) -> 
     assert [r.name for r in read_events(tmp_path)][-3:] == ["closed", "opened", "closed"]
 
 
+def test_what_is_of_the_past_is_not_missed(tmp_path: Path) -> None:
+    with EventLog.in_directory(tmp_path, "a", day_nbytes=PARTS_A_DAY * 20_000) as log:
+        log.identify("a~1")
+        for fields in slots(3, 300):
+            log.emit("committed", **fields)
+    os.utime(log_files(tmp_path)[0], times=(time.time() - 1000,) * 2)
+    everything, live = list(read_events(tmp_path)), Tail(tmp_path, time.time() - 600).poll()
+    assert [r.name for r in live] == ["opened", *["committed"] * (len(live) - 2), "closed"]
+    assert 2 < len(live) < len(everything)
+    assert commits(live) == commits(everything)[2 - len(live) :]
+
+
 def test_the_days_limit_holds_and_what_is_deleted_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     limit = 200_000
     yesterday, others = tmp_path / "member-a-1.jsonl", tmp_path / "member-ab-1.jsonl"
