@@ -24,10 +24,9 @@ from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.reader import Tail, log_files
 from chaos_lightning.machine.addresses import split_endpoint, split_endpoints
 from chaos_lightning.machine.terminal import print_json, printable
-from chaos_lightning.observe.jobs import Live
+from chaos_lightning.observe.following import Latest
 from chaos_lightning.observe.outer_board import OuterBoard
 from chaos_lightning.observe.render import Dashboard, draw, from_status, from_timeline, with_logs
-from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.settings import DEFAULT_ENDPOINT
 
 if TYPE_CHECKING:
@@ -41,8 +40,6 @@ Logs = Annotated[
 ]
 FRESH_S = 600.0
 """A log in which nothing was written for so long is of another run; of this one only what is new is read."""
-KEPT_SLOTS = 1000
-"""A live board looks back over at least so many slots; a run may go on for days, its board must stay cheap."""
 
 
 def latest_logs(given: Path | None) -> Path:
@@ -64,18 +61,13 @@ def latest_logs(given: Path | None) -> Path:
 
 def follow(logs: Path, since: float = 0.0) -> Callable[[], Dashboard]:
     """A function that returns the board of this log directory as of now; the directory may appear later."""
-    tail, timeline, jobs, outer = Tail(logs, since), Timeline(), Live(), OuterBoard()
+    tail, latest, outer = Tail(logs, since), Latest(), OuterBoard()
 
     def board() -> Dashboard:
-        nonlocal timeline
         for record in tail.new():
-            if not outer.take(record):
-                continue
-            if jobs.begins(record):
-                timeline = timeline.next_job()  # the same ids and views, told anew
-            timeline.add(record)
-        if len(timeline.slots) > 2 * KEPT_SLOTS:
-            timeline.prune(KEPT_SLOTS)
+            if outer.take(record):
+                latest.take(record)
+        timeline = latest.timeline
         # A log whose last word is an hour old is of the past: its ages would all read an hour.
         stop = max(timeline.stop, outer.run.stop)
         now = stop if stop and time.time() - stop > 3600 else time.time()

@@ -29,7 +29,7 @@ from chaos_lightning.events.reader import Record, Tail, log_files
 from chaos_lightning.machine.addresses import join_endpoint, split_endpoint
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
-from chaos_lightning.observe.jobs import Live
+from chaos_lightning.observe.following import Latest
 from chaos_lightning.observe.outer_entries import read_entry
 from chaos_lightning.observe.spans import merge, size
 from chaos_lightning.observe.timeline import Timeline
@@ -39,8 +39,6 @@ from chaos_lightning.settings import DEFAULT_ENDPOINT
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
-KEPT_SLOTS = 1000
-"""So many of the latest slots are kept, to tell what an interval was spent on."""
 POLL_S = 2.0
 REASONS = ("silent", "closed", "asked", "process")
 """What deaths are sorted by: the first of these words in the evidence; else "other"."""
@@ -102,8 +100,7 @@ class RunTotals:
 
     values: dict[str, dict[Labels, float]] = field(default_factory=_zero)
     """Short name -> label values -> number."""
-    _timeline: Timeline = field(default_factory=Timeline)
-    _jobs: Live = field(default_factory=Live)
+    _latest: Latest = field(init=False)
     _booked: float = 0.0
     """When the last interval that is booked ended, wall time in s."""
     _committed: float = 0.0
@@ -112,12 +109,14 @@ class RunTotals:
     _dead: set[str] = field(default_factory=set)
     _round: int = 0
 
+    def __post_init__(self) -> None:
+        self._latest = Latest(self._book)
+
     def take(self, r: Record) -> None:
         """One more event."""
-        if self._jobs.begins(r):
-            self._timeline, self._dead, self._round = self._timeline.next_job(), set(), 0
-        fresh = str(r.get("header", "")) not in self._timeline.slots
-        self._timeline.add(r)
+        fresh = str(r.get("header", "")) not in self._latest.timeline.slots
+        if self._latest.take(r):
+            self._dead, self._round = set(), 0
         own = r.own and r.by == r.member
         if r.name == "lost":
             self._add("log_lines_lost_total", f.number(r.get("count")))
@@ -161,9 +160,6 @@ class RunTotals:
             self.values["epoch"][()] = max(epoch for _, epoch in ledger)
         if kind == "closing":
             self._finish()
-        if len(self._timeline.slots) > 2 * KEPT_SLOTS:
-            self._book()
-            self._timeline.prune(KEPT_SLOTS)
 
     def _finish(self) -> None:
         """The job is done: nobody is in it, and nobody waits for its next slot."""
@@ -192,9 +188,9 @@ class RunTotals:
             self._add("outer_pushes_total", len(body.accepted), "accepted")
             self._add("outer_pushes_total", len(body.rejected), "rejected")
 
-    def _book(self) -> None:
+    def _book(self, timeline: Timeline) -> None:
         """What the intervals that are over were spent on."""
-        for interval in folds.intervals(self._timeline)[:-1]:
+        for interval in folds.intervals(timeline)[:-1]:
             if interval.stop > self._booked:
                 self._booked = interval.stop
                 if interval.cause in (folds.JOIN, folds.RECOVERY, folds.WAITING):
@@ -203,7 +199,7 @@ class RunTotals:
 
     def shown(self, now: float) -> dict[str, dict[Labels, float]]:
         """All values as of now, wall time in s."""
-        self._book()
+        self._book(self._latest.timeline)
         self.values["up"][()] = 1
         if self._committed:
             self.values["last_commit_age_seconds"][()] = max(0.0, now - self._committed)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from observe_synthetic import Script, two_jobs
 
-from chaos_lightning.observe import commands
+from chaos_lightning.events.reader import read_events
+from chaos_lightning.observe import commands, following
 from chaos_lightning.observe.exporter import follow_logs
 
 
@@ -59,3 +60,31 @@ def test_a_long_history_is_not_held_in_memory(tmp_path: Path, follow: Callable[[
     finally:
         tracemalloc.stop()
     assert peak < 2e6, "the files have 8 MB"
+
+
+def test_pauses_of_a_job_before_count_if_both_are_read_at_once(tmp_path: Path) -> None:
+    first, second = Script(), Script(pid=2)
+    first.found(["a", "b", "c"])
+    first.steps(5)
+    first.kill("c~1")
+    first.steps(5)
+    now = follow_logs(first.write(tmp_path))
+    paused = now()["pauses_total"]
+    assert paused["recovery",] == 1
+    second.now = first.now + 3.0
+    second.found(["a", "b"])
+    second.steps(5)
+    second.write(tmp_path)
+    assert now()["pauses_total"] == follow_logs(tmp_path)()["pauses_total"] == paused
+
+
+def test_what_follows_a_run_of_days_keeps_its_latest_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "KEPT_SLOTS", 20)
+    run, latest, most = Script(), following.Latest(), 0
+    run.found(["a"])
+    run.steps(100)
+    for record in read_events(run.write(tmp_path)):
+        latest.take(record)
+        most = max(most, len(latest.timeline.slots))
+    assert most == 41
+    assert [slot.step for slot in latest.timeline.slots.values()][-20:] == list(range(81, 101))

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from chaos_lightning.errors import ConfigurationError, SchedulerUnreachableError
 from chaos_lightning.events.events import read_events
 from chaos_lightning.events.reader import log_files
-from chaos_lightning.observe import charts, commands, report
+from chaos_lightning.observe import charts, commands, following, report
 from chaos_lightning.observe.render import Dashboard, Row, draw, from_status, from_timeline, with_logs
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.observe.units import amount, duration, time_unit
@@ -316,7 +316,7 @@ def test_markup_in_names_is_only_text() -> None:
 
 
 def test_follow_reads_on_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "KEPT_SLOTS", 20)
+    monkeypatch.setattr(following, "KEPT_SLOTS", 20)
     board = commands.follow(tmp_path)
     assert board().rows == []
     run = Script()
@@ -327,8 +327,8 @@ def test_follow_reads_on_and_stays_small(tmp_path: Path, monkeypatch: pytest.Mon
     run.steps(3)
     run.write(tmp_path)
     assert ("step", "103") in board().figures
-    kept = next(c.cell_contents for c in board.__closure__ or () if isinstance(c.cell_contents, Timeline))
-    assert len(kept.slots) <= 41
+    kept = next(c.cell_contents for c in board.__closure__ or () if isinstance(c.cell_contents, following.Latest))
+    assert len(kept.timeline.slots) <= 41
 
 
 def test_follow_turns_to_the_next_job_in_the_same_folder(tmp_path: Path) -> None:
