@@ -22,9 +22,8 @@ from chaos_lightning.control.commands import AsJson, Endpoint, KeysDir, TokenFil
 from chaos_lightning.control.options import default_log_folders, state_folder
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.reader import Tail, log_files
-from chaos_lightning.machine.addresses import split_endpoint, split_endpoints
 from chaos_lightning.machine.terminal import print_json, printable
-from chaos_lightning.observe.following import Latest
+from chaos_lightning.observe.following import AskedJob, Latest
 from chaos_lightning.observe.outer_board import OuterBoard
 from chaos_lightning.observe.render import Dashboard, draw, from_status, from_timeline, with_logs
 from chaos_lightning.settings import DEFAULT_ENDPOINT
@@ -38,8 +37,6 @@ Logs = Annotated[
         help="Log directory of a run (log_dir), or one event file; default: of the latest job on this machine."
     ),
 ]
-FRESH_S = 600.0
-"""A log in which nothing was written for so long is of another run; of this one only what is new is read."""
 
 
 def latest_logs(given: Path | None) -> Path:
@@ -85,24 +82,17 @@ def ask(
     What members of this machine log where nobody told them goes onto it as well. Unreachable is a line on the board,
     or an error if it `must_answer`.
     """
-    from chaos_lightning.control.channel import fetch_status
     from chaos_lightning.security.credentials import Credentials
 
-    secret = Credentials.load(keys_dir, token_file)
+    asked = AskedJob(endpoint, Credentials.load(keys_dir, token_file), timeout_s, follow)
     last = Dashboard(title=f"scheduler {endpoint}")
-    logged: Callable[[], Dashboard] | None = None
 
     def board() -> Dashboard:
-        nonlocal last, logged
+        nonlocal last
         try:
-            facts = fetch_status(endpoint, secret, timeout_s)
-            if logged is None:
-                port = split_endpoint(split_endpoints(endpoint)[0])[1]
-                try:
-                    logged = follow(state_folder(str(facts.get("job")), port) / "events", time.time() - FRESH_S)
-                except ConfigurationError:  # without a home nobody logs there
-                    logged = functools.partial(Dashboard, title="")
-            last = with_logs(from_status(facts), logged())
+            last = from_status(asked.facts())
+            if asked.logged is not None:
+                last = with_logs(last, asked.logged())
         except ChaosError as error:
             if must_answer:
                 raise

@@ -2,7 +2,7 @@
 
 Theory of operation. The metrics are folds over the same events as `top` and `report`: `RunTotals` takes one event after
 the other and keeps numbers only, so that a run of days costs nothing; where time went is booked by `folds.intervals`,
-each interval once, when the next slot shows that it is over. Without logs a scheduler's status gives what it knows.
+each interval once, when the next slot shows that it is over. A scheduler's status gives what it knows without logs.
 `METRICS` declares every metric once: both exporters and docs/metrics.md are made of it.
 
 A counter falls to 0 when the exporter is started again and rises at once to what the logs say, as any restarted
@@ -29,7 +29,7 @@ from chaos_lightning.events.reader import Record, Tail, log_files
 from chaos_lightning.machine.addresses import join_endpoint, split_endpoint
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
-from chaos_lightning.observe.following import Latest
+from chaos_lightning.observe.following import AskedJob, Latest
 from chaos_lightning.observe.outer_entries import read_entry
 from chaos_lightning.observe.spans import merge, size
 from chaos_lightning.observe.timeline import Timeline
@@ -210,9 +210,9 @@ Source = Callable[[], Mapping[str, Mapping[Labels, float]]]
 """Gives all values as of now, by short name and label values."""
 
 
-def follow_logs(logs: Path) -> Source:
+def follow_logs(logs: Path, since: float = 0.0) -> Source:
     """Of a log directory, which may appear later: until then it says that nothing is up."""
-    tail, totals, lock = Tail(logs), RunTotals(), threading.Lock()
+    tail, totals, lock = Tail(logs, since), RunTotals(), threading.Lock()
 
     def now() -> Mapping[str, Mapping[Labels, float]]:
         if not log_files(logs):
@@ -226,20 +226,21 @@ def follow_logs(logs: Path) -> Source:
 
 
 def ask_scheduler(endpoint: str, token_file: str = "", keys_dir: str = "", timeout_s: float = 2.0) -> Source:
-    """Of what this scheduler answers: who is in, and at which step."""
-    from chaos_lightning.control.channel import fetch_status
+    """Of what this scheduler answers: who is in, and at which step; all else of what members of this machine log."""
     from chaos_lightning.security.credentials import Credentials
 
-    secret = Credentials.load(keys_dir, token_file)
+    asked = AskedJob(endpoint, Credentials.load(keys_dir, token_file), timeout_s, follow_logs)
 
     def now() -> Mapping[str, Mapping[Labels, float]]:
         try:
-            machine = fetch_status(endpoint, secret, timeout_s).get("machine") or {}
+            machine = asked.facts().get("machine") or {}
         except ChaosError:
-            return {"up": {(): 0}}
+            return {**(asked.logged() if asked.logged is not None else {}), "up": {(): 0}}
+        logged = asked.logged() if asked.logged is not None else {}
         members = [m for m in f.rows(machine.get("members")) if isinstance(m, Mapping)]
-        step = max((f.integer(m.get("step")) for m in members), default=0)
-        return {"up": {(): 1}, "world_size": {(): len(members)}, "step": {(): step}}
+        # Members seldom tell a scheduler their step.
+        steps = [*logged.get("step", {}).values(), *(f.integer(m.get("step")) for m in members)]
+        return {**logged, "up": {(): 1}, "world_size": {(): len(members)}, "step": {(): max(steps, default=0)}}
 
     return now
 
@@ -344,7 +345,8 @@ def metrics(
 ) -> None:
     """Serve metrics of a job to Prometheus, and push them as OpenTelemetry, until Ctrl+C.
 
-    Of its event logs, which know everything (docs/metrics.md), or of what its scheduler answers: members and step.
+    Of its event logs, which know everything (docs/metrics.md); or of what its scheduler answers, members and step, with
+    what members of this machine log where nobody told them.
     """
     source = follow_logs(logs) if logs is not None else ask_scheduler(endpoint, token_file, keys_dir)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):

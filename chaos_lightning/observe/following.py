@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from chaos_lightning.control.options import state_folder
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.reader import Record
+from chaos_lightning.machine.addresses import split_endpoint, split_endpoints
 from chaos_lightning.observe.jobs import Live
 from chaos_lightning.observe.timeline import Timeline
 
+if TYPE_CHECKING:
+    from chaos_lightning.security.credentials import Secret
+
+T = TypeVar("T")
+
+FRESH_S = 600.0
+"""A log in which nothing was written for so long is of another run; of this one only what is new is read."""
 KEPT_SLOTS = 1000
 """So many of the latest slots are kept at least: a run may go on for days, and looking at it must stay cheap."""
 
@@ -36,3 +50,30 @@ class Latest:
             self.timeline.prune(KEPT_SLOTS)
         self.timeline.add(r)
         return begins
+
+
+@dataclass(slots=True)
+class AskedJob(Generic[T]):
+    """A scheduler's answers, and what members of this machine log where nobody told them.
+
+    Attributes:
+        follow: Makes of that folder, and of the time (s) since when something was written, what gives it as of now.
+        logged: That, once the scheduler has said which job it is; None also for a user without a home.
+    """
+
+    endpoint: str
+    secret: Secret
+    timeout_s: float
+    follow: Callable[[Path, float], Callable[[], T]]
+    logged: Callable[[], T] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """What it answers; raises as `fetch_status` does."""
+        from chaos_lightning.control.channel import fetch_status
+
+        facts = fetch_status(self.endpoint, self.secret, self.timeout_s)
+        if self.logged is None:
+            port = split_endpoint(split_endpoints(self.endpoint)[0])[1]
+            with contextlib.suppress(ConfigurationError):  # without a home nobody logs there
+                self.logged = self.follow(state_folder(str(facts.get("job")), port) / "events", time.time() - FRESH_S)
+        return facts

@@ -47,6 +47,22 @@ def of(values: Values, short: str, *labels: str) -> float:
     return values[f"chaos_lightning_{short}", labels]
 
 
+def test_without_arguments_the_schedulers_job_is_followed_here(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    now = ask_scheduler(job.endpoint)
+    for name in "ab":
+        job.start(name, settings={"min_nodes": 2, "log_dir": "auto"}, epochs=UNTIL_ENOUGH)
+    job.harness.wait_until(lambda: now().get("samples_total", {}).get((), 0) > 0, "what members log")
+    values = now()
+    assert (values["up"], values["world_size"]) == ({(): 1}, {(): 2})
+    assert values["step"][()] > 0
+    (tmp_path / "enough").touch()
+    for name in "ab":
+        assert job.harness.wait_exit(name) == 0
+
+
 @contextlib.contextmanager
 def command(*options: str, said: str = "") -> Iterator[str]:
     """Runs `chaos-lightning metrics` until it is interrupted; gives the address that it names.
