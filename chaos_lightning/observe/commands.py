@@ -8,7 +8,6 @@ works from any machine that reaches it. Heavy imports (matplotlib, gRPC) happen 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable
