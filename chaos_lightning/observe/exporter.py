@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import threading
 import time
 from collections import defaultdict
@@ -343,11 +344,13 @@ def metrics(
     ] = "",
     interval: Annotated[float, typer.Option(help="Seconds between two pushes.")] = 15.0,
 ) -> None:
-    """Serve metrics of a job to Prometheus, and push them as OpenTelemetry, until Ctrl+C.
+    """Serve metrics of a job to Prometheus, and push them as OpenTelemetry, until Ctrl+C or SIGTERM.
 
     Of its event logs, which know everything (docs/metrics.md); or of what its scheduler answers, members and step, with
     what members of this machine log where nobody told them.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell that starts it in the background has SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     source = follow_logs(logs) if logs is not None else ask_scheduler(endpoint, token_file, keys_dir)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         port = stack.enter_context(served(source, listen))

@@ -72,6 +72,8 @@ def command(*options: str, said: str = "") -> Iterator[str]:
     """
     pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
     words = [sys.executable, "-m", "chaos_lightning", "metrics", *options]
+    # SIGINT is ignored, as by a shell that starts it in the background.
+    words = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *words]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
