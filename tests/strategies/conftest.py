@@ -57,7 +57,8 @@ def double(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A job with real processes; its scheduler ends with the test."""
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # another test may have seeded this process: it keys the order
+    # It keys the order of samples, and this process, or the one that members are forked from, may have been seeded.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     from forked_support import patient, scheduler
     from strategy_job import Job
 
