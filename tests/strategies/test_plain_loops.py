@@ -216,9 +216,10 @@ def test_all_members_raise_if_the_writer_cannot_save(job: Job) -> None:
 def test_a_checkpoint_is_not_lost_to_a_job_that_is_behind(job: Job, tmp_path: Path) -> None:
     file = str(tmp_path / "ahead.pt")
     run(job, "a", saves={8: file}, stops_at=8)
+    before = job.harness.wait_for("finished", node="a")
     again(job, "a")
     start(job, "a", gates={2: job.gate("a")})
-    job.harness.wait_step(2, node="a")
+    job.harness.wait_for("committed", lambda r: r["step"] >= 2, node="a", after=before)  # b comes to a job that runs
     job.harness.declare("b")
     start(job, "b", prepare={**CLIP, "resume": file}, settings={"join_by": "pause"})
     job.wait_admitted("b")
