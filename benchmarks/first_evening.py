@@ -33,6 +33,8 @@ from chaos_lightning.machine.listener import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 180.0
+INSTALL_S = 900.0
+"""For one command that installs."""
 LIGHTHOUSE = "torchft_lighthouse --min_replicas 1 --quorum_tick_ms 100 --join_timeout_ms 10000"
 """As torchft's README starts it."""
 SCRIPT = """
@@ -82,7 +84,9 @@ class Way:
         if not installs:
             return
         began = time.monotonic()
-        done = subprocess.run(["bash", "-c", command], cwd=self.folder, env=self._env(), capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=self.folder, env=self._env(), capture_output=True, text=True, timeout=INSTALL_S
+        )
         if done.returncode:
             raise RuntimeError(f"{command} failed:\n{done.stdout}\n{done.stderr}")
         self.installing_s += time.monotonic() - began

@@ -15,9 +15,9 @@ from pathlib import Path
 from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.sqlite_store import FileLock, SqliteStore
 from chaos_lightning.errors import ChaosError
+from chaos_lightning.events.events import FORGOTTEN_S
 
 CHAINS_LEFT = 8
-FOLDER_LEFT_S = 30 * 86400.0
 
 
 def clean_up(chain: Path, now: float) -> list[Path]:
@@ -47,7 +47,7 @@ def clean_up(chain: Path, now: float) -> list[Path]:
 def _removes(folder: Path, now: float) -> bool:
     """If its job was finished long ago, and no scheduler works on its chain."""
     chain = folder / "chain.sqlite"
-    if not chain.is_file() or now - max(path.stat().st_mtime for path in folder.rglob("*")) <= FOLDER_LEFT_S:
+    if not chain.is_file() or now - max(path.stat().st_mtime for path in folder.rglob("*")) <= FORGOTTEN_S:
         return False
     lock = FileLock(chain)
     try:

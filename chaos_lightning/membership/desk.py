@@ -47,5 +47,10 @@ class Desk:
         self.out.append(Note(name, tuple(fields.items())))
 
     @property
+    def shown_phase(self) -> str:
+        """For people: a job that lost its state waits for founders like one that never began, and is another matter."""
+        return "lost" if self.lost and self.phase is SchedulerPhase.FOUNDING else str(self.phase)
+
+    @property
     def reserving(self) -> bool:
         return self.phase in (SchedulerPhase.PREPARING, SchedulerPhase.HOLDING)

@@ -140,7 +140,7 @@ class SchedulerMachine:
             "job": self.settings.job,
             "term": self.book.term,
             "chain": self.book.chain_id,
-            "phase": "lost" if self.desk.lost else str(self.desk.phase),
+            "phase": self.desk.shown_phase,
             "view": str(latest.id) if latest is not None else "",
             "settled": self.roster.settled,
             "reason": self.identity.lost_words()

@@ -400,9 +400,7 @@ def losses(timeline: Timeline, bins: int = 200) -> list[tuple[float, float]]:
     parts: dict[int, list[LossFact]] = defaultdict(list)
     for fact in told:
         parts[int((fact.step - first) / width)].append(fact)
-    return [
-        (statistics.mean(fact.step for fact in part), _mean_loss(part)) for _, part in sorted(parts.items()) if part
-    ]
+    return [(statistics.mean(fact.step for fact in part), _mean_loss(part)) for _, part in sorted(parts.items())]
 
 
 def latest_loss(timeline: Timeline) -> float | None:

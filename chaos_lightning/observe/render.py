@@ -284,7 +284,7 @@ def with_logs(board: Dashboard, logged: Dashboard) -> Dashboard:
     for at, row in enumerate(board.rows):
         told = known.get(row.name)
         if told is not None:
-            board.rows[at] = replace(row, step_time_s=told.step_time_s, wait_share=told.wait_share)
+            board.rows[at] = replace(row, step_time_s=told.step_time_s or row.step_time_s, wait_share=told.wait_share)
     shown = {what for what, _ in board.figures}
     board.figures += [(what, value) for what, value in logged.figures if what not in shown]
     board.links, board.lines = logged.links or board.links, logged.lines

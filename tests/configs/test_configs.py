@@ -146,6 +146,20 @@ def test_mistake_is_refused_when_composing(override: str, words: str) -> None:
     assert isinstance(caught.value, ConfigCompositionException)
 
 
+def printed(folder: Path, *command: str) -> list[str]:
+    """What Python prints there, in lines; it sees the package and nothing else of the source."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 def test_another_project_uses_the_groups_beside_its_own(tmp_path: Path) -> None:
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "mine.yaml").write_text("_target_: builtins.dict\nwidth: 7\n")
@@ -160,16 +174,7 @@ def test_another_project_uses_the_groups_beside_its_own(tmp_path: Path) -> None:
         "    print(hydra.utils.instantiate(config.model), config.seed, config.strategy.min_nodes)\n"
         "main()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "app.py", "strategy.min_nodes=2"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "{'width': 7} 5 2"
+    assert printed(tmp_path, "app.py", "strategy.min_nodes=2") == ["{'width': 7} 5 2"]
 
 
 def test_a_folder_without_the_examples_trains_their_model_by_the_groups(tmp_path: Path) -> None:
@@ -183,16 +188,7 @@ def test_a_folder_without_the_examples_trains_their_model_by_the_groups(tmp_path
         "    print('trained', trainer.global_step)\n"
         "main()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "app.py", "data=digits", "model=cnn", "trainer.accelerator=cpu"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "trained 1"
+    assert printed(tmp_path, "app.py", "data=digits", "model=cnn", "trainer.accelerator=cpu")[-1] == "trained 1"
 
 
 # ------------------------------------------------------------------------------------------------ types
@@ -302,16 +298,7 @@ except ValueError as error:
 
 def test_npu_trainer_is_made_of_the_right_parts(tmp_path: Path) -> None:
     """With torch's device of a third party renamed to npu, in a process of its own, since that cannot be undone."""
-    done = subprocess.run(
-        [sys.executable, "-c", NPU],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-3:] == [
+    assert printed(tmp_path, "-c", NPU)[-3:] == [
         "npu:1 npu bf16-mixed NPUAccelerator",
         "[0, 1] [0, 1] [0]",
         "devices [2] asked for, but this machine has 2 NPUs (numbered from 0)",

@@ -297,6 +297,7 @@ def test_board_from_a_scheduler_status() -> None:
 
 
 def test_the_status_of_the_real_scheduler_machine_has_a_board() -> None:
+    from chaos_lightning.membership.desk import SchedulerPhase
     from chaos_lightning.membership.effects import Chain
     from chaos_lightning.membership.scheduler import SchedulerMachine
     from chaos_lightning.protocol.types import NO_VIEW, Settings
@@ -304,6 +305,10 @@ def test_the_status_of_the_real_scheduler_machine_has_a_board() -> None:
     machine = SchedulerMachine(Settings(), Chain(term=1, highest=NO_VIEW))
     board = from_status({"job": "x", "endpoint": "y", "machine": machine.snapshot()})
     assert ("members", "0") in board.figures
+    machine.desk.lost = "all are gone"
+    assert machine.snapshot()["phase"] == "lost"
+    machine.desk.phase = SchedulerPhase.DEPOSED
+    assert machine.snapshot()["phase"] == "deposed", "what came later counts"
 
 
 def test_markup_in_names_is_only_text() -> None:
