@@ -97,7 +97,9 @@ class FarNodes:
 
     def start_node(self, cluster: FarCluster, node: str = "") -> None:
         """A node of it, or all of a cluster of one process."""
-        own = {"CHAOS_PS": self.server.endpoints, **({"CHAOS_NODE": node} if node else {})}
+        own = {"CHAOS_PS": self.server.endpoints}
+        if node:  # a node may be killed soon after it joined, and its join is to be proved
+            own |= {"CHAOS_NODE": node, "CHAOS_STATE_HASH_EVERY": "5"}
         self._start(node or cluster.name, [sys.executable, "-m", *self.cluster_words(cluster, node)], own)
 
     def _start(self, name: str, command: list[str], own: Mapping[str, str]) -> None:
