@@ -1,0 +1,183 @@
+"""How long a step of a plan takes and how much memory each device needs, by running it in virtual time.
+
+Theory of operation. Each pipeline runs its instruction lists (`timing`), with hops over the links between its own
+devices. While the last backward unit of a stage runs, its gradients become ready layer by layer, the last layer first.
+A group's all-reduce begins when it is ready at all owners and each of them is through with the groups that were ready
+before: owners send one group after the other. A step is committed when the last all-reduce has ended, a contribution
+has gone to the root and the record has come back; then each device runs its optimizer. Pipelines that are alike are
+run once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from chaos_lightning.planning.pipelines.cuts import reduce_s
+from chaos_lightning.planning.pipelines.job import Link, MemoryUse, TrainingJob, stage_memory
+from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePlan
+from chaos_lightning.planning.pipelines.schedules import Instruction, in_flight, one_f_one_b
+from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes, Timeline, pipeline_timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a step of a plan costs."""
+
+    step_s: float
+    compute_s: float
+    """When the last backward unit ends."""
+    reduced_s: float
+    """When the last all-reduce ends."""
+    commit_s: float
+    """From there to the record at all devices."""
+    optimizer_s: float
+    """Of the slowest device."""
+    memory: dict[str, MemoryUse]
+    """By device, peaks."""
+    reduces: tuple[Reduce, ...] = ()
+    """By group."""
+
+    def over(self, job: TrainingJob) -> dict[str, int]:
+        """By device: bytes that it lacks."""
+        return {
+            name: short
+            for name, use in self.memory.items()
+            if (short := use.nbytes - job.by_name[name].memory_nbytes) > 0
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """The all-reduce of one group."""
+
+    first: int
+    end: int
+    owners: int
+    ready_s: float
+    """When the last owner has it."""
+    start_s: float
+    end_s: float
+
+
+def pipeline_times(job: TrainingJob, pipeline: Pipeline) -> PipelineTimes:
+    """Units and hops of a pipeline whose places are all filled."""
+    c, o = job.costs, job.overheads
+    stages = pipeline.stages
+    speeds = [job.by_name[s.device].speed for s in stages]
+    rows = list(zip(stages, speeds, strict=True))
+    hops = tuple(o.hop_s + job.link(a.device, b.device).time_s(c.boundary_out(a.end)) for a, b in pairwise(stages))
+    return PipelineTimes(
+        tuple((c.forward[s.end] - c.forward[s.first]) / v + o.unit_s for s, v in rows),
+        tuple((c.backward[s.end] - c.backward[s.first]) / v + o.unit_s for s, v in rows),
+        hops,
+        tuple((c.backward_input[s.end] - c.backward_input[s.first]) / v + o.unit_s / 2 for s, v in rows),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _ends(times: PipelineTimes, micro_batches: int, extra: int) -> tuple[float, ...]:
+    return tuple(OneFOneB(times, micro_batches, extra).ends_s)
+
+
+def estimate(job: TrainingJob, plan: PipelinePlan) -> Estimate:
+    """Runs one step of a plan.
+
+    Args:
+        job: The job; it has all devices of the plan.
+        plan: Checked. Detours are followed.
+    """
+    ends: dict[str, float] = {}
+    flights: dict[str, tuple[int, int]] = {}
+    for p in plan.pipelines:
+        m = p.micro_batches
+        done = _ends(pipeline_times(job, p), m, plan.in_flight_extra) if m else [0.0] * len(p.stages)
+        for k, (s, end) in enumerate(zip(p.stages, done, strict=True)):
+            ends[s.device] = end
+            flights[s.device] = (in_flight(len(p.stages), k, m, plan.in_flight_extra), m)
+    memory = {s.device: stage_memory(job, s.first, s.end, *flights[s.device]) for p in plan.pipelines for s in p.stages}
+    return finish(job, plan, ends, memory)
+
+
+def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory: dict[str, MemoryUse]) -> Estimate:
+    """From the ends of the last backward units to the end of the step.
+
+    Args:
+        job: The job.
+        plan: The plan.
+        ends: By device: when its last backward unit ends, in seconds.
+        memory: By device, without what it keeps for others.
+    """
+    memory = dict(memory)
+    for k in plan.keepers:
+        extra = job.costs.state(k.first, k.end) + (1 + job.memory.flat_buffers) * (
+            job.costs.gradients[k.end] - job.costs.gradients[k.first]
+        )
+        use = memory.get(k.device, MemoryUse())
+        memory[k.device] = MemoryUse(
+            use.state, use.buffers, use.activations, use.workspace, use.boundaries, use.kept + extra
+        )
+    reduces = all_reduces(job, plan, ends)
+    compute = max(ends.values(), default=0.0)
+    reduced = max([compute, *(r.end_s for r in reduces)])
+    devices = plan.stages
+    slowest = max((link.latency_s for link in _links(job, sorted(devices))), default=0.0)
+    commit = (2 * (slowest + job.overheads.hop_s) if len(devices) > 1 else 0.0) + job.overheads.commit_s
+    c = job.costs
+    optimizer = max(
+        sum(c.optimizer_s[s.end] - c.optimizer_s[s.first] for s in owned) / job.by_name[name].speed
+        for name, owned in devices.items()
+    )
+    return Estimate(reduced + commit + optimizer, compute, reduced, commit, optimizer, memory, tuple(reduces))
+
+
+def all_reduces(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float]) -> list[Reduce]:
+    """When each group is reduced, in the order of sending."""
+    c = job.costs
+    first_of = {s.device: s.first for p in plan.pipelines for s in p.stages if s.device != VACANT}
+    waiting = []
+    for group, owners in zip(plan.groups, plan.owners, strict=True):
+        ready = 0.0
+        for name in owners:
+            if name in ends and name in first_of and first_of[name] <= group.start:
+                behind = (c.backward[group.start] - c.backward[first_of[name]]) / job.by_name[name].speed
+                ready = max(ready, ends[name] - behind)
+        waiting.append((ready, -group.start, group, owners))
+    free: dict[str, float] = {}
+    found = []
+    for ready, _, group, owners in sorted(waiting):
+        nbytes = c.gradients[group.stop] - c.gradients[group.start]
+        start = max([ready, *(free.get(name, 0.0) for name in owners)])
+        end = start + reduce_s(nbytes, len(owners), slowest_link(job, owners), job.overheads.hop_s)
+        for name in owners:
+            free[name] = end
+        found.append(Reduce(group.start, group.stop, len(owners), ready, start, end))
+    return found
+
+
+def slowest_link(job: TrainingJob, owners: Sequence[str]) -> Link:
+    """The slowest link that trees among these devices have to use: of a chain in which hosts stay together."""
+    if len(owners) < 2:
+        return Link()
+    return min(
+        _links(job, sorted(owners, key=lambda x: (job.by_name[x].place, x))), key=lambda x: (x.rate_bps, -x.latency_s)
+    )
+
+
+def _links(job: TrainingJob, chain: Sequence[str]) -> list[Link]:
+    """Of a chain of devices."""
+    if not job.links:
+        places = {job.by_name[x].place for x in chain}
+        return [job.between_hosts] * (len(places) > 1) + [job.within_host] * (len(chain) > len(places))
+    return [job.link(a, b) for a, b in pairwise(chain)]
+
+
+def timelines(job: TrainingJob, plan: PipelinePlan) -> list[Timeline]:
+    """By pipeline: when each unit runs; a worker is a stage. For plans without detours, to be drawn."""
+    found = []
+    for p in plan.pipelines:
+        lists: Sequence[Sequence[Instruction]] = one_f_one_b(len(p.stages), p.micro_batches, plan.in_flight_extra)
+        found.append(pipeline_timeline(lists, pipeline_times(job, p), p.micro_batches))
+    return found

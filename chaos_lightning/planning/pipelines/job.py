@@ -1,0 +1,381 @@
+"""A job and its fleet as the planner sees them: layers with times and bytes, devices, links, micro-batches.
+
+Theory of operation. All values here are plain and frozen, and say no to what cannot be: a time below zero, a device
+twice, a link to nobody. Times are seconds of one micro-batch on a device of speed 1, sizes are bytes, rates are bits
+per second. A *device* is what computes one stage: a card, or a group of cards that share each layer by tensor
+parallelism (`cards`). What dies together is a *loss unit*: devices with the same `unit`, by itself if it names none.
+A *host* is where devices share their memory bus or their machine: it has links of its own, and is lost as a whole now
+and then. `Costs` holds the sums over runs of layers, which everything else asks for a million times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from chaos_lightning.errors import ConfigurationError
+
+Number = TypeVar("Number", int, float)
+
+CLOSED: dict[str, Any] = {"extra": "forbid"}
+"""What the reader of files is told about each value: a key that nobody knows is refused."""
+
+
+class JobError(ConfigurationError):
+    """A job or fleet that cannot be; says which field, what was given, what was expected."""
+
+
+def check_number(where: str, value: float, *, above: float = 0.0, least: float | None = None) -> None:
+    """Refuses what is no finite number above `above`, or not below `least` where that is given.
+
+    Raises:
+        JobError: It is not.
+    """
+    low = value >= least if least is not None else value > above
+    if not (math.isfinite(value) and low):
+        wanted = f"at least {least:g}" if least is not None else f"above {above:g}"
+        raise JobError(f"{where} is {value!r}; expected a finite number {wanted}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer of the model, as one micro-batch passes it."""
+
+    __pydantic_config__ = CLOSED
+
+    name: str
+    forward_s: float
+    backward_s: float
+    """Both halves: the gradient of the input, and that of the weights."""
+    backward_input_s: float | None = None
+    """The half that the stage before waits for, where it is known; None: one half."""
+    parameter_nbytes: int = 0
+    gradient_nbytes: int = 0
+    optimizer_nbytes: int = 0
+    activation_nbytes: int = 0
+    """Kept from the forward pass of a micro-batch to the end of its backward pass."""
+    workspace_nbytes: int = 0
+    """Needed beside that while the layer computes."""
+    output_nbytes: int = 0
+    """What goes to the next layer, and as a gradient back."""
+    optimizer_s: float = 0.0
+    """The optimizer's step on this layer, once per step."""
+
+    def __post_init__(self) -> None:
+        where = f"layer {self.name!r}: "
+        check_number(f"{where}forward_s", self.forward_s)
+        check_number(f"{where}backward_s", self.backward_s)
+        if self.backward_input_s is not None:
+            check_number(f"{where}backward_input_s", self.backward_input_s)
+            if self.backward_input_s >= self.backward_s:
+                raise JobError(
+                    f"{where}backward_input_s is {self.backward_input_s:g}; expected less than backward_s "
+                    f"({self.backward_s:g}), of which it is a part"
+                )
+        check_number(f"{where}optimizer_s", self.optimizer_s, least=0)
+        for f in fields(self):
+            if f.name.endswith("_nbytes"):
+                check_number(f"{where}{f.name}", getattr(self, f.name), least=0)
+
+    @property
+    def input_part(self) -> float:
+        """Share of the backward pass that the stage before waits for where it is split."""
+        return 0.5 if self.backward_input_s is None else self.backward_input_s / self.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What computes one stage."""
+
+    __pydantic_config__ = CLOSED
+
+    name: str
+    memory_nbytes: int
+    speed: float = 1.0
+    """By what the layers' times are divided."""
+    host: str = ""
+    """Its machine; "": one of its own."""
+    unit: str = ""
+    """What dies together with it; "": it dies alone."""
+    cards: int = 1
+    """How many cards it is made of (tensor parallelism)."""
+
+    def __post_init__(self) -> None:
+        where = f"device {self.name!r}: "
+        if not self.name:
+            raise JobError("a device has no name; expected one that no other device has")
+        check_number(f"{where}memory_nbytes", self.memory_nbytes)
+        check_number(f"{where}speed", self.speed)
+        check_number(f"{where}cards", self.cards, least=1)
+
+    @property
+    def place(self) -> str:
+        """Its host, or a name that no host has."""
+        return self.host or f"\0{self.name}"
+
+    @property
+    def dies_with(self) -> str:
+        return self.unit or f"\0{self.name}"
+
+    @property
+    def kind(self) -> tuple[float, int]:
+        """Devices of one kind compute alike."""
+        return (self.speed, self.memory_nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What one direction between two devices carries. A rate of infinity and no latency: it costs nothing."""
+
+    __pydantic_config__ = CLOSED
+
+    rate_bps: float = math.inf
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.rate_bps > 0:
+            raise JobError(f"a link's rate_bps is {self.rate_bps!r}; expected a number above 0")
+        check_number("a link's latency_s", self.latency_s, least=0)
+
+    def time_s(self, nbytes: float) -> float:
+        """Seconds from the first byte's start to the last one's arrival."""
+        return self.latency_s + 8.0 * nbytes / self.rate_bps
+
+    @property
+    def kind(self) -> tuple[float, float]:
+        return (self.rate_bps, self.latency_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedLink:
+    """A link between two devices, or two hosts, that is unlike the others."""
+
+    __pydantic_config__ = CLOSED
+
+    a: str
+    b: str
+    rate_bps: float
+    latency_s: float = 0.0
+
+    def link(self) -> Link:
+        return Link(rate_bps=self.rate_bps, latency_s=self.latency_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """What a file cannot know and `calibration` fits to measured steps; seconds."""
+
+    __pydantic_config__ = CLOSED
+
+    hop_s: float = 0.0
+    """Of each tensor that goes to another device, beside its link's time."""
+    unit_s: float = 0.0
+    """Of each forward or backward of one micro-batch through one stage."""
+    commit_s: float = 0.0
+    """Of the end of a step, once."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            check_number(f"overheads: {f.name}", getattr(self, f.name), least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRules:
+    """What an executor keeps beside state and activations. The defaults are this product's."""
+
+    __pydantic_config__ = CLOSED
+
+    flat_buffers: int = 2
+    """Copies of the gradients in flat memory: the own sum, and one result."""
+    boundaries: bool = True
+    """Boundary tensors that were sent are kept until the step is committed; those of the next step may be there."""
+    in_flight_extra: int = 0
+    """Micro-batches in flight beyond those of 1F1B, as far as memory allows."""
+
+    def __post_init__(self) -> None:
+        check_number("memory: flat_buffers", self.flat_buffers, least=0)
+        check_number("memory: in_flight_extra", self.in_flight_extra, least=0)
+
+
+PLAIN_MEMORY = MemoryRules(flat_buffers=0, boundaries=False)
+"""An executor that keeps state and activations only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """A job and its fleet."""
+
+    __pydantic_config__ = CLOSED
+
+    layers: tuple[Layer, ...]
+    devices: tuple[Device, ...]
+    micro_batches: int
+    """Of one optimizer step, over all pipelines."""
+    within_host: Link = field(default_factory=Link)
+    between_hosts: Link = field(default_factory=Link)
+    links: tuple[NamedLink, ...] = ()
+    samples: int = 1
+    """In one micro-batch."""
+    overheads: Overheads = field(default_factory=Overheads)
+    memory: MemoryRules = field(default_factory=MemoryRules)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise JobError("layers is empty; expected at least one layer")
+        if not self.devices:
+            raise JobError("devices is empty; expected at least one device")
+        check_number("micro_batches", self.micro_batches, least=1)
+        check_number("samples", self.samples, least=1)
+        known: set[str] = set()
+        for d in self.devices:
+            if d.name in known:
+                raise JobError(f"devices: the name {d.name!r} is given twice; expected each device to have its own")
+            known.add(d.name)
+        hosts = {d.host for d in self.devices if d.host}
+        for link in self.links:
+            check_number(f"links: {link.a}-{link.b}: rate_bps", link.rate_bps)
+            for end in (link.a, link.b):
+                if end not in known and end not in hosts:
+                    raise JobError(
+                        f"links: {link.a}-{link.b} leads to {end!r}, which is no device and no host; "
+                        f"expected one of {', '.join(sorted(known | hosts)[:8])}"
+                    )
+
+    @cached_property
+    def costs(self) -> Costs:
+        return Costs(self.layers)
+
+    @cached_property
+    def by_name(self) -> dict[str, Device]:
+        return {d.name: d for d in self.devices}
+
+    @cached_property
+    def _special(self) -> dict[tuple[str, str], Link]:
+        return {pair: x.link() for x in self.links for pair in ((x.a, x.b), (x.b, x.a))}
+
+    def link(self, a: str, b: str) -> Link:
+        """What carries bytes from device `a` to device `b`: their own link, their hosts', or the usual one."""
+        x, y = self.by_name[a], self.by_name[b]
+        if self._special:
+            found = self._special.get((a, b)) or self._special.get((x.host, y.host))
+            if found is not None:
+                return found
+        return self.within_host if x.place == y.place else self.between_hosts
+
+    @property
+    def alike(self) -> bool:
+        """All devices are of one kind, and no link is unlike the others."""
+        return len({d.kind for d in self.devices}) == 1 and not self.links
+
+    def with_devices(self, devices: Sequence[Device]) -> TrainingJob:
+        """The same job on other devices; named links to those that are gone are dropped."""
+        there = {d.name for d in devices} | {d.host for d in devices}
+        links = tuple(x for x in self.links if x.a in there and x.b in there)
+        job = replace(self, devices=tuple(devices), links=links)
+        job.__dict__["costs"] = self.costs
+        return job
+
+    def without(self, lost: Sequence[str]) -> TrainingJob:
+        """The same job without these devices.
+
+        Raises:
+            JobError: One of them is not there, or none is left.
+        """
+        for name in lost:
+            if name not in self.by_name:
+                raise JobError(f"{name!r} is no device; expected one of {', '.join(sorted(self.by_name)[:8])}")
+        gone = set(lost)
+        left = [d for d in self.devices if d.name not in gone]
+        if not left:
+            raise JobError(f"all {len(self.devices)} devices are lost; expected one to be left")
+        return self.with_devices(left)
+
+
+class Costs:
+    """Sums over runs of layers [first, end), each in a few machine instructions."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = tuple(layers)
+        self.count = len(self.layers)
+
+        def sums(values: list[Number]) -> list[Number]:
+            found = [values[0] * 0]
+            for x in values:
+                found.append(found[-1] + x)
+            return found
+
+        self.forward = sums([x.forward_s for x in layers])
+        self.backward = sums([x.backward_s for x in layers])
+        self.backward_input = sums([x.backward_s * x.input_part for x in layers])
+        self.parameters = sums([x.parameter_nbytes for x in layers])
+        self.gradients = sums([x.gradient_nbytes for x in layers])
+        self.optimizer = sums([x.optimizer_nbytes for x in layers])
+        self.activations = sums([x.activation_nbytes for x in layers])
+        self.optimizer_s = sums([x.optimizer_s for x in layers])
+        self.outputs = tuple(x.output_nbytes for x in layers)
+        self._workspace = [[x.workspace_nbytes for x in layers]]
+        while 1 << len(self._workspace) <= self.count:
+            half, last = 1 << (len(self._workspace) - 1), self._workspace[-1]
+            self._workspace.append([max(a, b) for a, b in zip(last, last[half:], strict=False)])
+
+    def workspace(self, first: int, end: int) -> int:
+        """The largest workspace of a run of layers, in bytes."""
+        level = (end - first).bit_length() - 1
+        row = self._workspace[level]
+        return max(row[first], row[end - (1 << level)])
+
+    def boundary_in(self, first: int) -> int:
+        """Bytes of the tensor that enters at a layer; samples count as nothing."""
+        return self.outputs[first - 1] if first else 0
+
+    def boundary_out(self, end: int) -> int:
+        return self.outputs[end - 1] if end < self.count else 0
+
+    def state(self, first: int, end: int) -> int:
+        """Bytes that a new owner needs of a run of layers: weights and optimizer state."""
+        return int(self.parameters[end] - self.parameters[first] + self.optimizer[end] - self.optimizer[first])
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Peak bytes of one device, by what they are for."""
+
+    state: int = 0
+    """Parameters, gradients, optimizer."""
+    buffers: int = 0
+    """Flat copies of the gradients."""
+    activations: int = 0
+    workspace: int = 0
+    boundaries: int = 0
+    """Boundary tensors kept until the step is committed, and those of the next step."""
+    kept: int = 0
+    """What it keeps for others."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.state + self.buffers + self.activations + self.workspace + self.boundaries + self.kept
+
+
+def stage_memory(job: TrainingJob, first: int, end: int, in_flight: int, micro_batches: int) -> MemoryUse:
+    """Peak memory of a device that owns layers [first, end) and runs `micro_batches` of them each step.
+
+    Args:
+        job: The job.
+        first: First layer.
+        end: One behind the last layer.
+        in_flight: Most micro-batches whose activations are there at once.
+        micro_batches: That pass it in one step.
+    """
+    c, rules = job.costs, job.memory
+    gradients = c.gradients[end] - c.gradients[first]
+    kept = 2 * c.boundary_in(first) + c.boundary_out(end) if rules.boundaries else 0
+    return MemoryUse(
+        state=c.state(first, end) + gradients,
+        buffers=rules.flat_buffers * gradients,
+        activations=in_flight * (c.activations[end] - c.activations[first]),
+        workspace=c.workspace(first, end),
+        boundaries=micro_batches * kept,
+    )

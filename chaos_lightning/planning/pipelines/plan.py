@@ -1,0 +1,309 @@
+"""A plan: who computes which layers for which micro-batches. A value that is printed, compared, stored and sent.
+
+Theory of operation. A plan has *pipelines*. Each is a row of *stages*, a stage is a device and the run of layers that
+it owns, and the runs of one pipeline make up the whole model. Micro-batches are numbered through the pipelines in
+order; a pipeline is the *home* of its own. Where a device is lost and its place is not filled, the stage has no device,
+and for each micro-batch at home there *detours* say who runs those layers instead. *Keepers* own layers without
+computing them. The places where any pipeline is cut are the *borders*; the layers between two neighbouring borders are
+a *group* and have the same owners. Whatever else one wants to know (owners, groups, the route of a micro-batch) is a
+function of the plan, so it is not stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from chaos_lightning.errors import PlanError
+
+VACANT = ""
+"""The device of a stage whose owner is lost."""
+
+
+class Stage(NamedTuple):
+    """A device and the layers [first, end) that it owns."""
+
+    device: str
+    first: int
+    end: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.end)
+
+
+class Detour(NamedTuple):
+    """One micro-batch's layers [first, end) run on `device` instead of at home."""
+
+    micro_batch: int
+    first: int
+    end: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A row of stages that make up the model, and how many micro-batches of a step are at home there."""
+
+    stages: tuple[Stage, ...]
+    micro_batches: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many layers each stage has."""
+        return tuple(s.end - s.first for s in self.stages)
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """Where stages begin, and where the last one ends."""
+        return (*(s.first for s in self.stages), self.stages[-1].end)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Who computes what. Equal plans are equal values, whatever order their devices were given in."""
+
+    layer_count: int
+    pipelines: tuple[Pipeline, ...]
+    detours: tuple[Detour, ...] = ()
+    keepers: tuple[Stage, ...] = ()
+    idle: tuple[str, ...] = ()
+    in_flight_extra: int = 0
+    """Micro-batches in flight at a stage beyond those of 1F1B."""
+
+    @cached_property
+    def micro_batches(self) -> int:
+        return sum(p.micro_batches for p in self.pipelines)
+
+    @cached_property
+    def homes(self) -> tuple[int, ...]:
+        """By micro-batch: its pipeline."""
+        return tuple(q for q, p in enumerate(self.pipelines) for _ in range(p.micro_batches))
+
+    @cached_property
+    def borders(self) -> tuple[int, ...]:
+        """Where some pipeline or keeper is cut, with 0 and the number of layers."""
+        at = {0, self.layer_count}
+        for p in self.pipelines:
+            at.update(p.cut)
+        for k in self.keepers:
+            at.update((k.first, k.end))
+        return tuple(sorted(at))
+
+    @cached_property
+    def groups(self) -> tuple[range, ...]:
+        return tuple(range(a, b) for a, b in zip(self.borders, self.borders[1:], strict=False))
+
+    @cached_property
+    def owners(self) -> tuple[tuple[str, ...], ...]:
+        """By group: those that own its layers, keepers last; vacant stages own nothing."""
+        found: list[list[str]] = [[] for _ in self.groups]
+        at = {border: i for i, border in enumerate(self.borders)}
+        stages = [s for p in self.pipelines for s in p.stages if s.device != VACANT]
+        for s in [*stages, *self.keepers]:
+            for i in range(at[s.first], at[s.end]):
+                if s.device not in found[i]:
+                    found[i].append(s.device)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def stages(self) -> dict[str, list[Stage]]:
+        """By device: what it owns, kept layers last."""
+        found: dict[str, list[Stage]] = defaultdict(list)
+        for p in self.pipelines:
+            for s in p.stages:
+                if s.device != VACANT:
+                    found[s.device].append(s)
+        for k in self.keepers:
+            found[k.device].append(k)
+        return dict(found)
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """All that own layers or are idle, sorted."""
+        return tuple(sorted({*self.stages, *self.idle}))
+
+    @cached_property
+    def vacant(self) -> tuple[tuple[int, int], ...]:
+        """(pipeline, stage) of the places that nobody fills."""
+        return tuple((q, i) for q, p in enumerate(self.pipelines) for i, s in enumerate(p.stages) if s.device == VACANT)
+
+    @cached_property
+    def _detours_of(self) -> dict[int, list[Detour]]:
+        found: dict[int, list[Detour]] = defaultdict(list)
+        for d in self.detours:
+            found[d.micro_batch].append(d)
+        return found
+
+    def route(self, micro_batch: int) -> tuple[Stage, ...]:
+        """The devices that a micro-batch passes, in order, with the layers that each runs for it.
+
+        Neighbouring layers on one device are one unit. A place that nobody fills shows as `VACANT`.
+        """
+        home = self.pipelines[self.homes[micro_batch]].stages
+        detours = self._detours_of.get(micro_batch)
+        return home if not detours else overlay(home, detours)
+
+    def holders(self) -> list[set[str]]:
+        """By layer: who holds its state."""
+        found: list[set[str]] = [set() for _ in range(self.layer_count)]
+        for group, owners in zip(self.groups, self.owners, strict=True):
+            for layer in group:
+                found[layer].update(owners)
+        return found
+
+    def sole_owners(self) -> dict[str, list[int]]:
+        """By device: the layers that nobody else holds."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for layer, owners in enumerate(self.holders()):
+            if len(owners) == 1:
+                found[next(iter(owners))].append(layer)
+        return dict(found)
+
+    # ------------------------------------------------------------------------------------------------ as text
+
+    def to_dict(self) -> dict[str, Any]:
+        """A value of JSON; `from_dict` makes it a plan again."""
+        rows = [{"micro_batches": p.micro_batches, "stages": [list(s) for s in p.stages]} for p in self.pipelines]
+        about: dict[str, Any] = {"layers": self.layer_count, "pipelines": rows}
+        for name, value in (
+            ("detours", [list(d) for d in self.detours]),
+            ("keepers", [list(k) for k in self.keepers]),
+            ("idle", list(self.idle)),
+            ("in_flight_extra", self.in_flight_extra),
+        ):
+            if value:
+                about[name] = value
+        return about
+
+    @staticmethod
+    def from_dict(about: Mapping[str, Any]) -> PipelinePlan:
+        """The plan that `to_dict` wrote.
+
+        Raises:
+            PlanError: It is none.
+        """
+        try:
+            plan = PipelinePlan(
+                layer_count=int(about["layers"]),
+                pipelines=tuple(
+                    Pipeline(
+                        tuple(Stage(str(d), int(a), int(b)) for d, a, b in row["stages"]), int(row["micro_batches"])
+                    )
+                    for row in about["pipelines"]
+                ),
+                detours=tuple(Detour(int(j), int(a), int(b), str(d)) for j, a, b, d in about.get("detours", ())),
+                keepers=tuple(Stage(str(d), int(a), int(b)) for d, a, b in about.get("keepers", ())),
+                idle=tuple(map(str, about.get("idle", ()))),
+                in_flight_extra=int(about.get("in_flight_extra", 0)),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"this is no plan of pipelines: {error!r}; expected what to_dict() wrote") from error
+        plan.check()
+        return plan
+
+    def to_json(self) -> str:
+        """The shortest JSON text of this plan; equal plans have equal texts."""
+        return json.dumps(self.to_dict(), separators=(",", ":"), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> PipelinePlan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanError: It is none.
+        """
+        try:
+            about = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"this is no plan of pipelines: {error}; expected what to_json() wrote") from error
+        if not isinstance(about, dict):
+            raise PlanError(f"this is no plan of pipelines: a {type(about).__name__}; expected what to_json() wrote")
+        return PipelinePlan.from_dict(about)
+
+    # ------------------------------------------------------------------------------------------------ checks
+
+    def check(self) -> None:
+        """Refuses a plan that does not run every layer of every micro-batch exactly once, on an owner.
+
+        Raises:
+            PlanError: It does not; says where.
+        """
+        self._check_rows()
+        busy = [s.device for p in self.pipelines for s in p.stages if s.device != VACANT]
+        if len(set(busy)) < len(busy):
+            twice = next(d for d in busy if busy.count(d) > 1)
+            raise PlanError(f"device {twice!r} has two stages; expected one place for each device")
+        for name in self.idle:
+            if name in busy:
+                raise PlanError(f"device {name!r} has a stage and is idle")
+        if list(self.idle) != sorted(set(self.idle)):
+            raise PlanError(f"idle devices are {', '.join(self.idle)}; expected each once, sorted")
+        for k in self.keepers:
+            if not 0 <= k.first < k.end <= self.layer_count:
+                raise PlanError(f"keeper {k.device!r} keeps layers {k.first} to {k.end}, of {self.layer_count}")
+        owned = self.stages
+        for d in self.detours:
+            if not (0 <= d.micro_batch < self.micro_batches and 0 <= d.first < d.end <= self.layer_count):
+                raise PlanError(f"{d} is outside of {self.micro_batches} micro-batches and {self.layer_count} layers")
+            if not _covers(owned.get(d.device, ()), d.first, d.end):
+                raise PlanError(f"{d}: the device does not own these layers")
+        for q, i in self.vacant:
+            self._check_filled(q, self.pipelines[q].stages[i])
+
+    def _check_rows(self) -> None:
+        if not self.pipelines:
+            raise PlanError("a plan has no pipeline; expected at least one")
+        for q, p in enumerate(self.pipelines):
+            at = 0
+            for s in p.stages:
+                if s.first != at or s.end <= at:
+                    raise PlanError(
+                        f"pipeline {q}: the stage on {s.device!r} has layers {s.first} to {s.end}; "
+                        f"expected it to begin at layer {at}"
+                    )
+                at = s.end
+            if at != self.layer_count:
+                raise PlanError(f"pipeline {q} ends at layer {at}; expected {self.layer_count}")
+            if p.micro_batches < 0:
+                raise PlanError(f"pipeline {q} has {p.micro_batches} micro-batches; expected 0 or more")
+
+    def _check_filled(self, q: int, stage: Stage) -> None:
+        start = sum(p.micro_batches for p in self.pipelines[:q])
+        for j in range(start, start + self.pipelines[q].micro_batches):
+            for s in self.route(j):
+                if s.device == VACANT:
+                    raise PlanError(
+                        f"nobody runs layers {s.first} to {s.end} of micro-batch {j}: the stage of pipeline {q} "
+                        f"with layers {stage.first} to {stage.end} has no device, and no detour fills it"
+                    )
+
+
+def overlay(home: Sequence[Stage], detours: Iterable[Detour]) -> tuple[Stage, ...]:
+    """The route at home with some layers on other devices; neighbouring runs of one device are one."""
+    who: list[str] = []
+    for s in home:
+        who.extend([s.device] * (s.end - s.first))
+    cuts = {s.first for s in home}
+    for d in detours:
+        who[d.first : d.end] = [d.device] * (d.end - d.first)
+        cuts.update((d.first, d.end))
+    route: list[Stage] = []
+    for at in sorted(c for c in cuts if c < len(who)):
+        end = min((c for c in cuts if c > at), default=len(who))
+        if route and route[-1].device == who[at] and who[at] != VACANT:
+            route[-1] = Stage(who[at], route[-1].first, end)
+        else:
+            route.append(Stage(who[at], at, end))
+    return tuple(route)
+
+
+def _covers(owned: Iterable[Stage], first: int, end: int) -> bool:
+    need = set(range(first, end))
+    for s in owned:
+        need -= set(s.layers)
+    return not need

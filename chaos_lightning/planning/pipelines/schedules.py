@@ -1,0 +1,240 @@
+"""Instruction lists: what each stage does in which order, for GPipe, 1F1B and ZB-H1; their text, and their check.
+
+Theory of operation. An instruction is (stage, kind, micro-batch), written as torch.distributed.pipelining does: `0F3`
+is the forward pass of micro-batch 3 through stage 0, `B` its whole backward pass, `I` and `W` the two halves of a split
+one (the gradient of the input, which the stage before waits for, and that of the weights). A schedule is one list for
+each worker; a worker that runs units of other pipelines has instructions of several stages, so a stage is an index into
+the micro-batch's own route. Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream-flush, arXiv 2006.09503, section 3.3),
+ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.2).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from chaos_lightning.errors import PlanError
+
+KINDS = "FBIW"
+_TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Instruction(NamedTuple):
+    """One unit, or one half of a backward pass."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+Schedule = Sequence[Sequence[Instruction]]
+"""By worker: its instructions in order."""
+
+
+class ScheduleError(PlanError):
+    """A schedule that cannot run or does not do everything once; says which instruction of which worker."""
+
+
+def read_instruction(text: str) -> Instruction:
+    """What `str` of an instruction wrote.
+
+    Raises:
+        ScheduleError: It is none.
+    """
+    found = _TEXT.fullmatch(text.strip())
+    if found is None:
+        raise ScheduleError(f"{text!r} is no instruction; expected a stage, one of F B I W, a micro-batch, as in 0F3")
+    return Instruction(int(found[1]), found[2], int(found[3]))
+
+
+# ------------------------------------------------------------------------------------------------ the usual ones
+
+
+def in_flight(stages: int, stage: int, micro_batches: int, extra: int = 0) -> int:
+    """Most micro-batches whose activations a stage of 1F1B keeps at once."""
+    return min(stages - stage + extra, micro_batches)
+
+
+def gpipe(stages: int, micro_batches: int) -> list[list[Instruction]]:
+    """All forward passes, then all backward passes, the latest first."""
+    return [
+        [Instruction(k, "F", j) for j in range(micro_batches)]
+        + [Instruction(k, "B", j) for j in reversed(range(micro_batches))]
+        for k in range(stages)
+    ]
+
+
+def one_f_one_b(stages: int, micro_batches: int, extra: int = 0) -> list[list[Instruction]]:
+    """As many forward passes as may be in flight, then one backward and one forward in turn.
+
+    Args:
+        stages: How many.
+        micro_batches: How many.
+        extra: In flight beyond what 1F1B has.
+    """
+    lists = []
+    for k in range(stages):
+        warm = in_flight(stages, k, micro_batches, extra)
+        row = [Instruction(k, "F", j) for j in range(warm)]
+        for j in range(micro_batches):
+            row.append(Instruction(k, "B", j))
+            if warm + j < micro_batches:
+                row.append(Instruction(k, "F", warm + j))
+        lists.append(row)
+    return lists
+
+
+def zero_bubble_h1(stages: int, micro_batches: int) -> list[list[Instruction]]:
+    """1F1B with split backward passes: weight halves wait until they fill what would be a bubble.
+
+    A stage keeps no more micro-batches in flight than the first stage of 1F1B does, counting one until its weight half
+    is done, so memory is that of 1F1B at the first stage.
+    """
+    lists = []
+    for k in range(stages):
+        warm = min(stages - k, micro_batches)
+        row = [Instruction(k, "F", j) for j in range(warm)]
+        forward, weight = warm, 0
+        for j in range(micro_batches):
+            row.append(Instruction(k, "I", j))
+            if j >= k:
+                row.append(Instruction(k, "W", weight))
+                weight += 1
+            if forward < micro_batches:
+                row.append(Instruction(k, "F", forward))
+                forward += 1
+        row.extend(Instruction(k, "W", j) for j in range(weight, micro_batches))
+        lists.append(row)
+    return lists
+
+
+SCHEDULES: dict[str, Callable[[int, int], list[list[Instruction]]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb-h1": zero_bubble_h1,
+}
+"""By name: from the numbers of stages and micro-batches to the lists."""
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+def to_csv(schedule: Schedule) -> str:
+    """As torch.distributed.pipelining's compute-only CSV: a row for each worker."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([[str(x) for x in row] for row in schedule])
+    return text.getvalue()
+
+
+def from_csv(text: str) -> list[list[Instruction]]:
+    """What `to_csv` or torch's `_dump_csv(..., format="compute_only")` wrote; empty cells are bubbles and are dropped.
+
+    Raises:
+        ScheduleError: A cell is no instruction; says which row and column.
+    """
+    lists = []
+    for r, row in enumerate(csv.reader(io.StringIO(text)), 1):
+        try:
+            lists.append([read_instruction(cell) for cell in row if cell.strip()])
+        except ScheduleError as error:
+            column = next(i for i, cell in enumerate(row, 1) if cell.strip() and not _TEXT.fullmatch(cell.strip()))
+            raise ScheduleError(f"row {r}, column {column}: {error}") from None
+    return lists
+
+
+# ------------------------------------------------------------------------------------------------ what is wrong
+
+
+def check_schedule(schedule: Schedule, routes: Mapping[int, Sequence[int]]) -> None:
+    """Refuses a schedule that does not do everything once, in an order in which it ends.
+
+    Args:
+        schedule: By worker.
+        routes: By micro-batch: the worker of each of its stages.
+
+    Raises:
+        ScheduleError: A unit is missing, there twice, elsewhere than its route says, or in an order of its worker that
+            cannot be; or workers wait for each other for ever. Says which.
+    """
+    done: dict[Instruction, int] = {}
+    for worker, row in enumerate(schedule):
+        for x in row:
+            if x.kind not in KINDS:
+                raise ScheduleError(f"worker {worker}: {x.kind!r} is no kind of instruction; expected one of F B I W")
+            if x in done:
+                raise ScheduleError(f"{x} is there twice, at workers {done[x]} and {worker}; expected it once")
+            route = routes.get(x.micro_batch)
+            if route is None or x.stage >= len(route):
+                raise ScheduleError(f"worker {worker}: {x} is of no micro-batch or stage of this plan")
+            if route[x.stage] != worker:
+                raise ScheduleError(f"{x} is at worker {worker}; expected it at worker {route[x.stage]}")
+            done[x] = worker
+    for j, route in routes.items():
+        for k in range(len(route)):
+            _check_unit(done, k, j)
+    for worker, row in enumerate(schedule):
+        _check_order(worker, row)
+    _check_end(schedule, routes)
+
+
+def _check_unit(done: Mapping[Instruction, int], k: int, j: int) -> None:
+    forward, whole = Instruction(k, "F", j), Instruction(k, "B", j)
+    halves = [x for x in (Instruction(k, "I", j), Instruction(k, "W", j)) if x in done]
+    if forward not in done:
+        raise ScheduleError(f"{forward} is missing; expected every micro-batch to pass every stage")
+    if whole in done and halves:
+        raise ScheduleError(f"{whole} and {halves[0]} are both there; expected a whole backward pass or its two halves")
+    if whole not in done and len(halves) < 2:
+        missing = whole if not halves else Instruction(k, "W" if halves[0].kind == "I" else "I", j)
+        raise ScheduleError(f"{missing} is missing; expected every micro-batch to pass every stage")
+
+
+def _check_order(worker: int, row: Sequence[Instruction]) -> None:
+    """A worker alone: forward before backward, the input's half before the weights'."""
+    seen: set[Instruction] = set()
+    for x in row:
+        first = {"B": "F", "I": "F", "W": "I"}.get(x.kind)
+        if first is not None and (before := Instruction(x.stage, first, x.micro_batch)) not in seen:
+            raise ScheduleError(f"worker {worker}: {x} comes before {before}; expected it after")
+        seen.add(x)
+
+
+def needs(x: Instruction, last: int) -> Instruction | None:
+    """What another stage must have done before; None: nothing of another stage's.
+
+    A whole backward pass and the input's half are the same to the stage before: the caller looks for either.
+    """
+    if x.kind == "F":
+        return Instruction(x.stage - 1, "F", x.micro_batch) if x.stage else None
+    if x.kind in "BI" and x.stage < last:
+        return Instruction(x.stage + 1, "B", x.micro_batch)
+    return None
+
+
+def _check_end(schedule: Schedule, routes: Mapping[int, Sequence[int]]) -> None:
+    at = [0] * len(schedule)
+    done: set[Instruction] = set()
+    moved = True
+    while moved:
+        moved = False
+        for worker, row in enumerate(schedule):
+            while at[worker] < len(row):
+                x = row[at[worker]]
+                need = needs(x, len(routes[x.micro_batch]) - 1)
+                if need is not None and need not in done:
+                    break
+                done.add(Instruction(x.stage, "B", x.micro_batch) if x.kind == "I" else x)
+                at[worker] += 1
+                moved = True
+    stuck = [(w, row[at[w]]) for w, row in enumerate(schedule) if at[w] < len(row)]
+    if stuck:
+        words = "; ".join(
+            f"worker {w} is at {x} and waits for {needs(x, len(routes[x.micro_batch]) - 1)}" for w, x in stuck[:4]
+        )
+        raise ScheduleError(f"deadlock: {words}")
