@@ -1,8 +1,9 @@
-"""Where to cut the layers of one pipeline of equal devices, and how long it then takes: exact, or with its gap.
+"""Where to cut the layers of one pipeline, and how long it then takes: the best cut, or a good one with its gap.
 
-Theory of operation. What a cut costs is the time of 1F1B (`timing.one_f_one_b_ends`), to which each stage adds the
-all-reduce of its gradients and its optimizer (`charged`). No cut is shorter than three bounds, each of which looks at
-one stage k of p with m micro-batches, F_k and B_k seconds for one, and w_k = min(p - k + extra, m) in flight:
+Theory of operation. A *row* is the devices of one pipeline in order. What a cut of the layers costs on it is the time
+of 1F1B (`timing.OneFOneB`), to which each stage adds the all-reduce of its gradients and its optimizer (`charged`). No
+cut is shorter than three bounds, each of which looks at one stage k of p with m micro-batches, F_k and B_k seconds for
+one, and w_k = min(p - k + extra, m) of them in flight:
 
     through      the way to stage k, m (F_k + B_k), the way back
     after first  sum over all of (F + B + hops), (m - 1) B_k + (m - w_k) F_k: the first backward unit comes back to k
@@ -10,24 +11,30 @@ one stage k of p with m micro-batches, F_k and B_k seconds for one, and w_k = mi
     in turns     every w_k micro-batches go from k to the last stage and back
 
 The second says that early stages may have more layers than late ones. Each bound of stage k is a function of its first
-and last layer alone, and does not fall if the stage takes one layer more and its successors one less. So for a given
-time the longest stages that keep to it, from the first on, tell whether any cut keeps to it, and the least such time is
-a lower bound over all cuts. If the cut that comes with it takes no longer in the simulation it is the best one. Else
-cuts whose bounds are lower than the best time so far are tried, all of them where there are few, and the gap is told.
-Memory limits a stage in the same way.
+and last layer alone, if ways are counted at the fastest device's speed, and does not fall if the stage takes one layer
+more and its successors one less. So for a given time the longest stages that keep to it, from the first on, tell
+whether any cut keeps to it, and the least such time is a lower bound over all cuts. Memory limits a stage in the same
+way.
+
+The cut that comes with that bound, and the one whose longest stage is shortest, are simulated. If neither meets the
+bound, all cuts that could be better are tried where there are few. Else single layers are moved while that helps. A
+critical path is a sum over the borders of the cut, and no other cut takes less than the same units in its own stages:
+so each simulation rules out most moves, and few have to be simulated.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import combinations, pairwise
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, combinations, pairwise
+from typing import NamedTuple
 
 from chaos_lightning.planning.pipelines.job import Device, Link, TrainingJob
 from chaos_lightning.planning.pipelines.schedules import in_flight
-from chaos_lightning.planning.pipelines.timing import OneFOneB, Path, PipelineTimes
+from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes
 
 FEW = 1000
 """Cuts: where there are no more, all of them are tried."""
@@ -35,28 +42,19 @@ FEW_UNITS = 2_000_000
 """Units that this simulates at most."""
 PATHS = 12
 """Critical paths that are kept while the search moves on."""
+UNITS = 10_000
+"""Units that one search simulates at most where there are more cuts."""
 RUNS = 20_000
 """Simulations that are kept."""
-UNITS = 40_000
-"""Units that one search simulates at most where there are more."""
 CLOSE = 1e-12
 """Times nearer than this share of themselves are equal: sums in another order differ by it."""
-
-
 GRID = 1.3
 """Ratio of the numbers of micro-batches for which cuts are searched."""
 
 
-def _near_power(value: int, base: float) -> int:
-    """The whole number next to a power of `base` that is next to `value`."""
-    return round(base ** round(math.log(value, base)))
-
-
-class _Missing:
-    pass
-
-
-_MISSING = _Missing()
+def _usual(pipelines: int) -> int:
+    """The share that an all-reduce sends, 2 (P - 1) / P, changes little with many pipelines."""
+    return pipelines if pipelines < 3 else 4 if pipelines < 8 else 16
 
 
 def reduce_s(nbytes: float, owners: int, link: Link, hop_s: float = 0.0) -> float:
@@ -84,76 +82,109 @@ class Cut:
         return self.charged_s <= self.bound_s * (1 + CLOSE)
 
 
-class Cutter:
-    """Cuts the layers of a job for pipelines of devices of one kind.
+def _charged(cut: Cut) -> float:
+    return cut.charged_s
+
+
+class _Scaled(NamedTuple):
+    """Sums over layers of seconds on a device of some speed."""
+
+    forward: list[float]
+    backward: list[float]
+    both: list[float]
+    optimizer: list[float]
+
+
+class Tables:
+    """Sums over layers that all rows of a job share."""
+
+    def __init__(self, job: TrainingJob) -> None:
+        self.job = job
+        c, buffers = job.costs, 1 + job.memory.flat_buffers
+        still = [p + o + buffers * g for p, o, g in zip(c.parameters, c.optimizer, c.gradients, strict=True)]
+        self._kept = [still]
+        self._speeds: dict[float, _Scaled] = {}
+        self._hops: dict[tuple[float, float], list[float]] = {}
+
+    def at_speed(self, speed: float) -> _Scaled:
+        found = self._speeds.get(speed)
+        if found is None:
+            c = self.job.costs
+            forward, backward = [x / speed for x in c.forward], [x / speed for x in c.backward]
+            both = [a + b for a, b in zip(forward, backward, strict=True)]
+            found = self._speeds[speed] = _Scaled(forward, backward, both, [x / speed for x in c.optimizer_s])
+        return found
+
+    def hops(self, link: Link) -> list[float]:
+        """By layer: seconds of a hop behind it."""
+        found = self._hops.get(link.kind)
+        if found is None:
+            job = self.job
+            found = self._hops[link.kind] = [job.overheads.hop_s + link.time_s(x) for x in job.costs.outputs]
+        return found
+
+    def kept(self, flight: int) -> list[int]:
+        """Sums over layers of the bytes that a stage keeps, but for workspace and boundaries."""
+        while len(self._kept) <= flight:
+            last = self._kept[-1]
+            self._kept.append([x + y for x, y in zip(last, self.job.costs.activations, strict=True)])
+        return self._kept[flight]
+
+
+class Row:
+    """Cuts the layers for the devices of one pipeline.
 
     Args:
-        job: Layers, overheads, memory rules.
-        device: Any of the devices.
-        hop: Between neighbouring stages.
+        tables: Of the job.
+        devices: In order; only speed and memory count.
+        hops: Between neighbouring devices.
         reduce: Between the owners of a layer.
     """
 
-    def __init__(self, job: TrainingJob, device: Device, hop: Link, reduce: Link) -> None:
-        self.job, self.device, self.hop, self.reduce = job, device, hop, reduce
-        c, v, o = job.costs, device.speed, job.overheads
-        self.count = c.count
-        self.unit_s = o.unit_s
-        self.extra = job.memory.in_flight_extra
-        self.forward = [x / v for x in c.forward]
-        self.backward = [x / v for x in c.backward]
-        self.both = [a + b for a, b in zip(self.forward, self.backward, strict=True)]
-        self.optimizer_s = [x / v for x in c.optimizer_s]
-        self.hops = [o.hop_s + hop.time_s(x) for x in c.outputs]
-        """By layer: seconds of a hop behind it."""
-        self.least_hop = min(self.hops[:-1], default=0.0)
-        still = [p + o + (1 + job.memory.flat_buffers) * g
-                 for p, o, g in zip(c.parameters, c.optimizer, c.gradients, strict=True)]  # fmt: skip
-        self._kept = [still]
-        """By micro-batches in flight: sums over layers of all that a stage keeps, but workspace and boundaries."""
-        self._found: dict[tuple[int, int, int], Cut | None] = {}
+    def __init__(self, tables: Tables, devices: Sequence[Device], hops: Sequence[Link], reduce: Link) -> None:
+        self.tables, self.job, self.reduce = tables, tables.job, reduce
+        self.stages = len(devices)
+        self.count = self.job.costs.count
+        self.unit_s = self.job.overheads.unit_s
+        self.extra = self.job.memory.in_flight_extra
+        self.rooms = tuple(d.memory_nbytes for d in devices)
+        self.scaled = tuple(tables.at_speed(d.speed) for d in devices)
+        self.fastest = tables.at_speed(max(d.speed for d in devices))
+        self.hops = tuple(tables.hops(link) for link in hops)
+        """By gap: by layer: seconds of a hop behind it."""
+        self.least_hop = min((min(row[:-1], default=0.0) for row in self.hops), default=0.0)
+        self._found: dict[tuple[int, int], Cut | None] = {}
+        self._searches: dict[tuple[int, int], Cut | None] = {}
         self._runs: dict[tuple[tuple[int, ...], int], OneFOneB] = {}
 
     # ------------------------------------------------------------------------------------------------ one cut
 
     def times(self, at: tuple[int, ...]) -> PipelineTimes:
         """Of the stages of a cut."""
-        f, b, u = self.forward, self.backward, self.unit_s
-        pairs = list(pairwise(at))
+        u, rows = self.unit_s, list(zip(self.scaled, pairwise(at), strict=True))
         return PipelineTimes(
-            tuple(f[y] - f[x] + u for x, y in pairs),
-            tuple(b[y] - b[x] + u for x, y in pairs),
-            tuple(self.hops[x - 1] for x in at[1:-1]),
+            tuple(s.forward[y] - s.forward[x] + u for s, (x, y) in rows),
+            tuple(s.backward[y] - s.backward[x] + u for s, (x, y) in rows),
+            tuple(hop[x - 1] for hop, x in zip(self.hops, at[1:-1], strict=True)),
         )
 
-    def tail_s(self, first: int, end: int, pipelines: int) -> float:
+    def tail_s(self, k: int, first: int, end: int, pipelines: int) -> float:
         """All-reduce and optimizer of a stage."""
-        gradients = self.job.costs.gradients
-        return (
-            reduce_s(gradients[end] - gradients[first], pipelines, self.reduce, self.job.overheads.hop_s)
-            + self.optimizer_s[end]
-            - self.optimizer_s[first]
-        )
+        gradients, optimizer = self.job.costs.gradients, self.scaled[k].optimizer
+        nbytes = gradients[end] - gradients[first]
+        return reduce_s(nbytes, pipelines, self.reduce, self.job.overheads.hop_s) + optimizer[end] - optimizer[first]
 
-    def kept(self, in_flight: int) -> list[int]:
-        """Sums over layers of the bytes that a stage keeps, but for workspace and boundaries."""
-        while len(self._kept) <= in_flight:
-            last = self._kept[-1]
-            self._kept.append([x + y for x, y in zip(last, self.job.costs.activations, strict=True)])
-        return self._kept[in_flight]
-
-    def memory(self, stages: int, k: int, first: int, end: int, m: int) -> int:
-        """Peak bytes of stage `k`, in flight as 1F1B has it."""
-        c, rules = self.job.costs, self.job.memory
-        kept = self.kept(in_flight(stages, k, m, self.extra))
+    def memory(self, k: int, first: int, end: int, m: int) -> int:
+        """Peak bytes of stage `k`, in flight as 1F1B has it (`job.stage_memory` says what they are for)."""
+        c = self.job.costs
+        kept = self.tables.kept(in_flight(self.stages, k, m, self.extra))
         total = kept[end] - kept[first] + c.workspace(first, end)
-        if rules.boundaries:
+        if self.job.memory.boundaries:
             total += m * (2 * c.boundary_in(first) + c.boundary_out(end))
         return total
 
     def fits(self, at: tuple[int, ...], m: int) -> bool:
-        stages, room = len(at) - 1, self.device.memory_nbytes
-        return all(self.memory(stages, k, x, y, m) <= room for k, (x, y) in enumerate(pairwise(at)))
+        return all(self.memory(k, x, y, m) <= self.rooms[k] for k, (x, y) in enumerate(pairwise(at)))
 
     def most_micro_batches(self, at: tuple[int, ...], limit: int) -> int:
         """How many micro-batches of a step this cut has memory for, up to a limit."""
@@ -178,13 +209,15 @@ class Cutter:
 
     def _late(self, done: OneFOneB, at: tuple[int, ...], pipelines: int) -> list[float]:
         """By stage: its end, all-reduce and optimizer included."""
-        pairs = pairwise(at)
-        return [e + self.tail_s(x, y, pipelines) for e, (x, y) in zip(done.ends_s, pairs, strict=True)]
+        return [
+            end + self.tail_s(k, x, y, pipelines)
+            for k, (end, (x, y)) in enumerate(zip(done.ends_s, pairwise(at), strict=True))
+        ]
 
     # ------------------------------------------------------------------------------------------------ the best cut
 
-    def best(self, stages: int, m: int, pipelines: int) -> Cut | None:
-        """The best cut into `stages` for `m` micro-batches beside `pipelines - 1` other pipelines.
+    def best(self, m: int, pipelines: int) -> Cut | None:
+        """The best cut for `m` micro-batches beside `pipelines - 1` other pipelines.
 
         Where there are more than `FEW` cuts, those are searched for some numbers of micro-batches and pipelines, and
         the nearest one is taken for the others.
@@ -192,34 +225,41 @@ class Cutter:
         Returns:
             None where no cut fits into memory, or where there are fewer layers than stages.
         """
-        if not 0 < stages <= self.count:
+        if self.stages > self.count:
             return None
-        key = (stages, m, pipelines)
-        if key in self._found:
-            return self._found[key]
-        searched = key if self.few(stages, m) else (stages, _near_power(m, GRID), _near_power(pipelines, 2.0))
-        found = self._found.get(searched, _MISSING)
-        if isinstance(found, _Missing):
-            found = self._found[searched] = self._best(*searched)
-        if searched != key and found is not None:
-            fits = self.fits(found.at, m)
-            found = self.charge(found.at, m, pipelines) if fits else self._best(*key)
-        self._found[key] = found
-        return found
+        key = (m, pipelines)
+        if key not in self._found:
+            self._found[key] = self._searched(*key) if self.few(m) else self._nearest(*key)
+        return self._found[key]
 
-    def few(self, stages: int, m: int) -> bool:
-        """All cuts into so many stages are tried, so that the best one is known."""
-        cuts = math.comb(self.count - 1, stages - 1)
-        return cuts <= FEW and 2 * cuts * stages * m <= FEW_UNITS
+    def few(self, m: int) -> bool:
+        """All cuts are tried, so that the best one is known."""
+        cuts = math.comb(self.count - 1, self.stages - 1)
+        return cuts <= FEW and 2 * cuts * self.stages * m <= FEW_UNITS
 
-    def quick(self, stages: int, m: int) -> tuple[int, ...] | None:
+    def quick(self, m: int) -> tuple[int, ...] | None:
         """A good cut at once, for more than one pipeline; None where none is found that fits."""
-        limits = _Bounds(self, stages, m, 2)
+        if self.stages > self.count:
+            return None
+        limits = _Bounds(self, m, 2)
         found = [x[0] for x in (limits.least(relaxed=False), limits.balanced()) if x]
         return min(found, key=lambda at: self.charge(at, m, 2).charged_s, default=None)
 
-    def _best(self, stages: int, m: int, pipelines: int) -> Cut | None:
-        limits = _Bounds(self, stages, m, pipelines)
+    def _nearest(self, m: int, pipelines: int) -> Cut | None:
+        power = math.log(m, GRID)
+        for near in (round(GRID ** round(power)), round(GRID ** (math.floor(power) + 1)), m):
+            cut = self._searched(near, _usual(pipelines))
+            if cut is not None and self.fits(cut.at, m):
+                return self.charge(cut.at, m, pipelines)
+        return None
+
+    def _searched(self, m: int, pipelines: int) -> Cut | None:
+        if (m, pipelines) not in self._searches:
+            self._searches[m, pipelines] = self._search(m, pipelines)
+        return self._searches[m, pipelines]
+
+    def _search(self, m: int, pipelines: int) -> Cut | None:
+        limits = _Bounds(self, m, pipelines)
         relaxed = limits.least(relaxed=True)
         if relaxed is None:
             return None
@@ -230,114 +270,152 @@ class Cutter:
         best = min((self.charge(at, m, pipelines, bound) for at in sorted(starts)), key=_charged, default=None)
         if best is not None and best.exact:
             return best
-        if self.few(stages, m):
+        if self.few(m):
             best = self._all(limits, best, bound)
             # All cuts that could be better were tried, so the best one found is the bound.
-            return best and Cut(best.at, best.ends_s, best.charged_s, best.charged_s)
+            return best and replace(best, bound_s=best.charged_s)
         return best and self._near(best, m, pipelines)
 
     def _all(self, limits: _Bounds, best: Cut | None, bound: float) -> Cut | None:
-        for at in combinations(range(1, self.count), limits.stages - 1):
-            cut = (0, *at, self.count)
-            pairs = list(pairwise(cut))
-            if best and any(limits.of(k, x, y) >= best.charged_s for k, (x, y) in enumerate(pairs)):
+        for inner in combinations(range(1, self.count), self.stages - 1):
+            at = (0, *inner, self.count)
+            if best and any(limits.of(k, x, y) >= best.charged_s for k, (x, y) in enumerate(pairwise(at))):
                 continue
-            if self.fits(cut, limits.m):
-                other = self.charge(cut, limits.m, limits.pipelines, bound)
+            if self.fits(at, limits.m):
+                other = self.charge(at, limits.m, limits.pipelines, bound)
                 best = other if best is None else min(best, other, key=_charged)
         return best
 
     def _near(self, best: Cut, m: int, pipelines: int) -> Cut:
-        """Moves one layer from a stage to another one, by way of those between, while that helps.
-
-        A move can only help if it shortens every critical path that was met so far, so most need no simulation.
-        """
-        stages = len(best.at) - 1
-        tries = max(4, UNITS // (2 * stages * m))
-        moves = [(i, j, d) for i, j in combinations(range(1, stages + 1), 2) for d in (1, -1)]
+        """Moves one layer from a stage to another one, by way of those between, while that helps."""
+        tries = max(4, UNITS // (2 * self.stages * m))
         paths = [self._critical(best.at, m, pipelines)]
-        while tries > 0:
+        while True:
             least = best.charged_s * (1 - CLOSE)
-            hopeful = []
-            for i, j, step in moves:
-                at = (*best.at[:i], *(x + step for x in best.at[i:j]), *best.at[j:])
-                if at[i - 1] < at[i] and at[j - 1] < at[j]:
-                    longest = max(self._along(path, at, pipelines) for path in paths)
-                    if longest < least:
-                        hopeful.append((longest, at))
-            hopeful.sort()
             found = None
-            for _, at in hopeful:
-                if tries <= 0 or max(self._along(path, at, pipelines) for path in paths) >= least:
+            for at in _moves(best.at, paths, least):
+                # The paths that were met since the moves were listed rule out some of them.
+                if any(path.length_s(at) >= least for path in paths) or not self.fits(at, m):
                     continue
-                if not self.fits(at, m):
-                    continue
+                if tries == 0:
+                    return best
                 tries -= 1
                 other = self.charge(at, m, pipelines, best.bound_s)
+                paths.append(self._critical(at, m, pipelines))
                 if other.charged_s < least:
                     found = other
                     break
-                paths.append(self._critical(at, m, pipelines))
             if found is None:
-                break
-            best = found
-            paths = [*paths[-PATHS:], self._critical(best.at, m, pipelines)]
-        return best
+                return best
+            best, paths = found, paths[-PATHS:]
 
-    def _critical(self, at: tuple[int, ...], m: int, pipelines: int) -> tuple[int, Path]:
-        """The stage that ends last, and the critical path to its end."""
+    def _critical(self, at: tuple[int, ...], m: int, pipelines: int) -> _Critical:
+        """The path that the step waits for."""
         done = self._run(at, m)
         late = self._late(done, at, pipelines)
         stage = late.index(max(late))
-        return stage, done.path(stage)
+        path = done.path(stage)
+        share = 2 * (pipelines - 1) / pipelines * 8.0 / self.reduce.rate_bps
+        stages = tuple(zip(path.forward, path.backward, (k == stage for k in range(self.stages)), strict=True))
+        found = _Critical(self, stages, path.hops, share)
+        return replace(found, still_s=late[stage] - found.length_s(at))
 
-    def _along(self, critical: tuple[int, Path], at: tuple[int, ...], pipelines: int) -> float:
-        """What a cut takes at least: the same units one after another as on a critical path of another cut."""
-        stage, path = critical
-        f, b, u = self.forward, self.backward, self.unit_s
-        total, x = self.tail_s(at[stage], at[stage + 1], pipelines), 0
-        for y, forward, backward in zip(at[1:], path.forward, path.backward, strict=True):
-            total += forward * (f[y] - f[x] + u) + backward * (b[y] - b[x] + u)
-            x = y
-        return total + sum(n * self.hops[y - 1] for n, y in zip(path.hops, at[1:-1], strict=True) if n)
+
+@dataclass(frozen=True, slots=True)
+class _Critical:
+    """A critical path as a sum over the borders of a cut."""
+
+    row: Row
+    stages: tuple[tuple[int, int, bool], ...]
+    """By stage: its forward and backward units on the path, and whether the path ends there."""
+    hops: tuple[int, ...]
+    share: float
+    """Seconds of all-reduce per byte of gradients."""
+    still_s: float = 0.0
+    """What no border changes."""
+
+    def border_s(self, k: int, x: int) -> float:
+        """What border `k` adds where it is before layer `x`: it ends stage k - 1, and begins stage k."""
+        found = self._sum_s(k - 1, x)
+        if k < len(self.stages):
+            found -= self._sum_s(k, x)
+            hops = self.hops[k - 1]
+            if hops:
+                found += hops * self.row.hops[k - 1][x - 1]
+        return found
+
+    def _sum_s(self, k: int, x: int) -> float:
+        scaled = self.row.scaled[k]
+        forward, backward, last = self.stages[k]
+        found = forward * scaled.forward[x] + backward * scaled.backward[x]
+        if last:
+            found += scaled.optimizer[x] + self.share * self.row.job.costs.gradients[x]
+        return found
+
+    def length_s(self, at: tuple[int, ...]) -> float:
+        return self.still_s + sum(self.border_s(k, at[k]) for k in range(1, len(at)))
+
+
+def _moves(at: tuple[int, ...], paths: Iterable[_Critical], least: float) -> list[tuple[int, ...]]:
+    """Cuts with one layer moved that shorten all these paths below `least`, the most hopeful first."""
+    stages, found = len(at) - 1, []
+    for step in (1, -1):
+        sums = []
+        for path in paths:
+            moved = (path.border_s(k, at[k] + step) - path.border_s(k, at[k]) for k in range(1, stages))
+            sums.append((path.length_s(at), [0.0, *accumulate(moved)]))
+        for i, j in combinations(range(stages), 2):
+            # Borders i + 1 to j move: stage i gets a layer more or less, and stage j one less or more.
+            gives = i if step < 0 else j
+            if at[gives + 1] - at[gives] > 1:
+                longest = max(total + row[j] - row[i] for total, row in sums)
+                if longest < least:
+                    found.append((longest, (*at[: i + 1], *(x + step for x in at[i + 1 : j + 1]), *at[j + 1 :])))
+    return [x for _, x in sorted(found)]
 
 
 class _Bounds:
-    """The bounds of one search: stages, micro-batches and pipelines are fixed."""
+    """The bounds of one search: row, micro-batches and pipelines are fixed."""
 
-    def __init__(self, cutter: Cutter, stages: int, m: int, pipelines: int) -> None:
-        self.cutter, self.stages, self.m, self.pipelines = cutter, stages, m, pipelines
-        self.way_s = cutter.least_hop + cutter.unit_s
+    def __init__(self, row: Row, m: int, pipelines: int) -> None:
+        self.row, self.m, self.pipelines = row, m, pipelines
+        self.stages = stages = row.stages
+        self.way_s = row.least_hop + row.unit_s
         """Of a unit of no layers and its hop."""
-        self.total = cutter.both[-1] + 2 * stages * cutter.unit_s + 2 * (stages - 1) * cutter.least_hop
-        self.warm = [in_flight(stages, k, m, cutter.extra) for k in range(stages)]
-        outputs = cutter.job.costs.outputs[:-1]
+        self.total = row.fastest.both[-1] + 2 * stages * row.unit_s + 2 * (stages - 1) * row.least_hop
+        self.warm = [in_flight(stages, k, m, row.extra) for k in range(stages)]
+        outputs = row.job.costs.outputs[:-1]
         self.least_output = min(outputs, default=0)
         self.alike = self.least_output == max(outputs, default=0)
 
     def of(self, k: int, first: int, end: int) -> float:
         """Lower bound of what is charged if stage `k` has layers [first, end)."""
-        c, m, warm, u = self.cutter, self.m, self.warm[k], self.cutter.unit_s
-        f = c.forward[end] - c.forward[first] + u
-        b = c.backward[end] - c.backward[first] + u
-        ahead = c.forward[first] + k * self.way_s
-        back = c.backward[first] + k * self.way_s
+        row, m, warm, u = self.row, self.m, self.warm[k], self.row.unit_s
+        own, fastest = row.scaled[k], row.fastest
+        f = own.forward[end] - own.forward[first] + u
+        b = own.backward[end] - own.backward[first] + u
+        ahead = fastest.forward[first] + k * self.way_s
+        back = fastest.backward[first] + k * self.way_s
         through = ahead + m * (f + b) + back
         after = self.total + (m - 1) * b + (m - warm) * f
         turns = (m - 1) // warm
         behind = self.total - ahead - back
         in_turns = ahead + back + behind * (turns + 1) + (m - 1 - turns * warm) * b
-        return max(through, after, in_turns) + max(0.0, c.tail_s(first, end, self.pipelines) - back)
+        return max(through, after, in_turns) + max(0.0, row.tail_s(k, first, end, self.pipelines) - back)
+
+    def _longest_of(self, k: int, first: int, end: int) -> float:
+        both = self.row.scaled[k].both
+        return both[end] - both[first]
 
     def fits(self, k: int, first: int, end: int, *, relaxed: bool) -> bool:
         """Whether memory suffices; `relaxed` takes the least boundary tensor, so that more layers never need less."""
-        c, m = self.cutter, self.m
-        nbytes = c.memory(self.stages, k, first, end, m)
-        if relaxed and not self.alike and c.job.memory.boundaries:
-            outputs, least = c.job.costs, self.least_output
-            nbytes -= m * 2 * (outputs.boundary_in(first) - least) if k else 0
-            nbytes -= m * (outputs.boundary_out(end) - least) if k < self.stages - 1 else 0
-        return nbytes <= c.device.memory_nbytes
+        row, m = self.row, self.m
+        nbytes = row.memory(k, first, end, m)
+        if relaxed and not self.alike and row.job.memory.boundaries:
+            c, least = row.job.costs, self.least_output
+            nbytes -= m * 2 * (c.boundary_in(first) - least) if k else 0
+            nbytes -= m * (c.boundary_out(end) - least) if k < self.stages - 1 else 0
+        return nbytes <= row.rooms[k]
 
     def _longest(
         self, cost_of: Callable[[int, int, int], float], time_s: float, share: float, *, relaxed: bool
@@ -347,17 +425,15 @@ class _Bounds:
         Returns:
             The cut, or None where none keeps to it; its bound; and the least time that lets some stage be longer.
         """
-        c, stages = self.cutter, self.stages
-        at, worst, more = [0], 0.0, math.inf
-        both, first = c.both, 0
+        row, stages = self.row, self.stages
+        at, worst, more, first = [0], 0.0, math.inf, 0
         for k in range(stages):
-            most = c.count - (stages - 1 - k)
-            spare = time_s / share
-            end = min(most, bisect_right(both, both[first] + spare * (1 + CLOSE)) - 1)
+            most, both = row.count - (stages - 1 - k), row.scaled[k].both
+            end = min(most, bisect_right(both, both[first] + time_s / share * (1 + CLOSE)) - 1)
             if end < most:
                 more = min(more, cost_of(k, first, end + 1))
-            kept = c.kept(self.warm[k])
-            end = min(end, bisect_right(kept, kept[first] + c.device.memory_nbytes) - 1)
+            kept = row.tables.kept(self.warm[k])
+            end = min(end, bisect_right(kept, kept[first] + row.rooms[k]) - 1)
             cost = 0.0
             while end > first:
                 cost = cost_of(k, first, end)
@@ -366,7 +442,7 @@ class _Bounds:
                 elif self.fits(k, first, end, relaxed=relaxed):
                     break
                 end -= 1
-            if end <= first or (k == stages - 1 and end < c.count):
+            if end <= first or (k == stages - 1 and end < row.count):
                 return None, worst, more
             worst = max(worst, cost)
             at.append(end)
@@ -377,15 +453,20 @@ class _Bounds:
         """The least time that some cut keeps to, by the bounds, and that cut."""
         return self._least(self.of, self.m, relaxed=relaxed)
 
+    def balanced(self) -> tuple[tuple[int, ...], float] | None:
+        """The cut whose longest stage is shortest, early stages long first."""
+        return self._least(self._longest_of, 1.0, relaxed=False)
+
     def _least(
         self, cost_of: Callable[[int, int, int], float], share: float, *, relaxed: bool
     ) -> tuple[tuple[int, ...], float] | None:
         best, high, _ = self._longest(cost_of, math.inf, share, relaxed=relaxed)
         if best is None:
             return None
-        low = 0.0
+        low = share * self.row.fastest.both[-1] / self.stages * (1 - CLOSE)
         while high > low * (1 + CLOSE):
-            middle = (low + high) / 2
+            # Most answers are near the mean stage.
+            middle = (3 * low + high) / 4
             at, worst, more = self._longest(cost_of, middle, share, relaxed=relaxed)
             if at is not None:
                 best, high = at, worst
@@ -400,15 +481,34 @@ class _Bounds:
                 break
         return best, high
 
-    def balanced(self) -> tuple[tuple[int, ...], float] | None:
-        """The cut whose longest stage is shortest, early stages long first."""
-        c = self.cutter
 
-        def longest(k: int, first: int, end: int) -> float:
-            return c.both[end] - c.both[first]
+class Cutter:
+    """Rows of any length of devices of one kind.
 
-        return self._least(longest, 1.0, relaxed=False)
+    Args:
+        job: Layers, overheads, memory rules.
+        device: Any of the devices.
+        hop: Between neighbouring stages.
+        reduce: Between the owners of a layer.
+    """
 
+    def __init__(self, job: TrainingJob, device: Device, hop: Link, reduce: Link) -> None:
+        self.job, self.device, self.hop, self.reduce = job, device, hop, reduce
+        self.count = job.costs.count
+        self._rows: dict[int, Row] = {}
 
-def _charged(cut: Cut) -> float:
-    return cut.charged_s
+    @cached_property
+    def tables(self) -> Tables:
+        return Tables(self.job)
+
+    def row(self, stages: int) -> Row:
+        """A pipeline of so many devices."""
+        found = self._rows.get(stages)
+        if found is None:
+            hops = (self.hop,) * (stages - 1)
+            found = self._rows[stages] = Row(self.tables, (self.device,) * stages, hops, self.reduce)
+        return found
+
+    def best(self, stages: int, m: int, pipelines: int) -> Cut | None:
+        """The best cut into `stages`; see `Row.best`."""
+        return self.row(stages).best(m, pipelines)

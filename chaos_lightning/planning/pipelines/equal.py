@@ -38,7 +38,7 @@ COUNTED = 64
 """Devices: for no more than so many the number of pipelines is a dimension of the search."""
 
 
-class Row(NamedTuple):
+class Alike(NamedTuple):
     """Pipelines that are alike."""
 
     stages: int
@@ -53,7 +53,7 @@ class Shape:
     """How many pipelines of which length, with which micro-batches."""
 
     devices: int
-    rows: tuple[Row, ...]
+    rows: tuple[Alike, ...]
     """Longest first, then those with most micro-batches."""
     charged_s: float
     """Seconds of a step, without its commit, as the search counts them."""
@@ -129,18 +129,19 @@ class Shapes:
 
     def _draw(self, stages: int) -> _Line | None:
         points = (1, stages, 2 * stages, 4 * stages) if stages > 1 else (1, 2)
+        row = self.cutter.row(stages)
         cuts: dict[int, tuple[int, ...]] = {}
         for m in reversed(points):
-            usual = next(iter(cuts.values()), None) or self.cutter.quick(stages, min(m, 2 * stages))
-            at = usual if usual and self.cutter.fits(usual, m) else self.cutter.quick(stages, m)
+            usual = next(iter(cuts.values()), None) or row.quick(min(m, 2 * stages))
+            at = usual if usual and row.fits(usual, m) else row.quick(m)
             if at:
                 cuts[m] = at
         if not cuts:
             return None
         last = max(cuts)
         cuts.setdefault(last + 1, cuts[last])
-        times = tuple(self.cutter.charge(at, m, MANY).charged_s for m, at in sorted(cuts.items()))
-        return _Line(tuple(sorted(cuts)), times, self.cutter.most_micro_batches(cuts[last], self.total))
+        times = tuple(row.charge(at, m, MANY).charged_s for m, at in sorted(cuts.items()))
+        return _Line(tuple(sorted(cuts)), times, row.most_micro_batches(cuts[last], self.total))
 
     def warm(self) -> None:
         """Fills the table of pipeline times, so that first answers come at once."""
@@ -150,24 +151,22 @@ class Shapes:
     def _capacity(self, stages: int, time_s: float, pipelines: int) -> int:
         """c_p(t): the most micro-batches that take no longer; 0: none does."""
         limit = time_s * (1 + CLOSE)
-        low, high, step = 0, self.total + 1, 1
+        low, high, below, above = 0, self.total + 1, 0.0, math.inf
         guess = self._guess.get((stages, pipelines))
         if guess is None:
             line = self._line(stages)
             guess = line.capacity(time_s) if line else 1
         guess = min(max(guess, 1), self.total)
-        while low < guess < high:
-            if self.time_s(stages, guess, pipelines) <= limit:
-                low, guess = guess, guess + step
-            else:
-                high, guess = guess, guess - step
-            step *= 2
         while high - low > 1:
-            middle = (low + high) // 2
-            if self.time_s(stages, middle, pipelines) <= limit:
-                low = middle
+            found = self.time_s(stages, guess, pipelines)
+            if found <= limit:
+                low, below = guess, found
             else:
-                high = middle
+                high, above = guess, found
+            # A micro-batch more costs about as much as each did so far.
+            slope = (above - below) / (high - low) if low and math.isfinite(above) else found / (guess + stages)
+            step = (limit - found) / slope if math.isfinite(found) else -(guess // 2)
+            guess = min(max(guess + round(step), low + 1), high - 1)
         self._guess[stages, pipelines] = max(1, low)
         return low
 
@@ -268,7 +267,7 @@ class Shapes:
             else:
                 heapreplace(heap, (-self.time_s(p, m - 1, count), p, m - 1))
         counts = Counter((p, m) for _, p, m in heap)
-        rows = tuple(Row(p, m, k) for (p, m), k in sorted(counts.items(), reverse=True))
+        rows = tuple(Alike(p, m, k) for (p, m), k in sorted(counts.items(), reverse=True))
         charged = max(self.time_s(p, m, len(heap)) for p, m in counts)
         return Shape(devices, rows, charged, 0.0, False)
 
