@@ -1,11 +1,10 @@
 """The best plan for n equal devices: how many pipelines, how long, how many micro-batches each; at once, then exact.
 
 Theory of operation. A pipeline of p devices takes T(p, m) seconds for m micro-batches with its best cut (`cuts`), its
-all-reduce and optimizer included. What it can do in t seconds is its *capacity* c_p(t), the most m with T(p, m) <= t. A
-step of M micro-batches takes at most t if and only if some multiset of lengths with a sum of at most n has capacities
-with a sum of at least M: an unbounded knapsack, of which one pass answers for all numbers up to n. The least such t is
-one of the T(p, m); a search narrows it down from both sides, and ends where nothing lies between them. So the answer is
-exact over all multisets of lengths and all splits of the micro-batches; devices that add nothing are idle.
+all-reduce and optimizer included, and has a capacity c_p(t) (`split`). A step of M micro-batches takes at most t if and
+only if some multiset of lengths with a sum of at most n has capacities with a sum of at least M: an unbounded knapsack,
+of which one pass answers for all numbers up to n. So the answer is exact over all multisets of lengths and all splits
+of the micro-batches; devices that add nothing are idle.
 
 An all-reduce among P pipelines costs 2 (P - 1) / P of a stage's gradients, so T depends on P. The search assumes a
 number that no good plan is below, which bounds the answer from below, and charges what it finds with the real number.
@@ -21,12 +20,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
 from chaos_lightning.planning.pipelines.cuts import CLOSE, Cutter
+from chaos_lightning.planning.pipelines.split import Filling, Pairs, Splitter
 
 LONGEST = 40
 """Stages of a pipeline at most, unless memory asks for more."""
@@ -65,6 +63,11 @@ class Shape:
     @property
     def pipelines(self) -> int:
         return sum(r.times for r in self.rows)
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """By pipeline: stages and micro-batches."""
+        return tuple((r.stages, r.micro_batches) for r in self.rows for _ in range(r.times))
 
     @property
     def used(self) -> int:
@@ -110,7 +113,7 @@ class Shapes:
     def __init__(self, cutter: Cutter, micro_batches: int, longest: int = 0) -> None:
         self.cutter, self.total = cutter, micro_batches
         self._lines: dict[int, _Line | None] = {}
-        self._guess: dict[tuple[int, int], int] = {}
+        self.splitter = Splitter(self.time_s, micro_batches, self._guess)
         self.longest = min(cutter.count, longest or LONGEST)
         if not longest and not any(self._line(p) for p in range(1, self.longest + 1)):
             self.longest = cutter.count
@@ -143,41 +146,14 @@ class Shapes:
         times = tuple(row.charge(at, m, MANY).charged_s for m, at in sorted(cuts.items()))
         return _Line(tuple(sorted(cuts)), times, row.most_micro_batches(cuts[last], self.total))
 
+    def _guess(self, stages: int, time_s: float) -> int:
+        line = self._line(stages)
+        return line.capacity(time_s) if line else 1
+
     def warm(self) -> None:
         """Fills the table of pipeline times, so that first answers come at once."""
         for p in range(1, self.longest + 1):
             self._line(p)
-
-    def _capacity(self, stages: int, time_s: float, pipelines: int) -> int:
-        """c_p(t): the most micro-batches that take no longer; 0: none does."""
-        limit = time_s * (1 + CLOSE)
-        low, high, below, above = 0, self.total + 1, 0.0, math.inf
-        guess = self._guess.get((stages, pipelines))
-        if guess is None:
-            line = self._line(stages)
-            guess = line.capacity(time_s) if line else 1
-        guess = min(max(guess, 1), self.total)
-        while high - low > 1:
-            found = self.time_s(stages, guess, pipelines)
-            if found <= limit:
-                low, below = guess, found
-            else:
-                high, above = guess, found
-            # A micro-batch more costs about as much as each did so far.
-            slope = (above - below) / (high - low) if low and math.isfinite(above) else found / (guess + stages)
-            step = (limit - found) / slope if math.isfinite(found) else -(guess // 2)
-            guess = min(max(guess + round(step), low + 1), high - 1)
-        self._guess[stages, pipelines] = max(1, low)
-        return low
-
-    def _caps(self, lengths: Iterable[int], time_s: float, pipelines: int) -> Caps:
-        return {p: c for p in lengths if (c := self._capacity(p, time_s, pipelines))}
-
-    def _next(self, lengths: Iterable[int], time_s: float, pipelines: int) -> float:
-        """The least time beyond `time_s` at which some capacity grows."""
-        caps = self._caps(lengths, time_s, pipelines)
-        more = [(p, caps.get(p, 0) + 1) for p in lengths]
-        return min((self.time_s(p, m, pipelines) for p, m in more if m <= self.total), default=math.inf)
 
     # ------------------------------------------------------------------------------------------------ answers
 
@@ -201,133 +177,70 @@ class Shapes:
             middle = (low + high) / 2
             found = filled(middle)
             low, high, best = (low, middle, found) if found else (middle, high, best)
-        return self._split(devices, best)
-
-    def _split(self, devices: int, lengths: Sequence[int]) -> Shape | None:
-        """The best split of the micro-batches over given pipelines."""
-        counts = Counter(sorted(lengths, reverse=True)[: self.total])
-        pipelines = sum(counts.values())
-
-        def filled(time_s: float) -> list[tuple[int, int]] | None:
-            caps = self._caps(counts, time_s, pipelines)
-            done = sum(caps.get(p, 0) * k for p, k in counts.items())
-            return [(p, caps[p]) for p in counts.elements() if p in caps] if done >= self.total else None
-
-        return self._least(devices, counts, pipelines, filled)
-
-    def _least(
-        self,
-        devices: int,
-        lengths: Iterable[int],
-        pipelines: int,
-        filled: Callable[[float], list[tuple[int, int]] | None],
-        high: Shape | None = None,
-    ) -> Shape | None:
-        """The least time in which `filled` finds room for all micro-batches, with times as of `pipelines`.
-
-        Args:
-            devices: How many there are.
-            lengths: Of pipelines that `filled` uses.
-            pipelines: How many the all-reduce is charged for.
-            filled: (length, micro-batches) of pipelines that do it in a time, together at least all.
-            high: A shape that takes no less; None: it is searched from above.
-        """
-        known = list(lengths)
-        low, best = 0.0, high
-        if best is None:
-            time_s = max(1e-12, min(self.time_s(p, 1, pipelines) for p in known))
-            while (rows := filled(time_s)) is None:
-                low = self._next(known, time_s, pipelines)
-                if math.isinf(low):
-                    return None
-                time_s = max(low, 1.5 * time_s)
-            best = self._shape(devices, rows)
-        while low < best.charged_s * (1 - CLOSE):
-            # The answer is low or above, and best or below.
-            middle = (low + best.charged_s) / 2 if low else 0.97 * best.charged_s
-            rows = filled(middle)
-            if rows is not None:
-                found = self._shape(devices, rows)
-                if found.charged_s >= best.charged_s * (1 - CLOSE):
-                    break
-                best = found
-            else:
-                low = max(middle, self._next(known, middle, pipelines))
-        return replace(best, bound_s=min(low, best.charged_s))
-
-    def _shape(self, devices: int, pairs: Sequence[tuple[int, int]]) -> Shape:
-        """The shape of some pipelines, after what is more than all micro-batches is taken from the slowest."""
-        count = len(pairs)
-        heap = [(-self.time_s(p, m, count), p, m) for p, m in pairs]
-        heapify(heap)
-        for _ in range(sum(m for _, m in pairs) - self.total):
-            _, p, m = heap[0]
-            if m == 1:
-                heappop(heap)
-            else:
-                heapreplace(heap, (-self.time_s(p, m - 1, count), p, m - 1))
-        counts = Counter((p, m) for _, p, m in heap)
-        rows = tuple(Alike(p, m, k) for (p, m), k in sorted(counts.items(), reverse=True))
-        charged = max(self.time_s(p, m, len(heap)) for p, m in counts)
-        return Shape(devices, rows, charged, 0.0, False)
+        lengths = sorted(best, reverse=True)[: self.total]
+        return self._shape(devices, self.splitter.over(lengths))
 
     def exact(self, devices: int) -> Shape | None:
         """The best shape; None where no pipeline of at most so many devices fits into memory."""
         lengths = range(1, min(self.longest, devices) + 1)
-        best = self.first(devices) or self._relaxed(devices, lengths, 1, None)
+        first = self.first(devices)
+        best = Filling(first.pairs, first.charged_s, 0.0) if first else self._relaxed(devices, lengths, 1, None)
         if best is None:
             return None
         if devices <= COUNTED:
-            return self._counted(devices, lengths, best)
+            return self._shape(devices, self._counted(devices, lengths, best))
         tried: set[int] = set()
-        while best.pipelines not in tried:
-            tried.add(best.pipelines)
-            found = self._relaxed(devices, lengths, best.pipelines, best)
-            if found is not None and found.charged_s < best.charged_s * (1 - CLOSE):
-                best = found
-        return self._proved(devices, lengths, best)
+        while len(best.pairs) not in tried:
+            tried.add(len(best.pairs))
+            best = self._relaxed(devices, lengths, len(best.pairs), best) or best
+        return self._shape(devices, self._proved(devices, lengths, best))
 
-    def _relaxed(self, devices: int, lengths: Sequence[int], pipelines: int, best: Shape | None) -> Shape | None:
-        """The best shape of any number of pipelines that are charged as if they were `pipelines`."""
+    def _relaxed(self, devices: int, lengths: range, pipelines: int, best: Filling[int] | None) -> Filling[int] | None:
+        """The best filling of any number of pipelines that are charged as if they were `pipelines`."""
 
-        def filled(time_s: float) -> list[tuple[int, int]] | None:
-            caps = self._caps(lengths, time_s, pipelines)
+        def filled(time_s: float) -> Pairs[int] | None:
+            caps = self.splitter.capacities(lengths, time_s, pipelines)
             found = _fill(caps, devices, self.total)
             return None if found is None else [(p, caps[p]) for p in found]
 
-        return self._least(devices, lengths, pipelines, filled, best)
+        return self.splitter.least(lengths, pipelines, filled, best)
 
-    def _proved(self, devices: int, lengths: Sequence[int], best: Shape) -> Shape:
+    def _proved(self, devices: int, lengths: range, best: Filling[int]) -> Filling[int]:
         """Says whether anything better could exist: how few pipelines it would have, and what those can do."""
-        limit = best.charged_s * (1 - 10 * CLOSE)
-        few = 1
+        limit, few = best.time_s * (1 - 10 * CLOSE), 1
         while True:
-            more = _fewest(self._caps(lengths, limit, few), devices, self.total)
+            more = _fewest(self.splitter.capacities(lengths, limit, few), devices, self.total)
             if more <= few:
                 break
             few = more
+        if few >= len(best.pairs):
+            return replace(best, bound_s=best.time_s)
         low = self._relaxed(devices, lengths, few, best)
         assert low is not None
-        if low.bound_s >= limit or few >= best.pipelines:
-            return replace(best, bound_s=best.charged_s, exact=True)
-        return replace(best, bound_s=low.bound_s, exact=False)
+        return replace(best, bound_s=low.bound_s if low.bound_s < limit else best.time_s)
 
-    def _counted(self, devices: int, lengths: Sequence[int], best: Shape) -> Shape:
-        """The best shape, with the number of pipelines as a dimension of the knapsack."""
+    def _counted(self, devices: int, lengths: range, best: Filling[int]) -> Filling[int]:
+        """The best filling, with the number of pipelines as a dimension of the knapsack."""
         for pipelines in range(1, min(devices, self.total) + 1):
-            limit = best.charged_s * (1 - 10 * CLOSE)
-            if _fill(self._caps(lengths, limit, pipelines), devices, self.total) is None:
+            limit = best.time_s * (1 - 10 * CLOSE)
+            if _fill(self.splitter.capacities(lengths, limit, pipelines), devices, self.total) is None:
                 break  # More pipelines are charged more.
 
-            def filled(time_s: float, most: int = pipelines) -> list[tuple[int, int]] | None:
-                caps = self._caps(lengths, time_s, most)
+            def filled(time_s: float, most: int = pipelines) -> Pairs[int] | None:
+                caps = self.splitter.capacities(lengths, time_s, most)
                 found = _fill_counted(caps, devices, self.total, most)
                 return None if found is None else [(p, caps[p]) for p in found]
 
-            found = self._least(devices, lengths, pipelines, filled, best)
-            if found is not None and found.charged_s < best.charged_s * (1 - CLOSE):
-                best = found
-        return replace(best, bound_s=best.charged_s, exact=True)
+            best = self.splitter.least(lengths, pipelines, filled, best) or best
+        return replace(best, bound_s=best.time_s)
+
+    def _shape(self, devices: int, filling: Filling[int] | None) -> Shape | None:
+        if filling is None:
+            return None
+        rows = tuple(Alike(p, m, k) for (p, m), k in sorted(Counter(filling.pairs).items(), reverse=True))
+        return Shape(
+            devices, rows, filling.time_s, filling.bound_s, filling.bound_s >= filling.time_s * (1 - 10 * CLOSE)
+        )
 
 
 # ------------------------------------------------------------------------------------------------ knapsacks

@@ -1,0 +1,152 @@
+"""How many micro-batches each pipeline gets: what pipelines can do in a time, and the least time in which they do all.
+
+Theory of operation. A pipeline of some *kind* takes T(kind, m) seconds for m micro-batches, and T does not fall with m.
+What it can do in t seconds is its *capacity*, the most m with T <= t. All times in which anything changes are values of
+T, so a search from both sides ends: from above a filling found for a time takes at most the longest of its pipelines'
+own times; from below, where none is found, nothing changes until the next time at which some capacity grows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from typing import Generic, TypeVar
+
+from chaos_lightning.planning.pipelines.cuts import CLOSE
+
+Kind = TypeVar("Kind", bound=Hashable)
+Pairs = Sequence[tuple[Kind, int]]
+"""Pipelines: kind and micro-batches of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filling(Generic[Kind]):
+    """Pipelines that do all micro-batches."""
+
+    pairs: tuple[tuple[Kind, int], ...]
+    time_s: float
+    """Of the slowest, charged for as many pipelines as there are."""
+    bound_s: float
+    """Nothing takes less, of what was searched."""
+
+
+class Splitter(Generic[Kind]):
+    """Splits the micro-batches of a step.
+
+    Args:
+        time_s: T(kind, m, pipelines), in seconds; infinite where nothing fits. It may depend on how many there are.
+        total: Micro-batches of a step.
+        guess: (kind, seconds) to about how many micro-batches that are.
+    """
+
+    def __init__(
+        self,
+        time_s: Callable[[Kind, int, int], float],
+        total: int,
+        guess: Callable[[Kind, float], int] | None = None,
+    ) -> None:
+        self.time_s, self.total = time_s, total
+        self._guess = guess
+        self._last: dict[tuple[Kind, int], int] = {}
+
+    def capacity(self, kind: Kind, time_s: float, pipelines: int) -> int:
+        """The most micro-batches that take no longer; 0: none does."""
+        limit = time_s * (1 + CLOSE)
+        low, high, below, above = 0, self.total + 1, 0.0, math.inf
+        guess = self._last.get((kind, pipelines)) or (self._guess(kind, time_s) if self._guess else 1)
+        guess = min(max(guess, 1), self.total)
+        while high - low > 1:
+            found = self.time_s(kind, guess, pipelines)
+            if found <= limit:
+                low, below = guess, found
+            else:
+                high, above = guess, found
+            # A micro-batch more costs about as much as each did so far.
+            slope = (above - below) / (high - low) if low and math.isfinite(above) else found / (guess + 1)
+            step = round((limit - found) / slope) if math.isfinite(found) and slope > 0 else -(guess // 2)
+            guess = min(max(guess + step, low + 1), high - 1)
+        self._last[kind, pipelines] = max(1, low)
+        return low
+
+    def capacities(self, kinds: Collection[Kind], time_s: float, pipelines: int) -> dict[Kind, int]:
+        """By kind; those that can do none are left out."""
+        return {k: c for k in kinds if (c := self.capacity(k, time_s, pipelines))}
+
+    def next_s(self, kinds: Collection[Kind], time_s: float, pipelines: int) -> float:
+        """The least time beyond `time_s` at which some capacity grows."""
+        more = [(k, self.capacity(k, time_s, pipelines) + 1) for k in kinds]
+        return min((self.time_s(k, m, pipelines) for k, m in more if m <= self.total), default=math.inf)
+
+    def over(self, pipelines: Sequence[Kind]) -> Filling[Kind] | None:
+        """The best split over given pipelines, some of which may get nothing; None where memory does not allow any."""
+        kinds, count = list(dict.fromkeys(pipelines)), len(pipelines)
+
+        def filled(time_s: float) -> Pairs[Kind] | None:
+            caps = self.capacities(kinds, time_s, count)
+            pairs = [(k, caps[k]) for k in pipelines if k in caps]
+            return pairs if sum(m for _, m in pairs) >= self.total else None
+
+        return self.least(kinds, count, filled)
+
+    def least(
+        self,
+        kinds: Collection[Kind],
+        pipelines: int,
+        filled: Callable[[float], Pairs[Kind] | None],
+        best: Filling[Kind] | None = None,
+    ) -> Filling[Kind] | None:
+        """The least time in which `filled` finds room for all micro-batches, with times as of `pipelines`.
+
+        Args:
+            kinds: All kinds that `filled` uses.
+            pipelines: How many the all-reduce is charged for in the search; what is found, for its own number.
+            filled: Pipelines that together do at least all micro-batches in a time; None: there are none.
+            best: What is known already; only what is better is searched. None: any.
+
+        Returns:
+            The better one of `best` and what was found; its bound is that of the search. None where there is nothing.
+        """
+        low, high = 0.0, math.inf if best is None else best.time_s
+        if best is None:
+            time_s = max(1e-12, min(self.time_s(k, 1, pipelines) for k in kinds))
+            if math.isinf(time_s):
+                return None
+            while (pairs := filled(time_s)) is None:
+                low = self.next_s(kinds, time_s, pipelines)
+                if math.isinf(low):
+                    return None
+                time_s = max(low, 1.5 * time_s)
+            best, high = self._trimmed(pairs, pipelines)
+        while low < high * (1 - 4 * CLOSE):
+            # The answer is `low` or above, and `high` or below.
+            middle = (low + high) / 2 if low else 0.97 * high
+            pairs = filled(middle)
+            if pairs is None:
+                low = max(middle, self.next_s(kinds, middle, pipelines))
+                continue
+            found, time_s = self._trimmed(pairs, pipelines)
+            high = min(middle, time_s)
+            if found.time_s < best.time_s * (1 - CLOSE):
+                best = found
+        return Filling(best.pairs, best.time_s, min(low, best.time_s))
+
+    def _trimmed(self, pairs: Pairs[Kind], pipelines: int) -> tuple[Filling[Kind], float]:
+        """Takes what is more than all micro-batches from the slowest.
+
+        Returns:
+            The pipelines that are left, charged for their number; and their time as charged for `pipelines`.
+        """
+        count = len(pairs)
+        heap = [(-self.time_s(k, m, pipelines), i, k, m) for i, (k, m) in enumerate(pairs)]
+        heapify(heap)
+        for _ in range(sum(m for _, m in pairs) - self.total):
+            _, i, k, m = heap[0]
+            if m == 1:
+                heappop(heap)
+            else:
+                heapreplace(heap, (-self.time_s(k, m - 1, pipelines), i, k, m - 1))
+        left, count = [(k, m) for _, _, k, m in sorted(heap, key=lambda x: x[1])], len(heap)
+        time_s = max(self.time_s(k, m, count) for k, m in set(left))
+        return Filling(tuple(left), time_s, 0.0), max(self.time_s(k, m, pipelines) for k, m in set(left))
