@@ -469,7 +469,7 @@ class _Bounds:
             middle = (3 * low + high) / 4
             at, worst, more = self._longest(cost_of, middle, share, relaxed=relaxed)
             if at is not None:
-                best, high = at, worst
+                best, high = at, min(worst, middle)  # they differ by rounding alone where no stage can be shorter
                 continue
             # Nothing changes below `more`, so the answer is there or above.
             low = max(more, middle)
