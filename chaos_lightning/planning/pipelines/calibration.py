@@ -1,0 +1,181 @@
+"""What a model file cannot know, fitted to measured steps: the costs of a hop, of a unit and of a commit.
+
+Theory of operation. The estimated step of a plan is the length of its critical path, so it is linear in the three
+`Overheads` as long as the path stays the same, and its slope in each of them is a whole number: how many hops, units
+and commits lie on the path. These counts are read off the estimator itself, by raising one cost a little. With the
+counts as they are at the present values, the three values that bring the estimates nearest to the measured steps, none
+below zero, are a least-squares problem of three unknowns, which is solved for each set of them that may be above
+zero. At the new values the paths may be others, so this is repeated until the values stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import NamedTuple
+
+from chaos_lightning.planning.pipelines.estimate import estimate
+from chaos_lightning.planning.pipelines.job import JobError, Overheads, TrainingJob, check_number
+from chaos_lightning.planning.pipelines.plan import PipelinePlan
+
+NAMES = ("hop_s", "unit_s", "commit_s")
+LITTLE = 1e-6
+"""By what share of a step a cost is raised to see its slope."""
+STILL = 1e-12
+"""Change of the squares' sum, as a share of it, that counts as none."""
+ROUNDS = 50
+"""Rounds at most; some five are usual."""
+
+Row3 = tuple[float, float, float]
+
+
+class CalibrationError(JobError):
+    """The measured steps do not tell what is sought; says what is missing."""
+
+
+class Residual(NamedTuple):
+    """One measured step beside its estimate."""
+
+    measured_s: float
+    estimated_s: float
+
+    @property
+    def share(self) -> float:
+        """By how much the measured step is longer than the estimate, as a share of it."""
+        return self.measured_s / self.estimated_s - 1
+
+
+class Calibration(NamedTuple):
+    """The fitted costs, and how well they fit."""
+
+    overheads: Overheads
+    residuals: tuple[Residual, ...]
+    """By measurement, in the order given."""
+
+    @property
+    def worst(self) -> float:
+        """The largest error of an estimate, as a share of it."""
+        return max(abs(r.share) for r in self.residuals)
+
+
+def fit(job: TrainingJob, measured: Sequence[tuple[PipelinePlan, float]]) -> Calibration:
+    """Fits the overheads of a job to measured steps.
+
+    Args:
+        job: The job; it has all devices of the plans. Its own overheads are where the search begins.
+        measured: Plans and the seconds that their steps took.
+
+    Raises:
+        CalibrationError: There are fewer than three, or their plans do not tell the three costs apart.
+        JobError: A time is no number above zero.
+    """
+    for i, (_, seconds) in enumerate(measured):
+        check_number(f"measured step {i + 1}", seconds)
+    if len(measured) < len(NAMES):
+        raise CalibrationError(
+            f"{len(measured)} measured steps; expected at least {len(NAMES)}, of plans that differ in stages and "
+            f"micro-batches, for the three costs {', '.join(NAMES)}"
+        )
+    here = (job.overheads.hop_s, job.overheads.unit_s, job.overheads.commit_s)
+    squares = _squares(job, measured, here)
+    for _ in range(ROUNDS):
+        rows = [_counts(job, plan, here) for plan, _ in measured]
+        _check_told_apart(rows)
+        aims = [s - _step_s(job, plan, here) + sum(map(_times, row, here))
+                for (plan, s), row in zip(measured, rows, strict=True)]  # fmt: skip
+        there = _least_squares(rows, aims)
+        better = _towards(job, measured, here, there, squares)
+        if better is None:
+            break
+        here, squares = better
+    overheads = Overheads(**dict(zip(NAMES, here, strict=True)))
+    return Calibration(overheads, tuple(Residual(s, _step_s(job, plan, here)) for plan, s in measured))
+
+
+def _towards(
+    job: TrainingJob, measured: Sequence[tuple[PipelinePlan, float]], here: Row3, there: Row3, squares: float
+) -> tuple[Row3, float] | None:
+    """The first of all the way, half of it, a quarter, ... at which the estimates are nearer; None: none is."""
+    for halvings in range(20):
+        part = 0.5**halvings
+        a, b, c = (x + part * (y - x) for x, y in zip(here, there, strict=True))
+        found = _squares(job, measured, (a, b, c))
+        if found < squares * (1 - STILL):
+            return (a, b, c), found
+    return None
+
+
+def _times(a: float, b: float) -> float:
+    return a * b
+
+
+def _step_s(job: TrainingJob, plan: PipelinePlan, costs: Row3) -> float:
+    changed = replace(job, overheads=Overheads(**dict(zip(NAMES, costs, strict=True))))
+    changed.__dict__["costs"] = job.costs
+    return estimate(changed, plan).step_s
+
+
+def _squares(job: TrainingJob, measured: Sequence[tuple[PipelinePlan, float]], costs: Row3) -> float:
+    return sum((s - _step_s(job, plan, costs)) ** 2 for plan, s in measured)
+
+
+def _counts(job: TrainingJob, plan: PipelinePlan, costs: Row3) -> tuple[int, int, int]:
+    """How many hops, units and commits lie on the critical path."""
+    step = _step_s(job, plan, costs)
+    little = LITTLE * step
+
+    def raised(which: int) -> int:
+        a, b, c = (x + little * (i == which) for i, x in enumerate(costs))
+        return round((_step_s(job, plan, (a, b, c)) - step) / little)
+
+    return raised(0), raised(1), raised(2)
+
+
+def _check_told_apart(rows: Sequence[tuple[int, int, int]]) -> None:
+    """Refuses counts of rank below three; whole numbers, so this is exact."""
+    gram = _gram(rows, (0, 1, 2))
+    if _determinant(gram) == 0:
+        never = [name for i, name in enumerate(NAMES) if not any(row[i] for row in rows)]
+        what = f"never use {' and '.join(never)}" if never else f"do not tell {', '.join(NAMES)} apart"
+        raise CalibrationError(
+            f"the plans of the {len(rows)} measured steps {what}; expected plans that differ in stages and in "
+            "micro-batches for each pipeline"
+        )
+
+
+def _least_squares(rows: Sequence[tuple[int, int, int]], aims: Sequence[float]) -> Row3:
+    """The three values, none below zero, for which rows times values is nearest to the aims."""
+
+    def error(x: Row3) -> float:
+        return sum((aim - sum(map(_times, row, x))) ** 2 for row, aim in zip(rows, aims, strict=True))
+
+    return min(_corners(rows, aims), key=error)
+
+
+def _corners(rows: Sequence[tuple[int, int, int]], aims: Sequence[float]) -> Iterator[Row3]:
+    """The best values of each set of costs that may be above zero, the others being zero; by Cramer's rule."""
+    for size in range(len(NAMES) + 1):
+        for free in combinations(range(len(NAMES)), size):
+            gram = _gram(rows, free)
+            right = [sum(row[i] * aim for row, aim in zip(rows, aims, strict=True)) for i in free]
+            found = [0.0] * len(NAMES)
+            for k, i in enumerate(free):
+                column = [[*line[:k], r, *line[k + 1 :]] for line, r in zip(gram, right, strict=True)]
+                found[i] = _determinant(column) / _determinant(gram)
+            if min(found) >= 0:
+                yield found[0], found[1], found[2]
+
+
+def _gram(rows: Sequence[tuple[int, int, int]], of: Sequence[int]) -> list[list[int]]:
+    return [[sum(row[i] * row[j] for row in rows) for j in of] for i in of]
+
+
+def _determinant(m: Sequence[Sequence[float]]) -> float:
+    """By the first row; of whole numbers a whole number."""
+    if not m:
+        return 1
+    minors = ([[*line[:i], *line[i + 1 :]] for line in m[1:]] for i in range(len(m)))
+    return sum(
+        (-x if i % 2 else x) * _determinant(minor) for i, (x, minor) in enumerate(zip(m[0], minors, strict=True))
+    )

@@ -1,0 +1,31 @@
+"""Jobs of equal devices for the tests of what others plan."""
+
+from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, Link, Overheads, TrainingJob
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
+
+
+def job_of(devices, micro_batches, layers=8, *, room=10**6, link=None, overheads=None, **about):
+    """Layers of one byte of parameters that take 1 s and 2 s, unless `about` says otherwise."""
+    usual = {"forward_s": 1.0, "backward_s": 2.0, "parameter_nbytes": 1} | about
+    return TrainingJob(
+        layers=tuple(Layer(name=f"l{i}", **usual) for i in range(layers)),
+        devices=tuple(Device(name=f"d{i:03}", memory_nbytes=room) for i in range(devices)),
+        micro_batches=micro_batches,
+        between_hosts=link or Link(),
+        overheads=overheads or Overheads(),
+        memory=PLAIN_MEMORY,
+    )
+
+
+def plan_of(layers, *rows):
+    """A plan of (lengths in layers, micro-batches) by pipeline, on devices in order."""
+    pipelines, names = [], (f"d{i:03}" for i in range(1000))
+    for lengths, m in rows:
+        stages, at = [], 0
+        for length in lengths:
+            stages.append(Stage(next(names), at, at + length))
+            at += length
+        pipelines.append(Pipeline(tuple(stages), m))
+    plan = PipelinePlan(layers, tuple(pipelines))
+    plan.check()
+    return plan
