@@ -1,22 +1,23 @@
 """How long a step of a plan takes and how much memory each device needs, by running it in virtual time.
 
 Theory of operation. Each pipeline runs its instruction lists (`timing`), with hops over the links between its own
-devices. While the last backward unit of a stage runs, its gradients become ready layer by layer, the last layer first.
-A group's all-reduce begins when it is ready at all owners and each of them is through with the groups that were ready
-before: owners send one group after the other. A step is committed when the last all-reduce has ended, a contribution
-has gone to the root and the record has come back; then each device runs its optimizer. Pipelines that are alike are
-run once.
+devices; pipelines that share micro-batches, for these make detours, run together (`lists`). While the last backward
+unit of a stage runs, its gradients become ready layer by layer, the last layer first. A group's all-reduce begins when
+it is ready at all owners and each of them is through with the groups that were ready before: owners send one group
+after the other. A step is committed when the last all-reduce has ended, a contribution has gone to the root and the
+record has come back; then each device runs its optimizer. Pipelines that are alike are run once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
 from chaos_lightning.planning.pipelines.cuts import reduce_s
 from chaos_lightning.planning.pipelines.job import Link, MemoryUse, TrainingJob, stage_memory
+from chaos_lightning.planning.pipelines.lists import coupled, kept_nbytes, run_coupled
 from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePlan
 from chaos_lightning.planning.pipelines.schedules import Instruction, in_flight, one_f_one_b
 from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes, Timeline, pipeline_timeline
@@ -90,14 +91,20 @@ def estimate(job: TrainingJob, plan: PipelinePlan) -> Estimate:
         plan: Checked. Detours are followed.
     """
     ends: dict[str, float] = {}
-    flights: dict[str, tuple[int, int]] = {}
-    for p in plan.pipelines:
+    memory: dict[str, MemoryUse] = {}
+    together = coupled(plan)
+    if together:
+        fleet, ran = run_coupled(job, plan, together)
+        ends.update(zip(fleet.names, ran.ends_s, strict=True))
+        memory.update(fleet.memory(ran))
+    shared = set(together)
+    for p in (p for q, p in enumerate(plan.pipelines) if q not in shared):
         m = p.micro_batches
         done = _ends(pipeline_times(job, p), m, plan.in_flight_extra) if m else [0.0] * len(p.stages)
         for k, (s, end) in enumerate(zip(p.stages, done, strict=True)):
             ends[s.device] = end
-            flights[s.device] = (in_flight(len(p.stages), k, m, plan.in_flight_extra), m)
-    memory = {s.device: stage_memory(job, s.first, s.end, *flights[s.device]) for p in plan.pipelines for s in p.stages}
+            flight = in_flight(len(p.stages), k, m, plan.in_flight_extra)
+            memory[s.device] = stage_memory(job, s.first, s.end, flight, m)
     return finish(job, plan, ends, memory)
 
 
@@ -112,13 +119,8 @@ def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory:
     """
     memory = dict(memory)
     for k in plan.keepers:
-        extra = job.costs.state(k.first, k.end) + (1 + job.memory.flat_buffers) * (
-            job.costs.gradients[k.end] - job.costs.gradients[k.first]
-        )
         use = memory.get(k.device, MemoryUse())
-        memory[k.device] = MemoryUse(
-            use.state, use.buffers, use.activations, use.workspace, use.boundaries, use.kept + extra
-        )
+        memory[k.device] = replace(use, kept=use.kept + kept_nbytes(job, k))
     reduces = all_reduces(job, plan, ends)
     compute = max(ends.values(), default=0.0)
     reduced = max([compute, *(r.end_s for r in reduces)])

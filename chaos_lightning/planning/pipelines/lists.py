@@ -1,0 +1,568 @@
+"""Instruction lists where micro-batches leave their home: an event-driven greedy scheduler over all devices.
+
+Theory of operation. A device that is free takes, of what has arrived, a backward unit before a forward unit; that of
+the micro-batch which is the oldest at home, or one at home before a guest, or the other way round: rules are cheap, so
+several are tried and the best run is kept. A forward unit begins only if the device then keeps the activations of no
+more micro-batches than 1F1B would (p - k at stage k of p), plus a given number, and if they fit into its memory. How
+many beyond 1F1B's pay is tried, too: rerouted work needs them to fill bubbles, which formulas of the paper overlook.
+A unit may be offered to several owners; the first that is free and has room takes it (`rerouting` searches so).
+
+Where backward passes are split, the weights' half waits until nothing else can run (ReCycle, arXiv 2405.14009, section
+4.2; ZB-H1, arXiv 2401.10241, section 2.2). The caps are those of ZB-H1: p - k forward passes whose input's half is not
+done, p whose weights' half is not done.
+
+It ends. Where devices come in an order in which all routes pass them, the last one's micro-batches always go back, so
+room appears at the one before, and so on. Pipelines that are cut differently may lack such an order. There a run can
+stand still; it is done again with micro-batches that enter only when every device of their route has room for them,
+and that are never held up on their way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from chaos_lightning.planning.pipelines.job import MemoryUse, TrainingJob, stage_memory
+from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.schedules import Instruction, one_f_one_b
+from chaos_lightning.planning.pipelines.timing import Span, Timeline
+
+CAPS = (0, 1, 2, 4, 8, 16)
+"""Micro-batches in flight beyond those of 1F1B that are tried where memory allows."""
+
+FEW = 12_000
+"""Units, over all runs, up to which every rule is tried with every cap."""
+
+SAME_S = 1e-9
+"""Share of the time by which two events may differ and count as simultaneous: sums of the same times in another
+order."""
+
+
+class Unit(NamedTuple):
+    """Layers up to `end` of a micro-batch on one worker, forward and back."""
+
+    worker: int
+    end: int
+    forward_s: float
+    backward_s: float
+    input_s: float
+    """The part of the backward pass that the stage before waits for where it is split."""
+    nbytes: int = 0
+    """Activations."""
+    kept_nbytes: int = 0
+    """Boundary tensors, from the assignment to the end of the step."""
+
+    @property
+    def work_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+class Worker(NamedTuple):
+    """What a device may have in flight."""
+
+    cap: int
+    """1F1B's: forward passes without their backward pass, or without its input's half."""
+    stages: int
+    """Forward passes without the weights' half, where it is split."""
+    room_nbytes: float = inf
+    """For activations and boundary tensors."""
+
+
+Way = Mapping[int, Sequence[Unit]]
+"""By layer: the units that may begin there; the first unit begins at 0."""
+
+
+RULES = (0.5, 0.0, 1.5, 2.5, -2.5, -inf)
+"""Forward units that have arrived take turns by their number at home, to which a guest adds this: so guests come a
+little later, in the order of all, later, much later, earlier, or first."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be run.
+
+    Micro-batches are numbered from 0; `ranks` are their numbers at home, by which they take turns.
+    """
+
+    layers: int
+    workers: Sequence[Worker]
+    ways: Sequence[Way]
+    ranks: Sequence[int]
+    guests: Sequence[bool]
+    """By micro-batch: whether some of its layers run elsewhere than at home."""
+    hop_s: Callable[[int, int, int], float]
+    """Of a tensor: from worker, to worker, at which layer."""
+
+    @cached_property
+    def fixed_s(self) -> list[float]:
+        """By worker: how long it works on units that are offered to nobody else."""
+        found = [0.0] * len(self.workers)
+        for way in self.ways:
+            for units in way.values():
+                if len(units) == 1:
+                    found[units[0].worker] += units[0].work_s
+        return found
+
+    @cached_property
+    def levels_s(self) -> dict[int, float]:
+        """By first layer of units that are offered to several: up to where work should fill these workers, if each
+        unit goes to the one that would be done first."""
+        load = list(self.fixed_s)
+        asked: dict[int, set[int]] = defaultdict(set)
+        for way in self.ways:
+            for first, units in way.items():
+                if len(units) > 1:
+                    one = min(units, key=lambda u: load[u.worker] + u.work_s)
+                    load[one.worker] += one.work_s
+                    asked[first].update(u.worker for u in units)
+        return {first: max(load[w] for w in workers) for first, workers in asked.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A run of a problem."""
+
+    rows: Sequence[Sequence[tuple[int, str, int, float, float]]]
+    """By worker: stage, kind and micro-batch of each instruction, its start and its end in seconds."""
+    routes: Sequence[Sequence[Unit]]
+    """By micro-batch."""
+    peaks: Sequence[int]
+    """By worker: most bytes of activations at once."""
+    held: Sequence[int]
+    """By worker: most micro-batches whose activations are there at once."""
+
+    @property
+    def timeline(self) -> Timeline:
+        return Timeline(tuple(tuple(Span(Instruction(k, x, j), a, b) for k, x, j, a, b in row) for row in self.rows))
+
+    @property
+    def lists(self) -> list[list[Instruction]]:
+        return [[Instruction(k, x, j) for k, x, j, _, _ in row] for row in self.rows]
+
+    @property
+    def ends_s(self) -> list[float]:
+        """By worker: when its last unit ends."""
+        return [row[-1][-1] if row else 0.0 for row in self.rows]
+
+    @property
+    def end_s(self) -> float:
+        return max(self.ends_s, default=0.0)
+
+
+def least_s(problem: Problem, *, split: bool = False) -> float:
+    """No run is shorter: a worker does all that it has to, after the way to it and, whole, before the way back."""
+    work, before, behind = ([0.0] * len(problem.workers) for _ in range(3))
+    for way in problem.ways:
+        if any(len(units) > 1 for units in way.values()):
+            continue
+        head = tail = 0.0
+        last: Unit | None = None
+        for _, (unit,) in sorted(way.items()):
+            w = unit.worker
+            if last is not None:
+                hop = problem.hop_s(last.worker, w, last.end)
+                head, tail = head + hop, tail + hop
+            before[w], behind[w] = (min(head, before[w]), min(tail, behind[w])) if work[w] else (head, tail)
+            work[w] += unit.work_s
+            head, tail, last = head + unit.forward_s, tail + unit.backward_s, unit
+    return max((a + b + (0.0 if split else c) for a, b, c in zip(before, work, behind, strict=True)), default=0.0)
+
+
+def best(
+    problem: Problem, rules: Sequence[float] = RULES, caps: Sequence[int] = CAPS, *, split: bool = False
+) -> Ran | None:
+    """The shortest of the runs by these rules and caps; of a large problem, not all pairs of them are tried.
+
+    Args:
+        problem: What is to be run.
+        rules: Among equals the first is kept.
+        caps: In flight beyond 1F1B's, rising.
+        split: Backward passes are split.
+
+    Returns:
+        None: All of them stood still, for no order of devices fits the ways that are offered.
+    """
+    found: tuple[float, int, Ran] | None = None
+    least = least_s(problem, split=split) * (1 + SAME_S)
+    few = len(rules) * len(caps) * sum(map(len, problem.ways)) <= FEW
+    for at, rule in enumerate(rules):
+        # The first rule finds the cap, the others are tried with that one.
+        for cap in caps if few or found is None or not at else (found[1],):
+            ran = run_greedily(problem, rule, cap, split=split)
+            if ran is None:
+                continue
+            if found is None or ran.end_s < found[0] * (1 - SAME_S):
+                found = (ran.end_s, cap, ran)
+            if found[0] <= least:
+                return found[2]
+            if all(h < w.cap + cap for h, w in zip(ran.held, problem.workers, strict=True)):
+                break  # no device was held up by its cap
+    return None if found is None else found[2]
+
+
+def run_greedily(problem: Problem, later: float, extra: int, *, split: bool = False) -> Ran | None:
+    """One run; None where it stands still and ways are open, so that no room can be booked ahead."""
+    for booked in (False, True):
+        run = _Run(problem, later, extra, split=split, booked=booked)
+        if run.run():
+            return run.ran()
+        if any(len(units) > 1 for way in problem.ways for units in way.values()):
+            return None
+    raise AssertionError("a micro-batch that enters with room on all its way is never held up")
+
+
+class _Run:
+    """The state of one run.
+
+    Args:
+        problem: What is run.
+        later: One of `RULES`.
+        extra: In flight beyond 1F1B's.
+        split: Backward passes are split.
+        booked: Micro-batches enter with room on all their way.
+    """
+
+    def __init__(self, problem: Problem, later: float, extra: int, *, split: bool, booked: bool) -> None:
+        self.problem, self.split, self.booked = problem, split, booked
+        workers, ways = problem.workers, problem.ways
+        among = zip(problem.guests, problem.ranks, strict=True)
+        self.turns = [(rank + later if guest else rank, j) for j, (guest, rank) in enumerate(among)]
+        self.caps = [w.cap + extra for w in workers]
+        self.most = [(w.stages if split else w.cap) + extra for w in workers]
+        self.room = [w.room_nbytes for w in workers]
+        self.load_s = list(problem.fixed_s)
+        self.routes: list[list[Unit]] = [[] for _ in ways]
+        self.done = 0
+        # By worker: what has arrived and waits.
+        self.back: list[list[tuple[int, int, int]]] = [[] for _ in workers]
+        self.forward: list[list[tuple[float, int, int, Unit, bool]]] = [[] for _ in workers]
+        self.weights: list[list[tuple[int, int, int]]] = [[] for _ in workers]
+        # By worker: what is in flight, and the most that was.
+        self.busy = [False] * len(workers)
+        self.open, self.held, self.nbytes = ([0] * len(workers) for _ in range(3))
+        self.most_held, self.peaks = ([0] * len(workers) for _ in range(2))
+        self.rows: list[list[tuple[int, str, int, float, float]]] = [[] for _ in workers]
+        self.touched: set[int] = set()
+        self.events: list[tuple[float, int, int, str, int, int, Unit | None, bool]] = []
+        self.number = 0
+        for way in ways:
+            for units in way.values():
+                if len(units) == 1:
+                    self.room[units[0].worker] -= units[0].kept_nbytes
+
+    def ran(self) -> Ran:
+        return Ran(self.rows, self.routes, self.peaks, self.most_held)
+
+    def run(self) -> bool:
+        """Whether every micro-batch went through."""
+        for j in range(len(self.problem.ways)):
+            self._offer(j, 0.0)
+        now, events, touched = 0.0, self.events, self.touched
+        while events or touched:
+            until = (events[0][0] if events and not touched else now) * (1 + SAME_S)
+            while events and events[0][0] <= until:
+                now, _, worker, what, j, k, unit, offered = heappop(events)
+                if unit is not None:
+                    self._arrive(j, k, unit, offered)
+                elif what == "back":
+                    self._arrive_back(worker, j, k)
+                else:
+                    touched.add(worker)
+                    self._end(now, worker, what, j, k)
+            free = sorted(range(len(self.busy)) if self.booked else touched, key=self._turn)
+            touched.clear()
+            for worker in free:
+                if not self.busy[worker]:
+                    self._next(now, worker)
+        return self.done == len(self.problem.ways)
+
+    def _arrive(self, j: int, k: int, unit: Unit, offered: bool) -> None:
+        self.touched.add(unit.worker)
+        heappush(self.forward[unit.worker], (*self.turns[j], k, unit, offered))
+
+    def _arrive_back(self, worker: int, j: int, k: int) -> None:
+        self.touched.add(worker)
+        heappush(self.back[worker], (self.problem.ranks[j], j, k))
+
+    def _turn(self, worker: int) -> tuple[float, int]:
+        return (self.load_s[worker], worker)
+
+    def _at(self, time_s: float, worker: int, what: str, j: int, k: int, unit: Unit | None, offered: bool) -> None:
+        self.number += 1
+        heappush(self.events, (time_s, self.number, worker, what, j, k, unit, offered))
+
+    def _offer(self, j: int, now: float) -> None:
+        """The next forward unit of a micro-batch comes to all that may run it."""
+        route = self.routes[j]
+        units = self.problem.ways[j][route[-1].end if route else 0]
+        for unit in units:
+            hop = self.problem.hop_s(route[-1].worker, unit.worker, route[-1].end) if route else 0.0
+            if hop:
+                self._at(now + hop, unit.worker, "", j, len(route), unit, len(units) > 1)
+            else:
+                self._arrive(j, len(route), unit, len(units) > 1)
+
+    def _next(self, now: float, worker: int) -> None:
+        """A free worker begins what it can."""
+        if self.back[worker]:
+            _, j, k = heappop(self.back[worker])
+            unit = self.routes[j][k]
+            self._start(now, worker, "I" if self.split else "B", j, k, unit.input_s if self.split else unit.backward_s)
+            return
+        waiting = self.forward[worker]
+        while waiting:
+            _, j, k, unit, offered = waiting[0]
+            if len(self.routes[j]) > k or (offered and self._is_full(j, unit)):
+                heappop(waiting)  # another one has taken it, or this one has its share
+                continue
+            if self._fits(j, k, unit, offered):
+                heappop(waiting)
+                self._begin(now, j, k, unit, offered)
+                return
+            break
+        if self.weights[worker]:
+            _, j, k = heappop(self.weights[worker])
+            unit = self.routes[j][k]
+            self._start(now, worker, "W", j, k, unit.backward_s - unit.input_s)
+
+    def _fits(self, j: int, k: int, unit: Unit, offered: bool) -> bool:
+        if self.booked:
+            way = self.problem.ways[j]
+            return k > 0 or all(self._has_room(units[0], False) for units in way.values())
+        return self._has_room(unit, offered)
+
+    def _is_full(self, j: int, unit: Unit) -> bool:
+        route = self.routes[j]
+        level = self.problem.levels_s[route[-1].end if route else 0]
+        return self.load_s[unit.worker] + unit.work_s > level * (1 + SAME_S)
+
+    def _has_room(self, unit: Unit, offered: bool) -> bool:
+        w = unit.worker
+        if not self.held[w] and not offered:
+            return True  # what does not fit alone never will; the peak tells
+        need = self.nbytes[w] + unit.nbytes + (unit.kept_nbytes if offered else 0)
+        return self.open[w] < self.caps[w] and self.held[w] < self.most[w] and need <= self.room[w]
+
+    def _begin(self, now: float, j: int, k: int, unit: Unit, offered: bool) -> None:
+        if offered:
+            self.load_s[unit.worker] += unit.work_s
+            self.room[unit.worker] -= unit.kept_nbytes
+        for x in [unit] if not self.booked else [u[0] for u in self.problem.ways[j].values()] if k == 0 else []:
+            w = x.worker
+            self.open[w] += 1
+            self.held[w] += 1
+            self.nbytes[w] += x.nbytes
+            self.peaks[w] = max(self.peaks[w], self.nbytes[w])
+            self.most_held[w] = max(self.most_held[w], self.held[w])
+        self.routes[j].append(unit)
+        self._start(now, unit.worker, "F", j, k, unit.forward_s)
+
+    def _start(self, now: float, worker: int, kind: str, j: int, k: int, time_s: float) -> None:
+        self.busy[worker] = True
+        self.rows[worker].append((k, kind, j, now, now + time_s))
+        self._at(now + time_s, worker, kind, j, k, None, False)
+
+    def _end(self, now: float, worker: int, kind: str, j: int, k: int) -> None:
+        self.busy[worker] = False
+        route = self.routes[j]
+        if kind == "F":
+            if route[k].end == self.problem.layers:
+                self._arrive_back(worker, j, k)
+            else:
+                self._offer(j, now)
+            return
+        if kind in "BI":
+            self.open[worker] -= 1
+            if k:
+                before = route[k - 1]
+                hop = self.problem.hop_s(before.worker, worker, before.end)
+                if hop:
+                    self._at(now + hop, before.worker, "back", j, k - 1, None, False)
+                else:
+                    self._arrive_back(before.worker, j, k - 1)
+            else:
+                self.done += 1
+        if kind == "I":
+            heappush(self.weights[worker], (self.problem.ranks[j], j, k))
+        else:
+            self.held[worker] -= 1
+            self.nbytes[worker] -= route[k].nbytes
+
+
+# ------------------------------------------------------------------------------------------------ of plans
+
+
+class Fleet:
+    """The devices of some pipelines of a plan, and keepers without a stage, as workers.
+
+    Args:
+        job: The job; it has all devices of the plan.
+        plan: Checked; places that nobody fills are allowed where `problem` is told who may.
+        pipelines: Which ones. Detours lead to their devices, or to such keepers.
+    """
+
+    def __init__(self, job: TrainingJob, plan: PipelinePlan, pipelines: Sequence[int]) -> None:
+        self.job, self.plan = job, plan
+        rows = [plan.pipelines[q].stages for q in pipelines]
+        self.places = {s.device: (k, len(row)) for row in rows for k, s in enumerate(row) if s.device != VACANT}
+        staged = {s.device for p in plan.pipelines for s in p.stages}
+        self.names = (*self.places, *sorted({x.device for x in plan.keepers} - staged))
+        self.numbers = {name: i for i, name in enumerate(self.names)}
+        self.starts = [0]
+        for p in plan.pipelines:
+            self.starts.append(self.starts[-1] + p.micro_batches)
+        at_home = [(j, j - self.starts[q]) for q in pipelines for j in range(self.starts[q], self.starts[q + 1])]
+        self.micro_batches, self.ranks = [j for j, _ in at_home], [rank for _, rank in at_home]
+        self._units: dict[tuple[str, int, int], Unit] = {}
+        self._hops: dict[tuple[int, int, int], float] = {}
+
+    def problem(self, owners: Mapping[int, Sequence[str]] | None = None) -> Problem:
+        """What these pipelines run in a step.
+
+        Args:
+            owners: By first layer of a group: who may run it where a place is vacant.
+        """
+        ways: dict[tuple[Stage, ...], Way] = {}
+        rows, guests = [], []
+        away = {d.micro_batch for d in self.plan.detours}
+        for j in self.micro_batches:
+            route = self.plan.route(j)
+            if route not in ways:
+                ways[route] = self._way(route, owners or {})
+            rows.append(ways[route])
+            guests.append(j in away or any(s.device == VACANT for s in route))
+        workers = [self._worker(name) for name in self.names]
+        return Problem(self.plan.layer_count, workers, rows, self.ranks, guests, self._hop_s)
+
+    def _way(self, route: Sequence[Stage], owners: Mapping[int, Sequence[str]]) -> Way:
+        way: dict[int, Sequence[Unit]] = {}
+        for s in route:
+            if s.device != VACANT:
+                way[s.first] = (self.unit(*s),)
+                continue
+            for first in self.plan.borders:
+                if s.first <= first < s.end:
+                    way[first] = [
+                        self.unit(name, first, self._until(name, first, s.end, owners)) for name in owners[first]
+                    ]
+        return way
+
+    def _until(self, name: str, first: int, end: int, owners: Mapping[int, Sequence[str]]) -> int:
+        """How far an owner's layers reach without a gap."""
+        return next((b for b in self.plan.borders if first < b < end and name not in owners[b]), end)
+
+    def unit(self, name: str, first: int, end: int) -> Unit:
+        key = (name, first, end)
+        if key not in self._units:
+            c, o, v = self.job.costs, self.job.overheads, self.job.by_name[name].speed
+            use = stage_memory(self.job, first, end, 1, 1)
+            self._units[key] = Unit(
+                self.numbers[name],
+                end,
+                (c.forward[end] - c.forward[first]) / v + o.unit_s,
+                (c.backward[end] - c.backward[first]) / v + o.unit_s,
+                (c.backward_input[end] - c.backward_input[first]) / v + o.unit_s / 2,
+                use.activations,
+                use.boundaries,
+            )
+        return self._units[key]
+
+    def _hop_s(self, a: int, b: int, layer: int) -> float:
+        key = (a, b, layer)
+        if key not in self._hops:
+            link = self.job.link(self.names[a], self.names[b])
+            nbytes = self.job.costs.boundary_out(layer)
+            self._hops[key] = 0.0 if a == b else self.job.overheads.hop_s + link.time_s(nbytes)
+        return self._hops[key]
+
+    def _worker(self, name: str) -> Worker:
+        k, stages = self.places.get(name, (0, 1))
+        extra = self.plan.in_flight_extra
+        kept = sum(kept_nbytes(self.job, x) for x in self.plan.keepers if x.device == name)
+        room = self.job.by_name[name].memory_nbytes - self._fixed(name).nbytes - kept
+        return Worker(stages - k + extra, stages + extra, room)
+
+    def _fixed(self, name: str) -> MemoryUse:
+        """What a device needs, but for activations and boundary tensors, and for what it keeps for others."""
+        owned = self.plan.stages[name]
+        workspace = max(self.job.costs.workspace(s.first, s.end) for s in owned)
+        if name not in self.places:
+            return MemoryUse(workspace=workspace)
+        return replace(stage_memory(self.job, owned[0].first, owned[0].end, 0, 0), workspace=workspace)
+
+    def memory(self, ran: Ran) -> dict[str, MemoryUse]:
+        """By device: its peak in a run, without what it keeps for others."""
+        boundaries = [0] * len(self.names)
+        for unit in (u for route in ran.routes for u in route):
+            boundaries[unit.worker] += unit.kept_nbytes
+        return {
+            name: replace(self._fixed(name), activations=ran.peaks[i], boundaries=boundaries[i])
+            for i, name in enumerate(self.names)
+        }
+
+
+def kept_nbytes(job: TrainingJob, keeper: Stage) -> int:
+    """What a keeper holds: weights, optimizer state, gradients and their flat copies (no activations)."""
+    gradients = job.costs.gradients[keeper.end] - job.costs.gradients[keeper.first]
+    return job.costs.state(keeper.first, keeper.end) + (1 + job.memory.flat_buffers) * gradients
+
+
+def coupled(plan: PipelinePlan) -> list[int]:
+    """The pipelines whose devices run units of others, or whose micro-batches leave them."""
+    hosts = {d.device for d in plan.detours}
+    left = {plan.homes[d.micro_batch] for d in plan.detours}
+    return [
+        q
+        for q, p in enumerate(plan.pipelines)
+        if q in left or any(s.device == VACANT or s.device in hosts for s in p.stages)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLists:
+    """What every device of a plan does in one step."""
+
+    workers: tuple[str, ...]
+    lists: tuple[tuple[Instruction, ...], ...]
+    """By worker. A stage is an index into the micro-batch's own route."""
+    routes: tuple[tuple[int, ...], ...]
+    """By micro-batch: its workers."""
+
+
+def plan_lists(job: TrainingJob, plan: PipelinePlan, *, split: bool = False, caps: Sequence[int] = CAPS) -> PlanLists:
+    """The instruction lists of a plan: 1F1B, and the best greedy run for pipelines that share micro-batches.
+
+    Args:
+        job: The job; it has all devices of the plan.
+        plan: Checked.
+        split: Backward passes are split where micro-batches leave their home.
+        caps: In flight there beyond 1F1B's, as memory allows.
+    """
+    together = coupled(plan)
+    fleet, ran = run_coupled(job, plan, together, split=split, caps=caps)
+    names = list(fleet.names)
+    lists = [[x._replace(micro_batch=fleet.micro_batches[x.micro_batch]) for x in row] for row in ran.lists]
+    routes = {j: tuple(u.worker for u in route) for j, route in zip(fleet.micro_batches, ran.routes, strict=True)}
+    for q in sorted(set(range(len(plan.pipelines))) - set(together)):
+        p, start = plan.pipelines[q], fleet.starts[q]
+        mine = tuple(range(len(names), len(names) + len(p.stages)))
+        names += [s.device for s in p.stages]
+        for row in one_f_one_b(len(p.stages), p.micro_batches, plan.in_flight_extra):
+            lists.append([x._replace(micro_batch=start + x.micro_batch) for x in row])
+        routes |= dict.fromkeys(range(start, start + p.micro_batches), mine)
+    return PlanLists(tuple(names), tuple(map(tuple, lists)), tuple(routes[j] for j in range(plan.micro_batches)))
+
+
+def run_coupled(
+    job: TrainingJob, plan: PipelinePlan, pipelines: Sequence[int], *, split: bool = False, caps: Sequence[int] = CAPS
+) -> tuple[Fleet, Ran]:
+    """Runs pipelines that share micro-batches; who runs what is as the plan says."""
+    fleet = Fleet(job, plan, pipelines)
+    ran = best(fleet.problem(), caps=caps, split=split)
+    assert ran is not None, "where every unit has one owner, room can be booked ahead"
+    return fleet, ran
