@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from chaos_lightning.planning.pipelines.cuts import reduce_s
 from chaos_lightning.planning.pipelines.job import Link, MemoryUse, TrainingJob, stage_memory
-from chaos_lightning.planning.pipelines.lists import coupled, kept_nbytes, run_coupled
+from chaos_lightning.planning.pipelines.lists import CAPS, coupled, kept_nbytes, run_coupled
 from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePlan
 from chaos_lightning.planning.pipelines.schedules import Instruction, in_flight, one_f_one_b
 from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes, Timeline, pipeline_timeline
@@ -83,18 +83,19 @@ def _ends(times: PipelineTimes, micro_batches: int, extra: int) -> tuple[float, 
     return tuple(OneFOneB(times, micro_batches, extra).ends_s)
 
 
-def estimate(job: TrainingJob, plan: PipelinePlan) -> Estimate:
+def estimate(job: TrainingJob, plan: PipelinePlan, *, caps: Sequence[int] = CAPS) -> Estimate:
     """Runs one step of a plan.
 
     Args:
         job: The job; it has all devices of the plan.
         plan: Checked. Detours are followed.
+        caps: Where there are detours: in flight beyond 1F1B's, as memory allows; the best is taken.
     """
     ends: dict[str, float] = {}
     memory: dict[str, MemoryUse] = {}
     together = coupled(plan)
     if together:
-        fleet, ran = run_coupled(job, plan, together)
+        fleet, ran = run_coupled(job, plan, together, caps=caps)
         ends.update(zip(fleet.names, ran.ends_s, strict=True))
         memory.update(fleet.memory(ran))
     shared = set(together)

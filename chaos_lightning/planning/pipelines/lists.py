@@ -62,7 +62,7 @@ class Unit(NamedTuple):
         return self.forward_s + self.backward_s
 
 
-class Worker(NamedTuple):
+class Capacity(NamedTuple):
     """What a device may have in flight."""
 
     cap: int
@@ -83,14 +83,14 @@ little later, in the order of all, later, much later, earlier, or first."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class SharedStep:
     """What is to be run.
 
     Micro-batches are numbered from 0; `ranks` are their numbers at home, by which they take turns.
     """
 
     layers: int
-    workers: Sequence[Worker]
+    workers: Sequence[Capacity]
     ways: Sequence[Way]
     ranks: Sequence[int]
     guests: Sequence[bool]
@@ -154,7 +154,7 @@ class Ran:
         return max(self.ends_s, default=0.0)
 
 
-def least_s(problem: Problem, *, split: bool = False) -> float:
+def least_s(problem: SharedStep, *, split: bool = False) -> float:
     """No run is shorter: a worker does all that it has to, after the way to it and, whole, before the way back."""
     work, before, behind = ([0.0] * len(problem.workers) for _ in range(3))
     for way in problem.ways:
@@ -174,7 +174,7 @@ def least_s(problem: Problem, *, split: bool = False) -> float:
 
 
 def best(
-    problem: Problem, rules: Sequence[float] = RULES, caps: Sequence[int] = CAPS, *, split: bool = False
+    problem: SharedStep, rules: Sequence[float] = RULES, caps: Sequence[int] = CAPS, *, split: bool = False
 ) -> Ran | None:
     """The shortest of the runs by these rules and caps; of a large problem, not all pairs of them are tried.
 
@@ -205,7 +205,7 @@ def best(
     return None if found is None else found[2]
 
 
-def run_greedily(problem: Problem, later: float, extra: int, *, split: bool = False) -> Ran | None:
+def run_greedily(problem: SharedStep, later: float, extra: int, *, split: bool = False) -> Ran | None:
     """One run; None where it stands still and ways are open, so that no room can be booked ahead."""
     for booked in (False, True):
         run = _Run(problem, later, extra, split=split, booked=booked)
@@ -227,7 +227,7 @@ class _Run:
         booked: Micro-batches enter with room on all their way.
     """
 
-    def __init__(self, problem: Problem, later: float, extra: int, *, split: bool, booked: bool) -> None:
+    def __init__(self, problem: SharedStep, later: float, extra: int, *, split: bool, booked: bool) -> None:
         self.problem, self.split, self.booked = problem, split, booked
         workers, ways = problem.workers, problem.ways
         among = zip(problem.guests, problem.ranks, strict=True)
@@ -240,7 +240,7 @@ class _Run:
         self.done = 0
         # By worker: what has arrived and waits.
         self.back: list[list[tuple[int, int, int]]] = [[] for _ in workers]
-        self.forward: list[list[tuple[float, int, int, Unit, bool]]] = [[] for _ in workers]
+        self.forward: list[list[tuple[int, float, int, int, Unit, bool]]] = [[] for _ in workers]
         self.weights: list[list[tuple[int, int, int]]] = [[] for _ in workers]
         # By worker: what is in flight, and the most that was.
         self.busy = [False] * len(workers)
@@ -283,7 +283,8 @@ class _Run:
 
     def _arrive(self, j: int, k: int, unit: Unit, offered: bool) -> None:
         self.touched.add(unit.worker)
-        heappush(self.forward[unit.worker], (*self.turns[j], k, unit, offered))
+        # What has booked its way is not held up by what has not.
+        heappush(self.forward[unit.worker], (-k if self.booked else 0, *self.turns[j], k, unit, offered))
 
     def _arrive_back(self, worker: int, j: int, k: int) -> None:
         self.touched.add(worker)
@@ -316,7 +317,7 @@ class _Run:
             return
         waiting = self.forward[worker]
         while waiting:
-            _, j, k, unit, offered = waiting[0]
+            _, _, j, k, unit, offered = waiting[0]
             if len(self.routes[j]) > k or (offered and self._is_full(j, unit)):
                 heappop(waiting)  # another one has taken it, or this one has its share
                 continue
@@ -421,7 +422,7 @@ class Fleet:
         self._units: dict[tuple[str, int, int], Unit] = {}
         self._hops: dict[tuple[int, int, int], float] = {}
 
-    def problem(self, owners: Mapping[int, Sequence[str]] | None = None) -> Problem:
+    def problem(self, owners: Mapping[int, Sequence[str]] | None = None) -> SharedStep:
         """What these pipelines run in a step.
 
         Args:
@@ -436,8 +437,8 @@ class Fleet:
                 ways[route] = self._way(route, owners or {})
             rows.append(ways[route])
             guests.append(j in away or any(s.device == VACANT for s in route))
-        workers = [self._worker(name) for name in self.names]
-        return Problem(self.plan.layer_count, workers, rows, self.ranks, guests, self._hop_s)
+        workers = [self._capacity(name) for name in self.names]
+        return SharedStep(self.plan.layer_count, workers, rows, self.ranks, guests, self._hop_s)
 
     def _way(self, route: Sequence[Stage], owners: Mapping[int, Sequence[str]]) -> Way:
         way: dict[int, Sequence[Unit]] = {}
@@ -445,11 +446,12 @@ class Fleet:
             if s.device != VACANT:
                 way[s.first] = (self.unit(*s),)
                 continue
+            starts = {s.first}
             for first in self.plan.borders:
-                if s.first <= first < s.end:
-                    way[first] = [
-                        self.unit(name, first, self._until(name, first, s.end, owners)) for name in owners[first]
-                    ]
+                if first in starts:
+                    ends = {name: self._until(name, first, s.end, owners) for name in owners[first]}
+                    way[first] = [self.unit(name, first, end) for name, end in ends.items()]
+                    starts.update(end for end in ends.values() if end < s.end)
         return way
 
     def _until(self, name: str, first: int, end: int, owners: Mapping[int, Sequence[str]]) -> int:
@@ -480,12 +482,12 @@ class Fleet:
             self._hops[key] = 0.0 if a == b else self.job.overheads.hop_s + link.time_s(nbytes)
         return self._hops[key]
 
-    def _worker(self, name: str) -> Worker:
+    def _capacity(self, name: str) -> Capacity:
         k, stages = self.places.get(name, (0, 1))
         extra = self.plan.in_flight_extra
         kept = sum(kept_nbytes(self.job, x) for x in self.plan.keepers if x.device == name)
         room = self.job.by_name[name].memory_nbytes - self._fixed(name).nbytes - kept
-        return Worker(stages - k + extra, stages + extra, room)
+        return Capacity(stages - k + extra, stages + extra, room)
 
     def _fixed(self, name: str) -> MemoryUse:
         """What a device needs, but for activations and boundary tensors, and for what it keeps for others."""

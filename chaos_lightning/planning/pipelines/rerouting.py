@@ -21,12 +21,12 @@ from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.job import TrainingJob
 from chaos_lightning.planning.pipelines.lists import (
     CAPS,
+    Capacity,
     Fleet,
-    Problem,
     Ran,
+    SharedStep,
     Unit,
     Way,
-    Worker,
     best,
 )
 from chaos_lightning.planning.pipelines.plan import VACANT, Detour, PipelinePlan, Stage
@@ -42,7 +42,14 @@ class FatalLossError(PlanError):
         super().__init__(f"nobody who is left owns layers {words}; expected an owner of each, so load a checkpoint")
 
 
-def reroute(job: TrainingJob, plan: PipelinePlan, lost: Collection[str], *, search: bool = True) -> PipelinePlan:
+def reroute(
+    job: TrainingJob,
+    plan: PipelinePlan,
+    lost: Collection[str],
+    *,
+    search: bool = True,
+    caps: Sequence[int] = CAPS,
+) -> PipelinePlan:
     """The plan without some of its devices, of which nothing moves.
 
     Args:
@@ -50,6 +57,7 @@ def reroute(job: TrainingJob, plan: PipelinePlan, lost: Collection[str], *, sear
         plan: Checked; it may have been rerouted before.
         lost: Devices of the plan, in any order.
         search: Owners are chosen by bubbles and memory; else evenly, as in the paper.
+        caps: In flight beyond 1F1B's, as memory allows; only a search asks.
 
     Returns:
         A checked plan with the same pipelines and cuts.
@@ -62,8 +70,8 @@ def reroute(job: TrainingJob, plan: PipelinePlan, lost: Collection[str], *, sear
     if not left.vacant:
         return left
     even = _even(job, left)
-    plans = [even, *_searched(job, left)] if search else [even]
-    found = even if len(plans) == 1 else min(plans, key=lambda p: _worth(job, p))
+    plans = [even, *_searched(job, left, caps)] if search else [even]
+    found = even if len(plans) == 1 else min(plans, key=lambda p: _worth(job, p, caps))
     found.check()
     return found
 
@@ -107,9 +115,9 @@ QUICK = (0.5, -inf)
 """The two of `lists.RULES` that make the most of `slowed_s`."""
 
 
-def _worth(job: TrainingJob, plan: PipelinePlan) -> tuple[int, float]:
+def _worth(job: TrainingJob, plan: PipelinePlan, caps: Sequence[int]) -> tuple[int, float]:
     """Bytes that its devices lack, then the step's seconds: less is better."""
-    cost = estimate(job, plan)
+    cost = estimate(job, plan, caps=caps)
     return sum(cost.over(job).values()), cost.step_s
 
 
@@ -142,7 +150,7 @@ def _even(job: TrainingJob, plan: PipelinePlan) -> PipelinePlan:
     return replace(plan, detours=tuple(sorted(detours)))
 
 
-def _searched(job: TrainingJob, plan: PipelinePlan) -> list[PipelinePlan]:
+def _searched(job: TrainingJob, plan: PipelinePlan, caps: Sequence[int]) -> list[PipelinePlan]:
     """Plans whose guests went to owners as the greedy runs let them."""
     owners = _few_owners(job, plan)
     asked = {name for names in owners.values() for name in names}
@@ -151,7 +159,7 @@ def _searched(job: TrainingJob, plan: PipelinePlan) -> list[PipelinePlan]:
     pipelines = [q for q, p in enumerate(plan.pipelines) if q in busy or any(s.device in asked for s in p.stages)]
     fleet = Fleet(job, plan, pipelines)
     problem = fleet.problem(owners)
-    ran = best(problem)
+    ran = best(problem, caps=caps)
     return [] if ran is None else [_with_detours(plan, fleet, ran)]
 
 
@@ -223,9 +231,9 @@ def _slowed_s(times: PipelineTimes, micro_batches: int, guests: tuple[int, ...],
             rows += not rank  # a further pipeline has lost its stage k
             ways.append({x: (unit(0 if x == k else rows - 1, x),) for x in range(stages)})
             ranks.append(rank)
-    workers = [Worker(stages - k, stages) for _ in range(rows) for k in range(stages)]
+    workers = [Capacity(stages - k, stages) for _ in range(rows) for k in range(stages)]
     away = [j >= micro_batches for j in range(len(ways))]
-    problem = Problem(stages, workers, ways, ranks, away, lambda a, b, layer: times.hops[layer - 1])
+    problem = SharedStep(stages, workers, ways, ranks, away, lambda a, b, layer: times.hops[layer - 1])
     ran = best(problem, QUICK, [*(cap for cap in CAPS if cap < extra), extra])
     assert ran is not None, "where every unit has one owner, room can be booked ahead"
     return ran.end_s

@@ -1,0 +1,84 @@
+"""Jobs and plans that tests of pipelines start from: equal and random ones, with and without limits of memory."""
+
+from itertools import pairwise
+
+from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, MemoryRules, Overheads, TrainingJob
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
+
+AMPLE = 10**9
+
+
+def equal_job(pipelines, stages, micro_batches, memory_nbytes=AMPLE, hop_s=0.0):
+    """One layer for each stage: 1 s forward, 2 s back, 10 bytes kept; `micro_batches` are a pipeline's."""
+    layers = tuple(
+        Layer(name=f"l{k}", forward_s=1.0, backward_s=2.0, activation_nbytes=10, output_nbytes=1) for k in range(stages)
+    )
+    return TrainingJob(
+        layers=layers,
+        devices=tuple(
+            Device(name=at(q, k), memory_nbytes=memory_nbytes) for q in range(pipelines) for k in range(stages)
+        ),
+        micro_batches=micro_batches * pipelines,
+        overheads=Overheads(hop_s=hop_s),
+        memory=PLAIN_MEMORY,
+    )
+
+
+def at(pipeline, stage):
+    """The name of the device of a place."""
+    return f"p{pipeline}s{stage}"
+
+
+def plan_of(job, cuts, micro_batches, **more):
+    """A plan with the devices in order; `cuts` has a pipeline's borders, `micro_batches` their numbers."""
+    names = iter(d.name for d in job.devices)
+    rows = tuple(
+        Pipeline(tuple(Stage(next(names), a, b) for a, b in pairwise(cut)), m)
+        for cut, m in zip(cuts, micro_batches, strict=True)
+    )
+    plan = PipelinePlan(job.costs.count, rows, idle=tuple(sorted(names)), **more)
+    plan.check()
+    return plan
+
+
+def equal_plan(job, pipelines, **more):
+    """All pipelines cut alike, with equal numbers of micro-batches."""
+    stages = range(job.costs.count + 1)
+    return plan_of(job, [tuple(stages)] * pipelines, [job.micro_batches // pipelines] * pipelines, **more)
+
+
+def random_job(random):
+    """Unequal layers and devices, and pipelines that are cut differently; with it, their cuts and micro-batches."""
+    count = random.randint(1, 6)
+    cuts, micro_batches = [], []
+    for _ in range(random.randint(2, 4)):
+        inner = random.sample(range(1, count), random.randint(0, count - 1))
+        cuts.append((0, *sorted(inner), count))
+        micro_batches.append(random.randint(0, 5))
+    micro_batches[0] += 1
+    layers = tuple(
+        Layer(
+            name=f"l{i}",
+            forward_s=random.uniform(0.5, 2),
+            backward_s=random.uniform(1, 4),
+            parameter_nbytes=random.randint(1, 9),
+            gradient_nbytes=random.randint(1, 9),
+            optimizer_nbytes=random.randint(1, 9),
+            activation_nbytes=random.randint(1, 9),
+            workspace_nbytes=random.randint(0, 3),
+            output_nbytes=random.randint(1, 3),
+        )
+        for i in range(count)
+    )
+    devices = tuple(
+        Device(name=f"d{i:02}", memory_nbytes=random.choice([AMPLE, 500, 900]), speed=random.choice([1.0, 1.0, 2.0]))
+        for i in range(sum(map(len, cuts)) - len(cuts) + 1)
+    )
+    job = TrainingJob(
+        layers=layers,
+        devices=devices,
+        micro_batches=sum(micro_batches),
+        overheads=Overheads(hop_s=random.choice([0.0, 0.0, 0.3]), unit_s=random.choice([0.0, 0.1])),
+        memory=random.choice([MemoryRules(), PLAIN_MEMORY]),
+    )
+    return job, plan_of(job, cuts, micro_batches)
