@@ -71,7 +71,7 @@ def random_job(random):
         for i in range(count)
     )
     devices = tuple(
-        Device(name=f"d{i:02}", memory_nbytes=random.choice([AMPLE, 500, 900]), speed=random.choice([1.0, 1.0, 2.0]))
+        Device(name=f"d{i:02}", memory_nbytes=random.choice([AMPLE, 150, 300]), speed=random.choice([1.0, 1.0, 2.0]))
         for i in range(sum(map(len, cuts)) - len(cuts) + 1)
     )
     job = TrainingJob(

@@ -14,7 +14,7 @@ from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.pipelines import lists as lists_module
 from chaos_lightning.planning.pipelines.estimate import estimate, pipeline_times
 from chaos_lightning.planning.pipelines.job import Device, MemoryRules, Overheads
-from chaos_lightning.planning.pipelines.lists import CAPS, Fleet, coupled, plan_lists, run_coupled, run_greedily
+from chaos_lightning.planning.pipelines.lists import CAPS, Fleet, Rule, coupled, plan_lists, run_coupled, run_greedily
 from chaos_lightning.planning.pipelines.plan import VACANT, Detour, Stage
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute, slowed_s
 from chaos_lightning.planning.pipelines.schedules import check_schedule
@@ -208,9 +208,9 @@ def test_a_run_that_stands_still_is_done_again_with_room_booked():
     plan.check()
     check(job, plan)
     fleet = Fleet(job, plan, coupled(plan))
-    run = lists_module._Run(fleet.problem(), 0.5, 0, split=False, booked=False)
+    run = lists_module._Run(fleet.problem(), Rule(0.5), 0, split=False, booked=False)
     assert not run.run()
-    assert run_greedily(fleet.problem(), 0.5, 0) is not None
+    assert run_greedily(fleet.problem(), Rule(0.5), 0) is not None
 
 
 # ------------------------------------------------------------------------------------------------ how long it takes
@@ -267,14 +267,20 @@ def test_slowdown_is_no_worse_than_a_plain_greedy_run(pipelines, stages, m, firs
 
 
 def test_the_search_is_never_worse_than_the_even_spread():
-    better = 0
     for pipelines, stages, m, room in itertools.product((2, 4), (2, 3), (4, 5), (3, 4, AMPLE)):
         job = equal_job(pipelines, stages, m, memory_nbytes=10 * room)
         plan = equal_plan(job, pipelines)
         even, searched = (slowdown(job, plan, [at(0, 0)], search=search) for search in (False, True))
         assert searched <= even + 1e-9
-        better += searched < even - 1e-9
-    assert better
+
+
+def test_the_search_gives_more_to_who_has_less_to_do():
+    job = equal_job(3, 2, 4)
+    plan = plan_of(job, [(0, 1, 2)] * 3, [4, 1, 7])
+    even, searched = (reroute(job, plan, [at(0, 0)], search=search) for search in (False, True))
+    assert guests(even)[at(1, 0)] == guests(even)[at(2, 0)] == 2
+    assert guests(searched)[at(1, 0)] == 4
+    assert estimate(job, searched).step_s < estimate(job, even).step_s
 
 
 def test_split_backward_passes_are_no_slower():
@@ -322,8 +328,8 @@ def random_losses(seed):
 def test_the_quick_reckoning_for_large_fleets_comes_near_the_full_run():
     errors = [quick / full - 1 for found in map(random_losses, range(150)) if found for full, quick in [found]]
     assert len(errors) > 100
-    assert statistics.mean(map(abs, errors)) <= 0.03
-    assert max(map(abs, errors)) <= 0.20
+    assert statistics.mean(map(abs, errors)) <= 0.02
+    assert max(map(abs, errors)) <= 0.15
 
 
 def test_without_guests_the_quick_reckoning_is_1f1b():
