@@ -139,14 +139,18 @@ def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory:
 def all_reduces(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float]) -> list[Reduce]:
     """When each group is reduced, in the order of sending."""
     c = job.costs
-    first_of = {s.device: s.first for p in plan.pipelines for s in p.stages if s.device != VACANT}
+    stage_of = {s.device: s for p in plan.pipelines for s in p.stages if s.device != VACANT}
+    hosts = {d.device for d in plan.detours}
     waiting = []
     for group, owners in zip(plan.groups, plan.owners, strict=True):
         ready = 0.0
         for name in owners:
-            if name in ends and name in first_of and first_of[name] <= group.start:
-                behind = (c.backward[group.start] - c.backward[first_of[name]]) / job.by_name[name].speed
+            stage = stage_of.get(name)
+            if stage is not None and stage.first <= group.start < stage.end:
+                behind = (c.backward[group.start] - c.backward[stage.first]) / job.by_name[name].speed
                 ready = max(ready, ends[name] - behind)
+            elif name in hosts:  # layers that it keeps, and of which it ran guests
+                ready = max(ready, ends[name])
         waiting.append((ready, -group.start, group, owners))
     free: dict[str, float] = {}
     found = []

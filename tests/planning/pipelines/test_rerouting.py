@@ -113,7 +113,10 @@ def test_a_keeper_without_a_stage_takes_guests():
     left = reroute(job, plan, [at(0, 0)])
     assert guests(left)["z"] == 3
     check(job, left)
-    assert estimate(job, left).memory["z"].activations >= 10
+    found = estimate(job, left)
+    assert found.memory["z"].activations >= 10
+    # Its gradient is there when it is through with its last guest; the whole step goes through it.
+    assert [r.ready_s for r in found.reduces if r.first == 0] == [found.compute_s]
 
 
 def test_a_detour_of_the_plan_stays_unless_its_device_goes():
