@@ -30,7 +30,7 @@ from chaos_lightning.planning.pipelines.lists import (
     best,
 )
 from chaos_lightning.planning.pipelines.plan import VACANT, Detour, PipelinePlan, Stage
-from chaos_lightning.planning.pipelines.timing import PipelineTimes
+from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes
 
 
 class FatalLossError(PlanError):
@@ -199,8 +199,8 @@ def slowed_s(times: PipelineTimes, micro_batches: int, guests: Sequence[int], in
     """Seconds to the last backward unit of a pipeline that also runs guests, of which only the numbers are known.
 
     The guests come from pipelines that run nothing but them, so what is left out is that these may be late because of
-    guests that go elsewhere. Over random losses it differs by 2% in the mean from the run of all pipelines, and by 15%
-    at most.
+    guests that go elsewhere. Over random losses it differs by 2% in the mean from the run of all pipelines, and by 18%
+    at most. It is never less than 1F1B without guests takes.
 
     Args:
         times: Of its units and hops; those of the pipelines that lost a device are taken to be the same.
@@ -230,6 +230,6 @@ def _slowed_s(times: PipelineTimes, micro_batches: int, guests: tuple[int, ...],
     workers = [Capacity(stages - k, stages) for _ in range(rows) for k in range(stages)]
     away = [j >= micro_batches for j in range(len(ways))]
     problem = SharedStep(stages, workers, ways, ranks, away, lambda a, b, layer: times.hops[layer - 1])
-    ran = best(problem, RULES[:1], [*(cap for cap in CAPS if cap < extra), extra])
+    ran = best(problem, RULES[:1], sorted({0, extra}))
     assert ran is not None, "where every unit has one owner, room can be booked ahead"
-    return ran.end_s
+    return max(ran.end_s, *OneFOneB(times, micro_batches, extra).ends_s) if micro_batches else ran.end_s
