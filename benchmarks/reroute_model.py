@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks.common import Options, Result, run
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, TrainingJob
 from chaos_lightning.planning.pipelines.lists import coupled, run_coupled
+from chaos_lightning.planning.pipelines.paper import eq12, eq13
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
 from chaos_lightning.planning.pipelines.rerouting import reroute
 from chaos_lightning.planning.pipelines.schedules import zero_bubble_h1
@@ -55,15 +56,15 @@ GREEDY = {
 """Slowdown of a plain greedy schedule: first stage dead, by what is in flight beyond 1F1B's; last stage dead."""
 
 
-def eq12(case: Case) -> float:
-    """Slowdown by Eq. 12 of the paper: one loss."""
-    return 1 + case.micro_batches / (case.pipelines - 1) / (case.stages + case.micro_batches - 1)
+def by_eq12(case: Case) -> float:
+    """Slowdown by the paper with one loss."""
+    return eq12(case.stages, case.micro_batches, case.pipelines, FORWARD_S, BACKWARD_S) / case.whole_s
 
 
-def eq13(case: Case, lost: Sequence[tuple[int, int]]) -> float:
-    """Slowdown by Eq. 13 of the paper: several losses, by (pipeline, stage)."""
-    m, gone = case.micro_batches, [sum(k == stage for _, k in lost) for stage in range(case.stages)]
-    return 1 + sum(m * f / (case.pipelines - f) for f in gone if f) / (case.stages + m - 1)
+def by_eq13(case: Case, lost: Sequence[tuple[int, int]]) -> float:
+    """Slowdown by the paper with several losses, by (pipeline, stage)."""
+    gone = [sum(k == stage for _, k in lost) for stage in range(case.stages)]
+    return eq13(case.stages, case.micro_batches, case.pipelines, gone, FORWARD_S, BACKWARD_S) / case.whole_s
 
 
 def build(case: Case) -> tuple[TrainingJob, PipelinePlan]:
@@ -107,10 +108,10 @@ def against_greedy(result: Result) -> None:
             lost = [(0, stage)]
             even, found = (rerouted(case, lost, extra, search=search) for search in (False, True))
             where = f"{case}, stage {stage} dead, {extra} beyond 1F1B"
-            result.details[where] = {"search": found, "even": even, "greedy": bound, "Eq. 12": eq12(case)}
+            result.details[where] = {"search": found, "even": even, "greedy": bound, "Eq. 12": by_eq12(case)}
             result.add(f"{where}: {found:.3f} / greedy {bound}", found / bound, "ratio", SLOWER)
             result.add(f"{where}: search / even {even:.3f}", found / even, "ratio", 1.0 + 1e-9)
-            result.add(f"{where}: schedule / Eq. 12 ({eq12(case):.3f})", found / eq12(case), "ratio")
+            result.add(f"{where}: schedule / Eq. 12 ({by_eq12(case):.3f})", found / by_eq12(case), "ratio")
 
 
 def patterns(case: Case) -> Iterator[tuple[str, list[tuple[int, int]]]]:
@@ -130,7 +131,7 @@ def several(result: Result) -> list[tuple[Case, str, int, int, float, float]]:
     rows = []
     for case in GREEDY:
         for (where, lost), extra in itertools.product(patterns(case), (EXTRAS[0], EXTRAS[-1])):
-            found, formula = rerouted(case, lost, extra), eq13(case, lost)
+            found, formula = rerouted(case, lost, extra), by_eq13(case, lost)
             rows.append((case, where, len(lost), extra, found, formula))
             result.details[f"{case}, {len(lost)} lost {where}, {extra} beyond 1F1B"] = [found, formula]
     for extra in (EXTRAS[0], EXTRAS[-1]):
@@ -177,7 +178,7 @@ def draw(path: str, rows: Sequence[tuple[Case, str, int, int, float, float]]) ->
         for extra in EXTRAS:
             found = [rerouted(case, [(0, k)], extra) for k in stages]
             above.plot(stages, found, marker="o", label=f"schedule, {extra} beyond 1F1B")
-        above.axhline(eq12(case), color="black", linestyle="--", label="Eq. 12")
+        above.axhline(by_eq12(case), color="black", linestyle="--", label="Eq. 12")
         above.set(title=str(case), xlabel="stage that is lost", xticks=list(stages), ylabel="step / step without loss")
         _several(below, [row for row in rows if row[0] == case])
     axes[0][0].legend(fontsize=8)
