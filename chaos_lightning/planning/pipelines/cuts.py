@@ -241,6 +241,8 @@ class Row:
         """A good cut at once, for more than one pipeline; None where none is found that fits."""
         if self.stages > self.count:
             return None
+        if self.stages == 1:
+            return (0, self.count) if self.fits((0, self.count), m) else None
         limits = _Bounds(self, m, 2)
         found = [x[0] for x in (limits.least(relaxed=False), limits.balanced()) if x]
         return min(found, key=lambda at: self.charge(at, m, 2).charged_s, default=None)
@@ -259,6 +261,9 @@ class Row:
         return self._searches[m, pipelines]
 
     def _search(self, m: int, pipelines: int) -> Cut | None:
+        if self.stages == 1:
+            only = self.charge((0, self.count), m, pipelines)
+            return replace(only, bound_s=only.charged_s) if self.fits(only.at, m) else None
         limits = _Bounds(self, m, pipelines)
         relaxed = limits.least(relaxed=True)
         if relaxed is None:
@@ -434,17 +439,19 @@ class _Bounds:
                 more = min(more, cost_of(k, first, end + 1))
             kept = row.tables.kept(self.warm[k])
             end = min(end, bisect_right(kept, kept[first] + row.rooms[k]) - 1)
-            cost = 0.0
-            while end > first:
-                cost = cost_of(k, first, end)
-                if cost > time_s * (1 + CLOSE):
-                    more = min(more, cost)
-                elif self.fits(k, first, end, relaxed=relaxed):
-                    break
+            cost = cost_of(k, first, end) if end > first else 0.0
+            if cost > time_s * (1 + CLOSE):
+                below, above = first, end
+                while above - below > 1:
+                    middle = (below + above) // 2
+                    cost = cost_of(k, first, middle)
+                    below, above = (middle, above) if cost <= time_s * (1 + CLOSE) else (below, middle)
+                more, end = min(more, cost_of(k, first, above)), below
+            while end > first and not self.fits(k, first, end, relaxed=relaxed):
                 end -= 1
             if end <= first or (k == stages - 1 and end < row.count):
                 return None, worst, more
-            worst = max(worst, cost)
+            worst = max(worst, cost_of(k, first, end))
             at.append(end)
             first = end
         return tuple(at), worst, more

@@ -16,7 +16,7 @@ largest layer over the speeds of as many devices as can own it at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from chaos_lightning.planning.pipelines.cuts import Cutter, Row, Tables
@@ -30,7 +30,9 @@ SMALL = 10
 LOOKS = 400
 """Rows that are looked at while one start is improved, where devices are few; fewer where they are many."""
 STARTS = 4
-"""Starts that are improved."""
+"""Starts that are improved, where devices are few; one where they are many."""
+ROWS = 40
+"""Pipelines: for no more than so many the best cuts are searched in the end."""
 
 Names = tuple[str, ...]
 """A row: devices in order."""
@@ -48,6 +50,7 @@ class Mixed:
         self.order = sorted(job.devices, key=lambda d: (-d.speed, -d.memory_nbytes, d.place, d.name))
         self.reduce = _slowest(job)
         self._rows: dict[tuple[tuple[float, float], ...], Row] = {}
+        self._named: dict[Names, Row] = {}
         self._quick: dict[tuple[int, int, int], float] = {}
         self.looks = 0
 
@@ -55,12 +58,15 @@ class Mixed:
 
     def row(self, names: Names) -> Row:
         """The row of these devices; those of one kind share it."""
-        devices = [self.job.by_name[n] for n in names]
-        hops = [self.job.link(a, b) for a, b in pairwise(names)]
-        key = (*(d.kind for d in devices), (0.0, 0.0), *(h.kind for h in hops))
-        found = self._rows.get(key)
+        found = self._named.get(names)
         if found is None:
-            found = self._rows[key] = Row(self.tables, devices, hops, self.reduce)
+            devices = [self.job.by_name[n] for n in names]
+            hops = [self.job.link(a, b) for a, b in pairwise(names)]
+            key = (*(d.kind for d in devices), (0.0, 0.0), *(h.kind for h in hops))
+            found = self._rows.get(key)
+            if found is None:
+                found = self._rows[key] = Row(self.tables, devices, hops, self.reduce)
+            self._named[names] = found
         return found
 
     def time_s(self, names: Names, m: int, pipelines: int) -> float:
@@ -93,12 +99,14 @@ class Mixed:
                 looked.append((found.time_s, rows))
         looked.sort()
         best: tuple[float, tuple[Names, ...]] | None = None
-        for _, rows in looked[:STARTS]:
+        many = len(self.order) > SMALL
+        for _, rows in looked[: 1 if many else STARTS]:
             improved = self._improve(rows)
             best = improved if best is None else min(best, improved)
         if best is None:
             return None
-        filling = Splitter(self.time_s, self.job.micro_batches).over(best[1])
+        # The best cuts cost a search for each row and number of micro-batches.
+        filling = self._splitter(self.quick_s if len(best[1]) > ROWS else self.time_s).over(best[1])
         assert filling is not None
         return self._plan(filling), filling.time_s, self.bound_s()
 
@@ -122,9 +130,11 @@ class Mixed:
     def _plan(self, filling: Filling[Names]) -> PipelinePlan:
         pipelines, count = [], len(filling.pairs)
         for names, m in sorted(filling.pairs, key=lambda x: (-len(x[0]), x[0])):
-            cut = self.row(names).best(m, count)
-            assert cut is not None
-            stages = tuple(Stage(n, x, y) for n, x, y in zip(names, cut.at, cut.at[1:], strict=False))
+            row = self.row(names)
+            best = row.best(m, count) if count <= ROWS else None
+            at = best.at if best else row.quick(m)
+            assert at is not None
+            stages = tuple(Stage(n, x, y) for n, (x, y) in zip(names, pairwise(at), strict=True))
             pipelines.append(Pipeline(stages, m))
         used = {n for names, _ in filling.pairs for n in names}
         idle = tuple(sorted(d.name for d in self.job.devices if d.name not in used))
@@ -132,7 +142,15 @@ class Mixed:
         return PipelinePlan(self.job.costs.count, tuple(pipelines), idle=idle, in_flight_extra=extra)
 
     def _value(self, rows: Sequence[Names]) -> Filling[Names] | None:
-        return Splitter(self.quick_s, self.job.micro_batches).over(rows) if rows else None
+        return self._splitter(self.quick_s).over(rows) if rows else None
+
+    def _splitter(self, time_s: Callable[[Names, int, int], float]) -> Splitter[Names]:
+        """Splits the micro-batches; the first guess is in proportion to speed."""
+        per_speed = self.job.micro_batches / sum(d.speed for d in self.order)
+        by_name = self.job.by_name
+        return Splitter(
+            time_s, self.job.micro_batches, lambda names, _: round(per_speed * sum(by_name[n].speed for n in names))
+        )
 
     # ------------------------------------------------------------------------------------------------ starts
 
