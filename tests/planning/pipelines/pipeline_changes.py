@@ -1,0 +1,79 @@
+"""Small jobs, plans, and losses after which every layer has a holder; drawn by hypothesis."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from chaos_lightning.planning.pipelines.job import Device, Layer, Link, TrainingJob
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
+
+PLENTY = 1 << 40
+
+
+def layer(name: str, nbytes: int = 12, **more: Any) -> Layer:
+    """With `nbytes` of state, a third of it weights."""
+    sizes = {"parameter_nbytes": nbytes // 3, "optimizer_nbytes": nbytes - nbytes // 3, "gradient_nbytes": nbytes // 3}
+    return Layer(name=name, **({"forward_s": 0.01, "backward_s": 0.02} | sizes | more))
+
+
+def row(micro_batches: int, *stages: tuple[str, int, int]) -> Pipeline:
+    return Pipeline(tuple(Stage(*s) for s in stages), micro_batches)
+
+
+class Change(NamedTuple):
+    """From an old plan to a new one."""
+
+    job: TrainingJob
+    old: PipelinePlan
+    new: PipelinePlan
+
+
+@st.composite
+def plans(draw: st.DrawFn, devices: list[str], layers: int) -> PipelinePlan:
+    """Pipelines of any lengths and cuts; some devices are idle, some keep layers."""
+    left = list(draw(st.permutations(devices)))
+    pipelines = []
+    while left and (not pipelines or draw(st.booleans())):
+        stages = draw(st.integers(1, min(len(left), layers)))
+        inner = (
+            draw(st.sets(st.integers(1, layers - 1), min_size=stages - 1, max_size=stages - 1)) if layers > 1 else []
+        )
+        cut = [0, *sorted(inner), layers]
+        at = zip(left[:stages], cut, cut[1:], strict=False)
+        pipelines.append(row(draw(st.integers(1, 4)), *at))
+        left = left[stages:]
+    keepers = []
+    for name in draw(st.sets(st.sampled_from(devices), max_size=2)):
+        owned = next((s.layers for p in pipelines for s in p.stages if s.device == name), ())
+        free = [x for x in range(layers) if x not in owned]
+        if free:
+            first = draw(st.sampled_from(free))
+            keepers.append(Stage(name, first, first + 1))
+    idle = sorted(set(left) - {k.device for k in keepers})
+    return PipelinePlan(layers, tuple(pipelines), keepers=tuple(sorted(keepers)), idle=tuple(idle))
+
+
+@st.composite
+def changes(draw: st.DrawFn, most_devices: int = 6, kinds: int = 2) -> Change:
+    """The job has the survivors only, in any order."""
+    count = draw(st.integers(1, 6))
+    layers = tuple(layer(f"layer {i}", draw(st.integers(0, 20))) for i in range(count))
+    names = [f"d{i}" for i in range(draw(st.integers(2, most_devices)))]
+    hosts, speeds = st.sampled_from(["", "a", "b", "c"]), st.integers(1, kinds)
+    devices = [Device(name=x, memory_nbytes=PLENTY, host=draw(hosts), speed=draw(speeds)) for x in names]
+    old = draw(plans(names[draw(st.integers(0, 1)) :], count))  # the first one may be new
+    lost = draw(st.sets(st.sampled_from(names), max_size=len(names) - 1))
+    left = [d for d in devices if d.name not in lost]
+    holders = old.holders()
+    assume(all(holders[i] - lost for i, x in enumerate(layers) if x.parameter_nbytes + x.optimizer_nbytes))
+    job = TrainingJob(
+        layers=layers,
+        devices=tuple(draw(st.permutations(left))),
+        micro_batches=4,
+        within_host=Link(rate_bps=800, latency_s=0.5),
+        between_hosts=Link(rate_bps=80, latency_s=1),
+    )
+    return Change(job, old, draw(plans([d.name for d in left], count)))
