@@ -10,8 +10,8 @@ record has come back; then each device runs its optimizer. Pipelines that are al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -40,6 +40,8 @@ class Estimate:
     """By device, peaks."""
     reduces: tuple[Reduce, ...] = ()
     """By group."""
+    ends_s: Mapping[str, float] = field(default_factory=dict)
+    """By device: when its last backward unit ends."""
 
     def over(self, job: TrainingJob) -> dict[str, int]:
         """By device: bytes that it lacks."""
@@ -133,24 +135,36 @@ def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory:
         sum(c.optimizer_s[s.end] - c.optimizer_s[s.first] for s in owned) / job.by_name[name].speed
         for name, owned in devices.items()
     )
-    return Estimate(reduced + commit + optimizer, compute, reduced, commit, optimizer, memory, tuple(reduces))
+    return Estimate(reduced + commit + optimizer, compute, reduced, commit, optimizer, memory, tuple(reduces), ends)
 
 
-def all_reduces(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float]) -> list[Reduce]:
-    """When each group is reduced, in the order of sending."""
+def all_reduces(
+    job: TrainingJob,
+    plan: PipelinePlan,
+    ends: Mapping[str, float],
+    groups: Iterable[tuple[range, Sequence[str]]] | None = None,
+) -> list[Reduce]:
+    """When each group is reduced, in the order of sending.
+
+    Args:
+        job: The job.
+        plan: The plan.
+        ends: By device: when its last backward unit ends, in seconds.
+        groups: Layers and their owners, if they are not to be the plan's groups.
+    """
     c = job.costs
     stage_of = {s.device: s for p in plan.pipelines for s in p.stages if s.device != VACANT}
     hosts = {d.device for d in plan.detours}
     waiting = []
-    for group, owners in zip(plan.groups, plan.owners, strict=True):
+    for group, owners in zip(plan.groups, plan.owners, strict=True) if groups is None else groups:
         ready = 0.0
         for name in owners:
             stage = stage_of.get(name)
             if stage is not None and stage.first <= group.start < stage.end:
                 behind = (c.backward[group.start] - c.backward[stage.first]) / job.by_name[name].speed
-                ready = max(ready, ends[name] - behind)
+                ready = max(ready, ends.get(name, 0.0) - behind)
             elif name in hosts:  # layers that it keeps, and of which it ran guests
-                ready = max(ready, ends[name])
+                ready = max(ready, ends.get(name, 0.0))
         waiting.append((ready, -group.start, group, owners))
     free: dict[str, float] = {}
     found = []
