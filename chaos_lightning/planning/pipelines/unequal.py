@@ -27,10 +27,14 @@ from chaos_lightning.planning.pipelines.split import Filling, Splitter
 
 SMALL = 10
 """Devices: for no more than so many, all lengths of pipelines are starts."""
-LOOKS = 400
-"""Rows that are looked at while one start is improved, where devices are few; fewer where they are many."""
+LOOKS = 600
+"""Plans that are looked at while one start is improved, where devices are few."""
+LOOKS_MANY = 30
+"""The same where they are many."""
 STARTS = 4
 """Starts that are improved, where devices are few; one where they are many."""
+EVEN = 1.05
+"""Rows whose speeds differ by no more than this ratio are in order as they are."""
 ROWS = 40
 """Pipelines: for no more than so many the best cuts are searched in the end."""
 
@@ -48,11 +52,12 @@ class Mixed:
     def __init__(self, job: TrainingJob) -> None:
         self.job, self.tables = job, Tables(job)
         self.order = sorted(job.devices, key=lambda d: (-d.speed, -d.memory_nbytes, d.place, d.name))
+        self.speeds = sum(d.speed for d in job.devices)
         self.reduce = _slowest(job)
         self._rows: dict[tuple[tuple[float, float], ...], Row] = {}
         self._named: dict[Names, Row] = {}
+        self._lines: dict[int, tuple[int, float, float]] = {}
         self._quick: dict[tuple[int, int, int], float] = {}
-        self.looks = 0
 
     # ------------------------------------------------------------------------------------------------ rows
 
@@ -79,10 +84,27 @@ class Mixed:
         row = self.row(names)
         key = (id(row), m, pipelines)
         if key not in self._quick:
-            self.looks += 1
             at = row.quick(m)
             self._quick[key] = row.charge(at, m, pipelines).charged_s if at else math.inf
         return self._quick[key]
+
+    def line_s(self, names: Names, m: int, pipelines: int) -> float:
+        """About `quick_s`: as linear in m, by two numbers around the row's share."""
+        row = self.row(names)
+        line = self._lines.get(id(row))
+        if line is None:
+            share = self._share(names)
+            few, many = max(1, int(0.8 * share)), max(2, math.ceil(1.2 * share))
+            slow = self.quick_s(names, few, pipelines)
+            line = self._lines[id(row)] = (few, slow, (self.quick_s(names, many, pipelines) - slow) / (many - few))
+        few, slow, slope = line
+        found = slow + slope * (m - few)
+        return found if math.isfinite(found) else self.quick_s(names, m, pipelines)
+
+    def _share(self, names: Names) -> float:
+        """Micro-batches in proportion to speed."""
+        by_name = self.job.by_name
+        return self.job.micro_batches * sum(by_name[n].speed for n in names) / self.speeds
 
     # ------------------------------------------------------------------------------------------------ answers
 
@@ -142,15 +164,11 @@ class Mixed:
         return PipelinePlan(self.job.costs.count, tuple(pipelines), idle=idle, in_flight_extra=extra)
 
     def _value(self, rows: Sequence[Names]) -> Filling[Names] | None:
-        return self._splitter(self.quick_s).over(rows) if rows else None
+        time_s = self.quick_s if len(self.order) <= SMALL else self.line_s
+        return self._splitter(time_s).over(rows) if rows else None
 
     def _splitter(self, time_s: Callable[[Names, int, int], float]) -> Splitter[Names]:
-        """Splits the micro-batches; the first guess is in proportion to speed."""
-        per_speed = self.job.micro_batches / sum(d.speed for d in self.order)
-        by_name = self.job.by_name
-        return Splitter(
-            time_s, self.job.micro_batches, lambda names, _: round(per_speed * sum(by_name[n].speed for n in names))
-        )
+        return Splitter(time_s, self.job.micro_batches, lambda names, _: round(self._share(names)))
 
     # ------------------------------------------------------------------------------------------------ starts
 
@@ -159,6 +177,8 @@ class Mixed:
         for lengths in self._lengths(count):
             chosen = self.order[: sum(lengths)]
             yield self._ordered(_next_to_like(chosen, lengths))
+            if count > SMALL:
+                continue
             yield self._ordered(_next_to_like(chosen, lengths[::-1]))
             yield self._ordered(_dealt(chosen, lengths))
 
@@ -166,7 +186,7 @@ class Mixed:
         job = self.job
         if count <= SMALL:
             top = min(count, job.costs.count)
-            for used in range(count, max(0, count - 3), -1):
+            for used in range(count, 0, -1):
                 yield from _partitions(used, top, job.micro_batches)
             return
         mean = sum(d.speed for d in job.devices) / count
@@ -179,13 +199,13 @@ class Mixed:
 
     def _ordered(self, rows: Sequence[Sequence[Device]]) -> tuple[Names, ...]:
         """Each row in the better order: fast devices first or last, or those with most memory first."""
-        speed = sum(d.speed for row in rows for d in row)
         found = []
         for row in rows:
-            m = max(1, round(self.job.micro_batches * sum(d.speed for d in row) / speed))
             names = tuple(d.name for d in row)
+            m = max(1, round(self._share(names)))
             roomy = tuple(d.name for d in sorted(row, key=lambda d: -d.memory_nbytes))
-            orders = dict.fromkeys((names, names[::-1], roomy))
+            even = row[0].speed <= EVEN * row[-1].speed
+            orders = dict.fromkeys((names,) if even and names == roomy else (names, names[::-1], roomy))
             found.append(min(orders, key=lambda x: self.quick_s(x, m, len(rows))) if len(orders) > 1 else names)
         return tuple(sorted(found, key=lambda x: (-len(x), x)))
 
@@ -195,14 +215,15 @@ class Mixed:
         """Takes the first move that helps, again and again."""
         filling = self._value(rows)
         assert filling is not None
-        best, until = (filling.time_s, rows), self.looks + (LOOKS if len(self.order) <= SMALL else LOOKS // 2)
+        best, left = (filling.time_s, rows), LOOKS if len(self.order) <= SMALL else LOOKS_MANY
         tried = {rows}
         while True:
             for other in self._neighbours(best[1], filling):
-                if self.looks >= until:
-                    return best
                 if other in tried:
                     continue
+                if left == 0:
+                    return best
+                left -= 1
                 tried.add(other)
                 found = self._value(other)
                 if found is not None and found.time_s < best[0] * (1 - 1e-9):
@@ -214,7 +235,7 @@ class Mixed:
     def _neighbours(self, rows: tuple[Names, ...], filling: Filling[Names]) -> Iterator[tuple[Names, ...]]:
         """Rows after one move; those moves first that change the row that the step waits for."""
         count = len(filling.pairs)
-        late = {names: self.quick_s(names, m, count) for names, m in filling.pairs}
+        late = {names: self.line_s(names, m, count) for names, m in filling.pairs}
         first = sorted(rows, key=lambda x: (-late.get(x, 0.0), x))
         used = {n for names in rows for n in names}
         idle = [d.name for d in self.order if d.name not in used]
