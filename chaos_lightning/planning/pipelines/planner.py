@@ -1,26 +1,50 @@
 """The plan for a fleet: at once a good one, then the best; with what it costs and how sure that is.
 
-Theory of operation. For devices and links of one kind `equal` finds the shape, and what is left is who gets which
-place. Devices are sorted by host, and pipelines, longest first, take the next ones in turn, so that most hops stay
-within a host. Then each layer whose owners are all on one host is given another one, by exchanging two devices, where
-that makes no step longer; where it does, `Planned.shared_fate` says what it would cost.
+Theory of operation. For devices of one kind `equal` finds the shape, and what is left is who gets which place.
+Pipelines, longest first, are put on the host on which they leave least room; those that no host has room for take what
+is left, host by host. So most hops stay within a host. Then each layer whose owners would all be lost with one host is
+given an owner elsewhere, by exchanging two devices, where that makes no step longer; where it would,
+`Planned.shared_fate` says what the cheapest exchange costs. Devices or links that are not alike are searched
+(`unequal`).
+
+`Prepared` holds plans for losses that have not happened: of any 1 to k devices, and of any one host; one for each way
+in which a loss can matter, which for devices of one kind is their number. It has no clock: whoever has time left lets
+it prepare the next one, and asks what there is when devices are lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from chaos_lightning.planning.pipelines.cuts import Cutter
 from chaos_lightning.planning.pipelines.equal import Shape, Shapes
 from chaos_lightning.planning.pipelines.estimate import Estimate, estimate
-from chaos_lightning.planning.pipelines.job import Device, JobError, TrainingJob
+from chaos_lightning.planning.pipelines.job import Device, JobError, TrainingJob, stage_memory
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.unequal import Mixed
+
+EXCHANGES = 200
+"""Exchanges of two devices that are tried for the sake of owners on several hosts."""
+GIB = 1 << 30
 
 
 class NoPlanError(JobError):
     """No plan fits; says which one comes closest and what is missing where."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFate:
+    """Layers whose owners would all be lost with one host."""
+
+    first: int
+    end: int
+    host: str
+    cost_s: float
+    """By which the cheapest exchange of two devices that mends it makes a step longer; infinite: none does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +54,11 @@ class Planned:
     plan: PipelinePlan
     estimate: Estimate
     exact: bool
-    """Nothing better exists, as far as the search charges plans (`equal.Shape.exact`)."""
+    """Nothing better exists over all lengths and splits, as far as the search charges plans (`equal.Shape.exact`)."""
     gap: float
-    """Share by which a better plan might take less, by a lower bound."""
+    """Share of the charged time by which a better plan might take less."""
     why: str
+    shared_fate: tuple[SharedFate, ...] = ()
 
 
 class Planner:
@@ -47,53 +72,319 @@ class Planner:
         self.job = job
 
     @cached_property
+    def alike(self) -> bool:
+        return self.job.alike
+
+    @cached_property
     def shapes(self) -> Shapes:
         """Of devices of one kind."""
         job = self.job
-        hosts = {d.place for d in job.devices}
-        # A hop between hosts is charged only where pipelines are longer than hosts have devices.
+        hosts = Counter(d.place for d in job.devices)
         between = job.between_hosts if len(hosts) > 1 else job.within_host
-        widest = len(job.devices) // len(hosts)
-        hop = job.within_host if widest > 1 else between
+        # A hop between hosts is charged only where no pipeline of several devices fits into a host.
+        hop = job.within_host if max(hosts.values()) > 1 else between
         return Shapes(Cutter(job, job.devices[0], hop, between), job.micro_batches)
 
-    def first(self, devices: Sequence[str] | None = None) -> Planned:
-        """A good plan at once."""
-        return self._equal(devices, exact=False)
+    def warm(self) -> None:
+        """Fills the table of pipeline times, so that first answers come at once."""
+        if self.alike:
+            self.shapes.warm()
 
-    def exact(self, devices: Sequence[str] | None = None) -> Planned:
-        """The best plan."""
-        return self._equal(devices, exact=True)
+    def first(self, devices: Collection[str] | None = None) -> Planned:
+        """A good plan at once.
 
-    def _equal(self, devices: Sequence[str] | None, *, exact: bool) -> Planned:
-        job = self.job
-        names = [d.name for d in job.devices] if devices is None else list(devices)
-        shape = self.shapes.exact(len(names)) if exact else self.shapes.first(len(names))
-        if shape is None:
-            raise NoPlanError(f"no plan fits {len(names)} devices")
-        plan = place(job, self.shapes, shape, [job.by_name[n] for n in names])
-        return Planned(plan, estimate(job, plan), shape.exact, shape.gap, describe(shape))
+        Args:
+            devices: Names of those that are left; None: all.
+
+        Raises:
+            NoPlanError: None fits.
+        """
+        return self._answer(devices, exact=False)
+
+    def exact(self, devices: Collection[str] | None = None) -> Planned:
+        """The best plan; for devices or links that are not alike, the best one that a longer search finds.
+
+        Args:
+            devices: Names of those that are left; None: all.
+
+        Raises:
+            NoPlanError: None fits.
+        """
+        return self._answer(devices, exact=True)
+
+    def _answer(self, devices: Collection[str] | None, *, exact: bool) -> Planned:
+        names = sorted(self.job.by_name) if devices is None else sorted(devices)
+        job = self.job.with_devices([self.job.by_name[n] for n in names])
+        if self.alike:
+            shape = self.shapes.exact(len(names)) if exact else self.shapes.first(len(names))
+            # A first answer that finds nothing is no proof.
+            shape = shape or self.shapes.exact(len(names))
+            if shape is None or math.isinf(shape.charged_s):
+                raise NoPlanError(nearest(job))
+            return self.seated(shape, names)
+        found = Mixed(job).search(improve=exact)
+        if found is None:
+            raise NoPlanError(nearest(job))
+        plan, charged_s, bound_s = found
+        why = f"{_rows(plan)}; the best of a search, at most {1 - bound_s / charged_s:.1%} from the best there is"
+        return Planned(plan, estimate(job, plan), False, max(0.0, 1 - bound_s / charged_s), why)
+
+    def seated(self, shape: Shape, devices: Collection[str]) -> Planned:
+        """A shape on these devices."""
+        job = self.job.with_devices([self.job.by_name[n] for n in sorted(devices)])
+        plan, fates = spread(job, place(job, self.shapes, shape))
+        sure = "the best there is" if shape.exact else f"at most {shape.gap:.2%} from the best there is"
+        return Planned(plan, estimate(job, plan), shape.exact, shape.gap, f"{_rows(plan)}; {sure}", fates)
 
 
-def describe(shape: Shape) -> str:
-    """In words."""
-    rows = ", ".join(f"{r.times} of {r.stages} stages with {r.micro_batches} micro-batches" for r in shape.rows)
-    idle = shape.devices - shape.used
-    return f"{shape.pipelines} pipelines: {rows}" + (f"; {idle} devices are idle" if idle else "")
+def _rows(plan: PipelinePlan) -> str:
+    counts = Counter((len(p.stages), p.micro_batches) for p in plan.pipelines)
+    parts = [
+        f"{k} of {stages} stage{'s' * (stages > 1)} with {m} micro-batch{'es' * (m > 1)}"
+        for (stages, m), k in sorted(counts.items(), reverse=True)
+    ]
+    idle = f"; {len(plan.idle)} idle" if plan.idle else ""
+    return f"{len(plan.pipelines)} pipeline{'s' * (len(plan.pipelines) > 1)}: {', '.join(parts)}{idle}"
 
 
-def place(job: TrainingJob, shapes: Shapes, shape: Shape, devices: Sequence[Device]) -> PipelinePlan:
-    """Gives each place of a shape a device."""
-    ordered = [d.name for d in sorted(devices, key=lambda d: (d.place, d.name))]
-    pipelines, at = [], 0
+# ------------------------------------------------------------------------------------------------ places
+
+
+def place(job: TrainingJob, shapes: Shapes, shape: Shape) -> PipelinePlan:
+    """Gives each place of a shape a device of the job."""
+    free: dict[str, list[str]] = defaultdict(list)
+    for d in sorted(job.devices, key=lambda d: (d.place, d.name)):
+        free[d.place].append(d.name)
+    pipelines = []
     for row in shape.rows:
         cut = shapes.cutter.best(row.stages, row.micro_batches, shape.pipelines)
         assert cut is not None
         for _ in range(row.times):
-            names = ordered[at : at + row.stages]
-            at += row.stages
+            names = _take(free, row.stages)
             stages = tuple(Stage(n, x, y) for n, x, y in zip(names, cut.at, cut.at[1:], strict=False))
             pipelines.append(Pipeline(stages, row.micro_batches))
-    return PipelinePlan(
-        job.costs.count, tuple(pipelines), idle=tuple(sorted(ordered[at:])), in_flight_extra=job.memory.in_flight_extra
+    idle = tuple(sorted(n for names in free.values() for n in names))
+    extra = job.memory.in_flight_extra
+    return PipelinePlan(job.costs.count, tuple(pipelines), idle=idle, in_flight_extra=extra)
+
+
+def _take(free: dict[str, list[str]], count: int) -> list[str]:
+    """Devices for one pipeline: of the host on which it leaves least room, or of the emptiest hosts."""
+    roomy = [host for host, names in free.items() if len(names) >= count]
+    taken: list[str] = []
+    while len(taken) < count:
+        host = min(roomy, key=lambda h: (len(free[h]), h)) if roomy else max(free, key=lambda h: (len(free[h]), h))
+        need = count - len(taken)
+        taken += free[host][:need]
+        free[host] = free[host][need:]
+        if not free[host]:
+            del free[host]
+    return taken
+
+
+def spread(job: TrainingJob, plan: PipelinePlan) -> tuple[PipelinePlan, tuple[SharedFate, ...]]:
+    """Gives layers whose owners are all on one host an owner elsewhere, where no step gets longer by it.
+
+    Returns:
+        The plan, and what could not be mended for nothing. Plans of one pipeline have one owner for each layer anyhow.
+    """
+    if len(plan.pipelines) < 2 or len({d.place for d in job.devices}) < 2:
+        return plan, ()
+    step_s, tries, fates = estimate(job, plan).step_s, EXCHANGES, []
+    for group in _together(job, plan):
+        cheapest = math.inf
+        if not any(g.start == group.start for g in _together(job, plan)):
+            continue  # An exchange for an earlier group mended it.
+        owners = plan.owners[plan.groups.index(group)]
+        host = job.by_name[owners[0]].place
+        for other in _exchanged(job, plan, owners, host):
+            if tries == 0:
+                break
+            tries -= 1
+            if any(g.start == group.start for g in _together(job, other)):
+                continue
+            cost = estimate(job, other).step_s - step_s
+            cheapest = min(cheapest, cost)
+            if cost <= 1e-9 * step_s and len(_together(job, other)) < len(_together(job, plan)):
+                plan = other
+                break
+        else:
+            fates.append(SharedFate(group.start, group.stop, host, cheapest))
+    return plan, tuple(fates)
+
+
+def _together(job: TrainingJob, plan: PipelinePlan) -> list[range]:
+    """Groups of layers with owners on one host alone."""
+    return [
+        group
+        for group, owners in zip(plan.groups, plan.owners, strict=True)
+        if len({job.by_name[n].place for n in owners}) == 1
+    ]
+
+
+def _exchanged(job: TrainingJob, plan: PipelinePlan, owners: Sequence[str], host: str) -> Iterator[PipelinePlan]:
+    """Plans in which one of these owners changes places with a device of another host."""
+    others = [n for n in (*plan.idle, *plan.stages) if job.by_name[n].place != host]
+    for a in owners:
+        for b in others:
+            if job.by_name[a].kind == job.by_name[b].kind:
+                yield renamed(plan, {a: b, b: a})
+
+
+def renamed(plan: PipelinePlan, names: dict[str, str]) -> PipelinePlan:
+    """The same plan with other devices in some places."""
+    pipelines = tuple(
+        Pipeline(tuple(s._replace(device=names.get(s.device, s.device)) for s in p.stages), p.micro_batches)
+        for p in plan.pipelines
     )
+    return replace(plan, pipelines=pipelines, idle=tuple(sorted(names.get(n, n) for n in plan.idle)))
+
+
+# ------------------------------------------------------------------------------------------------ why none fits
+
+
+def nearest(job: TrainingJob) -> str:
+    """Why no plan fits: the layer that fits on no device, or the plan that comes closest and what it lacks."""
+    roomy = max(job.devices, key=lambda d: d.memory_nbytes)
+    for i, layer in enumerate(job.layers):
+        use = stage_memory(job, i, i + 1, 1, 1).nbytes
+        if use > roomy.memory_nbytes:
+            return (
+                f"layer {i} ({layer.name!r}) fits on no device: alone with one micro-batch it needs "
+                f"{use / GIB:.2f} GiB, {use - roomy.memory_nbytes} bytes more than {roomy.name!r} has, which has most; "
+                "give devices more memory, or cut the layer in two"
+            )
+    devices = sorted(job.devices, key=lambda d: (-d.memory_nbytes, d.name))[: job.costs.count]
+    at, short = _tightest(job, devices)
+    k = max(range(len(devices)), key=lambda i: short[i])
+    return (
+        f"no plan fits {len(job.devices)} devices and {job.micro_batches} micro-batches of {job.costs.count} layers; "
+        f"the closest is one pipeline of {len(devices)} stages, whose stage {k} (layers {at[k]} to {at[k + 1]}, on "
+        f"{devices[k].name!r}) lacks {short[k]} bytes; give devices more memory, add devices, or make micro-batches "
+        "smaller"
+    )
+
+
+def _tightest(job: TrainingJob, devices: Sequence[Device]) -> tuple[list[int], list[int]]:
+    """One pipeline that lacks least where it lacks most, for all micro-batches: its cut, and what each stage lacks."""
+    count, stages, m = job.costs.count, len(devices), job.micro_batches
+    extra = job.memory.in_flight_extra
+
+    def lack(k: int, first: int, end: int) -> int:
+        flight = min(stages - k + extra, m)
+        return stage_memory(job, first, end, flight, m).nbytes - devices[k].memory_nbytes
+
+    # best[end]: (the most that any stage so far lacks, where the last one begins)
+    best: list[dict[int, tuple[int, int]]] = [{0: (-(1 << 62), 0)}]
+    for k in range(stages):
+        row: dict[int, tuple[int, int]] = {}
+        for end in range(k + 1, count - (stages - 1 - k) + 1):
+            row[end] = min(
+                (max(worst, lack(k, first, end)), first) for first, (worst, _) in best[-1].items() if first < end
+            )
+        best.append(row)
+    at = [count]
+    for k in range(stages, 0, -1):
+        at.insert(0, best[k][at[0]][1])
+    return at, [lack(k, at[k], at[k + 1]) for k in range(stages)]
+
+
+# ------------------------------------------------------------------------------------------------ plans ahead
+
+
+Left = tuple[tuple[tuple[float, int], int], ...]
+"""How many devices of each kind are left: what a plan depends on."""
+
+
+class Prepared:
+    """Plans for losses that have not happened.
+
+    Args:
+        planner: Of the job and its whole fleet.
+        losses: Plans are prepared for the loss of any 1 to so many devices, and of any one host.
+        most: Plans that are kept at most; the ones for the largest losses go first.
+    """
+
+    def __init__(self, planner: Planner, losses: int = 8, most: int = 64) -> None:
+        self.planner, self.losses, self.most = planner, losses, most
+        self.there: frozenset[str] = frozenset(planner.job.by_name)
+        self._plans: dict[Left, Planned | NoPlanError] = {}
+
+    def fleet(self, devices: Collection[str]) -> None:
+        """Devices came or went: plans for what can no longer be left soon are dropped."""
+        self.there = frozenset(devices)
+        wanted = dict.fromkeys(key for key, _ in self._wanted())
+        self._plans = {key: self._plans[key] for key in wanted if key in self._plans}
+
+    def prepare_next(self) -> int | None:
+        """Prepares the most urgent plan that is missing.
+
+        Returns:
+            How many devices would be left; None: all plans are there.
+        """
+        for key, names in self._wanted():
+            if key not in self._plans:
+                try:
+                    self._plans[key] = self.planner.exact(names)
+                except NoPlanError as error:
+                    self._plans[key] = error
+                return len(names)
+        return None
+
+    def after(self, lost: Collection[str]) -> tuple[Planned, bool]:
+        """The plan after a loss.
+
+        Args:
+            lost: Names of devices; those that are not there do not count.
+
+        Returns:
+            The plan, and whether it was prepared (the best one) or made now (a good one).
+
+        Raises:
+            NoPlanError: None fits what is left.
+        """
+        names = self.there.difference(lost)
+        key = self._key(names)
+        found = self._plans.get(key)
+        if isinstance(found, NoPlanError):
+            raise found
+        if found is None:
+            return self.planner.first(names), False
+        return _onto(self.planner.job, found, names), True
+
+    def _key(self, names: Collection[str]) -> Left:
+        by_name = self.planner.job.by_name
+        return tuple(sorted(Counter(by_name[n].kind for n in names).items()))
+
+    def _wanted(self) -> Iterator[tuple[Left, frozenset[str]]]:
+        """What may be left, the smallest losses first: after losses of one kind each, and of any one host."""
+        by_name = self.planner.job.by_name
+        kinds: dict[tuple[float, int], list[str]] = defaultdict(list)
+        hosts: dict[str, list[str]] = defaultdict(list)
+        for n in sorted(self.there):
+            kinds[by_name[n].kind].append(n)
+            hosts[by_name[n].place].append(n)
+        lost = [names[-k:] for k in range(1, self.losses + 1) for _, names in sorted(kinds.items()) if len(names) >= k]
+        lost += sorted(hosts.values(), key=lambda x: (len(x), x))
+        seen: set[Left] = set()
+        for names in lost:
+            left = self.there.difference(names)
+            key = self._key(left)
+            if left and key not in seen and len(seen) < self.most:
+                seen.add(key)
+                yield key, left
+
+
+def _onto(job: TrainingJob, planned: Planned, names: Collection[str]) -> Planned:
+    """The same plan on other devices of the same kinds: those that keep their place, then hosts in order."""
+    there = job.with_devices([job.by_name[n] for n in sorted(names)])
+    plan = planned.plan
+    missing = [n for n in plan.devices if n not in names]
+    spare = [n for n in sorted(names) if n not in plan.devices]
+    swap: dict[str, str] = {}
+    for n in missing:
+        other = next(x for x in spare if job.by_name[x].kind == job.by_name[n].kind)
+        spare.remove(other)
+        swap[n] = other
+    plan = renamed(plan, swap) if swap else plan
+    return replace(planned, plan=plan, estimate=estimate(there, plan)) if swap else planned

@@ -108,8 +108,11 @@ class Mixed:
 
     # ------------------------------------------------------------------------------------------------ answers
 
-    def search(self) -> tuple[PipelinePlan, float, float] | None:
+    def search(self, *, improve: bool = True) -> tuple[PipelinePlan, float, float] | None:
         """The best plan that was found.
+
+        Args:
+            improve: Move devices about; False: take the best start.
 
         Returns:
             The plan, what it is charged in seconds, and a lower bound of any plan; None where none was found that fits.
@@ -122,8 +125,8 @@ class Mixed:
         looked.sort()
         best: tuple[float, tuple[Names, ...]] | None = None
         many = len(self.order) > SMALL
-        for _, rows in looked[: 1 if many else STARTS]:
-            improved = self._improve(rows)
+        for _, rows in looked[: STARTS if improve and not many else 1]:
+            improved = self._improve(rows) if improve else (looked[0][0], rows)
             best = improved if best is None else min(best, improved)
         if best is None:
             return None
