@@ -11,7 +11,8 @@ import pytest
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.edge.topology import Change, Condition, EdgeNode, Link, Topology
-from chaos_lightning.lab.edge.topology_file import load_topology, rate_bps, seconds
+from chaos_lightning.lab.edge.topology_file import load_topology
+from chaos_lightning.planning.quantities import rate_bps, seconds
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "topologies"
 
@@ -102,7 +103,7 @@ TWO = f"nodes: [a, b]\n{LINKS}"
         ("nodes: [a, b]\nlinks:\n- {between: a, rate: 1 bps}\n", "net.yaml:3: links[0].between: 'a'; expected the two"),
         (
             "nodes: [a, b]\nlinks:\n- between: [a, b]\n  rate: 300\n",
-            "net.yaml:4: links[0].rate: '300': expected a rate such as '300 Mbps' (bps, kbps, Mbps, Gbps)",
+            "net.yaml:4: links[0].rate: '300': expected a rate such as '300 Mbps' (bps, kbps, Mbps, Gbps, Tbps)",
         ),
         (
             "nodes: [a, b]\nlinks:\n- between: [a, b]\n  rate: 30 MBps\n",

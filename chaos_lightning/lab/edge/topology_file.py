@@ -21,7 +21,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +28,9 @@ from typing import Any, NoReturn
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.edge.topology import Change, Condition, EdgeNode, Link, Pair, SchemaError, Topology
+from chaos_lightning.planning.quantities import rate_bps, seconds
 
 _MAX_DEPTH = 8
-_RATES = {"bps": 1.0, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9, "bit/s": 1.0, "kbit/s": 1e3, "mbit/s": 1e6, "gbit/s": 1e9}
-_TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-_NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*(.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +40,6 @@ class Spot:
     value: str | list[Spot] | dict[str, Spot]
     path: str
     line: int = 0
-
-
-def rate_bps(text: str) -> float:
-    """Bits per second of "300 Mbps".
-
-    Raises:
-        ValueError: It is none; says what is expected.
-    """
-    number, unit = _split(text)
-    if "B" in unit:
-        raise ValueError(f"{text!r} counts bytes; expected bits, such as '{number * 8:g} {unit.replace('B', 'b')}'")
-    if unit.lower() not in _RATES:
-        raise ValueError(f"{text!r}: expected a rate such as '300 Mbps' (bps, kbps, Mbps, Gbps)")
-    return number * _RATES[unit.lower()]
-
-
-def seconds(text: str) -> float:
-    """Seconds of "20 ms"; 0 needs no unit.
-
-    Raises:
-        ValueError: It is no time; says what is expected.
-    """
-    number, unit = _split(text)
-    if number == 0 and not unit:
-        return 0.0
-    if unit not in _TIMES:
-        raise ValueError(f"{text!r}: expected a time such as '20 ms' or '3 min' (us, ms, s, min, h)")
-    return number * _TIMES[unit]
-
-
-def _split(text: str) -> tuple[float, str]:
-    found = _NUMBER.fullmatch(text.strip())
-    return (float(found[1]), found[2].strip()) if found else (0.0, f"no number in {text!r}")
 
 
 def load_topology(source: str | Path) -> Topology:

@@ -151,7 +151,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedLink:
-    """A link between two devices, or two hosts, that is unlike the others."""
+    """A link between two devices or hosts that is unlike the others."""
 
     __pydantic_config__ = CLOSED
 
@@ -260,9 +260,9 @@ class TrainingJob:
         """What carries bytes from device `a` to device `b`: their own link, their hosts', or the usual one."""
         x, y = self.by_name[a], self.by_name[b]
         if self._special:
-            found = self._special.get((a, b)) or self._special.get((x.host, y.host))
-            if found is not None:
-                return found
+            for pair in ((a, b), (a, y.host), (x.host, b), (x.host, y.host)):
+                if pair in self._special:
+                    return self._special[pair]
         return self.within_host if x.place == y.place else self.between_hosts
 
     @property

@@ -1,0 +1,469 @@
+"""Files of jobs: YAML or JSON in, a `TrainingJob` out, or a line for each thing that is wrong; and back.
+
+    micro_batches: 32
+    layers:
+      - {name: embedding, forward_s: 1 ms, backward_s: 2 ms, parameter_nbytes: 260 MB, output_nbytes: 16 MiB}
+      - {name: block, repeat: 32, forward_s: 7.2 ms, backward_s: 15 ms, parameter_nbytes: 405 MB}
+    devices:
+      - {name: d, count: 16, per_host: 8, memory_nbytes: 80 GiB}
+    between_hosts: {rate_bps: 200 Gbps, latency_s: 10 us}
+
+Theory of operation. A file is a tree. Its quantities become numbers first: a field whose name ends in a unit (`_s`,
+`_nbytes`, `_bps`) may be a text with a unit, or a number in the field's own. Then pydantic reads the tree as JSON, in
+its strict mode, into the dataclasses of `job` and those here that stand for several layers or devices at once. Checks
+are those of the dataclasses themselves. What pydantic finds is told in words, by its place in the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from chaos_lightning.planning.pipelines.decoder import Decoder
+from chaos_lightning.planning.pipelines.job import (
+    CLOSED,
+    Device,
+    JobError,
+    Layer,
+    Link,
+    MemoryRules,
+    NamedLink,
+    Overheads,
+    TrainingJob,
+    check_number,
+)
+from chaos_lightning.planning.quantities import rate_bps, seconds, size_nbytes
+
+MOST_LAYERS, MOST_DEVICES = 100_000, 1_000_000
+"""More than that is a slip of the pen."""
+MOST_ERRORS = 8
+_MAX_DEPTH = 8
+_EXPONENT = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)[eE][+-]?\d+")
+_UNITS: dict[str, tuple[Callable[[str], float], str]] = {
+    "_s": (seconds, "seconds, as a number or as in '2.5 ms'"),
+    "_nbytes": (size_nbytes, "bytes, as a whole number or as in '80 GiB'"),
+    "_bps": (rate_bps, "bits per second, as a number or as in '100 Gbps'"),
+}
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text; write it in quotes",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dataclass_type": "a mapping",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEntry:
+    """A layer, or several that are alike: those are called NAME.0, NAME.1, ..."""
+
+    __pydantic_config__ = CLOSED
+
+    layer: Layer
+    repeat: int = 1
+
+    def __post_init__(self) -> None:
+        check_number("repeat", self.repeat, least=1)
+
+    def made(self) -> Iterator[Layer]:
+        if self.repeat == 1:
+            yield self.layer
+        else:
+            yield from (replace(self.layer, name=f"{self.layer.name}.{i}") for i in range(self.repeat))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEntry:
+    """A device, or several that are alike: those are called NAME0, NAME1, ..."""
+
+    __pydantic_config__ = CLOSED
+
+    device: Device
+    count: int | None = None
+    """Cards, where `tensor_parallel` is given; else devices."""
+    per_host: int = 0
+    """So many of them, one after the other, are on one host; hosts are called host0, host1, ... through the file."""
+    hosts: tuple[str, ...] = ()
+    """They are spread over these, in order."""
+
+    def __post_init__(self) -> None:
+        check_number("count", 1 if self.count is None else self.count, least=1)
+        check_number("per_host", self.per_host, least=0)
+        if sum(map(bool, (self.device.host, self.per_host, self.hosts))) > 1:
+            raise JobError("host, per_host and hosts say the same; expected one of them")
+
+    def made(self, count: int, tensor_parallel: int, first_host: int) -> Iterator[Device]:
+        """So many devices.
+
+        Args:
+            count: How many cards.
+            tensor_parallel: Cards of one device.
+            first_host: Number of the next host that has no name.
+        """
+        one, t = self.device, tensor_parallel
+        if count % t or self.per_host % t:
+            raise JobError(
+                f"devices: {one.name!r}: count is {count}, per_host is {self.per_host}; "
+                f"expected multiples of tensor_parallel ({t})"
+            )
+        one = replace(one, memory_nbytes=one.memory_nbytes * t, cards=one.cards * t)
+        for i in range(count // t):
+            host = one.host
+            if self.per_host:
+                host = f"host{first_host + i * t // self.per_host}"
+            elif self.hosts:
+                host = self.hosts[i * len(self.hosts) * t // count]
+            yield replace(one, name=one.name if self.count is None else f"{one.name}{i}", host=host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFile:
+    """What a file says."""
+
+    __pydantic_config__ = CLOSED
+
+    micro_batches: int
+    """Of one optimizer step, over all pipelines."""
+    layers: tuple[LayerEntry, ...] = ()
+    decoder: Decoder | None = None
+    """A decoder model by formula, instead of layers."""
+    devices: tuple[DeviceEntry, ...]
+    tensor_parallel: int = 1
+    """Cards of one device. Then `count`, `per_host`, `memory_nbytes` of devices are of cards; times are a device's."""
+    samples: int | None = None
+    """In one micro-batch; by default the decoder's, else 1."""
+    within_host: Link = field(default_factory=Link)
+    between_hosts: Link = field(default_factory=Link)
+    links: tuple[NamedLink, ...] = ()
+    overheads: Overheads = field(default_factory=Overheads)
+    memory: MemoryRules = field(default_factory=MemoryRules)
+
+    def __post_init__(self) -> None:
+        check_number("tensor_parallel", self.tensor_parallel, least=1)
+        if bool(self.layers) == (self.decoder is not None):
+            given = "both are given" if self.layers else "neither has any"
+            raise JobError(f"layers and decoder: {given}; expected at least one layer in one of them")
+        if self.decoder is not None and self.decoder.cards != 1:
+            raise JobError(f"decoder.cards is {self.decoder.cards}; expected tensor_parallel at the top of the file")
+        if sum(entry.repeat for entry in self.layers) > MOST_LAYERS:
+            raise JobError(f"layers are more than {MOST_LAYERS}; expected a smaller repeat")
+        if sum(entry.count or 1 for entry in self.devices) > MOST_DEVICES:
+            raise JobError(f"devices are more than {MOST_DEVICES}; expected a smaller count")
+        seen: set[str] = set()
+        for entry in self.layers:
+            if entry.layer.name in seen:
+                raise JobError(f"layers: the name {entry.layer.name!r} is given twice; expected each to have its own")
+            seen.add(entry.layer.name)
+
+    def job(self, devices: int | None = None) -> TrainingJob:
+        """The job.
+
+        Args:
+            devices: So many instead of those in the file: the first ones, or more of the last kind.
+
+        Raises:
+            JobError: It cannot be.
+        """
+        if self.decoder is not None:
+            layers = replace(self.decoder, cards=self.tensor_parallel).made()
+        else:
+            layers = tuple(layer for entry in self.layers for layer in entry.made())
+        per_micro_batch = 1 if self.decoder is None else self.decoder.micro_batch
+        return TrainingJob(
+            layers=layers,
+            devices=tuple(self._devices(devices)),
+            micro_batches=self.micro_batches,
+            within_host=self.within_host,
+            between_hosts=self.between_hosts,
+            links=self.links,
+            samples=per_micro_batch if self.samples is None else self.samples,
+            overheads=self.overheads,
+            memory=self.memory,
+        )
+
+    def _devices(self, wanted: int | None) -> list[Device]:
+        t, found, hosts = self.tensor_parallel, list[Device](), 0
+        counts = [t if entry.count is None else entry.count for entry in self.devices]
+        if wanted is not None:
+            check_number("--devices", wanted, least=1)
+            more = wanted * t - sum(counts)
+            if more > 0 and self.devices:
+                last = self.devices[-1]
+                if last.count is None or last.hosts:
+                    raise JobError(
+                        f"--devices is {wanted}; expected at most {sum(counts) // t}, or a last entry of devices that "
+                        "has a count and per_host"
+                    )
+                counts[-1] += more
+        for entry, count in zip(self.devices, counts, strict=True):
+            found += entry.made(count, t, hosts)
+            hosts += -(-count // entry.per_host) if entry.per_host else 0
+        return found[:wanted]
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def read_job(path: str | Path, devices: int | None = None) -> TrainingJob:
+    """Reads a job: `.json` is JSON, everything else YAML.
+
+    Args:
+        path: Of the file.
+        devices: So many instead of those in the file.
+
+    Raises:
+        JobError: It cannot be read, or says something that cannot be: a line for each thing, with file, field, what was
+            given and what was expected.
+    """
+    source = Path(path)
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{source}: cannot be read: {error}; expected a job as YAML or JSON") from None
+    return job_of(_from_json(source, text) if source.suffix == ".json" else _from_yaml(source, text), source, devices)
+
+
+def job_of(about: Any, source: str | Path = "job", devices: int | None = None) -> TrainingJob:
+    """The job that a tree of a file describes, or `to_dict` made.
+
+    Args:
+        about: Mappings, lists, texts and numbers.
+        source: What errors name.
+        devices: So many instead of those in it.
+
+    Raises:
+        JobError: It is none.
+    """
+    from pydantic import ValidationError
+
+    problems: list[str] = []
+    try:
+        tree = _in_numbers(about, "", problems)
+        if not problems:
+            tree = _in_parts(tree)
+            read: JobFile = _adapter().validate_json(json.dumps(tree, default=repr), strict=True)
+            return read.job(devices)
+    except ValidationError as error:
+        problems = [_in_words(x) for x in error.errors(include_url=False)]
+    except JobError as error:
+        problems = [str(error)]
+    more = [f"and {len(problems) - MOST_ERRORS} more"] if len(problems) > MOST_ERRORS else []
+    raise JobError("\n".join(f"{source}: {line}" for line in [*problems[:MOST_ERRORS], *more]))
+
+
+@cache
+def _adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(JobFile)
+
+
+def _once(pairs: Sequence[tuple[Any, Any]], where: str) -> dict[Any, Any]:
+    """A mapping of these; a key that is there twice is refused."""
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise JobError(f"{where}: the key {key!r} is there twice in one mapping; expected it once")
+        found[key] = value
+    return found
+
+
+def _from_json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, str(path)))
+    except json.JSONDecodeError as error:
+        raise JobError(f"{path}:{error.lineno}: no JSON: {error.msg}") from None
+    except RecursionError:
+        raise JobError(f"{path}: nested too deep") from None
+
+
+def _from_yaml(path: Path, text: str) -> Any:
+    import yaml
+
+    class _Strict(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        """`yaml.safe_load`, but for keys that are there twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [(str(key.value), None) for key, _ in node.value]
+            _once(keys, f"{path}:{node.start_mark.line + 1}")
+            made: dict[Any, Any] = super().construct_mapping(node, deep)
+            return made
+
+    # YAML 1.1 takes 1e9 for a text; 1.2 does not.
+    _Strict.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-.0123456789"))
+    try:
+        return yaml.load(text, _Strict)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f":{mark.line + 1}" if mark is not None else ""
+        raise JobError(f"{path}{where}: no YAML: {getattr(error, 'problem', None) or error}") from None
+    except RecursionError:
+        raise JobError(f"{path}: nested too deep") from None
+
+
+def _in_numbers(value: Any, path: str, problems: list[str], depth: int = 0) -> Any:
+    """The tree with each quantity as a number in its field's unit."""
+    if depth > _MAX_DEPTH:
+        raise JobError(f"{path}: nested more than {_MAX_DEPTH} deep")
+    if isinstance(value, list | tuple):
+        return [_in_numbers(x, f"{path}[{i}]", problems, depth + 1) for i, x in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return value
+    found = {}
+    for key, x in value.items():
+        where = f"{path}.{key}" if path else str(key)
+        unit = next((u for u in _UNITS if str(key).endswith(u)), None)
+        found[str(key)] = _number(x, unit, where, problems) if unit else _in_numbers(x, where, problems, depth + 1)
+    return found
+
+
+def _number(value: Any, unit: str, path: str, problems: list[str]) -> Any:
+    """The number that a text says; anything else as it is."""
+    parse, expected = _UNITS[unit]
+    if isinstance(value, float) and value.is_integer() and unit == "_nbytes":
+        return int(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse(value)
+    except ValueError:
+        problems.append(f"{path} is {value!r}; expected {expected}")
+        return value
+
+
+def _in_parts(tree: Any) -> Any:
+    """The tree with each entry's layer or device as a mapping of its own."""
+    if not isinstance(tree, dict):
+        return tree
+    found = dict(tree)
+    for key, (entry, part) in _PARTS.items():
+        own = {f.name for f in fields(entry)} - {part}
+        if isinstance(tree.get(key), list):
+            found[key] = [
+                {k: v for k, v in x.items() if k in own} | {part: {k: v for k, v in x.items() if k not in own}}
+                if isinstance(x, dict)
+                else x
+                for x in tree[key]
+            ]
+    return found
+
+
+_PARTS: dict[str, tuple[type, str]] = {"layers": (LayerEntry, "layer"), "devices": (DeviceEntry, "device")}
+"""By key: what an entry is read into, and the field there that has what is the layer's or device's own."""
+
+
+# ------------------------------------------------------------------------------------------------ in words
+
+
+def _in_words(error: Mapping[str, Any]) -> str:
+    """One line about what pydantic found."""
+    kind, loc, given = error["type"], error["loc"], error["input"]
+    if len(loc) > 2 and loc[0] in _PARTS and loc[2] == _PARTS[loc[0]][1]:
+        loc = (*loc[:2], *loc[3:])
+    path = _path(loc)
+    name = str(loc[-1]) if loc else ""
+    if kind == "value_error":
+        return _below(path, str(error["ctx"]["error"]), given)
+    if kind == "missing":
+        return f"{path} is missing; expected {_wanted(name) or 'a value'}"
+    if kind == "unexpected_keyword_argument":
+        known = _known(loc[:-1])
+        near = difflib.get_close_matches(name, known, 1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        return f"{path} is an unknown key{meant}; expected some of {', '.join(known)}"
+    shown = "nothing" if given is None else json.dumps(given, default=repr)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return f"{path or 'the file'} is {shown}; expected {_wanted(name) or _EXPECTED.get(kind) or error['msg']}"
+
+
+def _below(path: str, problem: str, given: Any) -> str:
+    """A problem that a dataclass found: behind the name of the layer or device its first word may be a field."""
+    name = given.get("name") if isinstance(given, Mapping) else None
+    for words in (f"layer {name!r}: ", f"device {name!r}: ", "a link's ", f"{path}: "):
+        problem = problem.removeprefix(words)
+    if not path:
+        return problem
+    return f"{path}.{problem}" if problem.split(" ", 1)[0] in given else f"{path}: {problem}"
+
+
+def _path(loc: Sequence[str | int]) -> str:
+    return "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in loc).removeprefix(".")
+
+
+def _wanted(name: str) -> str:
+    return next((expected for unit, (_, expected) in _UNITS.items() if name.endswith(unit)), "")
+
+
+_CLASSES: dict[str, type] = {
+    "": JobFile,
+    "layers": Layer,
+    "devices": Device,
+    "decoder": Decoder,
+    "within_host": Link,
+    "between_hosts": Link,
+    "links": NamedLink,
+    "overheads": Overheads,
+    "memory": MemoryRules,
+}
+"""By the first key of a place: of what class the value there is."""
+
+
+def _known(loc: Sequence[str | int]) -> list[str]:
+    top = str(loc[0]) if loc else ""
+    entry, part = _PARTS.get(top, (None, ""))
+    own = [f.name for f in fields(entry) if f.name != part] if entry else []
+    return [*(f.name for f in fields(_CLASSES[top])), *own]
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a file, for editors."""
+    found: dict[str, Any] = _adapter().json_schema()
+    found["title"] = "A job of chaos-lightning plan"
+    for entry, part in _PARTS.values():
+        about, own = found["$defs"][entry.__name__], found["$defs"].pop(part.title())
+        del about["properties"][part]
+        about["properties"], about["required"] = own["properties"] | about["properties"], own["required"]
+    for about in (found, *found["$defs"].values()):
+        for name, value in about["properties"].items():
+            if expected := _wanted(name):
+                about["properties"][name] = {"type": ["number", "string"], "description": expected}
+                if value.get("default"):
+                    del value["default"]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def to_dict(job: TrainingJob) -> dict[str, Any]:
+    """A value of JSON; `job_of` makes it the job again. What has its default is left out."""
+    about: dict[str, Any] = {"micro_batches": job.micro_batches}
+    for name, value in (
+        ("layers", job.layers),
+        ("devices", job.devices),
+        ("samples", job.samples),
+        ("within_host", job.within_host),
+        ("between_hosts", job.between_hosts),
+        ("links", job.links),
+        ("overheads", job.overheads),
+        ("memory", job.memory),
+    ):
+        plain = [_plain(x) for x in value] if isinstance(value, tuple) else _plain(value)
+        if plain not in ([], {}):
+            about[name] = plain
+    return about
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, int):
+        return value
+    needed = {f.name: f.default for f in fields(value)}
+    return {name: x for name, x in asdict(value).items() if needed[name] is MISSING or x != needed[name]}
