@@ -64,6 +64,10 @@ COMMANDS: dict[str, Command] = {
     "demo-failover": Command(
         "chaos_lightning.lab.demo.failover:demo_failover", "Train while schedulers and etcd servers are killed."
     ),
+    "plan": Command(
+        "chaos_lightning.observe.plan_command:plan",
+        "Say who computes what when a model is split, and what after a loss.",
+    ),
     "lab": Command("chaos_lightning.lab.edge.runner:lab", "Run a command on every node of an emulated network."),
     "version": Command("chaos_lightning.control.commands:version", "Print the versions that a bug report needs."),
 }

@@ -81,6 +81,10 @@ def test_folder_refuses_its_short_name_and_says_the_right_one(name: str) -> None
 LIGHT = (
     ("chaos_lightning", "torch lightning numpy grpc hydra"),
     ("chaos_lightning.cli", "torch lightning"),
+    (
+        "chaos_lightning.observe.plan_command chaos_lightning.planning.pipelines.files",
+        "torch lightning numpy grpc matplotlib yaml pydantic",
+    ),
     ("chaos_lightning.lab.edge.runner chaos_lightning.lab.edge.plot", "torch lightning numpy grpc matplotlib yaml"),
     (
         "chaos_lightning.observe.audit chaos_lightning.observe.report chaos_lightning.observe.commands "

@@ -1,0 +1,247 @@
+"""`chaos-lightning plan`: the picture at several widths, the command as users run it, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+
+from chaos_lightning.observe import pipelines as picture
+from chaos_lightning.observe.plan_command import lost_devices
+from chaos_lightning.planning.pipelines.estimate import Estimate, estimate
+from chaos_lightning.planning.pipelines.files import job_of, read_job
+from chaos_lightning.planning.pipelines.job import JobError, TrainingJob
+from chaos_lightning.planning.pipelines.plan import VACANT, Detour, Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.planner import Planner
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANS = ROOT / "examples" / "plans"
+
+
+def drawn(what: RenderableType, width: int, encoding: str = "utf-8") -> list[str]:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    Console(width=width, file=out, color_system=None, legacy_windows=False).print(what)
+    out.seek(0)
+    return out.read().splitlines()
+
+
+def two_by_two(**more: Any) -> tuple[TrainingJob, PipelinePlan, Estimate]:
+    """Two pipelines of two stages, 3 and 5 micro-batches: forward 1 s a layer, backward 2 s, 4 s of all-reduce."""
+    job = job_of(
+        {
+            "micro_batches": 8,
+            "layers": [{"name": "x", "repeat": 2, "forward_s": 1, "backward_s": 2, "parameter_nbytes": 30,
+                        "gradient_nbytes": 40, "optimizer_s": 1}],
+            "devices": [{"name": "d", "count": 5, "memory_nbytes": 100}],
+            "between_hosts": {"rate_bps": 80},
+            "memory": {"flat_buffers": 0},
+        }
+    )  # fmt: skip
+    rows = [Pipeline((Stage(f"d{2 * q}", 0, 1), Stage(f"d{2 * q + 1}", 1, 2)), m) for q, m in enumerate((5, 3))]
+    plan = PipelinePlan(2, tuple(rows), idle=("d4",), **more)
+    return job, plan, estimate(job, plan)
+
+
+def test_boxes_say_device_layers_and_memory() -> None:
+    lines = drawn(picture.draw_plan(*two_by_two()), 100)
+    assert lines == [
+        "pipelines 0, 1 (x 2): 3 to 5 micro-batches each",
+        "╭ d0, d2 ────────────────╮  ╭ d1, d3 ────────────────╮",
+        "│layer 0                 │ →│layer 1                 │",
+        "│█████████████░░░░░░  70%│  │█████████████░░░░░░  70%│",
+        "╰────────────────────────╯  ╰────────────────────────╯",
+        "idle: d4",
+    ]
+
+
+def test_a_step_on_a_time_line() -> None:
+    """One cell is one second: 1F1B, then the all-reduce of each layer, then the optimizer."""
+    job, plan, known = two_by_two()
+    assert known.step_s == pytest.approx(23)
+    lines = drawn(picture.draw_step(job, plan, known), 3 + 23)
+    assert lines[:2] == [
+        "d0 FF  BBFBBFBBFBB BB====+".replace("F", "▒").replace("B", "█"),
+        "d1  FBBFBBFBBFBBFBB====  +".replace("F", "▒").replace("B", "█"),
+    ]
+    assert lines[2].endswith("0                  23 s")
+
+
+@pytest.mark.parametrize("width", [40, 80, 100])
+@pytest.mark.parametrize("name", ["llama7b", "edge", "llama33b-tp8"])
+def test_pictures_keep_to_their_width(width: int, name: str) -> None:
+    job = read_job(PLANS / f"{name}.yaml")
+    found = Planner(job).first()
+    for draw in (picture.draw_plan, picture.draw_step, picture.stage_table, picture.memory_table):
+        lines = drawn(draw(job, found.plan, found.estimate), width)
+        assert max(map(cell_len, lines)) <= width
+        named = {name for name in found.plan.stages if any(name in line for line in lines)}
+        assert {s.device for kind in picture.kinds(job, found.plan) for s in kind.pipeline.stages} <= named
+    for table in (picture.layer_table(job), picture.reduce_table(job, found.estimate)):
+        assert max([cell_len(line.rstrip()) for line in drawn(table, width)], default=0) <= width
+
+
+def test_terminals_without_unicode_get_letters() -> None:
+    job, plan, known = two_by_two()
+    text = "\n".join(
+        [
+            *drawn(picture.draw_plan(job, plan, known), 80, "ascii"),
+            *drawn(picture.draw_step(job, plan, known), 80, "ascii"),
+        ]
+    )
+    assert text.isascii()
+    assert "#####" in text
+    assert "BB" in text
+
+
+def test_large_fleets_show_what_is_alike_once() -> None:
+    job = job_of({"micro_batches": 600, "devices": [{"name": "d", "count": 402, "memory_nbytes": 10**6}],
+                  "layers": [{"name": "x", "repeat": 30, "forward_s": 1, "backward_s": 2}]})  # fmt: skip
+    rows = [
+        Pipeline(tuple(Stage(f"d{q * 20 + k}", k, k + 1 if k < 19 else 30) for k in range(20)), 30) for q in range(20)
+    ]
+    plan = PipelinePlan(30, tuple(rows), idle=("d400", "d401"))
+    known = estimate(job, plan)
+    lines = drawn(picture.draw_plan(job, plan, known), 100)
+    assert lines[0] == "pipelines 0 to 19 (x 20): 30 micro-batches each"
+    assert "╭ d0 +19 ───────╮" in lines[1]
+    assert len(lines) < 30
+    step = drawn(picture.draw_step(job, plan, known), 100)
+    assert "… 4 more stages" in step
+    assert len(step) == 16 + 3
+
+
+def test_a_lost_place_is_seen_and_who_fills_it() -> None:
+    job, plan, known = two_by_two()
+    vacant = PipelinePlan(
+        2,
+        (plan.pipelines[0], Pipeline((Stage(VACANT, 0, 1), Stage("d3", 1, 2)), 3)),
+        detours=tuple(Detour(j, 0, 1, "d0") for j in (5, 6, 7)),
+        keepers=(Stage("d4", 0, 1),),
+    )
+    lines = drawn(picture.draw_plan(job, vacant, known), 100)
+    assert "╭ lost ──" in "\n".join(lines)
+    assert lines[-2:] == ["d0 also runs layer 0 of 3 rerouted micro-batches", "d4 keeps a copy of layer 0"]
+
+
+def test_names_from_files_command_no_terminal() -> None:
+    job = job_of({"micro_batches": 1, "layers": [{"name": "a\x1b[2J", "forward_s": 1, "backward_s": 1}],
+                  "devices": [{"name": "d\x1b[2J", "memory_nbytes": 9}]})  # fmt: skip
+    found = Planner(job).first()
+    tables = [picture.draw_plan(job, found.plan, found.estimate), picture.layer_table(job)]
+    assert not any("\x1b" in line for table in tables for line in drawn(table, 80))
+
+
+# ------------------------------------------------------------------------------------------------ what is lost
+
+
+def lost_of(text: str) -> tuple[str, ...]:
+    devices = [
+        *({"name": f"a{i}", "host": "east", "unit": "pair", "memory_nbytes": 9} for i in range(2)),
+        {"name": "b", "count": 3, "per_host": 2, "memory_nbytes": 9},
+    ]
+    job = job_of({"micro_batches": 5, "layers": [{"name": "x", "forward_s": 1, "backward_s": 1}], "devices": devices})
+    return lost_devices(job, Planner(job).first().plan, text)
+
+
+def test_what_dies_together_is_lost_together() -> None:
+    assert lost_of("b1") == ("b1",)
+    assert lost_of("a0") == ("a0", "a1")
+    assert lost_of("host0, b2") == ("b0", "b1", "b2")
+    assert lost_of("1") == ("b2",)
+    assert lost_of("3") == ("b0", "b1", "b2")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("b9", "--lost: 'b9' is no device and no host; expected some of a0, a1, b0, b1, b2, east, host0"),
+        ("4", "--lost is 4; expected 1 to 3 of 4 that die by themselves"),
+        ("0", "--lost is 0; expected 1 to 3"),
+        ("east,host0,host1", "--lost is east,host0,host1: all 5 devices; expected one to be left"),
+    ],
+)
+def test_losses_that_cannot_be(text: str, words: str) -> None:
+    with pytest.raises(JobError) as refused:
+        lost_of(text)
+    assert str(refused.value).startswith(words)
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def command(*words: str, code: int = 0, columns: int = 100) -> str:
+    """What `chaos-lightning plan` prints, run as a process whose output is piped; or what it says on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "chaos_lightning", "plan", *words], capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env=os.environ | {"COLUMNS": str(columns)},
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def test_a_plan_and_a_loss_in_text() -> None:
+    text = command("examples/plans/llama7b.yaml", "--lost", "npu3", "--explain")
+    assert "\x1b" not in text
+    for words in (
+        "llama7b: 34 layers, 8 devices of 64 GiB, 32 micro-batches a step",
+        "lost: npu3",
+        "memory at the peak",
+    ):
+        assert words in text
+    after = text[text.index("lost: npu3") :]
+    assert "npu4" in after
+    assert "╭ npu3" not in after
+
+
+def test_a_plan_and_a_loss_for_programs() -> None:
+    facts = json.loads(
+        command("--model", "gpt:4,256", "--devices", "6", "--lost", "2", "--micro-batches", "9", "--json")
+    )
+    assert facts["micro_batches"] == 9
+    assert facts["exact"] is True
+    assert PipelinePlan.from_dict(facts["plan"]).micro_batches == 9
+    assert facts["lost"] == ["d4", "d5"]
+    for candidate in facts["candidates"]:
+        assert not {"d4", "d5"} & set(PipelinePlan.from_dict(candidate["plan"]).devices)
+        assert candidate["step_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "expected the file of a job, or --model gpt:LAYERS,WIDTH"),
+        (("a.yaml", "--model", "gpt:1,64"), "expected the file of a job, or --model gpt:LAYERS,WIDTH"),
+        (("none.yaml",), "none.yaml: cannot be read"),
+        (("--model", "gpt"), "--model is 'gpt'; expected gpt:LAYERS,WIDTH"),
+        (("--model", "gpt:2,64", "--devices", "0"), "--devices is 0; expected a finite number at least 1"),
+        (("--model", "gpt:2,64", "--micro-batches", "0"), "micro_batches is 0; expected a finite number at least 1"),
+        (("--model", "gpt:2,64", "--lost", "x"), "--lost: 'x' is no device and no host"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(words: tuple[str, ...], said: str) -> None:
+    text = command(*words, code=2)
+    assert text.startswith(f"error: {said}")
+    assert text.count("\n") == 1
+
+
+def test_the_schema_is_printed() -> None:
+    assert json.loads(command("--schema"))["required"] == ["micro_batches", "devices"]
+
+
+def test_it_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom chaos_lightning.cli import app\n"
+        "app(['plan', 'examples/plans/llama7b.yaml', '--lost', '1', '--json'], standalone_mode=False)\n"
+        "heavy = [m for m in ('torch', 'numpy', 'grpc', 'lightning', 'matplotlib', 'scipy') if m in sys.modules]\n"
+        "assert heavy == [], heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
