@@ -34,6 +34,7 @@ PAGES = (
             "when-not",
             "metrics",
             "plain",
+            "pipelines",
         )
     ),
     *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "recipes").glob("*.md")),

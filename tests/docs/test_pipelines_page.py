@@ -1,0 +1,34 @@
+"""Plans of pipelines in the README and in docs/pipelines.md, by the commands that a wheel has installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from blocks_support import ROOT, block
+from installed_support import Installed
+
+
+def test_the_readme_shows_what_the_command_prints(installed: Installed, tmp_path: Path) -> None:
+    """In a terminal of 100 columns. CHAOS_REWRITE=1 writes it again."""
+    shutil.copytree(ROOT / "examples" / "plans", tmp_path / "examples" / "plans")
+    command = block("README.md", "chaos-lightning plan")
+    said = installed.run(command, tmp_path, COLUMNS="100")
+    page = (ROOT / "README.md").read_text()
+    before, _, rest = page.partition(f"```bash\n{command}```\n\n```text\n")
+    shown, _, after = rest.partition("```")
+    if os.environ.get("CHAOS_REWRITE"):
+        (ROOT / "README.md").write_text(f"{before}```bash\n{command}```\n\n```text\n{said}```{after}")
+        shown = said
+    assert shown == said
+    assert max(map(len, said.splitlines())) <= 100
+
+
+def test_the_commands_plan_for_the_file(installed: Installed, tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(block("docs/pipelines.md", "micro_batches: 24"))
+    said = installed.run(block("docs/pipelines.md", "chaos-lightning plan"), tmp_path, COLUMNS="100")
+    heads = re.findall(r"^(\S+): (\d+) layers, (\d+) devices", said, re.MULTILINE)
+    assert heads == [("fleet", "26", "14"), ("fleet", "26", "15"), ("fleet", "26", "14"), ("gpt:32,4096", "34", "64")]
+    assert "lost: d3, d7" in said
