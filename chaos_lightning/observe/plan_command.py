@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chaos_lightning.machine.terminal import print_json
-from chaos_lightning.planning.pipelines.job import Device, JobError, Link, TrainingJob
+from chaos_lightning.planning.pipelines.job import JobError, TrainingJob
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from chaos_lightning.planning.pipelines.estimate import Estimate
     from chaos_lightning.planning.pipelines.plan import PipelinePlan
     from chaos_lightning.planning.pipelines.planner import Planner
-
-CARD = Device(name="d", memory_nbytes=80 << 30)
-"""What `--model` plans for: eight of them on a host, with these links."""
-CARDS_PER_HOST, WITHIN, BETWEEN = 8, Link(rate_bps=2.4e12, latency_s=5e-6), Link(rate_bps=400e9, latency_s=1e-5)
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,8 @@ def samples_per_s(job: TrainingJob, estimate: Estimate) -> float:
 
 def plan(
     model: Annotated[
-        Path | None, typer.Argument(help="File of a job and its fleet, YAML or JSON; examples/plans has some.")
-    ] = None,
+        str, typer.Argument(help="File of a job and its fleet, YAML or JSON; examples/plans has some.", metavar="MODEL")
+    ] = "",
     formula: Annotated[
         str, typer.Option("--model", help="A decoder model by formula instead.", metavar="gpt:LAYERS,WIDTH")
     ] = "",
@@ -88,14 +84,21 @@ def plan(
 
     Shows the pipelines with their layers and memory, and a step on a time line. Exit code 2 if no plan fits.
     """
+    from chaos_lightning.planning.pipelines import files
+    from chaos_lightning.planning.pipelines.decoder import read_model
     from chaos_lightning.planning.pipelines.planner import Planner
 
     if schema:
-        from chaos_lightning.planning.pipelines.files import schema as written
-
-        print_json(written())
+        print_json(files.schema())
         return
-    job, title = _job(model, formula, devices)
+    if bool(model) == bool(formula):
+        raise JobError(
+            "expected the file of a job, or --model gpt:LAYERS,WIDTH; examples/plans has files to start from"
+        )
+    if formula:
+        read_model(formula)
+    job = files.find_job(model or formula, devices)
+    title = Path(model).stem if model else formula
     if micro_batches is not None:
         job = replace(job, micro_batches=micro_batches)
     planner = Planner(job)
@@ -107,26 +110,6 @@ def plan(
         print_json(facts | ({"lost": list(gone), "candidates": [x.facts(job) for x in after]} if gone else {}))
         return
     _show(job, title, before, gone, after, explain=explain)
-
-
-def _job(model: Path | None, formula: str, devices: int | None) -> tuple[TrainingJob, str]:
-    """The job and what it is called."""
-    from chaos_lightning.planning.pipelines.decoder import read_model
-    from chaos_lightning.planning.pipelines.files import DeviceEntry, JobFile, read_job
-
-    if (model is None) == (not formula):
-        raise JobError(
-            "expected the file of a job, or --model gpt:LAYERS,WIDTH; examples/plans has files to start from"
-        )
-    if model is not None:
-        return read_job(model, devices), model.stem
-    count = 8 if devices is None else devices
-    cards = DeviceEntry(device=CARD, count=max(1, count), per_host=CARDS_PER_HOST)
-    file = JobFile(
-        micro_batches=4 * max(1, count), decoder=read_model(formula), devices=(cards,), within_host=WITHIN,
-        between_hosts=BETWEEN,
-    )  # fmt: skip
-    return file.job(count), formula
 
 
 def lost_devices(job: TrainingJob, plan: PipelinePlan, text: str) -> tuple[str, ...]:

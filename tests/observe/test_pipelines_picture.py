@@ -220,7 +220,7 @@ def test_a_plan_and_a_loss_for_programs() -> None:
         ((), "expected the file of a job, or --model gpt:LAYERS,WIDTH"),
         (("a.yaml", "--model", "gpt:1,64"), "expected the file of a job, or --model gpt:LAYERS,WIDTH"),
         (("none.yaml",), "none.yaml: cannot be read"),
-        (("--model", "gpt"), "--model is 'gpt'; expected gpt:LAYERS,WIDTH"),
+        (("--model", "gpt"), "the model is 'gpt'; expected gpt:LAYERS,WIDTH"),
         (("--model", "gpt:2,64", "--devices", "0"), "--devices is 0; expected a finite number at least 1"),
         (("--model", "gpt:2,64", "--micro-batches", "0"), "micro_batches is 0; expected a finite number at least 1"),
         (("--model", "gpt:2,64", "--lost", "x"), "--lost: 'x' is no device and no host"),

@@ -216,5 +216,5 @@ def read_model(text: str, **more: Any) -> Decoder:
     """
     found = re.fullmatch(r"gpt:(\d+),(\d+)", text)
     if found is None:
-        raise JobError(f"--model is {text!r}; expected gpt:LAYERS,WIDTH, such as gpt:32,4096")
+        raise JobError(f"the model is {text!r}; expected gpt:LAYERS,WIDTH, such as gpt:32,4096")
     return Decoder(layers=int(found[1]), width=int(found[2]), **more)

@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.planning.pipelines.decoder import Decoder
+from chaos_lightning.planning.pipelines.decoder import Decoder, read_model
 from chaos_lightning.planning.pipelines.job import (
     CLOSED,
     Device,
@@ -210,6 +210,36 @@ class JobFile:
 
 
 # ------------------------------------------------------------------------------------------------ reading
+
+CARD = Device(name="d", memory_nbytes=80 << 30)
+"""What a model by formula is planned for: eight of them on a host, four micro-batches each, with these links."""
+CARDS_PER_HOST, CARDS, WITHIN, BETWEEN = (
+    8,
+    8,
+    Link(rate_bps=2.4e12, latency_s=5e-6),
+    Link(rate_bps=4e11, latency_s=1e-5),
+)
+
+
+def find_job(model: str, devices: int | None = None) -> TrainingJob:
+    """The job of a file, or of "gpt:LAYERS,WIDTH" on cards that are alike.
+
+    Args:
+        model: A path, or a formula.
+        devices: So many instead of those in the file, or of eight.
+
+    Raises:
+        JobError: It cannot be.
+    """
+    if not model.startswith("gpt:"):
+        return read_job(model, devices)
+    count = CARDS if devices is None else devices
+    check_number("--devices", count, least=1)
+    cards = DeviceEntry(device=CARD, count=count, per_host=CARDS_PER_HOST)
+    about = JobFile(
+        micro_batches=4 * count, decoder=read_model(model), devices=(cards,), within_host=WITHIN, between_hosts=BETWEEN
+    )
+    return about.job()
 
 
 def read_job(path: str | Path, devices: int | None = None) -> TrainingJob:

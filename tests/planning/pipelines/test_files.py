@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos_lightning.planning.pipelines.decoder import decoder_layers
-from chaos_lightning.planning.pipelines.files import job_of, read_job, schema, to_dict
+from chaos_lightning.planning.pipelines.files import find_job, job_of, read_job, schema, to_dict
 from chaos_lightning.planning.pipelines.job import (
     Device,
     JobError,
@@ -111,6 +111,17 @@ def test_a_decoder_stands_for_layers() -> None:
         about | {"decoder": {"layers": 3, "width": 256, "cards": 2}}
     )
     assert "decoder.width is 0; expected" in said(about | {"decoder": {"layers": 3, "width": 0}})
+
+
+def test_a_model_is_a_file_or_a_formula() -> None:
+    assert find_job(str(PLANS / "llama7b.yaml"), 7) == read_job(PLANS / "llama7b.yaml", 7)
+    job = find_job("gpt:3,256", 20)
+    assert job.layers == decoder_layers(3, 256)
+    assert [(d.name, d.host) for d in job.devices][7:9] == [("d7", "host0"), ("d8", "host1")]
+    assert (len(job.devices), job.micro_batches) == (20, 80)
+    assert len(find_job("gpt:3,256").devices) == 8
+    with pytest.raises(JobError, match="expected gpt:LAYERS,WIDTH"):
+        find_job("gpt:3")
 
 
 def changed(**fields: Any) -> dict[str, Any]:
