@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
 import random
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -283,7 +282,9 @@ class FaultPlan:
                 )
             text = path.read_text(encoding="utf-8")
             if path.suffix in (".yaml", ".yml"):
-                return cls.load(_yaml(path, text))
+                import yaml
+
+                return cls.load(yaml.safe_load(text))
             return cls.parse(text)
         if isinstance(source, str):
             return cls.parse(source)
@@ -362,16 +363,6 @@ class FaultPlan:
         if self.also_expected:
             lines.append(f"expect death of {', '.join(self.also_expected)}")
         return "\n".join(lines)
-
-
-def _yaml(path: Path, text: str) -> Any:
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError as error:
-        raise ConfigurationError(
-            f"fault plan {str(path)!r} is YAML, and PyYAML is not installed; pip install pyyaml, or write it as text"
-        ) from error
-    return yaml.safe_load(text)
 
 
 @dataclass(slots=True)

@@ -19,7 +19,6 @@ change so that the trees do not fit, `planning.trees.plan_for` decides.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -152,8 +151,8 @@ def _load(path: Path) -> object:
     try:
         if path.suffix == ".json":
             return json.loads(text)
-        return importlib.import_module("yaml").safe_load(text)
-    except ImportError as error:
-        raise ConfigurationError(f"{name} is YAML, and PyYAML is not installed: pip install pyyaml, or JSON") from error
+        import yaml
+
+        return yaml.safe_load(text)
     except Exception as error:  # yaml's errors are known only once it is imported
         raise ConfigurationError(f"{name} cannot be understood: {error}") from error

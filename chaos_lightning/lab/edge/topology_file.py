@@ -19,7 +19,6 @@ named here by its line.
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,12 +84,8 @@ def _plain(value: Any, path: str, source: str, depth: int = 0) -> Spot:
 
 
 def _read_yaml(path: Path, text: str) -> Spot:
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError as error:
-        raise ConfigurationError(
-            f"topology file {str(path)!r} is YAML, and PyYAML is not installed; pip install pyyaml, or write JSON"
-        ) from error
+    import yaml
+
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
