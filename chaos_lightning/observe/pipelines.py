@@ -53,7 +53,7 @@ _STYLES = {REDUCE: "magenta", OPTIMIZER: "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class AlikePipelines:
     """Pipelines that are alike."""
 
     numbers: tuple[int, ...]
@@ -73,7 +73,7 @@ class Kind:
         return f"pipelines {runs(self.numbers)} (x {len(self.numbers)}): {between}{each} each"
 
 
-def kinds(job: TrainingJob, plan: PipelinePlan) -> list[Kind]:
+def kinds(job: TrainingJob, plan: PipelinePlan) -> list[AlikePipelines]:
     """The plan's pipelines, those that are alike together: with the same cut and kinds of devices."""
     found: dict[object, list[int]] = {}
     for q, p in enumerate(plan.pipelines):
@@ -83,7 +83,7 @@ def kinds(job: TrainingJob, plan: PipelinePlan) -> list[Kind]:
     for numbers in found.values():
         pipelines = [plan.pipelines[q] for q in numbers]
         most = max(pipelines, key=lambda p: p.micro_batches)
-        alike.append(Kind(tuple(numbers), most, min(p.micro_batches for p in pipelines)))
+        alike.append(AlikePipelines(tuple(numbers), most, min(p.micro_batches for p in pipelines)))
     return alike
 
 

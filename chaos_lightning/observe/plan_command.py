@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PricedPlan:
     """A plan, what it costs, and what it takes to get there."""
 
     name: str
@@ -145,12 +145,12 @@ def lost_devices(job: TrainingJob, plan: PipelinePlan, text: str) -> tuple[str, 
     return tuple(sorted(gone))
 
 
-def _planned(planner: Planner, name: str, devices: Sequence[str] | None, *, first: bool) -> Answer:
+def _planned(planner: Planner, name: str, devices: Sequence[str] | None, *, first: bool) -> PricedPlan:
     found = planner.first(devices) if first else planner.exact(devices)
-    return Answer(name, found.plan, found.estimate, found.why, found.exact, found.gap)
+    return PricedPlan(name, found.plan, found.estimate, found.why, found.exact, found.gap)
 
 
-def _after(planner: Planner, before: Answer, lost: Sequence[str], *, first: bool) -> list[Answer]:
+def _after(planner: Planner, before: PricedPlan, lost: Sequence[str], *, first: bool) -> list[PricedPlan]:
     """The ways to go on without them, the one with the shortest step first."""
     job = planner.job
     left = [d.name for d in job.without(lost).devices]
@@ -161,7 +161,7 @@ def _after(planner: Planner, before: Answer, lost: Sequence[str], *, first: bool
 
 
 def _show(
-    job: TrainingJob, title: str, before: Answer, lost: Sequence[str], after: Sequence[Answer], *, explain: bool
+    job: TrainingJob, title: str, before: PricedPlan, lost: Sequence[str], after: Sequence[PricedPlan], *, explain: bool
 ) -> None:
     from rich.console import Console
 
@@ -190,7 +190,7 @@ def _head(job: TrainingJob, title: str) -> str:
     )
 
 
-def _show_answer(console: Console, job: TrainingJob, answer: Answer, *, explain: bool) -> None:
+def _show_answer(console: Console, job: TrainingJob, answer: PricedPlan, *, explain: bool) -> None:
     from chaos_lightning.observe import pipelines
     from chaos_lightning.observe.units import duration
 
