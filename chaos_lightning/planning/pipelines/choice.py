@@ -1,0 +1,192 @@
+"""Which of several plans to go on with: the one that trains most samples until the next loss.
+
+Theory of operation. Losses come to n devices as a Poisson process. If each device is lost at rate r, and losses take g
+devices at once on average, the next loss is at tau ~ Exp(n r / g). A candidate that first pauses for t seconds and then
+trains T samples per second has trained
+
+    T E[max(0, tau - t)] = T exp(-n r t / g) / (n r / g)
+
+samples by then. With probability q that loss takes the last owner of some layer. Then the job restarts from a
+checkpoint, which is worth R times as much as going on. A candidate that throws away v samples (a restart) has lost them
+for certain. Divided by tau's mean, which is the same for all candidates, this is a candidate's *value*, in samples/s:
+
+    value = T exp(-n r t / g) ((1 - q) + q R) - v n r / g
+
+Where lost devices come back, at rate a in all, a plan lasts until the next loss or return, whichever is first: a place
+that is filled again needs no other plan. Then n r / g + a stands for n r / g, and q counts only where a loss is first:
+it is multiplied by (n r / g) / (n r / g + a).
+
+The greatest value is chosen. What goes on without moving anything is left only for something that is better by more
+than a threshold, so that a plan does not flutter when devices are slow now and then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from chaos_lightning.planning.pipelines.plan import PipelinePlan
+
+KEEP, FILL, MOVE, RESTART = "keep", "fill", "move", "restart"
+"""What a candidate does: goes on with what is there, seats newcomers, moves layers, or goes back to a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to go on."""
+
+    policy: str
+    """Who proposes it."""
+    kind: str
+    step_s: float
+    samples: int
+    """Of one step."""
+    transition_s: float = 0.0
+    """From the decision until work goes on."""
+    redo_s: float = 0.0
+    """Of the open step, what is done again."""
+    risk: float = 0.0
+    """Probability that the next loss takes the last owner of some layer."""
+    devices: int = 0
+    """That compute."""
+    lacks: str = ""
+    """What does not fit into memory, where and by how much; "": all fits."""
+    void_samples: float = 0.0
+    """Committed samples that are trained again."""
+    about: str = ""
+    """The plan in words."""
+    plan: Any = None
+    """A `PipelinePlan`, or a formation of equal devices."""
+    value: float = math.nan
+    """Samples/s, as above; `choose` fills it in."""
+
+    @property
+    def throughput(self) -> float:
+        """Samples/s while it trains."""
+        return self.samples / self.step_s
+
+    @property
+    def pause_s(self) -> float:
+        """Until it is where the job would be without the loss."""
+        return self.transition_s + self.redo_s
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacks
+
+    def __str__(self) -> str:
+        fit = self.lacks or f"step {self.step_s:.3g} s, pause {self.pause_s:.3g} s, risk {self.risk:.2%}"
+        return f"{self.policy}: {self.kind}, {self.about}: {fit}, value {self.value:.4g}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """A value of JSON."""
+        return {
+            "policy": self.policy,
+            "kind": self.kind,
+            "step_s": self.step_s,
+            "transition_s": self.transition_s,
+            "redo_s": self.redo_s,
+            "risk": self.risk,
+            "value": None if math.isnan(self.value) else self.value,
+            "devices": self.devices,
+            "lacks": self.lacks,
+            "void_samples": self.void_samples,
+            "about": self.about,
+            "plan": self.plan.to_dict() if isinstance(self.plan, PipelinePlan) else None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was chosen among which candidates, and why."""
+
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate | None
+    """None: nothing fits."""
+    reason: str
+    failed: tuple[tuple[str, str], ...] = ()
+    """Policies that raised, with what they said."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A value of JSON."""
+        return {
+            "candidates": [c.to_dict() for c in self.candidates],
+            "chosen": None if self.chosen is None else self.candidates.index(self.chosen),
+            "reason": self.reason,
+            "failed": [list(pair) for pair in self.failed],
+        }
+
+    def __str__(self) -> str:
+        rows = [f"{'* ' if c is self.chosen else '  '}{c}" for c in self.candidates]
+        return "\n".join([self.reason, *rows, *(f"  {who} raised: {what}" for who, what in self.failed)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """How candidates are compared."""
+
+    rate: float = 0.0
+    """Losses per second of the whole fleet: n r / g."""
+    returns: float = 0.0
+    """Returns per second: a."""
+    restart_worth: float = 0.0
+    """R: what a restart is worth beside going on, 0 to 1."""
+    with_risk: bool = True
+    """Without: the chance that the next loss is fatal counts for nothing."""
+    threshold: float = 0.0
+    """Share by which something else has to be better than to keep the plan."""
+
+    def value(self, c: Candidate) -> float:
+        """Samples/s until the next loss, as this module's docstring has it."""
+        changes = self.rate + self.returns
+        risk = c.risk * self.rate / changes if self.with_risk and changes else 0.0
+        safe = 1 - risk * (1 - self.restart_worth)
+        return c.throughput * math.exp(-changes * c.pause_s) * safe - c.void_samples * changes
+
+
+def restart_worth(rate: float, lost_s: float) -> float:
+    """R where a restart costs `lost_s` seconds of training: what is left of the mean time between two losses."""
+    return max(0.0, 1.0 - rate * lost_s)
+
+
+def choose(candidates: Iterable[Candidate], outlook: Outlook, failed: tuple[tuple[str, str], ...] = ()) -> Decision:
+    """The candidate of the greatest value; of equal ones the first.
+
+    Args:
+        candidates: In the order in which ties are broken.
+        outlook: The rate of losses, and what else counts.
+        failed: Policies that raised, with what they said.
+    """
+    found = tuple(replace(c, value=outlook.value(c)) for c in candidates)
+    fitting = [c for c in found if c.fits]
+    if not fitting:
+        least = "; ".join(f"{c.policy}: {c.lacks}" for c in found) or "no policy has one"
+        return Decision(found, None, f"no plan fits: {least}", failed)
+    best = max(fitting, key=lambda c: c.value)
+    kept = max((c for c in fitting if c.kind == KEEP), key=lambda c: c.value, default=None)
+    if kept is None or kept is best:
+        return Decision(found, best, _why(best, fitting, outlook), failed)
+    if best.value > kept.value * (1 + outlook.threshold):
+        return Decision(found, best, _why(best, fitting, outlook), failed)
+    reason = (
+        f"{kept.kind} by {kept.policy}: to {best.kind} would bring {_more(best.value, kept.value)}, "
+        f"which is within the threshold of {outlook.threshold:.1%}"
+    )
+    return Decision(found, kept, reason, failed)
+
+
+def _more(value: float, other: float) -> str:
+    return f"{value / other - 1:.1%} more samples" if other > 0 else "samples at all"
+
+
+def _why(best: Candidate, fitting: list[Candidate], outlook: Outlook) -> str:
+    changes, what = outlook.rate + outlook.returns, "loss or return" if outlook.returns else "loss"
+    until = f"until the next {what}, in {1 / changes:.3g} s on average" if changes else "while nothing is lost"
+    others = [c for c in fitting if c is not best]
+    if not others:
+        return f"{best.kind} by {best.policy}: nothing else fits"
+    second = max(others, key=lambda c: c.value)
+    more = _more(best.value, second.value)
+    return f"{best.kind} by {best.policy}: {more} than to {second.kind} by {second.policy} {until}"

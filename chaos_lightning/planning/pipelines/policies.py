@@ -1,0 +1,173 @@
+"""What may be done after a loss, by name: who proposes which ways to go on.
+
+Theory of operation. A *policy* is a function from the ways that there are at a moment (`Options`) to candidates, of
+which `choice` takes the one of the greatest value. Options are asked of whoever knows the devices: `formation` for a
+fleet of equal ones, by counters; a running job for its own, by plans. So one and the same policy is simulated and run.
+
+    reroute     the micro-batches of the lost go to the owners of the same layers (ReCycle)
+    dynamic     always the best plan for the devices that are left
+    oobleck     prepared templates of pipelines
+    algorithm1  the search of the paper Chameleon
+    restart     from the newest checkpoint, with pipelines of one length (Varuna)
+    redundant   each device also holds and runs the stage behind its own (Bamboo)
+    adaptive    whichever of rerouting, seating newcomers, the best plan and, where that is risky, one of templates is
+                worth most; and installed policies' own
+
+Others are installed as entry points of the group `chaos_lightning.policies`. Where a policy raises, or has no candidate
+that fits, the job goes on by what is possible at all, and the decision says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from chaos_lightning.errors import PlanError
+from chaos_lightning.planning.pipelines.choice import Candidate, Decision, Outlook, choose
+
+GROUP = "chaos_lightning.policies"
+"""Entry points of policies."""
+
+RISKY = 0.01
+"""Risk of the best plan from which on `adaptive` looks for one of templates, too: it has two copies of each layer."""
+
+
+class Options(Protocol):
+    """The ways to go on at a moment; None: that way is not possible."""
+
+    @property
+    def whole(self) -> bool:
+        """There is a plan, and nobody of it is lost."""
+        ...
+
+    def keep(self) -> Candidate | None:
+        """Reroutes around vacant places, and moves nothing."""
+        ...
+
+    def fill(self) -> Candidate | None:
+        """Seats idle devices in vacant places."""
+        ...
+
+    def avoid(self) -> Candidate | None:
+        """Takes slow devices for lost."""
+        ...
+
+    def move(self, kind: str = "best") -> Candidate | None:
+        """Moves layers: to the `best` plan, or to that of `oobleck`, `algorithm1` or `shadowed`."""
+        ...
+
+    def shadow(self) -> Candidate | None:
+        """Goes on by redundant stages."""
+        ...
+
+    def restart(self, kind: str = "best") -> Candidate | None:
+        """Goes back to the newest checkpoint, with the `best`, a `symmetric` or a `shadowed` plan."""
+        ...
+
+
+Policy = Callable[[Options], Iterable[Candidate | None]]
+
+
+def reroute(options: Options) -> Iterator[Candidate | None]:
+    yield options.keep()
+    yield options.fill()
+
+
+def _anew(kind: str) -> Policy:
+    """After each loss the plan of this kind; where nobody of the plan is lost, only if that is worth it."""
+
+    def policy(options: Options) -> Iterator[Candidate | None]:
+        if options.whole:
+            yield options.keep()
+        yield options.move(kind)
+
+    return policy
+
+
+def restart(options: Options) -> Iterator[Candidate | None]:
+    yield options.keep() if options.whole else options.restart("symmetric")
+
+
+def redundant(options: Options) -> Iterator[Candidate | None]:
+    yield options.shadow()
+    yield options.move("shadowed")
+
+
+def adaptive(options: Options) -> Iterator[Candidate | None]:
+    yield options.keep()
+    yield options.fill()
+    yield options.avoid()
+    best = options.move()
+    yield best
+    if best is not None and best.risk > RISKY:
+        yield options.move("oobleck")
+
+
+POLICIES: dict[str, Policy] = {
+    "adaptive": adaptive,
+    "reroute": reroute,
+    "dynamic": _anew("best"),
+    "oobleck": _anew("oobleck"),
+    "algorithm1": _anew("algorithm1"),
+    "restart": restart,
+    "redundant": redundant,
+}
+
+
+@cache
+def installed() -> dict[str, Policy]:
+    """Policies that users have installed; what cannot be loaded raises when it is asked."""
+    found: dict[str, Policy] = {}
+    for entry in entry_points(group=GROUP):
+        try:
+            found[entry.name] = entry.load()
+        except Exception as error:
+            found[entry.name] = _raising(f"{entry.value} cannot be loaded: {error}")
+    return found
+
+
+def _raising(words: str) -> Policy:
+    def policy(options: Options) -> Iterable[Candidate | None]:
+        raise PlanError(words)
+
+    return policy
+
+
+def policy(name: str) -> Policy:
+    """The policy of this name.
+
+    Raises:
+        PlanError: There is none; lists those there are.
+    """
+    found = POLICIES.get(name) or installed().get(name)
+    if found is None:
+        known = ", ".join([*POLICIES, *sorted(installed())])
+        raise PlanError(f"policy {name!r} is unknown; expected one of {known}")
+    return found
+
+
+def decide(name: str, options: Options, outlook: Outlook) -> Decision:
+    """What a policy does now.
+
+    Args:
+        name: Of the policy.
+        options: What is possible.
+        outlook: How its candidates are compared.
+    """
+    asked = {name: policy(name)}
+    if name == "adaptive":
+        asked |= installed()
+    candidates: list[Candidate] = []
+    failed: list[tuple[str, str]] = []
+    for who, function in asked.items():
+        try:
+            candidates += [replace(c, policy=who) for c in function(options) if c is not None]
+        except Exception as error:
+            failed.append((who, f"{type(error).__name__}: {error}"))
+    if not any(c.fits for c in candidates):
+        spare = [options.keep(), options.move(), options.restart()]
+        candidates += [replace(c, policy="otherwise") for c in spare if c is not None and c.fits][:1]
+    return choose(candidates, outlook, tuple(failed))
