@@ -68,6 +68,9 @@ COMMANDS: dict[str, Command] = {
         "chaos_lightning.observe.plan_command:plan",
         "Say who computes what when a model is split, and what after a loss.",
     ),
+    "simulate": Command(
+        "chaos_lightning.lab.fleet.command:simulate", "Simulate policies on a fleet whose devices come and go."
+    ),
     "lab": Command("chaos_lightning.lab.edge.runner:lab", "Run a command on every node of an emulated network."),
     "version": Command("chaos_lightning.control.commands:version", "Print the versions that a bug report needs."),
 }

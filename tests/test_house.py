@@ -86,6 +86,7 @@ LIGHT = (
         "torch lightning numpy grpc matplotlib yaml pydantic",
     ),
     ("chaos_lightning.lab.edge.runner chaos_lightning.lab.edge.plot", "torch lightning numpy grpc matplotlib yaml"),
+    ("chaos_lightning.lab.fleet.command", "torch lightning numpy grpc matplotlib yaml"),
     (
         "chaos_lightning.observe.audit chaos_lightning.observe.report chaos_lightning.observe.commands "
         "chaos_lightning.lab.harness",

@@ -1,0 +1,1 @@
+"""A simulated fleet: which policy trains most while devices come and go."""

@@ -1,0 +1,153 @@
+"""`chaos-lightning simulate`: policies on simulated fleets."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.lab.fleet.generator import Chance, generate
+from chaos_lightning.lab.fleet.simulator import CAUSES, FleetRun, Outcome, Rules
+from chaos_lightning.lab.fleet.traces import HOUR_S, Trace, read
+from chaos_lightning.planning.pipelines.files import find_job
+from chaos_lightning.planning.pipelines.formation import EqualFleet, Pauses
+from chaos_lightning.planning.pipelines.job import check_number
+from chaos_lightning.planning.pipelines.policies import POLICIES, policy
+
+
+def simulate(
+    model: Annotated[str, typer.Argument(help="File of a job, YAML or JSON, or gpt:LAYERS,WIDTH.", metavar="MODEL")],
+    devices: Annotated[int, typer.Option(help="How many there are at the start.")] = 32,
+    rate: Annotated[float, typer.Option(help="Losses per device and hour.")] = 0.1,
+    hours: Annotated[float, typer.Option(help="How long; 0: 9, or until the trace ends.")] = 0.0,
+    policies: Annotated[
+        str, typer.Option("--policy", help=f"One or more of {', '.join(POLICIES)}, or installed ones.")
+    ] = "adaptive,dynamic,reroute",
+    seeds: Annotated[int, typer.Option(help="How many histories are drawn.")] = 1,
+    trace: Annotated[
+        Path | None, typer.Option(help="A history instead of chance: milliseconds,add|remove,node or hours,count.")
+    ] = None,
+    group: Annotated[int, typer.Option(help="Most devices that are lost at once.")] = 1,
+    per_host: Annotated[int, typer.Option(help="Devices of one host.")] = 1,
+    host_rate: Annotated[float, typer.Option(help="Losses of a whole host, per host and hour.")] = 0.0,
+    repair_hours: Annotated[float, typer.Option(help="Until a lost device is back, on average; 0: never.")] = 0.0,
+    arrivals: Annotated[float, typer.Option(help="New devices per hour.")] = 0.0,
+    most: Annotated[int, typer.Option(help="No more devices than so many are there; 0: no limit.")] = 0,
+    slow_rate: Annotated[float, typer.Option(help="How often a device becomes slow, per device and hour.")] = 0.0,
+    slow_speed: Annotated[float, typer.Option(help="Of a slow device, beside 1.")] = 0.6,
+    transition: Annotated[float, typer.Option(help="Seconds until layers have moved and training goes on.")] = 8.2,
+    reload: Annotated[float, typer.Option(help="Seconds to read a checkpoint, beside a transition.")] = 60.0,
+    checkpoint_minutes: Annotated[float, typer.Option(help="Between two checkpoints.")] = 30.0,
+    risk: Annotated[bool, typer.Option(help="Weigh the chance that the next loss is fatal.")] = True,
+    micro_batches: Annotated[int | None, typer.Option(help="So many in a step instead of those of the model.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write all of it.", metavar="FILE.json")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the first history.", metavar="FILE.png")] = None,
+) -> None:
+    """Simulate a job on a fleet whose devices come and go, under several policies.
+
+    For example: chaos-lightning simulate gpt:32,4096 --rate 0.1 --hours 9 --policy adaptive,reroute --seeds 60
+    """
+    names = [name.strip() for name in policies.split(",")]
+    for name in names:
+        policy(name)
+    check_number("--seeds", seeds, least=1)
+    chance = Chance(
+        devices=devices,
+        hours=hours or 9.0,
+        rate=rate,
+        group=group,
+        per_host=per_host,
+        host_rate=host_rate,
+        repair_hours=repair_hours,
+        arrivals=arrivals,
+        most=most,
+        slow_rate=slow_rate,
+        slow_speed=slow_speed,
+    )
+
+    def drawn(seed: int) -> Trace:
+        return generate(chance, seed) if trace is None else read(trace, seed=seed, hours=hours)
+
+    first = drawn(0)
+    there = max(count for _, count in first.counts())
+    for option, value in (("--transition", transition), ("--reload", reload)):
+        check_number(option, value, least=0)
+    check_number("--checkpoint-minutes", checkpoint_minutes)
+    pauses = Pauses(move_s=transition, reload_s=reload, checkpoint_s=60 * checkpoint_minutes)
+    job = find_job(model, there)
+    fleet = EqualFleet(replace(job, micro_batches=micro_batches) if micro_batches else job, pauses)
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("simulating", total=seeds * len(names))
+        for seed in range(seeds):
+            history = first if seed == 0 else drawn(seed)
+            for name in names:
+                run = FleetRun(fleet, history, name, seed=seed, rules=Rules(with_risk=risk), record=seed == 0)
+                outcomes[name].append(run.run())
+                progress.advance(task)
+    _check_progress(outcomes, first, fleet)
+    show(outcomes, Console())
+    if as_json is not None:
+        as_json.write_text(to_json(outcomes, about=f"{model}, {first.about}"))
+    if plot is not None:
+        from chaos_lightning.lab.fleet.plot import plot as draw
+
+        draw(outcomes, plot)
+
+
+def _check_progress(outcomes: dict[str, list[Outcome]], trace: Trace, fleet: EqualFleet) -> None:
+    """Refuses a fleet on which nothing is ever trained.
+
+    Raises:
+        ConfigurationError: No policy has made a step.
+    """
+    runs = [o for rows in outcomes.values() for o in rows]
+    if max(o.steps for o in runs) >= 1:
+        return
+    there = len(trace.first)
+    plan = fleet.formation("best", there) if there else None
+    if plan is None:
+        raise ConfigurationError(
+            f"{trace.about}: no policy made a step: no plan fits {there} devices; expected more of them"
+        )
+    step_s = fleet.step_s(plan)
+    raise ConfigurationError(
+        f"{trace.about}: no policy made a step: there is a loss every {HOUR_S * runs[0].hours / runs[0].losses:.3g} s, "
+        f"and a step takes {step_s:.3g} s; expected --rate below {HOUR_S / step_s / there:.3g} or a smaller model"
+    )
+
+
+def to_json(outcomes: dict[str, list[Outcome]], about: str) -> str:
+    """All of it; equal runs give equal bytes."""
+    found = {
+        "about": about,
+        "policies": {
+            name: {"throughput": statistics.fmean(o.throughput for o in rows), "runs": [o.to_dict() for o in rows]}
+            for name, rows in outcomes.items()
+        },
+    }
+    return json.dumps(found, indent=1, sort_keys=True) + "\n"
+
+
+def show(outcomes: dict[str, list[Outcome]], console: Console) -> None:
+    """What came of it, a row for each policy."""
+    table = Table("policy", "samples/s", *(f"{c} %" for c in CAUSES), "fatal", box=None, header_style="bold")
+    for name, rows in outcomes.items():
+        length = sum(o.hours for o in rows) * HOUR_S
+        table.add_row(
+            name,
+            f"{statistics.fmean(o.throughput for o in rows):.4g}",
+            *(f"{100 * sum(o.seconds[c] for o in rows) / length:.2f}" for c in CAUSES),
+            str(sum(o.fatal for o in rows)),
+        )
+    console.print(table)
+    for name, what in {who: what for rows in outcomes.values() for o in rows for who, what in o.failed.items()}.items():
+        console.print(f"policy {name} raised: {what}", markup=False, soft_wrap=True)

@@ -1,0 +1,239 @@
+"""Which devices are there when: histories of fleets, and the two kinds of files that hold them.
+
+Theory of operation. A `Trace` says who is there at first and what changes when; it knows of no plan and no policy, so
+that all policies meet the same losses. Changes of one moment are one change: what is lost together is one loss.
+
+Files have no header. `milliseconds,add|remove,node` has a line for each device that comes or goes; the time begins with
+the first line. `hours,count` is a step function: where the count changes it has two lines with one time, the value
+before and the value after it; which devices are lost is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import NamedTuple, NoReturn
+
+from chaos_lightning.errors import ConfigurationError
+
+HOUR_S = 3600.0
+KINDS = "`milliseconds,add|remove,node` (such as 60000,remove,node-3) or `hours,count` (such as 0.5,32)"
+
+
+class TraceError(ConfigurationError):
+    """A history of a fleet that cannot be; says file, line and field."""
+
+
+class Change(NamedTuple):
+    """What becomes of some devices at one moment."""
+
+    at_s: float
+    kind: str
+    """add, remove, slow or well."""
+    devices: tuple[int, ...]
+    speed: float = 1.0
+    """Of slow devices."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A fleet over time."""
+
+    first: tuple[int, ...]
+    """Devices at the start."""
+    changes: tuple[Change, ...]
+    """In the order of time."""
+    end_s: float
+    about: str = ""
+    """Where it is from."""
+
+    @property
+    def removals(self) -> list[int]:
+        """By loss: how many devices it took."""
+        return [len(c.devices) for c in self.changes if c.kind == "remove"]
+
+    def counts(self) -> Iterator[tuple[float, int]]:
+        """(seconds, devices from then on)."""
+        count = len(self.first)
+        yield 0.0, count
+        for c in self.changes:
+            if c.kind in ("add", "remove"):
+                count += len(c.devices) if c.kind == "add" else -len(c.devices)
+                yield c.at_s, count
+
+    def check(self) -> Trace:
+        """Refuses a fleet that is empty for an hour.
+
+        Raises:
+            TraceError: It is.
+        """
+        since: float | None = None
+        for at_s, count in [*self.counts(), (self.end_s, -1)]:
+            if since is not None and at_s - since >= HOUR_S:
+                raise TraceError(
+                    f"{self.about}: no device is there from hour {since / HOUR_S:.4g} to {at_s / HOUR_S:.4g}; "
+                    "expected a fleet that is never empty for an hour: more devices, fewer losses, or repairs"
+                )
+            since = (at_s if since is None else since) if count == 0 else None
+        return self
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+@dataclass(frozen=True)
+class _Line:
+    path: Path
+    number: int
+    fields: list[str]
+
+    def refuse(self, what: str) -> NoReturn:
+        raise TraceError(f"{self.path}: line {self.number}: {what}")
+
+    def number_in(self, field: int, name: str) -> float:
+        try:
+            value = float(self.fields[field])
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value >= 0):
+            self.refuse(f"{name} is {self.fields[field]!r}; expected a number from 0 on")
+        return value
+
+
+def _lines(path: Path) -> list[_Line]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read as text: {error}") from error
+    rows = [(i, row.strip()) for i, row in enumerate(text.splitlines(), 1)]
+    found = [_Line(path, i, [x.strip() for x in row.split(",")]) for i, row in rows if row]
+    if not found:
+        raise TraceError(f"{path}: the file is empty; expected lines {KINDS}")
+    width = len(found[0].fields)
+    if width not in (2, 3):
+        found[0].refuse(f"it has {width} fields; expected {KINDS}, without a header")
+    for line in found:
+        if len(line.fields) != width:
+            line.refuse(f"it has {len(line.fields)} fields where the first line has {width}; expected {KINDS}")
+    return found
+
+
+def read(path: Path, *, seed: int = 0, hours: float = 0.0) -> Trace:
+    """The history that a file holds.
+
+    Args:
+        path: Of the file, of either kind.
+        seed: Draws which devices are lost where the file has only counts.
+        hours: Where the history ends; 0: at its last line.
+
+    Raises:
+        TraceError: It holds none.
+    """
+    lines = _lines(path)
+    if len(lines[0].fields) == 3:
+        first, changes, last_s = _events(lines)
+    else:
+        first, changes, last_s = _steps(lines, Random(seed))
+    end_s = hours * HOUR_S or last_s
+    if not end_s:
+        raise TraceError(
+            f"{path}: line {lines[-1].number}: the history has no end: all lines have the same time; "
+            "expected a last line with a later one, or --hours"
+        )
+    kept = tuple(c for c in changes if c.at_s <= end_s)
+    return Trace(first, kept, end_s, str(path)).check()
+
+
+def _ordered(line: _Line, at: float, before: float, unit: str) -> None:
+    if at < before:
+        line.refuse(f"time goes backwards, from {before:.15g} to {at:.15g} {unit}; expected lines in the order of time")
+
+
+def _events(lines: list[_Line]) -> tuple[tuple[int, ...], list[Change], float]:
+    numbers: dict[str, int] = {}
+    there: set[str] = set()
+    rows: list[tuple[float, str, int]] = []
+    start = before = lines[0].number_in(0, "milliseconds")
+    for line in lines:
+        at, (_, kind, node) = line.number_in(0, "milliseconds"), line.fields
+        _ordered(line, at, before, "ms")
+        before = at
+        if kind not in ("add", "remove"):
+            line.refuse(f"the second field is {kind!r}; expected add or remove, as in {KINDS}")
+        if not node:
+            line.refuse("the third field, the node, is empty; expected its name")
+        if kind == "add" and node in there:
+            line.refuse(f"adds {node!r}, which is there already; expected it to be removed first")
+        if kind == "remove" and node not in there:
+            line.refuse(f"removes {node!r}, which is not there; expected a node that was added before")
+        (there.add if kind == "add" else there.remove)(node)
+        rows.append(((at - start) / 1000, kind, numbers.setdefault(node, len(numbers))))
+    first = tuple(n for at, kind, n in rows if at == 0 and kind == "add")
+    return first, _together(r for r in rows if r[0] > 0 or r[1] == "remove"), rows[-1][0]
+
+
+def _together(rows: Iterable[tuple[float, str, int]]) -> list[Change]:
+    """Changes of one kind at one time are one."""
+    found: list[Change] = []
+    for at, kind, device in rows:
+        if found and found[-1][:2] == (at, kind):
+            found[-1] = found[-1]._replace(devices=(*found[-1].devices, device))
+        else:
+            found.append(Change(at, kind, (device,)))
+    return found
+
+
+def _steps(lines: list[_Line], random: Random) -> tuple[tuple[int, ...], list[Change], float]:
+    changes: list[Change] = []
+    there: list[int] = []
+    start = before = lines[0].number_in(0, "hours")
+    following = 0
+    first: tuple[int, ...] = ()
+    for i, line in enumerate(lines):
+        at, value = line.number_in(0, "hours"), line.number_in(1, "the count")
+        _ordered(line, at, before, "h")
+        if value != int(value):
+            line.refuse(f"the count is {line.fields[1]!r}; expected a whole number of devices")
+        more = int(value) - len(there)
+        if i and more and at != before:
+            line.refuse(
+                f"the count becomes {int(value)} where it was {len(there)} since hour {before:g}; expected two lines "
+                f"where it changes: {line.fields[0]},{len(there)} and {line.fields[0]},{int(value)}"
+            )
+        at_s, before = (at - start) * HOUR_S, at
+        if more > 0:
+            new = tuple(range(following, following + more))
+            following += more
+            there += new
+            if i == 0:
+                first = new
+            else:
+                changes.append(Change(at_s, "add", new))
+        elif more < 0:
+            lost = tuple(there.pop(random.randrange(len(there))) for _ in range(-more))
+            changes.append(Change(at_s, "remove", lost))
+    return first, changes, (before - start) * HOUR_S
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def write_events(trace: Trace, path: Path) -> None:
+    """As `milliseconds,add|remove,node`; slow devices are not told."""
+    rows = [(0.0, "add", d) for d in trace.first]
+    rows += [(c.at_s, c.kind, d) for c in trace.changes if c.kind in ("add", "remove") for d in c.devices]
+    path.write_text("".join(f"{round(at * 1000)},{kind},node-{d}\n" for at, kind, d in rows))
+
+
+def write_steps(trace: Trace, path: Path) -> None:
+    """As `hours,count`; who it was is not told."""
+    rows: list[tuple[float, int]] = []
+    for at_s, count in trace.counts():
+        if rows:
+            rows.append((at_s, rows[-1][1]))
+        rows.append((at_s, count))
+    rows.append((trace.end_s, rows[-1][1]))
+    path.write_text("".join(f"{at_s / HOUR_S:.9g},{count}\n" for at_s, count in rows))

@@ -1,0 +1,177 @@
+"""Histories of fleets: drawn, written and read back, and refused where they cannot be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.lab.fleet.generator import SHARED, Chance, generate, group_sizes
+from chaos_lightning.lab.fleet.traces import Change, Trace, TraceError, read, write_events, write_steps
+
+BUSY = Chance(devices=40, hours=20, rate=0.1, group=6, repair_hours=1.0, slow_rate=0.02)
+
+
+# ------------------------------------------------------------------------------------------------ by chance
+
+
+def test_equal_seeds_draw_equal_histories() -> None:
+    assert generate(BUSY, 3) == generate(BUSY, 3)
+    assert generate(BUSY, 3) != generate(BUSY, 4)
+
+
+def test_devices_are_lost_as_often_as_the_rate_says() -> None:
+    for chance in (Chance(devices=500, hours=20, rate=0.1, repair_hours=0.01),
+                   Chance(devices=500, hours=20, rate=0.1, repair_hours=0.01, group=6)):  # fmt: skip
+        lost = sum(generate(chance, 1).removals)
+        assert lost == pytest.approx(500 * 20 * 0.1, rel=0.15)
+
+
+def test_groups_share_time_stamps_as_often_as_in_published_traces() -> None:
+    sizes = group_sizes(6)
+    assert sum(sizes.values()) == pytest.approx(1)
+    mean = sum(g * p for g, p in sizes.items())
+    assert 1 - sizes[1] / mean == pytest.approx(SHARED)
+    removals = generate(Chance(devices=500, hours=20, rate=0.1, repair_hours=0.01, group=6), 1).removals
+    assert set(removals) == {1, 2, 3, 4, 5, 6}
+    assert 1 - Counter(removals)[1] / sum(removals) == pytest.approx(SHARED, abs=0.05)
+
+
+def test_host_is_lost_as_a_whole() -> None:
+    trace = generate(Chance(devices=32, hours=9, rate=0, per_host=8, host_rate=0.2), 2)
+    lost = [c.devices for c in trace.changes]
+    assert lost
+    for devices in lost:
+        assert list(devices) == list(range(devices[0], devices[0] + 8))
+        assert devices[0] % 8 == 0
+
+
+def test_nobody_is_lost_or_added_twice() -> None:
+    trace = generate(BUSY, 5)
+    there, slow = set(trace.first), set()
+    for c in trace.changes:
+        match c.kind:
+            case "remove":
+                assert there >= set(c.devices)
+                there -= set(c.devices)
+                slow -= set(c.devices)
+            case "add":
+                assert not there & set(c.devices)
+                there |= set(c.devices)
+            case "slow":
+                assert there >= set(c.devices)
+                slow |= set(c.devices)
+            case "well":
+                assert slow >= set(c.devices)
+                slow -= set(c.devices)
+    assert {"remove", "add", "slow", "well"} == {c.kind for c in trace.changes}
+
+
+def test_new_devices_arrive_up_to_a_limit() -> None:
+    trace = generate(Chance(devices=4, hours=9, rate=0, arrivals=10, most=9), 0)
+    assert max(count for _, count in trace.counts()) == 9
+
+
+def test_fleet_that_is_empty_for_an_hour_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"--devices 3 --rate 5 --hours 9: no device is there from hour .* repairs"):
+        generate(Chance(devices=3, rate=5.0), 0)
+
+
+def test_chance_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"--rate is -1; expected a finite number at least 0"):
+        Chance(devices=3, rate=-1)
+    with pytest.raises(ConfigurationError, match=r"--slow-speed is 2; expected less than 1"):
+        Chance(devices=3, slow_speed=2)
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def by_counts(trace: Trace) -> list[tuple[float, int]]:
+    """What a step function tells."""
+    found: dict[float, int] = {}
+    for at, count in trace.counts():
+        found[round(at, 2)] = count
+    return list(found.items())
+
+
+def test_events_are_written_and_read_back(tmp_path: Path) -> None:
+    trace = generate(BUSY, 7)
+    write_events(trace, tmp_path / "a")
+    found = read(tmp_path / "a", hours=20)
+    wanted = [c for c in trace.changes if c.kind in ("add", "remove")]
+    assert found.first == trace.first
+    assert found.removals == trace.removals
+    assert [(round(c.at_s, 2), c.kind, len(c.devices)) for c in found.changes] == [
+        (pytest.approx(c.at_s, abs=0.01), c.kind, len(c.devices)) for c in wanted
+    ]
+
+
+def test_steps_are_written_and_read_back(tmp_path: Path) -> None:
+    trace = generate(BUSY, 7)
+    write_steps(trace, tmp_path / "a")
+    found = read(tmp_path / "a", seed=1)
+    assert found.end_s == pytest.approx(trace.end_s)
+    assert [n for _, n in by_counts(found)] == [n for _, n in by_counts(trace)]
+    assert read(tmp_path / "a", seed=1) == found
+    assert read(tmp_path / "a", seed=2) != found
+
+
+def test_removals_of_one_time_stamp_are_one_loss(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("500,add,x\n500,add,y\n500,add,z\n1500,remove,x\n1500,remove,z\n2500,add,x\n")
+    found = read(path)
+    assert found == Trace((0, 1, 2), (Change(1.0, "remove", (0, 2)), Change(2.0, "add", (0,))), 2.0, str(path))
+
+
+EVENTS = "0,add,a\n0,add,b\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "the file is empty; expected lines"),
+        ("milliseconds,event,node\n", "line 1: milliseconds is 'milliseconds'; expected a number from 0 on"),
+        ("1,2,3,4\n", "line 1: it has 4 fields; expected `milliseconds,add|remove,node` (such as"),
+        ("hello\n", "line 1: it has 1 fields"),
+        (EVENTS + "5,3\n", "line 3: it has 2 fields where the first line has 3"),
+        (EVENTS + "9000,remove,a\n8000,add,a\n", "line 4: time goes backwards, from 9000 to 8000 ms"),
+        (EVENTS + "9000,remove,c\n", "line 3: removes 'c', which is not there; expected a node that was added before"),
+        (EVENTS + "9000,add,b\n", "line 3: adds 'b', which is there already"),
+        (EVENTS + "9000,drop,b\n", "line 3: the second field is 'drop'; expected add or remove"),
+        (EVENTS + "9000,remove,\n", "line 3: the third field, the node, is empty"),
+        (EVENTS + "inf,remove,a\n", "line 3: milliseconds is 'inf'; expected a number from 0 on"),
+        (EVENTS, "line 2: the history has no end: all lines have the same time; expected a last line with a later one"),
+        (
+            EVENTS + "1000,remove,a\n1000,remove,b\n3700000,add,a\n",
+            "no device is there from hour 0.0002778 to 1.028; expected a fleet that is never empty for an hour",
+        ),
+        ("0,8\n", "line 1: the history has no end"),
+        ("0,8\n2,8\n1,7\n", "line 3: time goes backwards, from 2 to 1 h"),
+        ("0,8\n2,7\n", "line 2: the count becomes 7 where it was 8 since hour 0; expected two lines where it changes: "
+         "2,8 and 2,7"),
+        ("0,8\n2,8\n2,7.5\n", "line 3: the count is '7.5'; expected a whole number of devices"),
+        ("0,8\n2,8\n2,-1\n", "line 3: the count is '-1'; expected a number from 0 on"),
+        ("0,8\n2,8\n2,0\n4,0\n", "no device is there from hour 2 to 4"),
+    ],
+)  # fmt: skip
+def test_file_that_holds_no_history_is_refused_by_line_and_field(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    with pytest.raises(TraceError) as refused:
+        read(path)
+    assert str(refused.value).startswith(f"{path}: ")
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"nowhere: cannot be read as text"):
+        read(tmp_path / "nowhere")
+
+
+def test_history_without_an_end_ends_at_the_given_hour(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("0,8\n")
+    assert read(tmp_path / "a", hours=3).end_s == 3 * 3600
