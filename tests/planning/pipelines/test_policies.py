@@ -111,6 +111,13 @@ def test_slow_device_makes_the_step_as_long_as_its_stage_takes() -> None:
     assert f.step_s(FOUR, {5: 1.0}) == pytest.approx(f.step_s(FOUR))
 
 
+def test_search_of_a_cut_ends_where_stages_are_equal_but_for_rounding() -> None:
+    time_s = 24 * 4096**2 * 2048 / 100e12
+    layers = tuple(Layer(name=f"l{i}", forward_s=time_s, backward_s=2 * time_s) for i in range(32))
+    job = TrainingJob(layers=layers, devices=(Device(name="d", memory_nbytes=1),), micro_batches=64)
+    assert EqualFleet(job).formation("best", 4) is not None
+
+
 def test_plans_of_large_fleets_leave_few_devices_idle() -> None:
     f = fleet(devices=1, micro_batches=512)
     found = f.formation("best", 2047)
