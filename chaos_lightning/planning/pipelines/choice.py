@@ -27,9 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chaos_lightning.planning.pipelines.plan import PipelinePlan
-
-KEEP, FILL, MOVE, RESTART = "keep", "fill", "move", "restart"
+KINDS = KEEP, FILL, MOVE, RESTART = "keep", "fill", "move", "restart"
 """What a candidate does: goes on with what is there, seats newcomers, moves layers, or goes back to a checkpoint."""
 
 
@@ -94,7 +92,7 @@ class Candidate:
             "lacks": self.lacks,
             "void_samples": self.void_samples,
             "about": self.about,
-            "plan": self.plan.to_dict() if isinstance(self.plan, PipelinePlan) else None,
+            "plan": None if self.plan is None else self.plan.to_dict(),
         }
 
 

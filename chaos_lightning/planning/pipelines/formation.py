@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, Candidate
 from chaos_lightning.planning.pipelines.equal import Shape, Shapes
@@ -106,6 +107,14 @@ class Formation:
             row, pipeline, stage = self.seat(place)
             found[row, pipeline].append(stage)
         return {key: tuple(stages) for key, stages in found.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """A value of JSON."""
+        return {
+            "rows": [r._asdict() | {"cut": list(at)} for r, at in zip(self.shape.rows, self.cuts, strict=True)],
+            "vacant": sorted(self.vacant),
+            "shadowed": self.shadowed,
+        }
 
     def __str__(self) -> str:
         return describe(self.shape) + (f"; {len(self.vacant)} places are vacant" if self.vacant else "")

@@ -19,6 +19,7 @@ that fits, the job goes on by what is possible at all, and the decision says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -26,7 +27,7 @@ from importlib.metadata import entry_points
 from typing import Protocol
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.planning.pipelines.choice import Candidate, Decision, Outlook, choose
+from chaos_lightning.planning.pipelines.choice import KINDS, Candidate, Decision, Outlook, choose
 
 GROUP = "chaos_lightning.policies"
 """Entry points of policies."""
@@ -149,6 +150,17 @@ def policy(name: str) -> Policy:
     return found
 
 
+def _checked(who: str, c: Candidate) -> Candidate:
+    """A candidate under its policy's name.
+
+    Raises:
+        PlanError: Nobody could go on by it.
+    """
+    if not (c.kind in KINDS and c.plan is not None and 0 < c.step_s < math.inf and c.pause_s >= 0):
+        raise PlanError(f"this is no way to go on: {c}; expected one of the options', or one with all of their fields")
+    return replace(c, policy=who)
+
+
 def decide(name: str, options: Options, outlook: Outlook) -> Decision:
     """What a policy does now.
 
@@ -164,7 +176,7 @@ def decide(name: str, options: Options, outlook: Outlook) -> Decision:
     failed: list[tuple[str, str]] = []
     for who, function in asked.items():
         try:
-            candidates += [replace(c, policy=who) for c in function(options) if c is not None]
+            candidates += [_checked(who, c) for c in function(options) if c is not None]
         except Exception as error:
             failed.append((who, f"{type(error).__name__}: {error}"))
     if not any(c.fits for c in candidates):

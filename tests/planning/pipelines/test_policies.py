@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import EntryPoint
@@ -230,6 +231,26 @@ def raising(options: policies.Options) -> Iterator[Candidate | None]:
 def generous(options: policies.Options) -> Iterator[Candidate | None]:
     found = options.keep()
     yield found and replace(found, step_s=found.step_s / 100, about="mine")
+
+
+def empty(options: policies.Options) -> Iterator[Candidate | None]:
+    yield Candidate(policy="", kind=KEEP, step_s=1.0, samples=1)
+
+
+def test_candidate_that_nobody_could_follow_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "installed", lambda: {"empty": empty})
+    decision = policies.decide("empty", options(FOUR), Outlook())
+    assert "this is no way to go on" in decision.failed[0][1]
+    assert decision.chosen is not None
+    assert decision.chosen.policy == "otherwise"
+
+
+def test_decision_with_formations_is_a_value_of_json() -> None:
+    decision = policies.decide("adaptive", options(FOUR.without([5])), Outlook())
+    about = json.loads(json.dumps(decision.to_dict()))
+    kept = next(c for c in about["candidates"] if c["kind"] == KEEP)
+    assert kept["plan"]["vacant"] == [5]
+    assert kept["plan"]["rows"] == [{"stages": 4, "micro_batches": 8, "times": 4, "cut": [0, 2, 4, 6, 8]}]
 
 
 def test_policy_that_raises_loses_its_candidate_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
