@@ -291,13 +291,15 @@ class FleetRun:
     def _seat(self, chosen: Candidate) -> None:
         """Who sits where: a move seats all anew, side by side on their hosts; else only places that change hands."""
         after: Formation = chosen.plan
-        kept = {d: place for d, place in self.seats.items() if place not in after.vacant and d not in self.slow}
         if chosen.kind in (MOVE, RESTART) or self.formation is None:
-            kept = {}
-        taken = set(kept.values()) | after.vacant
+            self.seats, empty = {}, list(range(after.places))
+        else:
+            empty = sorted(self.formation.vacant - after.vacant)
+            left = {d: self.seats.pop(d) for d in self.slow if d in self.seats}
+            empty += [place for place in left.values() if place not in after.vacant]
         # Who has become slow meanwhile takes a place only where nobody else is left.
-        free = sorted((d for d in self.there if d not in kept), key=lambda d: (d in self.slow, d))
-        self.seats = kept | dict(zip(free, (x for x in range(after.places) if x not in taken), strict=False))
+        free = sorted(self.there - self.seats.keys(), key=lambda d: (d in self.slow, d))
+        self.seats |= zip(free, empty, strict=False)
         self.formation = after
 
     def _note(self, plan: str, why: str) -> None:

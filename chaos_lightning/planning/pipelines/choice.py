@@ -17,7 +17,7 @@ that is filled again needs no other plan. Then n r / g + a stands for n r / g, a
 it is multiplied by (n r / g) / (n r / g + a).
 
 The greatest value is chosen. What goes on without moving anything is left only for something that is better by more
-than a threshold, so that a plan does not flutter when devices are slow now and then.
+than a threshold, so that a plan does not flutter when devices are slow now and then; or to seat newcomers.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def restart_worth(rate: float, lost_s: float) -> float:
 
 
 def choose(candidates: Iterable[Candidate], outlook: Outlook, failed: tuple[tuple[str, str], ...] = ()) -> Decision:
-    """The candidate of the greatest value; of equal ones the first.
+    """The candidate of the greatest value; of equal ones that with most devices, then the first.
 
     Args:
         candidates: In the order in which ties are broken.
@@ -162,17 +162,29 @@ def choose(candidates: Iterable[Candidate], outlook: Outlook, failed: tuple[tupl
     if not fitting:
         least = "; ".join(f"{c.policy}: {c.lacks}" for c in found) or "no policy has one"
         return Decision(found, None, f"no plan fits: {least}", failed)
-    best = max(fitting, key=lambda c: c.value)
-    kept = max((c for c in fitting if c.kind == KEEP), key=lambda c: c.value, default=None)
-    if kept is None or kept is best:
+    kept = max((c for c in fitting if c.kind == KEEP), key=_order, default=None)
+    best = max(fitting, key=_order)
+    if kept is None or best is kept:
         return Decision(found, best, _why(best, fitting, outlook), failed)
-    if best.value > kept.value * (1 + outlook.threshold):
+    worth = [c for c in fitting if c.value > kept.value * (1 + outlook.threshold) or _seats_more(c, kept)]
+    if worth:
+        best = max(worth, key=_order)
         return Decision(found, best, _why(best, fitting, outlook), failed)
     reason = (
         f"{kept.kind} by {kept.policy}: to {best.kind} would bring {_more(best.value, kept.value)}, "
         f"which is within the threshold of {outlook.threshold:.1%}"
     )
     return Decision(found, kept, reason, failed)
+
+
+def _order(c: Candidate) -> tuple[float, int]:
+    """Of equal values the one with more devices."""
+    return (c.value, c.devices)
+
+
+def _seats_more(c: Candidate, kept: Candidate) -> bool:
+    """Newcomers take their places as soon as that costs nothing."""
+    return c.kind == FILL and c.devices > kept.devices and c.value >= kept.value
 
 
 def _more(value: float, other: float) -> str:

@@ -144,8 +144,8 @@ class Pauses:
 
     reroute_s: float = 0.0
     """Until micro-batches go other ways."""
-    fill_s: float = 1.0
-    """Until a newcomer, which has loaded beside training, takes a vacant place."""
+    fill_s: float = 0.0
+    """Until newcomers take vacant places between two steps; they load beside training."""
     move_s: float = 8.2
     """Until layers have moved and other pipelines train."""
     reload_s: float = 60.0
