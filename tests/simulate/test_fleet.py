@@ -210,6 +210,8 @@ def test_command_runs_a_trace(tmp_path: Path, write: object) -> None:
         (["--policy", "best"], PlanError, "policy 'best' is unknown; expected one of adaptive, "),
         (["--rate", "nan"], ConfigurationError, "--rate is nan; expected a finite number at least 0"),
         (["--devices", "2", "--rate", "9"], TraceError, "no device is there from hour"),
+        (["--json", "/nowhere/a"], ConfigurationError, "--json /nowhere/a: /nowhere is no folder"),
+        (["--plot", "a.unknown"], ConfigurationError, "--plot a.unknown: Format 'unknown' is not supported"),
         (["--trace", "/nowhere"], TraceError, "/nowhere: cannot be read as text"),
         (
             ["--devices", "16", "--rate", "3000", "--repair-hours", "0.0002", "--hours", "0.05"],

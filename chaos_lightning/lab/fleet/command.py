@@ -59,6 +59,9 @@ def simulate(
     for name in names:
         policy(name)
     check_number("--seeds", seeds, least=1)
+    for option, path in (("--json", as_json), ("--plot", plot)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigurationError(f"{option} {path}: {path.parent} is no folder; expected one that is there")
     chance = Chance(
         devices=devices,
         hours=hours or 9.0,
@@ -94,7 +97,10 @@ def simulate(
                 outcomes[name].append(run.run())
                 progress.advance(task)
     _check_progress(outcomes, first, fleet)
-    show(outcomes, Console())
+    console = Console()
+    if not job.alike:
+        console.print(f"note: all devices count as {job.devices[0].name}, the first one of {model}", soft_wrap=True)
+    show(outcomes, console)
     if as_json is not None:
         as_json.write_text(to_json(outcomes, about=f"{model}, {first.about}"))
     if plot is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.errors import MissingExtraError
+from chaos_lightning.errors import ConfigurationError, MissingExtraError
 from chaos_lightning.lab.fleet.simulator import CAUSES, Outcome
 from chaos_lightning.lab.fleet.traces import HOUR_S
 from chaos_lightning.observe.charts import (
@@ -32,6 +32,7 @@ def plot(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
 
     Raises:
         MissingExtraError: matplotlib is not installed.
+        ConfigurationError: It knows no such kind of file.
     """
     if words := missing():
         raise MissingExtraError(words)
@@ -50,7 +51,10 @@ def plot(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
     legend(devices, len(outcomes) + 1)
     legend(throughput, len(outcomes))
     _causes(causes, outcomes)
-    sheet.savefig(path, dpi=144)
+    try:
+        sheet.savefig(path, dpi=144)
+    except ValueError as error:
+        raise ConfigurationError(f"--plot {path}: {error}") from error
 
 
 def _steps(axes: Any, run: Outcome, values: Sequence[float], **options: Any) -> None:
