@@ -17,9 +17,13 @@ from rich.text import Text
 from chaos_lightning.machine.tables import FittingTable
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe.units import amount, duration
+from chaos_lightning.planning.pipelines.choice import Decision
 from chaos_lightning.planning.pipelines.estimate import Estimate, timelines
 from chaos_lightning.planning.pipelines.job import Layer, TrainingJob
+from chaos_lightning.planning.pipelines.lists import coupled, run_coupled
+from chaos_lightning.planning.pipelines.moves import Moves
 from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.timing import Span
 
 LEAST_BOX, MOST_BOX = 12, 24
 """Cells within a stage's box."""
@@ -240,13 +244,10 @@ def draw_step(job: TrainingJob, plan: PipelinePlan, estimate: Estimate) -> Drawn
 
     def lines(width: int, glyphs: Glyphs) -> Iterator[Text]:
         found = kinds(job, plan)[:KINDS_SHOWN]
-        if any(s.device == VACANT for k in found for s in k.pipeline.stages):
-            return
-        devices = [printable(s.device) for k in found for s in k.pipeline.stages]
-        label = min(max(map(cell_len, devices)), 12, width // 4)
+        ran = _ran(job, plan, found)
+        label = min(max(cell_len(_name(s)) for k in found for s in k.pipeline.stages), 12, width // 4)
         cells = width - label - 1
-        runs_of = timelines(job, replace(plan, pipelines=tuple(k.pipeline for k in found), detours=(), keepers=()))
-        for kind, line in zip(found, runs_of, strict=True):
+        for kind in found:
             if len(found) > 1:
                 yield Text(kind.words, "dim")
             stages = kind.pipeline.stages
@@ -256,9 +257,9 @@ def draw_step(job: TrainingJob, plan: PipelinePlan, estimate: Estimate) -> Drawn
                     if k == half:
                         yield Text(f"{glyphs.dots} {len(stages) - 2 * half} more stages", "dim")
                     continue
-                done = [(x.start_s, x.end_s, x.instruction.kind) for x in line.rows[k]]
-                row = _columns([*done, *_after(job, estimate, s)], estimate.step_s, cells)
-                yield Text(set_cell_size(_cut(printable(s.device), label, glyphs), label + 1)) + _glyphs(row, glyphs)
+                parts = [*ran[s.device], *_after(job, estimate, s)]
+                row = _columns(parts, estimate.step_s, cells)
+                yield Text(set_cell_size(_cut(_name(s), label, glyphs), label + 1)) + _glyphs(row, glyphs)
         end = duration(estimate.step_s)
         yield Text(" " * (label + 1) + f"0{end:>{cells - 1}}", "dim")
         legend = f"{glyphs.forward} forward  {glyphs.backward} backward  {REDUCE} all-reduce  {OPTIMIZER} optimizer"
@@ -267,12 +268,32 @@ def draw_step(job: TrainingJob, plan: PipelinePlan, estimate: Estimate) -> Drawn
     return Drawn(lines)
 
 
+def _name(s: Stage) -> str:
+    return printable(s.device) if s.device != VACANT else "lost"
+
+
+def _ran(job: TrainingJob, plan: PipelinePlan, shown: Sequence[AlikePipelines]) -> dict[str, list[Part]]:
+    """By device: its units. Pipelines that run micro-batches of each other are run together."""
+    together = coupled(plan)
+    rows: dict[str, Sequence[Span]] = {VACANT: ()}
+    if together:
+        fleet, ran = run_coupled(job, plan, together)
+        rows.update(zip(fleet.names, ran.timeline.rows, strict=True))
+    alone = tuple(k.pipeline for k in shown if not any(s.device in rows for s in k.pipeline.stages))
+    lines = timelines(job, replace(plan, pipelines=alone, detours=(), keepers=(), idle=()))
+    for p, line in zip(alone, lines, strict=True):
+        rows.update(zip((s.device for s in p.stages), line.rows, strict=True))
+    return {name: [(x.start_s, x.end_s, x.instruction.kind) for x in row] for name, row in rows.items()}
+
+
 Part = tuple[float, float, str]
 """From, to, and what is done."""
 
 
 def _after(job: TrainingJob, estimate: Estimate, s: Stage) -> Iterator[Part]:
     """What a stage does behind its units."""
+    if s.device == VACANT:
+        return
     for r in estimate.reduces:
         if s.first <= r.first and r.end <= s.end and r.owners > 1:
             yield r.start_s, r.end_s, REDUCE
@@ -351,8 +372,8 @@ def _alike(a: Layer, b: Layer) -> bool:
     return replace(a, name="") == replace(b, name="")
 
 
-def stage_table(job: TrainingJob, plan: PipelinePlan, estimate: Estimate) -> FittingTable:
-    """Times and memory of each stage, of pipelines that are alike once."""
+def stage_table(job: TrainingJob, plan: PipelinePlan) -> FittingTable:
+    """Times of each stage, of pipelines that are alike once."""
     c = job.costs
     table = FittingTable(
         ["stage", "device", "layers>", "forward>", "backward>", "hop>", "optimizer>"],
@@ -404,3 +425,53 @@ def reduce_table(job: TrainingJob, estimate: Estimate) -> FittingTable:
             times = (duration(r.ready_s), duration(r.start_s), duration(r.end_s))
             table.add_row(f"{r.first}-{r.end - 1}", str(r.owners), nbytes, *times)
     return table
+
+
+# ------------------------------------------------------------------------------------------------ after a loss
+
+
+def candidate_table(decision: Decision, moves: Sequence[Moves | None]) -> FittingTable:
+    """The ways to go on, the chosen one marked.
+
+    Args:
+        decision: What was chosen among which candidates.
+        moves: By candidate; None: all state comes from a checkpoint.
+    """
+    table = FittingTable(
+        ["", "way", "step>", "samples/s>", "moves>", "pause>", "fatal next>", "worth>", "lacks~"],
+        gives_way=["lacks", "samples/s", "pause", "fatal next", "moves"],
+    )
+    for c, move in zip(decision.candidates, moves, strict=True):
+        mark, style = ("*", "bold") if c is decision.chosen else ("", "")
+        cells = (
+            mark, c.kind, duration(c.step_s), f"{c.throughput:.3g}", "all" if move is None else amount(move.nbytes),
+            duration(c.pause_s), f"{c.risk:.1%}", f"{c.value:.3g}", printable(c.lacks),
+        )  # fmt: skip
+        table.add_row(*(Text(cell, style) for cell in cells))
+    return table
+
+
+MOVES_SHOWN = 12
+
+
+def moves_table(moves: Moves) -> Drawn:
+    """What goes from whom to whom, the busiest links first, and how long all of it takes."""
+    layers: dict[tuple[str, str], set[int]] = {}
+    for m in moves.moves:
+        layers.setdefault((m.source, m.target), set()).add(m.layer)
+
+    def lines(width: int, glyphs: Glyphs) -> Iterator[Text]:
+        yield Text(
+            f"moves {amount(moves.nbytes)} in {duration(moves.seconds)}; the busiest source, "
+            f"{printable(moves.busiest_source)}, sends {amount(moves.busiest_source_nbytes)}"
+        )
+        links = sorted(moves.links, key=lambda x: (-x.nbytes, x.source, x.target))
+        for x in links[:MOVES_SHOWN]:
+            ends = f"{printable(x.source)} {glyphs.arrow} {printable(x.target)}"
+            which = sorted(layers[x.source, x.target])
+            words = f"layers {runs(which)}" if len(which) > 1 else f"layer {which[0]}"
+            yield Text(f"  {ends}  {amount(x.nbytes)}, {duration(x.seconds)}: {words}", "dim")
+        if len(links) > MOVES_SHOWN:
+            yield Text(f"  and {len(links) - MOVES_SHOWN} more links", "dim")
+
+    return Drawn(lines)

@@ -1,14 +1,14 @@
 """`chaos-lightning plan`: who computes what on a fleet, how long a step takes, and what becomes of it after a loss.
 
-Theory of operation. A job comes from a file (`files.read_job`) or from a formula. Without `--lost` its best plan is
-shown. With it, that plan is what runs before; then each way to go on is priced, and the better one is shown with what
-it moves. Values are made here, `observe.pipelines` draws them; imports that cost time happen when they are needed.
+Theory of operation. A job comes from a file or a formula (`files.find_job`). Without `--lost` its best plan is shown.
+With it, that plan is what runs before the loss; a policy then chooses among the ways to go on (`options`), and the
+chosen one is shown with what it moves. Values are made here, `observe.pipelines` draws them; imports that cost time
+happen when they are needed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,21 +16,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chaos_lightning.machine.terminal import print_json
-from chaos_lightning.planning.pipelines.job import JobError, TrainingJob
+from chaos_lightning.planning.pipelines.job import JobError, TrainingJob, check_number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from chaos_lightning.planning.pipelines.choice import Candidate, Decision
     from chaos_lightning.planning.pipelines.estimate import Estimate
+    from chaos_lightning.planning.pipelines.moves import Moves
+    from chaos_lightning.planning.pipelines.options import PlanOptions
     from chaos_lightning.planning.pipelines.plan import PipelinePlan
     from chaos_lightning.planning.pipelines.planner import Planner
 
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A plan, what it costs, and what it takes to get there."""
+    """A plan, and what it costs."""
 
-    name: str
     plan: PipelinePlan
     estimate: Estimate
     why: str
@@ -41,7 +43,7 @@ class PricedPlan:
         """For scripts."""
         e = self.estimate
         return {
-            "name": self.name, "why": self.why, "exact": self.exact, "gap": self.gap, "step_s": e.step_s,
+            "why": self.why, "exact": self.exact, "gap": self.gap, "step_s": e.step_s,
             "samples_per_s": samples_per_s(job, e), "compute_s": e.compute_s, "reduced_s": e.reduced_s,
             "commit_s": e.commit_s, "optimizer_s": e.optimizer_s, "plan": self.plan.to_dict(),
             "memory": {name: asdict(use) | {"nbytes": use.nbytes} for name, use in e.memory.items()},
@@ -70,6 +72,11 @@ def plan(
         str,
         typer.Option(help="What the running plan loses: names of devices or hosts, or how many.", metavar="NAMES|N"),
     ] = "",
+    policy: Annotated[str, typer.Option(help="Who chooses what to do after the loss.")] = "adaptive",
+    rate: Annotated[float, typer.Option(help="Losses per device and hour, for that choice.")] = 0.01,
+    transition: Annotated[
+        float, typer.Option(help="Seconds until another plan runs; more where bytes take longer.")
+    ] = 8.2,
     micro_batches: Annotated[int | None, typer.Option(help="So many in a step instead of those in the file.")] = None,
     first: Annotated[bool, typer.Option("--first", help="The answer that comes at once instead of the best.")] = False,
     explain: Annotated[
@@ -102,14 +109,19 @@ def plan(
     if micro_batches is not None:
         job = replace(job, micro_batches=micro_batches)
     planner = Planner(job)
-    before = _planned(planner, "plan", None, first=first)
+    before = _planned(planner, first=first)
     gone = lost_devices(job, before.plan, lost) if lost else ()
-    after = _after(planner, before, gone, first=first) if gone else []
+    options = _options(planner, before, gone, transition, first=first) if gone else None
+    decision = _decided(options, policy, rate) if options else None
     if as_json:
         facts = {"job": title, "devices": len(job.devices), "micro_batches": job.micro_batches} | before.facts(job)
-        print_json(facts | ({"lost": list(gone), "candidates": [x.facts(job) for x in after]} if gone else {}))
+        print_json(facts | (_loss_facts(options, decision) if options and decision else {}))
         return
-    _show(job, title, before, gone, after, explain=explain)
+    console = _console()
+    console.print(_head(job, title), style="bold", markup=False)
+    _show_answer(console, job, before, explain=explain and not gone)
+    if options and decision:
+        _show_loss(console, options, decision, explain=explain)
 
 
 def lost_devices(job: TrainingJob, plan: PipelinePlan, text: str) -> tuple[str, ...]:
@@ -145,35 +157,44 @@ def lost_devices(job: TrainingJob, plan: PipelinePlan, text: str) -> tuple[str, 
     return tuple(sorted(gone))
 
 
-def _planned(planner: Planner, name: str, devices: Sequence[str] | None, *, first: bool) -> PricedPlan:
-    found = planner.first(devices) if first else planner.exact(devices)
-    return PricedPlan(name, found.plan, found.estimate, found.why, found.exact, found.gap)
+def _planned(planner: Planner, *, first: bool) -> PricedPlan:
+    found = planner.first() if first else planner.exact()
+    return PricedPlan(found.plan, found.estimate, found.why, found.exact, found.gap)
 
 
-def _after(planner: Planner, before: PricedPlan, lost: Sequence[str], *, first: bool) -> list[PricedPlan]:
-    """The ways to go on without them, the one with the shortest step first."""
-    job = planner.job
-    left = [d.name for d in job.without(lost).devices]
-    return [_planned(planner, "dynamic", left, first=first)]
+def _options(
+    planner: Planner, before: PricedPlan, gone: tuple[str, ...], transition: float, *, first: bool
+) -> PlanOptions:
+    from chaos_lightning.planning.pipelines.formation import Pauses
+    from chaos_lightning.planning.pipelines.history import LossHistory
+    from chaos_lightning.planning.pipelines.options import PlanOptions
+
+    return PlanOptions(
+        planner=planner, before=before.plan, lost=gone, pauses=Pauses(move_s=transition),
+        size_shares=LossHistory().size_shares, first=first,
+    )  # fmt: skip
+
+
+def _decided(options: PlanOptions, policy: str, rate: float) -> Decision:
+    """What to do, with losses at `rate` per device and hour."""
+    from chaos_lightning.planning.pipelines.choice import Outlook, restart_worth
+    from chaos_lightning.planning.pipelines.history import LossHistory
+    from chaos_lightning.planning.pipelines.policies import decide
+
+    check_number("--rate", rate, least=0)
+    pauses, history = options.pauses, LossHistory(prior_rate=rate / 3600)
+    of_fleet = len(options.left.devices) * history.rate
+    worth = restart_worth(of_fleet, pauses.checkpoint_s / 2 + pauses.reload_s + pauses.move_s)
+    return decide(policy, options, Outlook(rate=of_fleet, restart_worth=worth))
 
 
 # ------------------------------------------------------------------------------------------------ as text
 
 
-def _show(
-    job: TrainingJob, title: str, before: PricedPlan, lost: Sequence[str], after: Sequence[PricedPlan], *, explain: bool
-) -> None:
+def _console() -> Console:
     from rich.console import Console
 
-    from chaos_lightning.observe.pipelines import names
-
-    console = Console(highlight=False)
-    console.print(_head(job, title), style="bold", markup=False)
-    _show_answer(console, job, before, explain=explain and not after)
-    if not after:
-        return
-    console.print(f"\nlost: {names(lost)}", style="bold red", markup=False)
-    _show_answer(console, job, after[0], explain=explain)
+    return Console(highlight=False)
 
 
 def _head(job: TrainingJob, title: str) -> str:
@@ -203,16 +224,68 @@ def _show_answer(console: Console, job: TrainingJob, answer: PricedPlan, *, expl
     console.print(pipelines.draw_plan(job, answer.plan, e))
     console.print(pipelines.draw_step(job, answer.plan, e))
     if explain:
-        for words, table in (
-            ("each layer, for one micro-batch", pipelines.layer_table(job)),
-            ("each stage", pipelines.stage_table(job, answer.plan, e)),
-            ("memory at the peak", pipelines.memory_table(job, answer.plan, e)),
-            ("all-reduce, from the step's start", pipelines.reduce_table(job, e)),
-        ):
-            console.print(f"\n{words}", style="bold")
-            console.print(table)
-        rest = (
-            f"last backward ends at {duration(e.compute_s)}, last all-reduce at {duration(e.reduced_s)}; "
-            f"commit {duration(e.commit_s)}, optimizer {duration(e.optimizer_s)}"
-        )
-        console.print(f"\n{rest}", markup=False)
+        _explain(console, job, answer.plan, e)
+
+
+def _explain(console: Console, job: TrainingJob, plan: PipelinePlan, e: Estimate) -> None:
+    from chaos_lightning.observe import pipelines
+    from chaos_lightning.observe.units import duration
+
+    for words, table in (
+        ("each layer, for one micro-batch", pipelines.layer_table(job)),
+        ("each stage", pipelines.stage_table(job, plan)),
+        ("memory at the peak", pipelines.memory_table(job, plan, e)),
+        ("all-reduce, from the step's start", pipelines.reduce_table(job, e)),
+    ):
+        console.print(f"\n{words}", style="bold")
+        console.print(table)
+    console.print(
+        f"\nlast backward ends at {duration(e.compute_s)}, last all-reduce at {duration(e.reduced_s)}; "
+        f"commit {duration(e.commit_s)}, optimizer {duration(e.optimizer_s)}",
+        markup=False,
+    )
+
+
+def _show_loss(console: Console, options: PlanOptions, decision: Decision, *, explain: bool) -> None:
+    from chaos_lightning.observe import pipelines
+
+    console.print(f"\nlost: {pipelines.names(options.lost)}", style="bold red", markup=False)
+    if options.fatal:
+        console.print(options.fatal, style="red", markup=False)
+    moves = [_moves(options, c) for c in decision.candidates]
+    console.print(pipelines.candidate_table(decision, moves))
+    console.print(decision.reason, markup=False)
+    for who, what in decision.failed:
+        console.print(f"policy {who} raised {what}", style="red", markup=False)
+    chosen = decision.chosen
+    if chosen is None:
+        return
+    job, cost = options.left, options.cost(chosen.plan)
+    console.print()
+    console.print(pipelines.draw_plan(job, chosen.plan, cost))
+    console.print(pipelines.draw_step(job, chosen.plan, cost))
+    used = moves[decision.candidates.index(chosen)]
+    if used is not None and used.moves:
+        console.print(pipelines.moves_table(used))
+    if explain:
+        _explain(console, job, chosen.plan, cost)
+
+
+def _moves(options: PlanOptions, candidate: Candidate) -> Moves | None:
+    """What moves from device to device; None: all state comes from a checkpoint."""
+    from chaos_lightning.planning.pipelines.choice import RESTART
+
+    return None if candidate.kind == RESTART else options.moves(candidate.plan)
+
+
+def _loss_facts(options: PlanOptions, decision: Decision) -> dict[str, Any]:
+    """For scripts."""
+    facts = decision.to_dict()
+    for about, candidate in zip(facts["candidates"], decision.candidates, strict=True):
+        moves = _moves(options, candidate)
+        if moves is not None:
+            about["moves"] = {
+                "nbytes": moves.nbytes, "seconds": moves.seconds, "busiest_source_nbytes": moves.busiest_source_nbytes,
+                "list": [list(move) for move in moves.moves],
+            }  # fmt: skip
+    return {"lost": list(options.lost), "fatal": options.fatal, "decision": facts}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from chaos_lightning.observe.plan_command import lost_devices
 from chaos_lightning.planning.pipelines.estimate import Estimate, estimate
 from chaos_lightning.planning.pipelines.files import job_of, read_job
 from chaos_lightning.planning.pipelines.job import JobError, TrainingJob
+from chaos_lightning.planning.pipelines.moves import move_list
 from chaos_lightning.planning.pipelines.plan import VACANT, Detour, Pipeline, PipelinePlan, Stage
 from chaos_lightning.planning.pipelines.planner import Planner
+from chaos_lightning.planning.pipelines.rerouting import reroute
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANS = ROOT / "examples" / "plans"
@@ -79,8 +83,13 @@ def test_a_step_on_a_time_line() -> None:
 def test_pictures_keep_to_their_width(width: int, name: str) -> None:
     job = read_job(PLANS / f"{name}.yaml")
     found = Planner(job).first()
-    for draw in (picture.draw_plan, picture.draw_step, picture.stage_table, picture.memory_table):
-        lines = drawn(draw(job, found.plan, found.estimate), width)
+    for drawing in (
+        picture.draw_plan(job, found.plan, found.estimate),
+        picture.draw_step(job, found.plan, found.estimate),
+        picture.stage_table(job, found.plan),
+        picture.memory_table(job, found.plan, found.estimate),
+    ):
+        lines = drawn(drawing, width)
         assert max(map(cell_len, lines)) <= width
         named = {name for name in found.plan.stages if any(name in line for line in lines)}
         assert {s.device for kind in picture.kinds(job, found.plan) for s in kind.pipeline.stages} <= named
@@ -129,6 +138,28 @@ def test_a_lost_place_is_seen_and_who_fills_it() -> None:
     lines = drawn(picture.draw_plan(job, vacant, known), 100)
     assert "╭ lost ──" in "\n".join(lines)
     assert lines[-2:] == ["d0 also runs layer 0 of 3 rerouted micro-batches", "d4 keeps a copy of layer 0"]
+
+
+def test_a_pipeline_that_is_lost_as_a_whole_is_a_blank_row() -> None:
+    job, plan, _ = two_by_two()
+    left = job.without(["d2", "d3"])
+    rerouted = reroute(left, plan, ["d2", "d3"])
+    lines = drawn(picture.draw_step(left, rerouted, estimate(left, rerouted)), 60)
+    assert [line.split(" ")[0] for line in lines if not line.startswith((" ", "pipeline"))] == [
+        "d0",
+        "d1",
+        "lost",
+        "lost",
+    ]
+    assert "lost" in [line.rstrip() for line in lines]
+
+
+def test_moves_name_the_busiest_links_and_their_layers() -> None:
+    job, plan, _ = two_by_two()
+    moves = move_list(job, plan, replace(plan, pipelines=plan.pipelines[:1], keepers=(Stage("d4", 0, 2),), idle=()))
+    lines = drawn(picture.moves_table(moves), 100)
+    assert lines[0] == "moves 60 B in 6 s; the busiest source, d0, sends 30 B"
+    assert lines[1:] == ["  d0 → d4  30 B, 3 s: layer 0", "  d1 → d4  30 B, 3 s: layer 1"]
 
 
 def test_names_from_files_command_no_terminal() -> None:
@@ -196,6 +227,7 @@ def test_a_plan_and_a_loss_in_text() -> None:
         "memory at the peak",
     ):
         assert words in text
+    assert re.search(r"^\* +(move|keep|fill) ", text, re.MULTILINE)
     after = text[text.index("lost: npu3") :]
     assert "npu4" in after
     assert "╭ npu3" not in after
@@ -209,9 +241,11 @@ def test_a_plan_and_a_loss_for_programs() -> None:
     assert facts["exact"] is True
     assert PipelinePlan.from_dict(facts["plan"]).micro_batches == 9
     assert facts["lost"] == ["d4", "d5"]
-    for candidate in facts["candidates"]:
+    candidates = facts["decision"]["candidates"]
+    assert candidates[facts["decision"]["chosen"]]["value"] == max(c["value"] for c in candidates)
+    for candidate in candidates:
         assert not {"d4", "d5"} & set(PipelinePlan.from_dict(candidate["plan"]).devices)
-        assert candidate["step_s"] > 0
+        assert candidate["moves"]["nbytes"] == sum(m[2] - m[1] for m in candidate["moves"]["list"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,211 @@
+"""The ways that a job has to go on after a loss, as plans of its own devices; `policies` choose among them.
+
+Theory of operation. The plan in force has lost devices. `keep` reroutes, and moves nothing. `fill` seats idle devices
+of the same kind in the vacant places. `move` takes the best plan for those that are left, with its devices put where
+the fewest bytes move. `restart` takes the same plan from a checkpoint: nothing else helps where a layer has no owner
+any more. Each is estimated in full. Other kinds of plans than the best are for devices of one kind. Redundant stages
+are not planned for, so `shadow` is not possible here: fleets of equal devices (`formation`) have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, Candidate
+from chaos_lightning.planning.pipelines.estimate import Estimate, estimate
+from chaos_lightning.planning.pipelines.formation import Pauses
+from chaos_lightning.planning.pipelines.history import fatal_risk
+from chaos_lightning.planning.pipelines.job import TrainingJob
+from chaos_lightning.planning.pipelines.moves import Moves, assign, move_list
+from chaos_lightning.planning.pipelines.paper import algorithm1
+from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.planner import Planned, Planner, place
+from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute
+from chaos_lightning.planning.pipelines.templates import oobleck, symmetric
+
+FAULTS = 1
+"""Losses that templates prepare for."""
+
+
+@dataclass(kw_only=True)
+class PlanOptions:
+    """What a job can do about a loss.
+
+    Attributes:
+        planner: Of the job with its whole fleet.
+        before: The plan in force; it has the lost devices still.
+        lost: Devices that are gone.
+        pauses: What changes cost; a move takes at least as long as its bytes.
+        size_shares: By loss units that one loss takes: its probability.
+        first: Take first answers instead of the best: of the planner, and an even spread of rerouted micro-batches.
+    """
+
+    planner: Planner
+    before: PipelinePlan
+    lost: tuple[str, ...] = ()
+    pauses: Pauses = field(default_factory=Pauses)
+    size_shares: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
+    first: bool = False
+    _costs: dict[PipelinePlan, Estimate] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def left(self) -> TrainingJob:
+        """The job on the devices that are left."""
+        job = self.planner.job
+        return job.without(self.lost) if self.lost else job
+
+    @property
+    def whole(self) -> bool:
+        """Nobody of the plan is lost."""
+        return not self.before.vacant and not set(self.lost) & set(self.before.stages)
+
+    @cached_property
+    def planned(self) -> Planned:
+        """The plan for those that are left, its devices in any places."""
+        names = [d.name for d in self.left.devices]
+        return self.planner.first(names) if self.first else self.planner.exact(names)
+
+    @cached_property
+    def fatal(self) -> str:
+        """Which layers have no owner left, in words; "": none."""
+        try:
+            reroute(self.left, self.before, self.lost, search=False)
+        except FatalLossError as error:
+            return str(error)
+        return ""
+
+    def moves(self, plan: PipelinePlan) -> Moves:
+        """What has to move before a plan can run.
+
+        Raises:
+            FatalLossError: Nobody who is left holds some layer.
+        """
+        return move_list(self.left, self.before, plan)
+
+    def cost(self, plan: PipelinePlan) -> Estimate:
+        """Of a step; a plan is estimated once."""
+        if plan not in self._costs:
+            self._costs[plan] = estimate(self.left, plan)
+        return self._costs[plan]
+
+    # ------------------------------------------------------------------------------------------------ the ways
+
+    def keep(self) -> Candidate | None:
+        """The micro-batches of the lost go to the owners of the same layers."""
+        if self.fatal:
+            return None
+        plan = self.before if self.whole else reroute(self.left, self.before, self.lost, search=not self.first)
+        return self._candidate(plan, KEEP, 0.0 if self.whole else self.pauses.reroute_s, 0.0)
+
+    def fill(self) -> Candidate | None:
+        """Seats idle devices in all vacant places."""
+        seated = None if self.fatal or self.whole else self._seated()
+        if seated is None:
+            return None
+        pause_s = max(self.pauses.fill_s, self.moves(seated).seconds)
+        return self._candidate(seated, FILL, pause_s, 0.0)
+
+    def avoid(self) -> None:
+        """No device is slow."""
+
+    def move(self, kind: str = "best") -> Candidate | None:
+        """Moves layers to the plan of this kind for those that are left."""
+        found = None if self.fatal else self._plan(kind)
+        if found is None:
+            return None
+        try:
+            plan = assign(self.left, self.before, found)
+        except FatalLossError:
+            return None
+        pause_s = max(self.pauses.move_s, self.moves(plan).seconds)
+        return self._candidate(plan, MOVE, pause_s, self._redo_s)
+
+    def shadow(self) -> None:
+        """No stage is redundant."""
+
+    def restart(self, kind: str = "best") -> Candidate | None:
+        """The plan of this kind, from the newest checkpoint: half of what lies between two is lost."""
+        plan, p = self._plan(kind), self.pauses
+        if plan is None:
+            return None
+        found = self._candidate(plan, RESTART, p.move_s + p.reload_s, self._redo_s)
+        return replace(found, void_samples=self._samples * p.checkpoint_s / 2 / self.before_s)
+
+    # ------------------------------------------------------------------------------------------------ parts
+
+    @property
+    def _samples(self) -> int:
+        return self.left.micro_batches * self.left.samples
+
+    @cached_property
+    def before_s(self) -> float:
+        """A step of the plan in force, before the loss."""
+        return estimate(self.planner.job, self.before).step_s
+
+    @property
+    def _redo_s(self) -> float:
+        """Of the open step, which is run again: the mean over the moment of the loss."""
+        return 0.0 if self.whole else self.before_s / 2
+
+    def _plan(self, kind: str) -> PipelinePlan | None:
+        if kind == "best":
+            return self.planned.plan
+        if not self.planner.job.alike:
+            return None
+        shapes, count = self.planner.shapes, len(self.left.devices)
+        if kind == "oobleck":
+            shape = oobleck(shapes, count, FAULTS)
+        elif kind == "algorithm1":
+            shape = algorithm1(shapes, count, shapes.exact(len(self.before.devices)))
+        else:
+            shape = symmetric(shapes, count) if kind == "symmetric" else None
+        return None if shape is None else place(self.left, shapes, shape, self.left.devices)
+
+    def _seated(self) -> PipelinePlan | None:
+        by_name = self.planner.job.by_name
+        gone = set(self.lost)
+        idle = [name for name in self.before.idle if name not in gone]
+        pipelines = []
+        for p in self.before.pipelines:
+            stages = []
+            for s in p.stages:
+                if s.device in gone or s.device == VACANT:
+                    kind = by_name[s.device].kind if s.device else None
+                    fits = (x for x in idle if kind is None or by_name[x].kind == kind)
+                    name = next(fits, None)
+                    if name is None:
+                        return None
+                    idle.remove(name)
+                    stages.append(Stage(name, s.first, s.end))
+                else:
+                    stages.append(s)
+            pipelines.append(replace(p, stages=tuple(stages)))
+        keepers = tuple(k for k in self.before.keepers if k.device not in gone)
+        return replace(self.before, pipelines=tuple(pipelines), detours=(), keepers=keepers, idle=tuple(idle))
+
+    def _candidate(self, plan: PipelinePlan, kind: str, transition_s: float, redo_s: float) -> Candidate:
+        cost = self.cost(plan)
+        over = cost.over(self.left)
+        worst = max(over, key=lambda name: over[name], default="")
+        return Candidate(
+            policy="",
+            kind=kind,
+            step_s=cost.step_s,
+            samples=self._samples,
+            transition_s=transition_s,
+            redo_s=redo_s,
+            risk=self._risk(plan),
+            devices=len(plan.stages),
+            lacks=f"{worst} lacks {over[worst]} bytes of memory" if over else "",
+            about=f"{len(plan.pipelines)} pipelines of {sum(len(p.stages) for p in plan.pipelines)} stages",
+            plan=plan,
+        )
+
+    def _risk(self, plan: PipelinePlan) -> float:
+        """That the next loss is fatal; devices that die together count as one owner."""
+        by_name = self.left.by_name
+        owners = {frozenset(by_name[name].dies_with for name in group) for group in plan.owners}
+        units = len({d.dies_with for d in self.left.devices})
+        return fatal_risk([len(group) for group in owners], units, self.size_shares)
