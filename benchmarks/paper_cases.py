@@ -15,17 +15,23 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from benchmarks.common import Options, Result, run
+from chaos_lightning.planning.pipelines.choice import Weighing, restart_worth
+from chaos_lightning.planning.pipelines.decoder import decoder_layers
 from chaos_lightning.planning.pipelines.estimate import estimate
-from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, MemoryUse, TrainingJob
-from chaos_lightning.planning.pipelines.paper import algorithm1, eq9, eq11, paper_memory
-from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.formation import EqualFleet, EqualOptions
+from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, Link, MemoryUse, TrainingJob
+from chaos_lightning.planning.pipelines.moves import assign
+from chaos_lightning.planning.pipelines.paper import algorithm1, eq9, eq11, paper_memory, split_layers
 from chaos_lightning.planning.pipelines.planner import Planner, place
+from chaos_lightning.planning.pipelines.policies import decide
 from chaos_lightning.planning.pipelines.templates import oobleck, shape_of
 
 LAYERS = 32
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 BEST = 1.001
 """Of the best plan's time: 0.999 of its throughput."""
+ADAPTIVE = 1.01
+"""The same of what `adaptive` chooses where no further loss is expected."""
 CLOSE = 1e-9
 
 
@@ -62,6 +68,9 @@ def main() -> int:
             print(f"{title}:")
             for m in args.micro_batches:
                 compare(result, loss, f"{title}, {m} micro-batches", m, least)
+        print(f"{loss.name}, Llama-2 7B:")
+        for m in args.micro_batches:
+            compare_llama(result, loss, f"{loss.name}, Llama-2 7B, {m} micro-batches", m)
     memory(result, args.micro_batches)
     return result.finish(args)
 
@@ -96,6 +105,7 @@ def compare(result: Result, loss: Loss, title: str, micro_batches: int, least: i
     result.add(f"{title}: of the original plan's linear share", share * loss.before / loss.left, "share")
     best = best_s(loss.left, micro_batches, least, ours)
     result.add(f"{title}: time over that of the best plan for what is left", ours / best, "ratio", BEST)
+    result.add(f"{title}: adaptive, time over that of the best plan", adapted_s(job, loss) / best, "ratio", ADAPTIVE)
     for name, shape in (
         ("Algorithm 1", algorithm1(shapes, loss.left, before)),
         ("Oobleck's templates", oobleck(shapes, loss.left, 1)),
@@ -105,6 +115,19 @@ def compare(result: Result, loss: Loss, title: str, micro_batches: int, least: i
         else:
             result.add(f"{title}: {name}, time over ours", shape.charged_s / ours, "ratio")
     result.remark(f"{title}: {why(loss, original, before.charged_s, ours)}")
+
+
+def adapted_s(job: TrainingJob, loss: Loss) -> float:
+    """The step that `adaptive` chooses if the first devices are lost and it expects no further loss."""
+    fleet = EqualFleet(job)
+    before = fleet.formation("best", loss.before)
+    assert before is not None
+    lost = range(loss.before - loss.left)
+    options = EqualOptions(fleet=fleet, before=before.without(lost), devices=loss.left)
+    # Where no loss follows, a restart that is never needed is worth as much as going on.
+    chosen = decide("adaptive", options, Weighing(rate=0.0, restart_worth=restart_worth(0.0, 0.0))).chosen
+    assert chosen is not None
+    return chosen.step_s
 
 
 def why(loss: Loss, original: float, best_original: float, ours: float) -> str:
@@ -203,45 +226,55 @@ def stage_bound_s(k: int, first: int, end: int, stages: int, m: int) -> float:
 # ------------------------------------------------------------------------------------------------ memory
 
 
-PARAMETERS = 202_383_360
-"""Of a block of Llama-2 7B."""
-TOKENS, WIDTH, INNER = 2048, 4096, 11008
 GIB = 1 << 30
 
 
-def llama_job(micro_batches: int) -> TrainingJob:
-    """Blocks of Llama-2 7B with Adam in mixed precision, on eight cards of 64 GB; gradients are summed in place."""
-    block = Layer(
-        name="block",
-        forward_s=FORWARD_S,
-        backward_s=BACKWARD_S,
-        parameter_nbytes=2 * PARAMETERS,
-        gradient_nbytes=2 * PARAMETERS,
-        optimizer_nbytes=12 * PARAMETERS,
-        activation_nbytes=TOKENS * (18 * WIDTH + 8 * INNER),
-        output_nbytes=2 * TOKENS * WIDTH,
-    )
+def llama_job(devices: int, micro_batches: int, cards: int = 1, sequence: int = 4096) -> TrainingJob:
+    """Llama-2 7B by formula on the paper's machines of eight cards of 64 GB; gradients are summed in place."""
     return TrainingJob(
-        layers=tuple(replace(block, name=f"block.{i}") for i in range(LAYERS)),
-        devices=tuple(Device(name=f"d{i}", memory_nbytes=64 * GIB) for i in range(8)),
+        layers=decoder_layers(
+            LAYERS, 4096, feed_forward=11008, gated=True, vocabulary=32000, sequence=sequence, flops=313e12,
+            gradient_bytes=2, cards=cards,
+        ),
+        devices=tuple(
+            Device(name=f"d{i:02}", memory_nbytes=64 * GIB * cards, host=f"h{i * cards // 8}", cards=cards)
+            for i in range(devices)
+        ),
         micro_batches=micro_batches,
+        within_host=Link(rate_bps=224e9, latency_s=10e-6),
+        between_hosts=Link(rate_bps=200e9, latency_s=20e-6),
         memory=replace(PLAIN_MEMORY, boundaries=True),
-    )
+    )  # fmt: skip
 
 
-SEATS = (("d4", "d6", "d5"), ("d0", "d1"), ("d2", "d3"))
-"""After d7, the last stage of the last of four pairs, is lost: two pairs stay as they are, and whoever holds most of a
-stage gets it."""
+def compare_llama(result: Result, loss: Loss, title: str, micro_batches: int) -> None:
+    """One loss with the paper's model, hops and all-reduce; the search's own bound stands for the best plan."""
+    job = llama_job(loss.before, micro_batches, cards=8 if loss.before == 4 else 1)
+    planner = Planner(job)
+    shapes, names = planner.shapes, [d.name for d in job.devices]
+    cut = split_layers(shapes.cutter, loss.stages, micro_batches // loss.pipelines, loss.pipelines)
+    best, ours, after = planner.exact(), planner.exact(names[: loss.left]).estimate, shapes.exact(loss.left)
+    assert after is not None
+    if cut is None:
+        result.remark(f"{title}: the paper's original plan does not fit")
+    else:
+        original_s = cut.charged_s + ours.commit_s
+        share = original_s / ours.step_s
+        result.add(f"{title}: of the paper's original plan (paper: {loss.share:.2%})", share, "share")
+        result.add(f"{title}: of the original plan's linear share", share * loss.before / loss.left, "share")
+        result.remark(f"{title}: {why(loss, original_s, best.estimate.step_s, ours.step_s)}")
+    result.add(f"{title}: of the best original plan", best.estimate.step_s / ours.step_s, "share")
+    result.add(f"{title}: by how much a better plan might be faster", after.gap, "share")
 
 
 def memory(result: Result, micro_batches: list[int]) -> None:
     """Fig. 12: four pipelines of two stages lose a device and become [3, 2, 2]."""
     for m in micro_batches:
         print(f"Fig. 12, {m} micro-batches:")
-        job = llama_job(m)
+        job = llama_job(8, m, sequence=2048)
         shapes = Planner(job).shapes
         was = place(job, shapes, shape_of(shapes, 8, [2] * 4), job.devices)
-        now = seated(place(job, shapes, shape_of(shapes, 7, [3, 2, 2]), job.devices[:7]))
+        now = assign(job, was, place(job, shapes, shape_of(shapes, 7, [3, 2, 2]), job.devices[:7]))
         before, after = estimate(job, was).memory, estimate(job, now).memory
         rows = {name: (before[name], use) for name, use in sorted(after.items())}
         title = f"Fig. 12, {m} micro-batches"
@@ -263,15 +296,6 @@ def memory(result: Result, micro_batches: list[int]) -> None:
 def apart(use: MemoryUse) -> int:
     """Bytes without the boundary tensors that are kept until the step is committed."""
     return use.nbytes - use.boundaries
-
-
-def seated(plan: PipelinePlan) -> PipelinePlan:
-    """The plan with its devices as in `SEATS`."""
-    pipelines = tuple(
-        Pipeline(tuple(Stage(name, s.first, s.end) for name, s in zip(names, p.stages, strict=True)), p.micro_batches)
-        for names, p in zip(SEATS, plan.pipelines, strict=True)
-    )
-    return replace(plan, pipelines=pipelines)
 
 
 if __name__ == "__main__":
