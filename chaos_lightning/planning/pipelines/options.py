@@ -21,7 +21,7 @@ from chaos_lightning.planning.pipelines.job import TrainingJob
 from chaos_lightning.planning.pipelines.moves import Moves, assign, move_list
 from chaos_lightning.planning.pipelines.paper import algorithm1
 from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, Stage
-from chaos_lightning.planning.pipelines.planner import Planned, Planner, place
+from chaos_lightning.planning.pipelines.planner import Planned, Planner
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute
 from chaos_lightning.planning.pipelines.templates import oobleck, symmetric
 
@@ -161,7 +161,7 @@ class PlanOptions:
             shape = algorithm1(shapes, count, shapes.exact(len(self.before.devices)))
         else:
             shape = symmetric(shapes, count) if kind == "symmetric" else None
-        return None if shape is None else place(self.left, shapes, shape, self.left.devices)
+        return None if shape is None else self.planner.seated(shape, [d.name for d in self.left.devices]).plan
 
     def _seated(self) -> PipelinePlan | None:
         by_name = self.planner.job.by_name

@@ -24,6 +24,7 @@ from chaos_lightning.planning.pipelines.cuts import Cutter
 from chaos_lightning.planning.pipelines.equal import Shape, Shapes
 from chaos_lightning.planning.pipelines.estimate import Estimate, estimate
 from chaos_lightning.planning.pipelines.job import Device, JobError, TrainingJob, stage_memory
+from chaos_lightning.planning.pipelines.moves import renamed
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
 from chaos_lightning.planning.pipelines.unequal import Mixed
 
@@ -137,14 +138,26 @@ class Planner:
         return Planned(plan, estimate(job, plan), shape.exact, shape.gap, f"{_rows(plan)}; {sure}", fates)
 
 
+def describe(shape: Shape) -> str:
+    """In words."""
+    return _words(Counter(shape.pairs), shape.devices - shape.used)
+
+
 def _rows(plan: PipelinePlan) -> str:
-    counts = Counter((len(p.stages), p.micro_batches) for p in plan.pipelines)
+    return _words(Counter((len(p.stages), p.micro_batches) for p in plan.pipelines), len(plan.idle))
+
+
+def _words(counts: Counter[tuple[int, int]], idle: int) -> str:
     parts = [
-        f"{k} of {stages} stage{'s' * (stages > 1)} with {m} micro-batch{'es' * (m > 1)}"
+        f"{k} of {_many(stages, 'stage')} with {_many(m, 'micro-batch', 'es')}"
         for (stages, m), k in sorted(counts.items(), reverse=True)
     ]
-    idle = f"; {len(plan.idle)} idle" if plan.idle else ""
-    return f"{len(plan.pipelines)} pipeline{'s' * (len(plan.pipelines) > 1)}: {', '.join(parts)}{idle}"
+    words = f"{_many(counts.total(), 'pipeline')}: {', '.join(parts)}"
+    return words + (f"; {_many(idle, 'device')} idle" if idle else "")
+
+
+def _many(count: int, word: str, more: str = "s") -> str:
+    return f"{count} {word}{more if count != 1 else ''}"
 
 
 # ------------------------------------------------------------------------------------------------ places
@@ -225,19 +238,11 @@ def _together(job: TrainingJob, plan: PipelinePlan) -> list[range]:
 def _exchanged(job: TrainingJob, plan: PipelinePlan, owners: Sequence[str], host: str) -> Iterator[PipelinePlan]:
     """Plans in which one of these owners changes places with a device of another host."""
     others = [n for n in (*plan.idle, *plan.stages) if job.by_name[n].place != host]
+    names = {n: n for n in plan.devices}
     for a in owners:
         for b in others:
             if job.by_name[a].kind == job.by_name[b].kind:
-                yield renamed(plan, {a: b, b: a})
-
-
-def renamed(plan: PipelinePlan, names: dict[str, str]) -> PipelinePlan:
-    """The same plan with other devices in some places."""
-    pipelines = tuple(
-        Pipeline(tuple(s._replace(device=names.get(s.device, s.device)) for s in p.stages), p.micro_batches)
-        for p in plan.pipelines
-    )
-    return replace(plan, pipelines=pipelines, idle=tuple(sorted(names.get(n, n) for n in plan.idle)))
+                yield renamed(plan, names | {a: b, b: a})
 
 
 # ------------------------------------------------------------------------------------------------ why none fits
@@ -379,12 +384,15 @@ def _onto(job: TrainingJob, planned: Planned, names: Collection[str]) -> Planned
     """The same plan on other devices of the same kinds: those that keep their place, then hosts in order."""
     there = job.with_devices([job.by_name[n] for n in sorted(names)])
     plan = planned.plan
-    missing = [n for n in plan.devices if n not in names]
     spare = [n for n in sorted(names) if n not in plan.devices]
-    swap: dict[str, str] = {}
-    for n in missing:
-        other = next(x for x in spare if job.by_name[x].kind == job.by_name[n].kind)
-        spare.remove(other)
-        swap[n] = other
-    plan = renamed(plan, swap) if swap else plan
-    return replace(planned, plan=plan, estimate=estimate(there, plan)) if swap else planned
+    seats: dict[str, str] = {}
+    for n in plan.devices:
+        if n in names:
+            seats[n] = n
+        else:
+            seats[n] = next(x for x in spare if job.by_name[x].kind == job.by_name[n].kind)
+            spare.remove(seats[n])
+    if all(a == b for a, b in seats.items()):
+        return planned
+    plan = renamed(plan, seats)
+    return replace(planned, plan=plan, estimate=estimate(there, plan))
