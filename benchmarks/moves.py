@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from benchmarks.common import Options, Result, median, run
 from chaos_lightning.planning.pipelines.estimate import estimate
-from chaos_lightning.planning.pipelines.job import Device, Layer, Link, TrainingJob
+from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, TrainingJob
 from chaos_lightning.planning.pipelines.moves import Moves, assign, move_list, rank_order, renamed
-from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import Planner
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError
 from chaos_lightning.planning.pipelines.rounds import (
@@ -78,7 +78,7 @@ def decoder_layer(name: str, parameters: float) -> Layer:
 
 
 def pipeline(names: Sequence[str], cut: Sequence[int], micro_batches: int) -> Pipeline:
-    return Pipeline(tuple(Stage(*x) for x in zip(names, cut, cut[1:], strict=False)), micro_batches)
+    return Pipeline(tuple(PlanStage(*x) for x in zip(names, cut, cut[1:], strict=False)), micro_batches)
 
 
 def even(layers: int, stages: int) -> list[int]:
@@ -98,7 +98,7 @@ def any_plan(draw: random.Random, devices: Sequence[str], layers: int) -> Pipeli
         pipelines.append(pipeline(left[:stages], cut, 1))
         left = left[stages:]
     if left and draw.random() < 0.5:
-        keepers = [Stage(left.pop(), 0, draw.randint(1, layers))]
+        keepers = [PlanStage(left.pop(), 0, draw.randint(1, layers))]
     return PipelinePlan(layers, tuple(pipelines), keepers=tuple(keepers), idle=tuple(sorted(left)))
 
 
@@ -110,7 +110,9 @@ def small_cases(seed: int, count: int) -> Iterator[Case]:
         layers = tuple(decoder_layer(f"l{i}", draw.randint(1, 9)) for i in range(draw.randint(2, 6)))
         devices = [Device(name=x, memory_nbytes=1 << 40, speed=draw.choice((1, 1, 2))) for x in names]
         left = draw.sample(devices, draw.randint(2, len(names)))
-        job = TrainingJob(layers=layers, devices=tuple(left), micro_batches=1, between_hosts=Link(rate_bps=HOST_BPS))
+        job = TrainingJob(
+            layers=layers, devices=tuple(left), micro_batches=1, between_hosts=LinkRate(rate_bps=HOST_BPS)
+        )
         case = Case(job, any_plan(draw, names, len(layers)), any_plan(draw, [d.name for d in left], len(layers)))
         try:
             case.moves()
@@ -154,7 +156,7 @@ def seven_of_eight(layers: int, lost: int, micro_batches: Sequence[int], card: s
         layers=tuple(decoder_layer(f"block {i}", 202e6) for i in range(layers)),
         devices=tuple(Device(name=x, memory_nbytes=1 << 40, host="host") for x in names if x != names[lost]),
         micro_batches=sum(micro_batches),
-        within_host=Link(rate_bps=LINK_BPS),
+        within_host=LinkRate(rate_bps=LINK_BPS),
     )
     old = PipelinePlan(layers, tuple(pipeline(names[q : q + 2], even(layers, 2), 1) for q in range(0, 8, 2)))
     left = [d.name for d in job.devices]
@@ -274,7 +276,7 @@ def against_colourings(result: Result, seed: int, count: int) -> None:
             layers=tuple(decoder_layer(f"l{i}", draw.choice((1e6, 1e6, 3e6, 2e7))) for i in range(layers)),
             devices=tuple(Device(name=f"d{i}", memory_nbytes=1 << 40) for i in range(at)),
             micro_batches=len(rows),
-            between_hosts=Link(rate_bps=HOST_BPS),
+            between_hosts=LinkRate(rate_bps=HOST_BPS),
         )
         plan = PipelinePlan(layers, tuple(rows))
         groups, single = vertices(job, plan), vertices(job, plan, single_layers=True)
@@ -310,8 +312,8 @@ def large(result: Result, devices: int) -> None:
         layers=(decoder_layer("embedding", 3e8), *blocks, decoder_layer("head", 5e8)),
         devices=tuple(Device(name=f"d{i:05}", memory_nbytes=80 << 30, host=f"h{i // 8:04}") for i in range(devices)),
         micro_batches=4 * devices,
-        within_host=Link(rate_bps=LINK_BPS),
-        between_hosts=Link(rate_bps=HOST_BPS),
+        within_host=LinkRate(rate_bps=LINK_BPS),
+        between_hosts=LinkRate(rate_bps=HOST_BPS),
     )
     planner = Planner(job)
     old = planner.first().plan

@@ -19,7 +19,7 @@ from chaos_lightning.planning.pipelines.choice import Weighing, restart_worth
 from chaos_lightning.planning.pipelines.decoder import decoder_layers
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.formation import EqualFleet, EqualOptions
-from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, Link, MemoryUse, TrainingJob
+from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, LinkRate, MemoryUse, TrainingJob
 from chaos_lightning.planning.pipelines.moves import assign
 from chaos_lightning.planning.pipelines.paper import algorithm1, eq9, eq11, paper_memory, split_layers
 from chaos_lightning.planning.pipelines.planner import Planner, place
@@ -241,8 +241,8 @@ def llama_job(devices: int, micro_batches: int, cards: int = 1, sequence: int = 
             for i in range(devices)
         ),
         micro_batches=micro_batches,
-        within_host=Link(rate_bps=224e9, latency_s=10e-6),
-        between_hosts=Link(rate_bps=200e9, latency_s=20e-6),
+        within_host=LinkRate(rate_bps=224e9, latency_s=10e-6),
+        between_hosts=LinkRate(rate_bps=200e9, latency_s=20e-6),
         memory=replace(PLAIN_MEMORY, boundaries=True),
     )  # fmt: skip
 

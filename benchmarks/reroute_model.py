@@ -20,7 +20,7 @@ from benchmarks.common import Options, Result, run
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, TrainingJob
 from chaos_lightning.planning.pipelines.lists import coupled, run_coupled
 from chaos_lightning.planning.pipelines.paper import eq12, eq13
-from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.rerouting import reroute
 from chaos_lightning.planning.pipelines.schedules import zero_bubble_h1
 from chaos_lightning.planning.pipelines.timing import PipelineTimes, pipeline_timeline
@@ -80,7 +80,7 @@ def build(case: Case) -> tuple[TrainingJob, PipelinePlan]:
         memory=PLAIN_MEMORY,
     )
     pipelines = (
-        Pipeline(tuple(Stage(name, k, k + 1) for k, name in enumerate(row)), case.micro_batches) for row in rows
+        Pipeline(tuple(PlanStage(name, k, k + 1) for k, name in enumerate(row)), case.micro_batches) for row in rows
     )
     return job, PipelinePlan(case.stages, tuple(pipelines))
 

@@ -18,11 +18,11 @@ from chaos_lightning.machine.tables import FittingTable
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe.units import amount, duration
 from chaos_lightning.planning.pipelines.choice import Decision
-from chaos_lightning.planning.pipelines.estimate import Estimate, timelines
+from chaos_lightning.planning.pipelines.estimate import StepEstimate, timelines
 from chaos_lightning.planning.pipelines.job import Layer, TrainingJob
 from chaos_lightning.planning.pipelines.lists import coupled, run_coupled
 from chaos_lightning.planning.pipelines.moves import Moves
-from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.timing import Span
 
 LEAST_BOX, MOST_BOX = 12, 24
@@ -134,7 +134,7 @@ class Drawn:
 # ------------------------------------------------------------------------------------------------ boxes
 
 
-def draw_plan(job: TrainingJob, plan: PipelinePlan, estimate: Estimate) -> Drawn:
+def draw_plan(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -> Drawn:
     """Pipelines as rows, stages as boxes with their device, layers and memory."""
 
     def lines(width: int, glyphs: Glyphs) -> Iterator[Text]:
@@ -187,7 +187,7 @@ class _Box:
         return f"{self.names[0]} +{len(self.names) - 1}"
 
 
-def _box(job: TrainingJob, estimate: Estimate, places: Sequence[Stage]) -> _Box:
+def _box(job: TrainingJob, estimate: StepEstimate, places: Sequence[PlanStage]) -> _Box:
     layers = layers_of(places[0].first, places[0].end)
     if places[0].device == VACANT:
         return _Box(("lost",), layers, None)
@@ -239,7 +239,7 @@ def _cut(text: str, width: int, g: Glyphs) -> str:
 # ------------------------------------------------------------------------------------------------ time line
 
 
-def draw_step(job: TrainingJob, plan: PipelinePlan, estimate: Estimate) -> Drawn:
+def draw_step(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -> Drawn:
     """A step on a time line: a row for each stage, what it does from left to right."""
 
     def lines(width: int, glyphs: Glyphs) -> Iterator[Text]:
@@ -268,7 +268,7 @@ def draw_step(job: TrainingJob, plan: PipelinePlan, estimate: Estimate) -> Drawn
     return Drawn(lines)
 
 
-def _name(s: Stage) -> str:
+def _name(s: PlanStage) -> str:
     return printable(s.device) if s.device != VACANT else "lost"
 
 
@@ -290,7 +290,7 @@ Part = tuple[float, float, str]
 """From, to, and what is done."""
 
 
-def _after(job: TrainingJob, estimate: Estimate, s: Stage) -> Iterator[Part]:
+def _after(job: TrainingJob, estimate: StepEstimate, s: PlanStage) -> Iterator[Part]:
     """What a stage does behind its units."""
     if s.device == VACANT:
         return
@@ -396,7 +396,7 @@ def stage_table(job: TrainingJob, plan: PipelinePlan) -> FittingTable:
     return table
 
 
-def memory_table(job: TrainingJob, plan: PipelinePlan, estimate: Estimate) -> FittingTable:
+def memory_table(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -> FittingTable:
     """Peak memory of each stage's device by what it is for, of pipelines that are alike once."""
     table = FittingTable(
         ["device", "needs>", "of>", "state>", "activations>", "workspace>", "boundaries>", "buffers>", "kept>"],
@@ -413,7 +413,7 @@ def memory_table(job: TrainingJob, plan: PipelinePlan, estimate: Estimate) -> Fi
     return table
 
 
-def reduce_table(job: TrainingJob, estimate: Estimate) -> FittingTable:
+def reduce_table(job: TrainingJob, estimate: StepEstimate) -> FittingTable:
     """The all-reduce of each group of layers that has several owners."""
     gradients = job.costs.gradients
     table = FittingTable(

@@ -21,8 +21,8 @@ from chaos_lightning.planning.pipelines.job import JobError, TrainingJob, check_
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from chaos_lightning.planning.pipelines.choice import Candidate, Decision
-    from chaos_lightning.planning.pipelines.estimate import Estimate
+    from chaos_lightning.planning.pipelines.choice import Decision, PlanCandidate
+    from chaos_lightning.planning.pipelines.estimate import StepEstimate
     from chaos_lightning.planning.pipelines.moves import Moves
     from chaos_lightning.planning.pipelines.options import PlanOptions
     from chaos_lightning.planning.pipelines.plan import PipelinePlan
@@ -34,7 +34,7 @@ class PricedPlan:
     """A plan, and what it costs."""
 
     plan: PipelinePlan
-    estimate: Estimate
+    estimate: StepEstimate
     why: str
     exact: bool = False
     gap: float = 0.0
@@ -50,7 +50,7 @@ class PricedPlan:
         }  # fmt: skip
 
 
-def samples_per_s(job: TrainingJob, estimate: Estimate) -> float:
+def samples_per_s(job: TrainingJob, estimate: StepEstimate) -> float:
     """Of the whole fleet."""
     return job.micro_batches * job.samples / estimate.step_s
 
@@ -227,7 +227,7 @@ def _show_answer(console: Console, job: TrainingJob, answer: PricedPlan, *, expl
         _explain(console, job, answer.plan, e)
 
 
-def _explain(console: Console, job: TrainingJob, plan: PipelinePlan, e: Estimate) -> None:
+def _explain(console: Console, job: TrainingJob, plan: PipelinePlan, e: StepEstimate) -> None:
     from chaos_lightning.observe import pipelines
     from chaos_lightning.observe.units import duration
 
@@ -271,7 +271,7 @@ def _show_loss(console: Console, options: PlanOptions, decision: Decision, *, ex
         _explain(console, job, chosen.plan, cost)
 
 
-def _moves(options: PlanOptions, candidate: Candidate) -> Moves | None:
+def _moves(options: PlanOptions, candidate: PlanCandidate) -> Moves | None:
     """What moves from device to device; None: all state comes from a checkpoint."""
     from chaos_lightning.planning.pipelines.choice import RESTART
 

@@ -18,11 +18,11 @@ from rich.console import Console, RenderableType
 
 from chaos_lightning.observe import pipelines as picture
 from chaos_lightning.observe.plan_command import lost_devices
-from chaos_lightning.planning.pipelines.estimate import Estimate, estimate
+from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
 from chaos_lightning.planning.pipelines.files import job_of, read_job
 from chaos_lightning.planning.pipelines.job import JobError, TrainingJob
 from chaos_lightning.planning.pipelines.moves import move_list
-from chaos_lightning.planning.pipelines.plan import VACANT, Detour, Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.plan import VACANT, Detour, Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import Planner
 from chaos_lightning.planning.pipelines.rerouting import reroute
 
@@ -37,7 +37,7 @@ def drawn(what: RenderableType, width: int, encoding: str = "utf-8") -> list[str
     return out.read().splitlines()
 
 
-def two_by_two(**more: Any) -> tuple[TrainingJob, PipelinePlan, Estimate]:
+def two_by_two(**more: Any) -> tuple[TrainingJob, PipelinePlan, StepEstimate]:
     """Two pipelines of two stages, 3 and 5 micro-batches: forward 1 s a layer, backward 2 s, 4 s of all-reduce."""
     job = job_of(
         {
@@ -49,7 +49,7 @@ def two_by_two(**more: Any) -> tuple[TrainingJob, PipelinePlan, Estimate]:
             "memory": {"flat_buffers": 0},
         }
     )  # fmt: skip
-    rows = [Pipeline((Stage(f"d{2 * q}", 0, 1), Stage(f"d{2 * q + 1}", 1, 2)), m) for q, m in enumerate((5, 3))]
+    rows = [Pipeline((PlanStage(f"d{2 * q}", 0, 1), PlanStage(f"d{2 * q + 1}", 1, 2)), m) for q, m in enumerate((5, 3))]
     plan = PipelinePlan(2, tuple(rows), idle=("d4",), **more)
     return job, plan, estimate(job, plan)
 
@@ -114,7 +114,8 @@ def test_large_fleets_show_what_is_alike_once() -> None:
     job = job_of({"micro_batches": 600, "devices": [{"name": "d", "count": 402, "memory_nbytes": 10**6}],
                   "layers": [{"name": "x", "repeat": 30, "forward_s": 1, "backward_s": 2}]})  # fmt: skip
     rows = [
-        Pipeline(tuple(Stage(f"d{q * 20 + k}", k, k + 1 if k < 19 else 30) for k in range(20)), 30) for q in range(20)
+        Pipeline(tuple(PlanStage(f"d{q * 20 + k}", k, k + 1 if k < 19 else 30) for k in range(20)), 30)
+        for q in range(20)
     ]
     plan = PipelinePlan(30, tuple(rows), idle=("d400", "d401"))
     known = estimate(job, plan)
@@ -131,9 +132,9 @@ def test_a_lost_place_is_seen_and_who_fills_it() -> None:
     job, plan, known = two_by_two()
     vacant = PipelinePlan(
         2,
-        (plan.pipelines[0], Pipeline((Stage(VACANT, 0, 1), Stage("d3", 1, 2)), 3)),
+        (plan.pipelines[0], Pipeline((PlanStage(VACANT, 0, 1), PlanStage("d3", 1, 2)), 3)),
         detours=tuple(Detour(j, 0, 1, "d0") for j in (5, 6, 7)),
-        keepers=(Stage("d4", 0, 1),),
+        keepers=(PlanStage("d4", 0, 1),),
     )
     lines = drawn(picture.draw_plan(job, vacant, known), 100)
     assert "╭ lost ──" in "\n".join(lines)
@@ -156,7 +157,7 @@ def test_a_pipeline_that_is_lost_as_a_whole_is_a_blank_row() -> None:
 
 def test_moves_name_the_busiest_links_and_their_layers() -> None:
     job, plan, _ = two_by_two()
-    moves = move_list(job, plan, replace(plan, pipelines=plan.pipelines[:1], keepers=(Stage("d4", 0, 2),), idle=()))
+    moves = move_list(job, plan, replace(plan, pipelines=plan.pipelines[:1], keepers=(PlanStage("d4", 0, 2),), idle=()))
     lines = drawn(picture.moves_table(moves), 100)
     assert lines[0] == "moves 60 B in 6 s; the busiest source, d0, sends 30 B"
     assert lines[1:] == ["  d0 → d4  30 B, 3 s: layer 0", "  d1 → d4  30 B, 3 s: layer 1"]

@@ -19,7 +19,7 @@ from typing import Any
 
 from chaos_lightning.lab.fleet.traces import HOUR_S, Change, Trace
 from chaos_lightning.lab.simulate.kernel import Kernel
-from chaos_lightning.planning.pipelines.choice import MOVE, RESTART, Candidate, Decision, Outlook, restart_worth
+from chaos_lightning.planning.pipelines.choice import MOVE, RESTART, Decision, Outlook, PlanCandidate, restart_worth
 from chaos_lightning.planning.pipelines.formation import EqualFleet, EqualOptions, Formation
 from chaos_lightning.planning.pipelines.history import LossHistory
 from chaos_lightning.planning.pipelines.policies import decide
@@ -257,7 +257,7 @@ class FleetRun:
         self.pauses, self.waits, self.throughput = [], True, 0.0
         self._note("none", why)
 
-    def _follow(self, chosen: Candidate, why: str) -> None:
+    def _follow(self, chosen: PlanCandidate, why: str) -> None:
         self._epoch += 1
         out, now = self.out, self.kernel.now
         out.decisions[chosen.kind] = out.decisions.get(chosen.kind, 0) + 1
@@ -278,7 +278,7 @@ class FleetRun:
         else:
             self._begin(chosen, why)
 
-    def _begin(self, chosen: Candidate, why: str) -> None:
+    def _begin(self, chosen: PlanCandidate, why: str) -> None:
         """The pause is over: the plan is in force."""
         self._advance()
         if chosen.plan is not self.formation or not self.seats:
@@ -288,7 +288,7 @@ class FleetRun:
         if self._later:
             self._decide(lost=False)
 
-    def _seat(self, chosen: Candidate) -> None:
+    def _seat(self, chosen: PlanCandidate) -> None:
         """Who sits where: a move seats all anew, side by side on their hosts; else only places that change hands."""
         after: Formation = chosen.plan
         if chosen.kind in (MOVE, RESTART) or self.formation is None:

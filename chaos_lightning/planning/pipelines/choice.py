@@ -32,7 +32,7 @@ KINDS = KEEP, FILL, MOVE, RESTART = "keep", "fill", "move", "restart"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class PlanCandidate:
     """One way to go on."""
 
     policy: str
@@ -100,8 +100,8 @@ class Candidate:
 class Decision:
     """What was chosen among which candidates, and why."""
 
-    candidates: tuple[Candidate, ...]
-    chosen: Candidate | None
+    candidates: tuple[PlanCandidate, ...]
+    chosen: PlanCandidate | None
     """None: nothing fits."""
     reason: str
     failed: tuple[tuple[str, str], ...] = ()
@@ -136,7 +136,7 @@ class Outlook:
     threshold: float = 0.0
     """Share by which something else has to be better than to keep the plan."""
 
-    def value(self, c: Candidate) -> float:
+    def value(self, c: PlanCandidate) -> float:
         """Samples/s until the next loss, as this module's docstring has it."""
         changes = self.rate + self.returns
         risk = c.risk * self.rate / changes if self.with_risk and changes else 0.0
@@ -149,7 +149,7 @@ def restart_worth(rate: float, lost_s: float) -> float:
     return max(0.0, 1.0 - rate * lost_s)
 
 
-def choose(candidates: Iterable[Candidate], outlook: Outlook, failed: tuple[tuple[str, str], ...] = ()) -> Decision:
+def choose(candidates: Iterable[PlanCandidate], outlook: Outlook, failed: tuple[tuple[str, str], ...] = ()) -> Decision:
     """The candidate of the greatest value; of equal ones that with most devices, then the first.
 
     Args:
@@ -177,12 +177,12 @@ def choose(candidates: Iterable[Candidate], outlook: Outlook, failed: tuple[tupl
     return Decision(found, kept, reason, failed)
 
 
-def _order(c: Candidate) -> tuple[float, int]:
+def _order(c: PlanCandidate) -> tuple[float, int]:
     """Of equal values the one with more devices."""
     return (c.value, c.devices)
 
 
-def _seats_more(c: Candidate, kept: Candidate) -> bool:
+def _seats_more(c: PlanCandidate, kept: PlanCandidate) -> bool:
     """Newcomers take their places as soon as that costs nothing."""
     return c.kind == FILL and c.devices > kept.devices and c.value >= kept.value
 
@@ -191,7 +191,7 @@ def _more(value: float, other: float) -> str:
     return f"{value / other - 1:.1%} more samples" if other > 0 else "samples at all"
 
 
-def _why(best: Candidate, fitting: list[Candidate], outlook: Outlook) -> str:
+def _why(best: PlanCandidate, fitting: list[PlanCandidate], outlook: Outlook) -> str:
     changes, what = outlook.rate + outlook.returns, "loss or return" if outlook.returns else "loss"
     until = f"until the next {what}, in {1 / changes:.3g} s on average" if changes else "while nothing is lost"
     others = [c for c in fitting if c is not best]

@@ -32,7 +32,7 @@ from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
-from chaos_lightning.planning.pipelines.job import Device, Link, TrainingJob
+from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob
 from chaos_lightning.planning.pipelines.schedules import in_flight
 from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes
 
@@ -57,7 +57,7 @@ def _usual(pipelines: int) -> int:
     return pipelines if pipelines < 3 else 4 if pipelines < 8 else 16
 
 
-def reduce_s(nbytes: float, owners: int, link: Link, hop_s: float = 0.0) -> float:
+def reduce_s(nbytes: float, owners: int, link: LinkRate, hop_s: float = 0.0) -> float:
     """Seconds of an all-reduce among `owners` over trees whose slowest link is `link`."""
     if owners < 2 or not nbytes:
         return 0.0
@@ -65,7 +65,7 @@ def reduce_s(nbytes: float, owners: int, link: Link, hop_s: float = 0.0) -> floa
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LayerCut:
     """Where one pipeline is cut, and what that costs."""
 
     at: tuple[int, ...]
@@ -82,7 +82,7 @@ class Cut:
         return self.charged_s <= self.bound_s * (1 + CLOSE)
 
 
-def _charged(cut: Cut) -> float:
+def _charged(cut: LayerCut) -> float:
     return cut.charged_s
 
 
@@ -115,7 +115,7 @@ class Tables:
             found = self._speeds[speed] = _Scaled(forward, backward, both, [x / speed for x in c.optimizer_s])
         return found
 
-    def hops(self, link: Link) -> list[float]:
+    def hops(self, link: LinkRate) -> list[float]:
         """By layer: seconds of a hop behind it."""
         found = self._hops.get(link.kind)
         if found is None:
@@ -131,7 +131,7 @@ class Tables:
         return self._kept[flight]
 
 
-class Row:
+class DeviceRow:
     """Cuts the layers for the devices of one pipeline.
 
     Args:
@@ -141,7 +141,7 @@ class Row:
         reduce: Between the owners of a layer.
     """
 
-    def __init__(self, tables: Tables, devices: Sequence[Device], hops: Sequence[Link], reduce: Link) -> None:
+    def __init__(self, tables: Tables, devices: Sequence[Device], hops: Sequence[LinkRate], reduce: LinkRate) -> None:
         self.tables, self.job, self.reduce = tables, tables.job, reduce
         self.stages = len(devices)
         self.count = self.job.costs.count
@@ -153,8 +153,8 @@ class Row:
         self.hops = tuple(tables.hops(link) for link in hops)
         """By gap: by layer: seconds of a hop behind it."""
         self.least_hop = min((min(row[:-1], default=0.0) for row in self.hops), default=0.0)
-        self._found: dict[tuple[int, int], Cut | None] = {}
-        self._searches: dict[tuple[int, int], Cut | None] = {}
+        self._found: dict[tuple[int, int], LayerCut | None] = {}
+        self._searches: dict[tuple[int, int], LayerCut | None] = {}
         self._runs: dict[tuple[tuple[int, ...], int], OneFOneB] = {}
 
     # ------------------------------------------------------------------------------------------------ one cut
@@ -194,10 +194,10 @@ class Row:
             low, high = (middle, high) if self.fits(at, middle) else (low, middle)
         return low
 
-    def charge(self, at: tuple[int, ...], m: int, pipelines: int, bound_s: float = -math.inf) -> Cut:
+    def charge(self, at: tuple[int, ...], m: int, pipelines: int, bound_s: float = -math.inf) -> LayerCut:
         """What a cut costs with `m` micro-batches, beside `pipelines - 1` other pipelines."""
         done = self._run(at, m)
-        return Cut(at, tuple(done.ends_s), max(self._late(done, at, pipelines)), bound_s)
+        return LayerCut(at, tuple(done.ends_s), max(self._late(done, at, pipelines)), bound_s)
 
     def _run(self, at: tuple[int, ...], m: int) -> OneFOneB:
         found = self._runs.get((at, m))
@@ -216,7 +216,7 @@ class Row:
 
     # ------------------------------------------------------------------------------------------------ the best cut
 
-    def best(self, m: int, pipelines: int) -> Cut | None:
+    def best(self, m: int, pipelines: int) -> LayerCut | None:
         """The best cut for `m` micro-batches beside `pipelines - 1` other pipelines.
 
         Where there are more than `FEW` cuts, those are searched for some numbers of micro-batches and pipelines, and
@@ -247,7 +247,7 @@ class Row:
         found = [x[0] for x in (limits.least(relaxed=False), limits.balanced()) if x]
         return min(found, key=lambda at: self.charge(at, m, 2).charged_s, default=None)
 
-    def _nearest(self, m: int, pipelines: int) -> Cut | None:
+    def _nearest(self, m: int, pipelines: int) -> LayerCut | None:
         power = math.log(m, GRID)
         for near in (round(GRID ** round(power)), round(GRID ** (math.floor(power) + 1)), m):
             cut = self._searched(near, _usual(pipelines))
@@ -255,12 +255,12 @@ class Row:
                 return self.charge(cut.at, m, pipelines)
         return None
 
-    def _searched(self, m: int, pipelines: int) -> Cut | None:
+    def _searched(self, m: int, pipelines: int) -> LayerCut | None:
         if (m, pipelines) not in self._searches:
             self._searches[m, pipelines] = self._search(m, pipelines)
         return self._searches[m, pipelines]
 
-    def _search(self, m: int, pipelines: int) -> Cut | None:
+    def _search(self, m: int, pipelines: int) -> LayerCut | None:
         if self.stages == 1:
             only = self.charge((0, self.count), m, pipelines)
             return replace(only, bound_s=only.charged_s) if self.fits(only.at, m) else None
@@ -281,7 +281,7 @@ class Row:
             return best and replace(best, bound_s=best.charged_s)
         return best and self._near(best, m, pipelines)
 
-    def _all(self, limits: _Bounds, best: Cut | None, bound: float) -> Cut | None:
+    def _all(self, limits: _Bounds, best: LayerCut | None, bound: float) -> LayerCut | None:
         for inner in combinations(range(1, self.count), self.stages - 1):
             at = (0, *inner, self.count)
             if best and any(limits.of(k, x, y) >= best.charged_s for k, (x, y) in enumerate(pairwise(at))):
@@ -291,7 +291,7 @@ class Row:
                 best = other if best is None else min(best, other, key=_charged)
         return best
 
-    def _near(self, best: Cut, m: int, pipelines: int) -> Cut:
+    def _near(self, best: LayerCut, m: int, pipelines: int) -> LayerCut:
         """Moves one layer from a stage to another one, by way of those between, while that helps."""
         tries = max(4, UNITS // (2 * self.stages * m))
         paths = [self._critical(best.at, m, pipelines)]
@@ -330,7 +330,7 @@ class Row:
 class _Critical:
     """A critical path as a sum over the borders of a cut."""
 
-    row: Row
+    row: DeviceRow
     stages: tuple[tuple[int, int, bool], ...]
     """By stage: its forward and backward units on the path, and whether the path ends there."""
     hops: tuple[int, ...]
@@ -382,7 +382,7 @@ def _moves(at: tuple[int, ...], paths: Iterable[_Critical], least: float) -> lis
 class _Bounds:
     """The bounds of one search: row, micro-batches and pipelines are fixed."""
 
-    def __init__(self, row: Row, m: int, pipelines: int) -> None:
+    def __init__(self, row: DeviceRow, m: int, pipelines: int) -> None:
         self.row, self.m, self.pipelines = row, m, pipelines
         self.stages = stages = row.stages
         self.way_s = row.least_hop + row.unit_s
@@ -499,23 +499,23 @@ class Cutter:
         reduce: Between the owners of a layer.
     """
 
-    def __init__(self, job: TrainingJob, device: Device, hop: Link, reduce: Link) -> None:
+    def __init__(self, job: TrainingJob, device: Device, hop: LinkRate, reduce: LinkRate) -> None:
         self.job, self.device, self.hop, self.reduce = job, device, hop, reduce
         self.count = job.costs.count
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, DeviceRow] = {}
 
     @cached_property
     def tables(self) -> Tables:
         return Tables(self.job)
 
-    def row(self, stages: int) -> Row:
+    def row(self, stages: int) -> DeviceRow:
         """A pipeline of so many devices."""
         found = self._rows.get(stages)
         if found is None:
             hops = (self.hop,) * (stages - 1)
-            found = self._rows[stages] = Row(self.tables, (self.device,) * stages, hops, self.reduce)
+            found = self._rows[stages] = DeviceRow(self.tables, (self.device,) * stages, hops, self.reduce)
         return found
 
-    def best(self, stages: int, m: int, pipelines: int) -> Cut | None:
-        """The best cut into `stages`; see `Row.best`."""
+    def best(self, stages: int, m: int, pipelines: int) -> LayerCut | None:
+        """The best cut into `stages`; see `DeviceRow.best`."""
         return self.row(stages).best(m, pipelines)

@@ -47,7 +47,7 @@ class Alike(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PlanShape:
     """How many pipelines of which length, with which micro-batches."""
 
     devices: int
@@ -157,7 +157,7 @@ class Shapes:
 
     # ------------------------------------------------------------------------------------------------ answers
 
-    def first(self, devices: int) -> Shape | None:
+    def first(self, devices: int) -> PlanShape | None:
         """A good shape at once; None where no pipeline of at most so many devices fits into memory."""
         lines = {p: x for p in range(1, min(self.longest, devices) + 1) if (x := self._line(p))}
         if not lines:
@@ -180,7 +180,7 @@ class Shapes:
         lengths = sorted(best, reverse=True)[: self.total]
         return self._shape(devices, self.splitter.over(lengths))
 
-    def exact(self, devices: int) -> Shape | None:
+    def exact(self, devices: int) -> PlanShape | None:
         """The best shape; None where no pipeline of at most so many devices fits into memory."""
         lengths = range(1, min(self.longest, devices) + 1)
         first = self.first(devices)
@@ -234,11 +234,11 @@ class Shapes:
             best = self.splitter.least(lengths, pipelines, filled, best) or best
         return replace(best, bound_s=best.time_s)
 
-    def _shape(self, devices: int, filling: Filling[int] | None) -> Shape | None:
+    def _shape(self, devices: int, filling: Filling[int] | None) -> PlanShape | None:
         if filling is None:
             return None
         rows = tuple(Alike(p, m, k) for (p, m), k in sorted(Counter(filling.pairs).items(), reverse=True))
-        return Shape(
+        return PlanShape(
             devices, rows, filling.time_s, filling.bound_s, filling.bound_s >= filling.time_s * (1 - 10 * CLOSE)
         )
 

@@ -16,15 +16,15 @@ from functools import lru_cache
 from itertools import pairwise
 
 from chaos_lightning.planning.pipelines.cuts import reduce_s
-from chaos_lightning.planning.pipelines.job import Link, MemoryUse, TrainingJob, stage_memory
+from chaos_lightning.planning.pipelines.job import LinkRate, MemoryUse, TrainingJob, stage_memory
 from chaos_lightning.planning.pipelines.lists import CAPS, coupled, kept_nbytes, run_coupled
 from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePlan
 from chaos_lightning.planning.pipelines.schedules import Instruction, in_flight, one_f_one_b
-from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes, Timeline, pipeline_timeline
+from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes, ScheduleRun, pipeline_timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class StepEstimate:
     """What a step of a plan costs."""
 
     step_s: float
@@ -85,7 +85,7 @@ def _ends(times: PipelineTimes, micro_batches: int, extra: int) -> tuple[float, 
     return tuple(OneFOneB(times, micro_batches, extra).ends_s)
 
 
-def estimate(job: TrainingJob, plan: PipelinePlan, *, caps: Sequence[int] = CAPS) -> Estimate:
+def estimate(job: TrainingJob, plan: PipelinePlan, *, caps: Sequence[int] = CAPS) -> StepEstimate:
     """Runs one step of a plan.
 
     Args:
@@ -111,7 +111,7 @@ def estimate(job: TrainingJob, plan: PipelinePlan, *, caps: Sequence[int] = CAPS
     return finish(job, plan, ends, memory)
 
 
-def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory: dict[str, MemoryUse]) -> Estimate:
+def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory: dict[str, MemoryUse]) -> StepEstimate:
     """From the ends of the last backward units to the end of the step.
 
     Args:
@@ -135,7 +135,7 @@ def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory:
         sum(c.optimizer_s[s.end] - c.optimizer_s[s.first] for s in owned) / job.by_name[name].speed
         for name, owned in devices.items()
     )
-    return Estimate(reduced + commit + optimizer, compute, reduced, commit, optimizer, memory, tuple(reduces), ends)
+    return StepEstimate(reduced + commit + optimizer, compute, reduced, commit, optimizer, memory, tuple(reduces), ends)
 
 
 def all_reduces(
@@ -178,16 +178,16 @@ def all_reduces(
     return found
 
 
-def slowest_link(job: TrainingJob, owners: Sequence[str]) -> Link:
+def slowest_link(job: TrainingJob, owners: Sequence[str]) -> LinkRate:
     """The slowest link that trees among these devices have to use: of a chain in which hosts stay together."""
     if len(owners) < 2:
-        return Link()
+        return LinkRate()
     return min(
         _links(job, sorted(owners, key=lambda x: (job.by_name[x].place, x))), key=lambda x: (x.rate_bps, -x.latency_s)
     )
 
 
-def _links(job: TrainingJob, chain: Sequence[str]) -> list[Link]:
+def _links(job: TrainingJob, chain: Sequence[str]) -> list[LinkRate]:
     """Of a chain of devices."""
     if not job.links:
         places = {job.by_name[x].place for x in chain}
@@ -195,7 +195,7 @@ def _links(job: TrainingJob, chain: Sequence[str]) -> list[Link]:
     return [job.link(a, b) for a, b in pairwise(chain)]
 
 
-def timelines(job: TrainingJob, plan: PipelinePlan) -> list[Timeline]:
+def timelines(job: TrainingJob, plan: PipelinePlan) -> list[ScheduleRun]:
     """By pipeline: when each unit runs; a worker is a stage. For plans without detours, to be drawn."""
     found = []
     for p in plan.pipelines:

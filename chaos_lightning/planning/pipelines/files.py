@@ -31,7 +31,7 @@ from chaos_lightning.planning.pipelines.job import (
     Device,
     JobError,
     Layer,
-    Link,
+    LinkRate,
     MemoryRules,
     NamedLink,
     Overheads,
@@ -140,8 +140,8 @@ class JobFile:
     """Cards of one device. Then `count`, `per_host`, `memory_nbytes` of devices are of cards; times are a device's."""
     samples: int | None = None
     """In one micro-batch; by default the decoder's, else 1."""
-    within_host: Link = field(default_factory=Link)
-    between_hosts: Link = field(default_factory=Link)
+    within_host: LinkRate = field(default_factory=LinkRate)
+    between_hosts: LinkRate = field(default_factory=LinkRate)
     links: tuple[NamedLink, ...] = ()
     overheads: Overheads = field(default_factory=Overheads)
     memory: MemoryRules = field(default_factory=MemoryRules)
@@ -216,8 +216,8 @@ CARD = Device(name="d", memory_nbytes=80 << 30)
 CARDS_PER_HOST, CARDS, WITHIN, BETWEEN = (
     8,
     8,
-    Link(rate_bps=2.4e12, latency_s=5e-6),
-    Link(rate_bps=4e11, latency_s=1e-5),
+    LinkRate(rate_bps=2.4e12, latency_s=5e-6),
+    LinkRate(rate_bps=4e11, latency_s=1e-5),
 )
 
 
@@ -437,8 +437,8 @@ _CLASSES: dict[str, type] = {
     "layers": Layer,
     "devices": Device,
     "decoder": Decoder,
-    "within_host": Link,
-    "between_hosts": Link,
+    "within_host": LinkRate,
+    "between_hosts": LinkRate,
     "links": NamedLink,
     "overheads": Overheads,
     "memory": MemoryRules,

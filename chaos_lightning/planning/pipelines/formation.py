@@ -1,6 +1,6 @@
 """Where the devices of a fleet of equal ones stand: a shape, and the places in it that losses have left vacant.
 
-Theory of operation. A `Formation` is to a `Shape` what a plan with vacant stages is to one without: it knows by row and
+Theory of operation. A `Formation` is to a `PlanShape` what a plan with vacant stages is to one without: it knows by row and
 stage how many places nobody fills. Places are numbered through the pipelines, the longest first, stage by stage. All
 that policies ask for follows from these counters, so that a fleet of 10,000 devices costs as much as one of ten.
 
@@ -23,8 +23,8 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
-from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, Candidate
-from chaos_lightning.planning.pipelines.equal import Shape, Shapes
+from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, PlanCandidate
+from chaos_lightning.planning.pipelines.equal import PlanShape, Shapes
 from chaos_lightning.planning.pipelines.history import fatal_risk
 from chaos_lightning.planning.pipelines.job import Layer, TrainingJob
 from chaos_lightning.planning.pipelines.paper import algorithm1
@@ -41,7 +41,7 @@ FINE = 1000
 class Formation:
     """A shape with vacant places."""
 
-    shape: Shape
+    shape: PlanShape
     cuts: tuple[tuple[int, ...], ...]
     """By row of the shape: first layer of each stage, and the number of layers."""
     vacant: frozenset[int] = frozenset()
@@ -171,7 +171,7 @@ class EqualFleet:
         links = (job.within_host, job.between_hosts) if len(job.devices) > 1 else ()
         slowest = max((link.latency_s for link in links), default=0.0)
         self.commit_s = 2 * (slowest + job.overheads.hop_s) + job.overheads.commit_s
-        self._formations: dict[tuple[str, int, Shape | None], Formation | None] = {}
+        self._formations: dict[tuple[str, int, PlanShape | None], Formation | None] = {}
         self._steps: dict[tuple[object, ...], float] = {}
 
     @cached_property
@@ -190,7 +190,7 @@ class EqualFleet:
 
     # ------------------------------------------------------------------------------------------------ plans
 
-    def formation(self, kind: str, devices: int, was: Shape | None = None) -> Formation | None:
+    def formation(self, kind: str, devices: int, was: PlanShape | None = None) -> Formation | None:
         """The plan of a kind for so many devices; None where none fits.
 
         Args:
@@ -207,11 +207,11 @@ class EqualFleet:
             self._formations[key] = self._cut(shapes, shape, kind == "shadowed") if shape and fits else None
         return self._formations[key]
 
-    def cut(self, shape: Shape) -> Formation:
+    def cut(self, shape: PlanShape) -> Formation:
         """A formation of a shape that somebody else found."""
         return self._cut(self.shapes, shape, False)
 
-    def _cut(self, shapes: Shapes, shape: Shape, shadowed: bool) -> Formation:
+    def _cut(self, shapes: Shapes, shape: PlanShape, shadowed: bool) -> Formation:
         found = [shapes.cutter.best(r.stages, r.micro_batches, shape.pipelines) for r in shape.rows]
         return Formation(shape, tuple(cut.at for cut in found if cut), shadowed=shadowed)
 
@@ -304,7 +304,7 @@ class EqualFleet:
         return ""
 
 
-Finder = Callable[[Shapes, int, int, Shape | None], Shape | None]
+Finder = Callable[[Shapes, int, int, PlanShape | None], PlanShape | None]
 """Looks for a shape for so many devices; given are the losses to prepare for and the shape before."""
 
 _KINDS: dict[str, Finder] = {
@@ -338,8 +338,8 @@ class EqualOptions:
     void_samples: float = 0.0
     """Committed since the newest checkpoint."""
 
-    def _candidate(self, f: Formation, kind: str, transition_s: float, redo_s: float, step_s: float) -> Candidate:
-        return Candidate(
+    def _candidate(self, f: Formation, kind: str, transition_s: float, redo_s: float, step_s: float) -> PlanCandidate:
+        return PlanCandidate(
             policy="",
             kind=kind,
             step_s=step_s,
@@ -379,7 +379,7 @@ class EqualOptions:
         peers = max(1, min(self.fleet.live(f)))
         return step_s * r.micro_batches / (2 * peers * (r.stages + r.micro_batches - 1))
 
-    def keep(self) -> Candidate | None:
+    def keep(self) -> PlanCandidate | None:
         """Goes on: the micro-batches of the lost go to the owners of the same layers."""
         f = self.before
         if f is None or f.shadowed or self.fatal:
@@ -388,7 +388,7 @@ class EqualOptions:
         pause = self.fleet.pauses.reroute_s if self.lost and f.vacant else 0.0
         return self._candidate(f, KEEP, pause, self._repaired_s(f, step_s), step_s)
 
-    def fill(self) -> Candidate | None:
+    def fill(self) -> PlanCandidate | None:
         """Seats idle devices in vacant places."""
         f = self.before
         if f is None or f.shadowed or self.fatal or not f.vacant or not self.idle:
@@ -397,7 +397,7 @@ class EqualOptions:
         step_s = self.fleet.step_s(after, self.slow)
         return self._candidate(after, FILL, self.fleet.pauses.fill_s, self._repaired_s(f, step_s), step_s)
 
-    def avoid(self) -> Candidate | None:
+    def avoid(self) -> PlanCandidate | None:
         """Puts slow devices out of the plan as if they were lost, and seats idle ones there."""
         f = self.before
         if f is None or f.shadowed or self.fatal or not self.slow:
@@ -408,14 +408,14 @@ class EqualOptions:
         step_s = self.fleet.step_s(after)
         return self._candidate(after, FILL, self.fleet.pauses.fill_s, self._repaired_s(f, step_s), step_s)
 
-    def move(self, kind: str = "best") -> Candidate | None:
+    def move(self, kind: str = "best") -> PlanCandidate | None:
         """Moves layers, so that all devices that are not slow train by a plan of this kind."""
         healthy = self.devices - len(self.slow) - self.slow_idle
         was = self.before.shape if self.before else None
         after = self.fleet.formation(kind, healthy, was) if healthy else None
         return None if after is None or self.fatal else self._moved(after)
 
-    def _moved(self, after: Formation) -> Candidate:
+    def _moved(self, after: Formation) -> PlanCandidate:
         f, step_s = self.before, self.fleet.step_s(after)
         if f is not None and not f.vacant and not self.slow and f.shape.rows == after.shape.rows:
             return self._candidate(f, KEEP, 0.0, 0.0, step_s)
@@ -423,7 +423,7 @@ class EqualOptions:
         redo = after.shape.charged_s / 2 if begun and self.lost else 0.0
         return self._candidate(after, MOVE, self.fleet.pauses.move_s if begun else 0.0, redo, step_s)
 
-    def shadow(self) -> Candidate | None:
+    def shadow(self) -> PlanCandidate | None:
         """Goes on where the device before each lost one takes over its stage; None where two neighbours are lost."""
         f = self.before
         if f is None or not f.shadowed:
@@ -436,7 +436,7 @@ class EqualOptions:
         pause = self.fleet.pauses.reroute_s if self.lost and f.vacant else 0.0
         return self._candidate(f, KEEP, pause, self._repaired_s(f, step_s), step_s)
 
-    def restart(self, kind: str = "best") -> Candidate | None:
+    def restart(self, kind: str = "best") -> PlanCandidate | None:
         """Goes back to the newest checkpoint."""
         healthy = self.devices - len(self.slow) - self.slow_idle
         after = self.fleet.formation(kind, healthy or self.devices)

@@ -127,7 +127,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class LinkRate:
     """What one direction between two devices carries. A rate of infinity and no latency: it costs nothing."""
 
     __pydantic_config__ = CLOSED
@@ -160,8 +160,8 @@ class NamedLink:
     rate_bps: float
     latency_s: float = 0.0
 
-    def link(self) -> Link:
-        return Link(rate_bps=self.rate_bps, latency_s=self.latency_s)
+    def link(self) -> LinkRate:
+        return LinkRate(rate_bps=self.rate_bps, latency_s=self.latency_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,8 +214,8 @@ class TrainingJob:
     devices: tuple[Device, ...]
     micro_batches: int
     """Of one optimizer step, over all pipelines."""
-    within_host: Link = field(default_factory=Link)
-    between_hosts: Link = field(default_factory=Link)
+    within_host: LinkRate = field(default_factory=LinkRate)
+    between_hosts: LinkRate = field(default_factory=LinkRate)
     links: tuple[NamedLink, ...] = ()
     samples: int = 1
     """In one micro-batch."""
@@ -253,10 +253,10 @@ class TrainingJob:
         return {d.name: d for d in self.devices}
 
     @cached_property
-    def _special(self) -> dict[tuple[str, str], Link]:
+    def _special(self) -> dict[tuple[str, str], LinkRate]:
         return {pair: x.link() for x in self.links for pair in ((x.a, x.b), (x.b, x.a))}
 
-    def link(self, a: str, b: str) -> Link:
+    def link(self, a: str, b: str) -> LinkRate:
         """What carries bytes from device `a` to device `b`: their own link, their hosts', or the usual one."""
         x, y = self.by_name[a], self.by_name[b]
         if self._special:

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from chaos_lightning.planning.pipelines.cuts import reduce_s
-from chaos_lightning.planning.pipelines.estimate import Estimate, estimate, slowest_link
+from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate, slowest_link
 from chaos_lightning.planning.pipelines.job import TrainingJob
 from chaos_lightning.planning.pipelines.lists import kept_nbytes
-from chaos_lightning.planning.pipelines.plan import PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.plan import PipelinePlan, PlanStage
 
 
 class KeptPlan(NamedTuple):
@@ -61,12 +61,12 @@ def add_keepers(job: TrainingJob, plan: PipelinePlan) -> KeptPlan:
 
 
 def _nbytes(job: TrainingJob, layers: range) -> int:
-    return kept_nbytes(job, Stage("", layers.start, layers.stop))
+    return kept_nbytes(job, PlanStage("", layers.start, layers.stop))
 
 
-def _joined(keepers: Sequence[Stage]) -> list[Stage]:
+def _joined(keepers: Sequence[PlanStage]) -> list[PlanStage]:
     """Neighbouring layers of one device are one run."""
-    found: list[Stage] = []
+    found: list[PlanStage] = []
     for k in sorted(keepers):
         if found and found[-1].device == k.device and found[-1].end == k.first:
             found[-1] = found[-1]._replace(end=k.end)
@@ -76,9 +76,9 @@ def _joined(keepers: Sequence[Stage]) -> list[Stage]:
 
 
 class _Search:
-    def __init__(self, job: TrainingJob, plan: PipelinePlan, before: Estimate) -> None:
+    def __init__(self, job: TrainingJob, plan: PipelinePlan, before: StepEstimate) -> None:
         self.job = job
-        self.found: list[Stage] = []
+        self.found: list[PlanStage] = []
         self.uncovered: list[int] = []
         used = {name: use.nbytes for name, use in before.memory.items()}
         self.free = {name: job.by_name[name].memory_nbytes - used.get(name, 0) for name in plan.devices}
@@ -101,7 +101,7 @@ class _Search:
         if name is None and (len(layers) == 1 or all(self.free[x] < least for x in elsewhere)):
             name = self._soonest(layers, owners, strangers)
         if name is not None:
-            self.found.append(Stage(name, layers.start, layers.stop))
+            self.found.append(PlanStage(name, layers.start, layers.stop))
             self.free[name] -= _nbytes(job, layers)
             through = self._through_s(layers, owners, name)
             self.through_s |= dict.fromkeys((name, *owners), through)

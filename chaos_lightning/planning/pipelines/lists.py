@@ -29,9 +29,9 @@ from math import inf
 from typing import NamedTuple
 
 from chaos_lightning.planning.pipelines.job import MemoryUse, TrainingJob, stage_memory
-from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.schedules import Instruction, one_f_one_b
-from chaos_lightning.planning.pipelines.timing import Span, Timeline
+from chaos_lightning.planning.pipelines.timing import ScheduleRun, Span
 
 CAPS = (0, 1, 2, 4, 8, 16)
 """Micro-batches in flight beyond those of 1F1B that are tried where memory allows."""
@@ -146,8 +146,8 @@ class Ran:
     """By worker: most micro-batches whose activations are there at once."""
 
     @property
-    def timeline(self) -> Timeline:
-        return Timeline(tuple(tuple(Span(Instruction(k, x, j), a, b) for k, x, j, a, b in row) for row in self.rows))
+    def timeline(self) -> ScheduleRun:
+        return ScheduleRun(tuple(tuple(Span(Instruction(k, x, j), a, b) for k, x, j, a, b in row) for row in self.rows))
 
     @property
     def lists(self) -> list[list[Instruction]]:
@@ -443,7 +443,7 @@ class Fleet:
         Args:
             owners: By first layer of a group: who may run it where a place is vacant.
         """
-        ways: dict[tuple[Stage, ...], Way] = {}
+        ways: dict[tuple[PlanStage, ...], Way] = {}
         rows, guests = [], []
         away = {d.micro_batch for d in self.plan.detours}
         for j in self.micro_batches:
@@ -455,7 +455,7 @@ class Fleet:
         workers = [self._capacity(name) for name in self.names]
         return SharedStep(self.plan.layer_count, workers, rows, self.ranks, guests, self._hop_s)
 
-    def _way(self, route: Sequence[Stage], owners: Mapping[int, Sequence[str]]) -> Way:
+    def _way(self, route: Sequence[PlanStage], owners: Mapping[int, Sequence[str]]) -> Way:
         way: dict[int, Sequence[Unit]] = {}
         for s in route:
             if s.device != VACANT:
@@ -523,7 +523,7 @@ class Fleet:
         }
 
 
-def kept_nbytes(job: TrainingJob, keeper: Stage) -> int:
+def kept_nbytes(job: TrainingJob, keeper: PlanStage) -> int:
     """What a keeper holds: weights, optimizer state, gradients and their flat copies (no activations)."""
     gradients = job.costs.gradients[keeper.end] - job.costs.gradients[keeper.first]
     return job.costs.state(keeper.first, keeper.end) + (1 + job.memory.flat_buffers) * gradients

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.pipelines.flows import FlowNetwork
 from chaos_lightning.planning.pipelines.job import TrainingJob
-from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError
 
 ROUNDS = 8
@@ -126,7 +126,7 @@ class Moves:
 # ------------------------------------------------------------------------------------------------ who holds, who needs
 
 
-def _mask(stages: Iterable[Stage]) -> Layers:
+def _mask(stages: Iterable[PlanStage]) -> Layers:
     found = 0
     for s in stages:
         found |= (1 << s.end) - (1 << s.first)
@@ -344,7 +344,7 @@ def renamed(plan: PipelinePlan, names: Mapping[str, str]) -> PipelinePlan:
     """The plan with other devices in the places of its own."""
     names = {VACANT: VACANT, **names}
 
-    def moved(stages: Iterable[Stage]) -> tuple[Stage, ...]:
+    def moved(stages: Iterable[PlanStage]) -> tuple[PlanStage, ...]:
         return tuple(s._replace(device=names[s.device]) for s in stages)
 
     return replace(

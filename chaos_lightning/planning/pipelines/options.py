@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, Candidate
-from chaos_lightning.planning.pipelines.estimate import Estimate, estimate
+from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, PlanCandidate
+from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
 from chaos_lightning.planning.pipelines.formation import Pauses
 from chaos_lightning.planning.pipelines.history import fatal_risk
 from chaos_lightning.planning.pipelines.job import TrainingJob
 from chaos_lightning.planning.pipelines.moves import Moves, assign, move_list
 from chaos_lightning.planning.pipelines.paper import algorithm1
-from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, Stage
-from chaos_lightning.planning.pipelines.planner import Planned, Planner
+from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, PlanStage
+from chaos_lightning.planning.pipelines.planner import PlannedPipelines, Planner
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute
 from chaos_lightning.planning.pipelines.templates import oobleck, symmetric
 
@@ -48,7 +48,7 @@ class PlanOptions:
     pauses: Pauses = field(default_factory=Pauses)
     size_shares: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
     first: bool = False
-    _costs: dict[PipelinePlan, Estimate] = field(default_factory=dict, repr=False)
+    _costs: dict[PipelinePlan, StepEstimate] = field(default_factory=dict, repr=False)
 
     @cached_property
     def left(self) -> TrainingJob:
@@ -62,7 +62,7 @@ class PlanOptions:
         return not self.before.vacant and not set(self.lost) & set(self.before.stages)
 
     @cached_property
-    def planned(self) -> Planned:
+    def planned(self) -> PlannedPipelines:
         """The plan for those that are left, its devices in any places."""
         names = [d.name for d in self.left.devices]
         return self.planner.first(names) if self.first else self.planner.exact(names)
@@ -84,7 +84,7 @@ class PlanOptions:
         """
         return move_list(self.left, self.before, plan)
 
-    def cost(self, plan: PipelinePlan) -> Estimate:
+    def cost(self, plan: PipelinePlan) -> StepEstimate:
         """Of a step; a plan is estimated once."""
         if plan not in self._costs:
             self._costs[plan] = estimate(self.left, plan)
@@ -92,14 +92,14 @@ class PlanOptions:
 
     # ------------------------------------------------------------------------------------------------ the ways
 
-    def keep(self) -> Candidate | None:
+    def keep(self) -> PlanCandidate | None:
         """The micro-batches of the lost go to the owners of the same layers."""
         if self.fatal:
             return None
         plan = self.before if self.whole else reroute(self.left, self.before, self.lost, search=not self.first)
         return self._candidate(plan, KEEP, 0.0 if self.whole else self.pauses.reroute_s, 0.0)
 
-    def fill(self) -> Candidate | None:
+    def fill(self) -> PlanCandidate | None:
         """Seats idle devices in all vacant places."""
         seated = None if self.fatal or self.whole else self._seated()
         if seated is None:
@@ -110,7 +110,7 @@ class PlanOptions:
     def avoid(self) -> None:
         """No device is slow."""
 
-    def move(self, kind: str = "best") -> Candidate | None:
+    def move(self, kind: str = "best") -> PlanCandidate | None:
         """Moves layers to the plan of this kind for those that are left."""
         found = None if self.fatal else self._plan(kind)
         if found is None:
@@ -125,7 +125,7 @@ class PlanOptions:
     def shadow(self) -> None:
         """No stage is redundant."""
 
-    def restart(self, kind: str = "best") -> Candidate | None:
+    def restart(self, kind: str = "best") -> PlanCandidate | None:
         """The plan of this kind, from the newest checkpoint: half of what lies between two is lost."""
         plan, p = self._plan(kind), self.pauses
         if plan is None:
@@ -178,18 +178,18 @@ class PlanOptions:
                     if name is None:
                         return None
                     idle.remove(name)
-                    stages.append(Stage(name, s.first, s.end))
+                    stages.append(PlanStage(name, s.first, s.end))
                 else:
                     stages.append(s)
             pipelines.append(replace(p, stages=tuple(stages)))
         keepers = tuple(k for k in self.before.keepers if k.device not in gone)
         return replace(self.before, pipelines=tuple(pipelines), detours=(), keepers=keepers, idle=tuple(idle))
 
-    def _candidate(self, plan: PipelinePlan, kind: str, transition_s: float, redo_s: float) -> Candidate:
+    def _candidate(self, plan: PipelinePlan, kind: str, transition_s: float, redo_s: float) -> PlanCandidate:
         cost = self.cost(plan)
         over = cost.over(self.left)
         worst = max(over, key=lambda name: over[name], default="")
-        return Candidate(
+        return PlanCandidate(
             policy="",
             kind=kind,
             step_s=cost.step_s,

@@ -17,8 +17,8 @@ from itertools import accumulate, combinations, islice, pairwise
 from weakref import WeakKeyDictionary
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.planning.pipelines.cuts import Cut, Cutter, Row
-from chaos_lightning.planning.pipelines.equal import Alike, Shape, Shapes
+from chaos_lightning.planning.pipelines.cuts import Cutter, DeviceRow, LayerCut
+from chaos_lightning.planning.pipelines.equal import Alike, PlanShape, Shapes
 from chaos_lightning.planning.pipelines.job import TrainingJob
 from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePlan
 from chaos_lightning.planning.pipelines.schedules import in_flight
@@ -204,7 +204,7 @@ def paper_memory(job: TrainingJob, plan: PipelinePlan) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------ Algorithm 1
 
 
-def algorithm1(shapes: Shapes, devices: int, was: Shape | None, deepest: int = DEEPEST) -> Shape | None:
+def algorithm1(shapes: Shapes, devices: int, was: PlanShape | None, deepest: int = DEEPEST) -> PlanShape | None:
     """Algorithm 1 for one number of devices: the best of its candidates, None where none fits.
 
     All devices are used, also where fewer would do better. The number of pipelines differs by less than 2 from that
@@ -230,7 +230,7 @@ def algorithm1(shapes: Shapes, devices: int, was: Shape | None, deepest: int = D
                 rows = Counter(zip(lengths, distribute_batch(total, lengths), strict=True))
                 candidates.append((max(m / p for p, m in rows) * work_s, pipelines, rows))
     candidates.sort(key=lambda x: x[0])
-    best: Shape | None = None
+    best: PlanShape | None = None
     for least, pipelines, rows in candidates:
         if best is not None and least >= best.charged_s:
             break  # The mean stage alone works as long, here and in all that follow.
@@ -238,11 +238,11 @@ def algorithm1(shapes: Shapes, devices: int, was: Shape | None, deepest: int = D
         cuts = [cut.charged_s for cut in found if cut is not None]
         if len(cuts) == len(rows) and (best is None or max(cuts) < best.charged_s):
             lines = tuple(Alike(p, m, k) for (p, m), k in sorted(rows.items(), reverse=True))
-            best = Shape(devices, lines, max(cuts), 0.0, False)
+            best = PlanShape(devices, lines, max(cuts), 0.0, False)
     return best
 
 
-def get_execution_plan(shapes: Shapes, devices: int, faults: int, was: Shape | None) -> Shape | None:
+def get_execution_plan(shapes: Shapes, devices: int, faults: int, was: PlanShape | None) -> PlanShape | None:
     """Algorithm 1 as printed: one best plan over 1 to `faults` lost devices.
 
     Plans of different numbers of devices are compared by the time of their steps, so that of one fault tends to win,
@@ -288,10 +288,10 @@ def distribute_batch(micro_batches: int, lengths: Sequence[int]) -> list[int]:
     return found
 
 
-_SPLITS: WeakKeyDictionary[Cutter, dict[tuple[int, int, int], Cut | None]] = WeakKeyDictionary()
+_SPLITS: WeakKeyDictionary[Cutter, dict[tuple[int, int, int], LayerCut | None]] = WeakKeyDictionary()
 
 
-def split_layers(cutter: Cutter, stages: int, m: int, pipelines: int) -> Cut | None:
+def split_layers(cutter: Cutter, stages: int, m: int, pipelines: int) -> LayerCut | None:
     """Section IV-A: equally many layers for each stage, and the best places for those that remain.
 
     Layers that differ (embedding, head) are counted alike, which is what the better cuts of `cuts` gain on it.
@@ -310,7 +310,7 @@ def split_layers(cutter: Cutter, stages: int, m: int, pipelines: int) -> Cut | N
     known = _SPLITS.setdefault(cutter, {})
     key = (stages, m, pipelines)
     if key not in known:
-        best: Cut | None = None
+        best: LayerCut | None = None
         row = cutter.row(stages)
         each, more = divmod(row.count, stages)
         for longer in islice(combinations(range(stages), more), PLACEMENTS):
@@ -324,7 +324,7 @@ def split_layers(cutter: Cutter, stages: int, m: int, pipelines: int) -> Cut | N
     return known[key]
 
 
-def _bound(row: Row, at: Sequence[int], m: int) -> float:
+def _bound(row: DeviceRow, at: Sequence[int], m: int) -> float:
     """No pipeline of this cut is faster, by two of the bounds of `cuts` without hops: through, and after first."""
     s, total = row.fastest, row.fastest.both[-1]
     found = 0.0

@@ -24,7 +24,7 @@ VACANT = ""
 """The device of a stage whose owner is lost."""
 
 
-class Stage(NamedTuple):
+class PlanStage(NamedTuple):
     """A device and the layers [first, end) that it owns."""
 
     device: str
@@ -49,7 +49,7 @@ class Detour(NamedTuple):
 class Pipeline:
     """A row of stages that make up the model, and how many micro-batches of a step are at home there."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PlanStage, ...]
     micro_batches: int
 
     @property
@@ -70,7 +70,7 @@ class PipelinePlan:
     layer_count: int
     pipelines: tuple[Pipeline, ...]
     detours: tuple[Detour, ...] = ()
-    keepers: tuple[Stage, ...] = ()
+    keepers: tuple[PlanStage, ...] = ()
     idle: tuple[str, ...] = ()
     in_flight_extra: int = 0
     """Micro-batches in flight at a stage beyond those of 1F1B."""
@@ -111,9 +111,9 @@ class PipelinePlan:
         return tuple(map(tuple, found))
 
     @cached_property
-    def stages(self) -> dict[str, list[Stage]]:
+    def stages(self) -> dict[str, list[PlanStage]]:
         """By device: what it owns, kept layers last."""
-        found: dict[str, list[Stage]] = defaultdict(list)
+        found: dict[str, list[PlanStage]] = defaultdict(list)
         for p in self.pipelines:
             for s in p.stages:
                 if s.device != VACANT:
@@ -139,7 +139,7 @@ class PipelinePlan:
             found[d.micro_batch].append(d)
         return found
 
-    def route(self, micro_batch: int) -> tuple[Stage, ...]:
+    def route(self, micro_batch: int) -> tuple[PlanStage, ...]:
         """The devices that a micro-batch passes, in order, with the layers that each runs for it.
 
         Neighbouring layers on one device are one unit. A place that nobody fills shows as `VACANT`.
@@ -192,12 +192,12 @@ class PipelinePlan:
                 layer_count=int(about["layers"]),
                 pipelines=tuple(
                     Pipeline(
-                        tuple(Stage(str(d), int(a), int(b)) for d, a, b in row["stages"]), int(row["micro_batches"])
+                        tuple(PlanStage(str(d), int(a), int(b)) for d, a, b in row["stages"]), int(row["micro_batches"])
                     )
                     for row in about["pipelines"]
                 ),
                 detours=tuple(Detour(int(j), int(a), int(b), str(d)) for j, a, b, d in about.get("detours", ())),
-                keepers=tuple(Stage(str(d), int(a), int(b)) for d, a, b in about.get("keepers", ())),
+                keepers=tuple(PlanStage(str(d), int(a), int(b)) for d, a, b in about.get("keepers", ())),
                 idle=tuple(map(str, about.get("idle", ()))),
                 in_flight_extra=int(about.get("in_flight_extra", 0)),
             )
@@ -272,7 +272,7 @@ class PipelinePlan:
             if p.micro_batches < 0:
                 raise PlanError(f"pipeline {q} has {p.micro_batches} micro-batches; expected 0 or more")
 
-    def _check_filled(self, q: int, stage: Stage) -> None:
+    def _check_filled(self, q: int, stage: PlanStage) -> None:
         start = sum(p.micro_batches for p in self.pipelines[:q])
         for j in range(start, start + self.pipelines[q].micro_batches):
             for s in self.route(j):
@@ -283,7 +283,7 @@ class PipelinePlan:
                     )
 
 
-def overlay(home: Sequence[Stage], detours: Iterable[Detour]) -> tuple[Stage, ...]:
+def overlay(home: Sequence[PlanStage], detours: Iterable[Detour]) -> tuple[PlanStage, ...]:
     """The route at home with some layers on other devices; neighbouring runs of one device are one."""
     who: list[str] = []
     for s in home:
@@ -292,17 +292,17 @@ def overlay(home: Sequence[Stage], detours: Iterable[Detour]) -> tuple[Stage, ..
     for d in detours:
         who[d.first : d.end] = [d.device] * (d.end - d.first)
         cuts.update((d.first, d.end))
-    route: list[Stage] = []
+    route: list[PlanStage] = []
     for at in sorted(c for c in cuts if c < len(who)):
         end = min((c for c in cuts if c > at), default=len(who))
         if route and route[-1].device == who[at] and who[at] != VACANT:
-            route[-1] = Stage(who[at], route[-1].first, end)
+            route[-1] = PlanStage(who[at], route[-1].first, end)
         else:
-            route.append(Stage(who[at], at, end))
+            route.append(PlanStage(who[at], at, end))
     return tuple(route)
 
 
-def _covers(owned: Iterable[Stage], first: int, end: int) -> bool:
+def _covers(owned: Iterable[PlanStage], first: int, end: int) -> bool:
     need = set(range(first, end))
     for s in owned:
         need -= set(s.layers)

@@ -4,7 +4,7 @@ Theory of operation. For devices of one kind `equal` finds the shape, and what i
 Pipelines, longest first, are put on the host on which they leave least room; those that no host has room for take what
 is left, host by host. So most hops stay within a host. Then each layer whose owners would all be lost with one host is
 given an owner elsewhere, by exchanging two devices, where that makes no step longer; where it would,
-`Planned.shared_fate` says what the cheapest exchange costs. Devices or links that are not alike are searched
+`PlannedPipelines.shared_fate` says what the cheapest exchange costs. Devices or links that are not alike are searched
 (`unequal`).
 
 `Prepared` holds plans for losses that have not happened: of any 1 to k devices, and of any one host; one for each way
@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from chaos_lightning.planning.pipelines.cuts import Cutter
-from chaos_lightning.planning.pipelines.equal import Shape, Shapes
-from chaos_lightning.planning.pipelines.estimate import Estimate, estimate
+from chaos_lightning.planning.pipelines.equal import PlanShape, Shapes
+from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
 from chaos_lightning.planning.pipelines.job import Device, JobError, TrainingJob, stage_memory
 from chaos_lightning.planning.pipelines.moves import renamed
-from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.unequal import Mixed
 
 EXCHANGES = 200
@@ -49,13 +49,13 @@ class SharedFate:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedPipelines:
     """A plan with what it costs."""
 
     plan: PipelinePlan
-    estimate: Estimate
+    estimate: StepEstimate
     exact: bool
-    """Nothing better exists over all lengths and splits, as far as the search charges plans (`equal.Shape.exact`)."""
+    """Nothing better exists over all lengths and splits, as far as the search charges plans (`equal.PlanShape.exact`)."""
     gap: float
     """Share of the charged time by which a better plan might take less."""
     why: str
@@ -91,7 +91,7 @@ class Planner:
         if self.alike:
             self.shapes.warm()
 
-    def first(self, devices: Collection[str] | None = None) -> Planned:
+    def first(self, devices: Collection[str] | None = None) -> PlannedPipelines:
         """A good plan at once.
 
         Args:
@@ -102,7 +102,7 @@ class Planner:
         """
         return self._answer(devices, exact=False)
 
-    def exact(self, devices: Collection[str] | None = None) -> Planned:
+    def exact(self, devices: Collection[str] | None = None) -> PlannedPipelines:
         """The best plan; for devices or links that are not alike, the best one that a longer search finds.
 
         Args:
@@ -113,7 +113,7 @@ class Planner:
         """
         return self._answer(devices, exact=True)
 
-    def _answer(self, devices: Collection[str] | None, *, exact: bool) -> Planned:
+    def _answer(self, devices: Collection[str] | None, *, exact: bool) -> PlannedPipelines:
         names = sorted(self.job.by_name) if devices is None else sorted(devices)
         job = self.job.with_devices([self.job.by_name[n] for n in names])
         if self.alike:
@@ -128,17 +128,17 @@ class Planner:
             raise NoPlanError(nearest(job))
         plan, charged_s, bound_s = found
         why = f"{_rows(plan)}; the best of a search, at most {1 - bound_s / charged_s:.1%} from the best there is"
-        return Planned(plan, estimate(job, plan), False, max(0.0, 1 - bound_s / charged_s), why)
+        return PlannedPipelines(plan, estimate(job, plan), False, max(0.0, 1 - bound_s / charged_s), why)
 
-    def seated(self, shape: Shape, devices: Collection[str]) -> Planned:
+    def seated(self, shape: PlanShape, devices: Collection[str]) -> PlannedPipelines:
         """A shape on these devices."""
         job = self.job.with_devices([self.job.by_name[n] for n in sorted(devices)])
         plan, fates = spread(job, place(job, self.shapes, shape))
         sure = "the best there is" if shape.exact else f"at most {shape.gap:.2%} from the best there is"
-        return Planned(plan, estimate(job, plan), shape.exact, shape.gap, f"{_rows(plan)}; {sure}", fates)
+        return PlannedPipelines(plan, estimate(job, plan), shape.exact, shape.gap, f"{_rows(plan)}; {sure}", fates)
 
 
-def describe(shape: Shape) -> str:
+def describe(shape: PlanShape) -> str:
     """In words."""
     return _words(Counter(shape.pairs), shape.devices - shape.used)
 
@@ -163,7 +163,7 @@ def _many(count: int, word: str, more: str = "s") -> str:
 # ------------------------------------------------------------------------------------------------ places
 
 
-def place(job: TrainingJob, shapes: Shapes, shape: Shape) -> PipelinePlan:
+def place(job: TrainingJob, shapes: Shapes, shape: PlanShape) -> PipelinePlan:
     """Gives each place of a shape a device of the job."""
     free: dict[str, list[str]] = defaultdict(list)
     for d in sorted(job.devices, key=lambda d: (d.place, d.name)):
@@ -174,7 +174,7 @@ def place(job: TrainingJob, shapes: Shapes, shape: Shape) -> PipelinePlan:
         assert cut is not None
         for _ in range(row.times):
             names = _take(free, row.stages)
-            stages = tuple(Stage(n, x, y) for n, x, y in zip(names, cut.at, cut.at[1:], strict=False))
+            stages = tuple(PlanStage(n, x, y) for n, x, y in zip(names, cut.at, cut.at[1:], strict=False))
             pipelines.append(Pipeline(stages, row.micro_batches))
     idle = tuple(sorted(n for names in free.values() for n in names))
     extra = job.memory.in_flight_extra
@@ -313,7 +313,7 @@ class Prepared:
     def __init__(self, planner: Planner, losses: int = 8, most: int = 64) -> None:
         self.planner, self.losses, self.most = planner, losses, most
         self.there: frozenset[str] = frozenset(planner.job.by_name)
-        self._plans: dict[Left, Planned | NoPlanError] = {}
+        self._plans: dict[Left, PlannedPipelines | NoPlanError] = {}
 
     def fleet(self, devices: Collection[str]) -> None:
         """Devices came or went: plans for what can no longer be left soon are dropped."""
@@ -336,7 +336,7 @@ class Prepared:
                 return len(names)
         return None
 
-    def after(self, lost: Collection[str]) -> tuple[Planned, bool]:
+    def after(self, lost: Collection[str]) -> tuple[PlannedPipelines, bool]:
         """The plan after a loss.
 
         Args:
@@ -380,7 +380,7 @@ class Prepared:
                 yield key, left
 
 
-def _onto(job: TrainingJob, planned: Planned, names: Collection[str]) -> Planned:
+def _onto(job: TrainingJob, planned: PlannedPipelines, names: Collection[str]) -> PlannedPipelines:
     """The same plan on other devices of the same kinds: those that keep their place, then hosts in order."""
     there = job.with_devices([job.by_name[n] for n in sorted(names)])
     plan = planned.plan

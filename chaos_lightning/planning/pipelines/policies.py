@@ -27,7 +27,7 @@ from importlib.metadata import entry_points
 from typing import Protocol
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.planning.pipelines.choice import KINDS, Candidate, Decision, Outlook, choose
+from chaos_lightning.planning.pipelines.choice import KINDS, Decision, Outlook, PlanCandidate, choose
 
 GROUP = "chaos_lightning.policies"
 """Entry points of policies."""
@@ -44,35 +44,35 @@ class Options(Protocol):
         """There is a plan, and nobody of it is lost."""
         ...
 
-    def keep(self) -> Candidate | None:
+    def keep(self) -> PlanCandidate | None:
         """Reroutes around vacant places, and moves nothing."""
         ...
 
-    def fill(self) -> Candidate | None:
+    def fill(self) -> PlanCandidate | None:
         """Seats idle devices in vacant places."""
         ...
 
-    def avoid(self) -> Candidate | None:
+    def avoid(self) -> PlanCandidate | None:
         """Takes slow devices for lost."""
         ...
 
-    def move(self, kind: str = "best") -> Candidate | None:
+    def move(self, kind: str = "best") -> PlanCandidate | None:
         """Moves layers: to the `best` plan, or to that of `oobleck`, `algorithm1` or `shadowed`."""
         ...
 
-    def shadow(self) -> Candidate | None:
+    def shadow(self) -> PlanCandidate | None:
         """Goes on by redundant stages."""
         ...
 
-    def restart(self, kind: str = "best") -> Candidate | None:
+    def restart(self, kind: str = "best") -> PlanCandidate | None:
         """Goes back to the newest checkpoint, with the `best`, a `symmetric` or a `shadowed` plan."""
         ...
 
 
-Policy = Callable[[Options], Iterable[Candidate | None]]
+Policy = Callable[[Options], Iterable[PlanCandidate | None]]
 
 
-def reroute(options: Options) -> Iterator[Candidate | None]:
+def reroute(options: Options) -> Iterator[PlanCandidate | None]:
     yield options.keep()
     yield options.fill()
 
@@ -80,7 +80,7 @@ def reroute(options: Options) -> Iterator[Candidate | None]:
 def _anew(kind: str) -> Policy:
     """After each loss the plan of this kind; where nobody of the plan is lost, only if that is worth it."""
 
-    def policy(options: Options) -> Iterator[Candidate | None]:
+    def policy(options: Options) -> Iterator[PlanCandidate | None]:
         if options.whole:
             yield options.keep()
         yield options.move(kind)
@@ -88,16 +88,16 @@ def _anew(kind: str) -> Policy:
     return policy
 
 
-def restart(options: Options) -> Iterator[Candidate | None]:
+def restart(options: Options) -> Iterator[PlanCandidate | None]:
     yield options.keep() if options.whole else options.restart("symmetric")
 
 
-def redundant(options: Options) -> Iterator[Candidate | None]:
+def redundant(options: Options) -> Iterator[PlanCandidate | None]:
     yield options.shadow()
     yield options.move("shadowed")
 
 
-def adaptive(options: Options) -> Iterator[Candidate | None]:
+def adaptive(options: Options) -> Iterator[PlanCandidate | None]:
     yield options.keep()
     yield options.fill()
     yield options.avoid()
@@ -131,7 +131,7 @@ def installed() -> dict[str, Policy]:
 
 
 def _raising(words: str) -> Policy:
-    def policy(options: Options) -> Iterable[Candidate | None]:
+    def policy(options: Options) -> Iterable[PlanCandidate | None]:
         raise PlanError(words)
 
     return policy
@@ -150,7 +150,7 @@ def policy(name: str) -> Policy:
     return found
 
 
-def _checked(who: str, c: Candidate) -> Candidate:
+def _checked(who: str, c: PlanCandidate) -> PlanCandidate:
     """A candidate under its policy's name.
 
     Raises:
@@ -172,7 +172,7 @@ def decide(name: str, options: Options, outlook: Outlook) -> Decision:
     asked = {name: policy(name)}
     if name == "adaptive":
         asked |= installed()
-    candidates: list[Candidate] = []
+    candidates: list[PlanCandidate] = []
     failed: list[tuple[str, str]] = []
     for who, function in asked.items():
         try:

@@ -29,7 +29,7 @@ from chaos_lightning.planning.pipelines.lists import (
     Way,
     best,
 )
-from chaos_lightning.planning.pipelines.plan import VACANT, Detour, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.plan import VACANT, Detour, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes
 
 
@@ -122,7 +122,7 @@ def _owners(plan: PipelinePlan) -> dict[int, tuple[str, ...]]:
     return {group.start: owners for group, owners in zip(plan.groups, plan.owners, strict=True)}
 
 
-def _orphans(plan: PipelinePlan) -> list[tuple[int, Stage]]:
+def _orphans(plan: PipelinePlan) -> list[tuple[int, PlanStage]]:
     """(micro-batch, vacant place at its home)."""
     starts = [0]
     for p in plan.pipelines:

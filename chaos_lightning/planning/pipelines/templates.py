@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from heapq import heapify, heapreplace
 
 from chaos_lightning.planning.pipelines.cuts import CLOSE
-from chaos_lightning.planning.pipelines.equal import Alike, Shape, Shapes
+from chaos_lightning.planning.pipelines.equal import Alike, PlanShape, Shapes
 
 MORE = 1.1
 """By what factor the time is raised until some plan keeps to it."""
@@ -43,7 +43,7 @@ def templates(shapes: Shapes, devices: int, faults: int) -> range:
     return range(fewest, min(shapes.longest, devices - faults * fewest) + 1)
 
 
-def oobleck(shapes: Shapes, devices: int, faults: int) -> Shape | None:
+def oobleck(shapes: Shapes, devices: int, faults: int) -> PlanShape | None:
     """The best plan of templates that uses all devices in at least `faults` + 1 pipelines.
 
     Args:
@@ -55,7 +55,7 @@ def oobleck(shapes: Shapes, devices: int, faults: int) -> Shape | None:
         None where there is no such plan: too few devices, or fewer micro-batches than pipelines.
     """
     sizes = templates(shapes, devices, faults)
-    best: Shape | None = None
+    best: PlanShape | None = None
     pipelines, tried = faults + 1, set[int]()
     while sizes and pipelines not in tried and len(tried) < ROUNDS:
         tried.add(pipelines)
@@ -68,7 +68,7 @@ def oobleck(shapes: Shapes, devices: int, faults: int) -> Shape | None:
     return best
 
 
-def _best_of(shapes: Shapes, devices: int, sizes: Sequence[int], least: int, charged: int) -> Shape | None:
+def _best_of(shapes: Shapes, devices: int, sizes: Sequence[int], least: int, charged: int) -> PlanShape | None:
     """The best multiset of sizes, with times as if there were `charged` pipelines; then told with their own."""
     total = shapes.total
     # What each length does in `low` at least, and in `high` at most; so few of its times have to be known.
@@ -161,14 +161,14 @@ def split(shapes: Shapes, lengths: Sequence[int], pipelines: int) -> list[tuple[
     return [(p, m) for _, p, m in heap]
 
 
-def shape_of(shapes: Shapes, devices: int, lengths: Sequence[int]) -> Shape:
+def shape_of(shapes: Shapes, devices: int, lengths: Sequence[int]) -> PlanShape:
     """Pipelines of given lengths with the micro-batches split over them, charged with their own number."""
     counts = Counter(split(shapes, lengths, len(lengths)))
     rows = tuple(Alike(p, m, k) for (p, m), k in sorted(counts.items(), reverse=True))
-    return Shape(devices, rows, max(shapes.time_s(p, m, len(lengths)) for p, m in counts), 0.0, False)
+    return PlanShape(devices, rows, max(shapes.time_s(p, m, len(lengths)) for p, m in counts), 0.0, False)
 
 
-def symmetric(shapes: Shapes, devices: int) -> Shape | None:
+def symmetric(shapes: Shapes, devices: int) -> PlanShape | None:
     """The best number of pipelines of one length; the rest of the devices is idle.
 
     Micro-batches are split as evenly as they go. None where no length fits.
@@ -188,4 +188,4 @@ def symmetric(shapes: Shapes, devices: int) -> Shape | None:
     time_s, _, p, k = min(found)
     each, more = divmod(shapes.total, k)
     rows = tuple(Alike(p, m, n) for m, n in ((each + 1, more), (each, k - more)) if n)
-    return Shape(devices, rows, time_s, 0.0, False)
+    return PlanShape(devices, rows, time_s, 0.0, False)

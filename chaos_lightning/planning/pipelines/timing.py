@@ -43,7 +43,7 @@ class Times(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class ScheduleRun:
     """A schedule as it ran."""
 
     rows: tuple[tuple[Span, ...], ...]
@@ -57,7 +57,7 @@ class Timeline:
         return sum(s.end_s - s.start_s for s in self.rows[worker])
 
 
-def run(schedule: Schedule, times: Times, route_lengths: Mapping[int, int]) -> Timeline:
+def run(schedule: Schedule, times: Times, route_lengths: Mapping[int, int]) -> ScheduleRun:
     """Runs lists in virtual time.
 
     Args:
@@ -99,7 +99,7 @@ def run(schedule: Schedule, times: Times, route_lengths: Mapping[int, int]) -> T
     stuck = [lists[len(row)] for row, lists in zip(rows, schedule, strict=True) if len(row) < len(lists)]
     if stuck:
         raise ScheduleError(f"deadlock: {', '.join(map(str, stuck[:4]))} wait for what never comes")
-    return Timeline(tuple(map(tuple, rows)))
+    return ScheduleRun(tuple(map(tuple, rows)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class OneFOneB:
                     return Path(tuple(forward), tuple(backward), tuple(hops))
 
 
-def pipeline_timeline(schedule: Schedule, times: PipelineTimes, micro_batches: int) -> Timeline:
+def pipeline_timeline(schedule: Schedule, times: PipelineTimes, micro_batches: int) -> ScheduleRun:
     """`run` for one pipeline whose micro-batches pass all its stages."""
     return run(schedule, times, dict.fromkeys(range(micro_batches), len(times.forward)))
 

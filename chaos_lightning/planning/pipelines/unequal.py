@@ -1,7 +1,7 @@
 """A plan for devices or links that are not alike: a search from several starts, with its gap to a lower bound.
 
 Theory of operation. Who shares a pipeline with whom, in which order, is a set of rows of devices; for given rows the
-cuts (`cuts.Row`) and the split of the micro-batches (`split`) follow. The problem is NP-hard (it holds number
+cuts (`cuts.DeviceRow`) and the split of the micro-batches (`split`) follow. The problem is NP-hard (it holds number
 partitioning), so rows are searched. Starts are the lengths of the best plan for as many devices of the mean speed, and
 all others where devices are few. Devices are sorted by speed and put into rows next to their like, so that stages are
 even, or dealt out in turn, so that rows are; of each row the better order is taken. Then, as long as that helps and the
@@ -19,10 +19,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from chaos_lightning.planning.pipelines.cuts import Cutter, Row, Tables
+from chaos_lightning.planning.pipelines.cuts import Cutter, DeviceRow, Tables
 from chaos_lightning.planning.pipelines.equal import Shapes
-from chaos_lightning.planning.pipelines.job import Device, Link, TrainingJob
-from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.split import Filling, Splitter
 
 SMALL = 10
@@ -54,14 +54,14 @@ class Mixed:
         self.order = sorted(job.devices, key=lambda d: (-d.speed, -d.memory_nbytes, d.place, d.name))
         self.speeds = sum(d.speed for d in job.devices)
         self.reduce = _slowest(job)
-        self._rows: dict[tuple[tuple[float, float], ...], Row] = {}
-        self._named: dict[Names, Row] = {}
+        self._rows: dict[tuple[tuple[float, float], ...], DeviceRow] = {}
+        self._named: dict[Names, DeviceRow] = {}
         self._lines: dict[int, tuple[int, float, float]] = {}
         self._quick: dict[tuple[int, int, int], float] = {}
 
     # ------------------------------------------------------------------------------------------------ rows
 
-    def row(self, names: Names) -> Row:
+    def row(self, names: Names) -> DeviceRow:
         """The row of these devices; those of one kind share it."""
         found = self._named.get(names)
         if found is None:
@@ -70,7 +70,7 @@ class Mixed:
             key = (*(d.kind for d in devices), (0.0, 0.0), *(h.kind for h in hops))
             found = self._rows.get(key)
             if found is None:
-                found = self._rows[key] = Row(self.tables, devices, hops, self.reduce)
+                found = self._rows[key] = DeviceRow(self.tables, devices, hops, self.reduce)
             self._named[names] = found
         return found
 
@@ -148,7 +148,7 @@ class Mixed:
     def _shortest(self) -> int:
         """Stages of the shortest pipeline that memory allows, of the devices with most memory."""
         most = max(self.job.devices, key=lambda d: d.memory_nbytes)
-        cutter = Cutter(self.job, most, Link(), Link())
+        cutter = Cutter(self.job, most, LinkRate(), LinkRate())
         top = min(len(self.job.devices), self.job.costs.count)
         return next((p for p in range(1, top + 1) if cutter.row(p).quick(1)), top)
 
@@ -159,7 +159,7 @@ class Mixed:
             best = row.best(m, count) if count <= ROWS else None
             at = best.at if best else row.quick(m)
             assert at is not None
-            stages = tuple(Stage(n, x, y) for n, (x, y) in zip(names, pairwise(at), strict=True))
+            stages = tuple(PlanStage(n, x, y) for n, (x, y) in zip(names, pairwise(at), strict=True))
             pipelines.append(Pipeline(stages, m))
         used = {n for names, _ in filling.pairs for n in names}
         idle = tuple(sorted(d.name for d in self.job.devices if d.name not in used))
@@ -306,7 +306,7 @@ def _partitions(total: int, largest: int, most: int) -> Iterator[tuple[int, ...]
                 yield (p, *rest)
 
 
-def _slowest(job: TrainingJob) -> Link:
+def _slowest(job: TrainingJob) -> LinkRate:
     """The slowest link that the owners of a layer may have between them."""
     hosts = {d.place for d in job.devices}
     usual = job.between_hosts if len(hosts) > 1 else job.within_host

@@ -1,7 +1,7 @@
 """Jobs of equal devices for the tests of what others plan."""
 
-from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, Link, Overheads, TrainingJob
-from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, LinkRate, Overheads, TrainingJob
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 
 
 def job_of(devices, micro_batches, layers=8, *, room=10**6, link=None, overheads=None, **about):
@@ -11,7 +11,7 @@ def job_of(devices, micro_batches, layers=8, *, room=10**6, link=None, overheads
         layers=tuple(Layer(name=f"l{i}", **usual) for i in range(layers)),
         devices=tuple(Device(name=f"d{i:03}", memory_nbytes=room) for i in range(devices)),
         micro_batches=micro_batches,
-        between_hosts=link or Link(),
+        between_hosts=link or LinkRate(),
         overheads=overheads or Overheads(),
         memory=PLAIN_MEMORY,
     )
@@ -23,7 +23,7 @@ def plan_of(layers, *rows):
     for lengths, m in rows:
         stages, at = [], 0
         for length in lengths:
-            stages.append(Stage(next(names), at, at + length))
+            stages.append(PlanStage(next(names), at, at + length))
             at += length
         pipelines.append(Pipeline(tuple(stages), m))
     plan = PipelinePlan(layers, tuple(pipelines))

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from chaos_lightning.planning.pipelines.job import Device, Layer, Link, TrainingJob
-from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, TrainingJob
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 
 PLENTY = 1 << 40
 
@@ -20,7 +20,7 @@ def layer(name: str, nbytes: int = 12, **more: Any) -> Layer:
 
 
 def row(micro_batches: int, *stages: tuple[str, int, int]) -> Pipeline:
-    return Pipeline(tuple(Stage(*s) for s in stages), micro_batches)
+    return Pipeline(tuple(PlanStage(*s) for s in stages), micro_batches)
 
 
 class Change(NamedTuple):
@@ -51,7 +51,7 @@ def plans(draw: st.DrawFn, devices: list[str], layers: int) -> PipelinePlan:
         free = [x for x in range(layers) if x not in owned]
         if free:
             first = draw(st.sampled_from(free))
-            keepers.append(Stage(name, first, first + 1))
+            keepers.append(PlanStage(name, first, first + 1))
     idle = sorted(set(left) - {k.device for k in keepers})
     return PipelinePlan(layers, tuple(pipelines), keepers=tuple(sorted(keepers)), idle=tuple(idle))
 
@@ -73,7 +73,7 @@ def changes(draw: st.DrawFn, most_devices: int = 6, kinds: int = 2) -> Change:
         layers=layers,
         devices=tuple(draw(st.permutations(left))),
         micro_batches=4,
-        within_host=Link(rate_bps=800, latency_s=0.5),
-        between_hosts=Link(rate_bps=80, latency_s=1),
+        within_host=LinkRate(rate_bps=800, latency_s=0.5),
+        between_hosts=LinkRate(rate_bps=80, latency_s=1),
     )
     return Change(job, old, draw(plans([d.name for d in left], count)))

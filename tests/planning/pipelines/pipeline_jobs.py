@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, MemoryRules, Overheads, TrainingJob
-from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 
 AMPLE = 10**9
 
@@ -33,7 +33,7 @@ def plan_of(job, cuts, micro_batches, **more):
     """A plan with the devices in order; `cuts` has a pipeline's borders, `micro_batches` their numbers."""
     names = iter(d.name for d in job.devices)
     rows = tuple(
-        Pipeline(tuple(Stage(next(names), a, b) for a, b in pairwise(cut)), m)
+        Pipeline(tuple(PlanStage(next(names), a, b) for a, b in pairwise(cut)), m)
         for cut, m in zip(cuts, micro_batches, strict=True)
     )
     plan = PipelinePlan(job.costs.count, rows, idle=tuple(sorted(names)), **more)

@@ -9,7 +9,7 @@ from paper_jobs import job_of, plan_of
 
 from chaos_lightning.planning.pipelines.calibration import CalibrationError, fit
 from chaos_lightning.planning.pipelines.estimate import estimate
-from chaos_lightning.planning.pipelines.job import JobError, Link, Overheads
+from chaos_lightning.planning.pipelines.job import JobError, LinkRate, Overheads
 
 PLANS = [
     plan_of(8, ([8], 12)),
@@ -23,7 +23,7 @@ PLANS = [
 def job(overheads=None):
     return job_of(
         8, 12, 8, forward_s=0.010, backward_s=0.020, gradient_nbytes=10**6, output_nbytes=10**5,
-        link=Link(rate_bps=1e9, latency_s=1e-4), overheads=overheads,
+        link=LinkRate(rate_bps=1e9, latency_s=1e-4), overheads=overheads,
     )  # fmt: skip
 
 

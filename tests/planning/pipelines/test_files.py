@@ -17,7 +17,7 @@ from chaos_lightning.planning.pipelines.job import (
     Device,
     JobError,
     Layer,
-    Link,
+    LinkRate,
     MemoryRules,
     NamedLink,
     Overheads,
@@ -67,8 +67,8 @@ def test_quantities_have_units_and_entries_stand_for_several(tmp_path: Path) -> 
         ("box", "attic"), ("e0", "x"), ("e1", "x"), ("e2", "y"), ("e3", "y"),
         ("f0", "host3"), ("f1", "host3"), ("f2", "host4"),
     ]  # fmt: skip
-    assert job.between_hosts == Link(rate_bps=100e9, latency_s=10 * 1e-6)
-    assert job.link("box", "d0") == Link(rate_bps=1e6)
+    assert job.between_hosts == LinkRate(rate_bps=100e9, latency_s=10 * 1e-6)
+    assert job.link("box", "d0") == LinkRate(rate_bps=1e6)
 
 
 def test_json_says_the_same(tmp_path: Path) -> None:
@@ -257,13 +257,13 @@ devices = st.lists(
     max_size=6,
     unique_by=lambda x: x.name,
 )
-links = st.builds(Link, rate_bps=st.one_of(st.just(math.inf), st.floats(1, 1e12)), latency_s=st.floats(0, 1))
+links = st.builds(LinkRate, rate_bps=st.one_of(st.just(math.inf), st.floats(1, 1e12)), latency_s=st.floats(0, 1))
 
 
 @settings(max_examples=60, deadline=None)
 @given(layers, devices, links, links, st.integers(1, 99), st.integers(1, 9), st.booleans())
 def test_what_is_written_is_read_as_the_same_job(
-    layers: list[Layer], devices: list[Device], within: Link, between: Link, m: int, samples: int, more: bool
+    layers: list[Layer], devices: list[Device], within: LinkRate, between: LinkRate, m: int, samples: int, more: bool
 ) -> None:
     ends = [d.name for d in devices]
     job = TrainingJob(

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from pipeline_changes import Change, changes, layer, row
 
 from chaos_lightning.planning.pipelines.estimate import estimate
-from chaos_lightning.planning.pipelines.job import Device, Link, TrainingJob
+from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob
 from chaos_lightning.planning.pipelines.keepers import add_keepers
 from chaos_lightning.planning.pipelines.lists import kept_nbytes
-from chaos_lightning.planning.pipelines.plan import PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.plan import PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.rerouting import reroute
 
 
@@ -54,7 +54,7 @@ def test_layers_are_covered_or_named_and_memory_holds(change: Change) -> None:
         owners = units_of(job, kept)[x]
         for d in job.devices:
             room = d.memory_nbytes - (done.memory[d.name].nbytes if d.name in done.memory else 0)
-            assert d.dies_with in owners or room < kept_nbytes(job, Stage("", x, x + 1))
+            assert d.dies_with in owners or room < kept_nbytes(job, PlanStage("", x, x + 1))
 
 
 @given(tight())
@@ -68,7 +68,7 @@ def test_a_copy_is_on_another_host_unless_no_memory_is_left_there(change: Change
             units = {job.by_name[d].dies_with for d in before}
             for d in job.devices:
                 room = d.memory_nbytes - (memory[d.name].nbytes if d.name in memory else 0)
-                assert d.place in hosts or d.dies_with in units or room < kept_nbytes(job, Stage("", x, x + 1))
+                assert d.place in hosts or d.dies_with in units or room < kept_nbytes(job, PlanStage("", x, x + 1))
 
 
 @given(tight())
@@ -94,8 +94,8 @@ def job_of(devices: dict[str, tuple[str, int]], rate_bps: float = 240) -> Traini
         layers=tuple(layer(f"l{i}", 30, optimizer_s=0.5) for i in range(4)),
         devices=tuple(Device(name=x, host=host, memory_nbytes=nbytes) for x, (host, nbytes) in devices.items()),
         micro_batches=2,
-        within_host=Link(rate_bps=rate_bps),
-        between_hosts=Link(rate_bps=rate_bps),
+        within_host=LinkRate(rate_bps=rate_bps),
+        between_hosts=LinkRate(rate_bps=rate_bps),
     )
 
 
@@ -105,7 +105,7 @@ ONE = PipelinePlan(4, (row(2, ("a", 0, 2), ("b", 2, 4)),))
 def test_the_neighbour_keeps_each_half() -> None:
     job = job_of({"a": ("h", 1000), "b": ("g", 1000)})
     kept, added_s, uncovered = add_keepers(job, ONE)
-    assert kept.keepers == (Stage("a", 2, 4), Stage("b", 0, 2))
+    assert kept.keepers == (PlanStage("a", 2, 4), PlanStage("b", 0, 2))
     assert uncovered == ()
     assert kept.sole_owners() == {}
     # Two all-reduces of 20 bytes among two, 160 bits at 240 bits per second, one after the other; two more layers to
@@ -119,7 +119,7 @@ def test_another_host_comes_before_another_device_of_the_same() -> None:
     job = job_of({"a": ("h", 1000), "b": ("h", 1000), "c": ("h", 1000), "d": ("g", 200)})
     kept, _, uncovered = add_keepers(job, replace(ONE, idle=("c", "d")))
     # There is room for three copies on the other host, so one of the second run is left.
-    assert kept.keepers == (Stage("c", 3, 4), Stage("d", 0, 3))
+    assert kept.keepers == (PlanStage("c", 3, 4), PlanStage("d", 0, 3))
     assert (uncovered, kept.idle) == ((), ())
 
 
@@ -128,7 +128,7 @@ def test_what_fits_nowhere_is_named() -> None:
     use = estimate(job, ONE).memory["b"].nbytes
     tight = job.with_devices([job.by_name["a"], replace(job.by_name["b"], memory_nbytes=use + 60)])
     kept, _, uncovered = add_keepers(tight, ONE)
-    assert kept.keepers == (Stage("a", 2, 4), Stage("b", 0, 1))
+    assert kept.keepers == (PlanStage("a", 2, 4), PlanStage("b", 0, 1))
     assert uncovered == (1,)
 
 

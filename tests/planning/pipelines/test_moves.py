@@ -16,7 +16,7 @@ from pipeline_changes import PLENTY, Change, changes, layer, plans, row
 from scipy.optimize import linear_sum_assignment, linprog
 
 from chaos_lightning.planning.pipelines import moves
-from chaos_lightning.planning.pipelines.job import Device, Link, TrainingJob
+from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob
 from chaos_lightning.planning.pipelines.moves import assign, move_list, rank_order, renamed
 from chaos_lightning.planning.pipelines.plan import PipelinePlan
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError
@@ -178,8 +178,8 @@ def job_of(hosts: dict[str, str], layers: int = 4, nbytes: int = 30) -> Training
         layers=tuple(layer(f"l{i}", nbytes) for i in range(layers)),
         devices=tuple(Device(name=d, memory_nbytes=PLENTY, host=h) for d, h in hosts.items()),
         micro_batches=4,
-        within_host=Link(rate_bps=800),
-        between_hosts=Link(rate_bps=80),
+        within_host=LinkRate(rate_bps=800),
+        between_hosts=LinkRate(rate_bps=80),
     )
 
 

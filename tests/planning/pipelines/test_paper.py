@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from paper_jobs import job_of, plan_of
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.planning.pipelines.equal import Alike, Shape
+from chaos_lightning.planning.pipelines.equal import Alike, PlanShape
 from chaos_lightning.planning.pipelines.estimate import estimate
-from chaos_lightning.planning.pipelines.job import Device, Link
+from chaos_lightning.planning.pipelines.job import Device, LinkRate
 from chaos_lightning.planning.pipelines.paper import (
     PARTITIONS,
     algorithm1,
@@ -31,7 +31,7 @@ from chaos_lightning.planning.pipelines.paper import (
     paper_step_s,
     split_layers,
 )
-from chaos_lightning.planning.pipelines.plan import Detour, Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.plan import Detour, Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import Planner
 
 seconds = st.floats(1e-4, 1e3)
@@ -50,7 +50,7 @@ def test_the_estimator_is_eq_9_where_that_is_exact(stages, dp, each, m, forward,
 
 
 def test_eq_9_knows_of_no_hop_and_no_all_reduce():
-    job = job_of(4, 8, 4, gradient_nbytes=10**6, output_nbytes=10**6, link=Link(rate_bps=1e6))
+    job = job_of(4, 8, 4, gradient_nbytes=10**6, output_nbytes=10**6, link=LinkRate(rate_bps=1e6))
     plan = plan_of(4, ([2, 2], 4), ([2, 2], 4))
     assert paper_step_s(job, plan) == eq9(2, 4, 2.0, 4.0) == 30
     # A hop of 8 s each way, and 16 s for each stage's gradients, of which the last stage's is hidden.
@@ -127,8 +127,8 @@ def test_eq_12_at_known_cases(dp, stages, m, slower):
 def vacant_plan():
     """Two pipelines of two stages; the first one's first place is vacant, and the other one does its work."""
     pipelines = (
-        Pipeline((Stage("", 0, 2), Stage("d001", 2, 4)), 3),
-        Pipeline((Stage("d002", 0, 2), Stage("d003", 2, 4)), 3),
+        Pipeline((PlanStage("", 0, 2), PlanStage("d001", 2, 4)), 3),
+        Pipeline((PlanStage("d002", 0, 2), PlanStage("d003", 2, 4)), 3),
     )
     plan = PipelinePlan(4, pipelines, detours=tuple(Detour(j, 0, 2, "d002") for j in range(3)))
     plan.check()
@@ -138,7 +138,7 @@ def vacant_plan():
 def test_a_rerouted_plan_takes_eq_13():
     job = job_of(4, 6, 4)
     assert paper_step_s(job, vacant_plan()) == eq12(2, 3, 2, 2.0, 4.0) == 42
-    apart = (*vacant_plan().pipelines, Pipeline((Stage("d000", 0, 4),), 1))
+    apart = (*vacant_plan().pipelines, Pipeline((PlanStage("d000", 0, 4),), 1))
     with pytest.raises(PlanError, match="cut alike"):
         paper_step_s(job, replace(vacant_plan(), pipelines=apart))
 
@@ -232,7 +232,7 @@ def test_algorithm_1_keeps_to_its_restrictions(case):
 def test_algorithm_1_is_the_best_of_its_candidates(case):
     devices, micro_batches, layers, fewest = case
     shapes = Planner(job_of(devices, micro_batches, layers, room=-(-layers // fewest))).shapes
-    was = Shape(devices, (Alike(1, 1, 2),), 1.0, 0.0, False)
+    was = PlanShape(devices, (Alike(1, 1, 2),), 1.0, 0.0, False)
     times = []
     for pipelines in (1, 2, 3):
         for lengths in integer_partition(devices, pipelines, 1, layers) if pipelines <= micro_batches else ():

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from chaos_lightning.planning.pipelines.choice import KEEP, MOVE, RESTART, Candidate, Outlook, choose, restart_worth
+from chaos_lightning.planning.pipelines.choice import KEEP, MOVE, RESTART, Outlook, PlanCandidate, choose, restart_worth
 
-STAY = Candidate(policy="reroute", kind=KEEP, step_s=2.0, samples=60, risk=0.5, devices=30)
-GO = Candidate(policy="dynamic", kind=MOVE, step_s=1.0, samples=60, transition_s=100.0, devices=31)
+STAY = PlanCandidate(policy="reroute", kind=KEEP, step_s=2.0, samples=60, risk=0.5, devices=30)
+GO = PlanCandidate(policy="dynamic", kind=MOVE, step_s=1.0, samples=60, transition_s=100.0, devices=31)
 
 
 def test_value_is_the_samples_until_the_next_loss_over_its_mean_time() -> None:
@@ -20,7 +20,7 @@ def test_value_is_the_samples_until_the_next_loss_over_its_mean_time() -> None:
 
 
 def test_value_counts_what_is_done_again_as_a_pause_and_void_samples_as_lost() -> None:
-    back = Candidate(policy="restart", kind=RESTART, step_s=1.0, samples=60, redo_s=100.0, void_samples=500.0)
+    back = PlanCandidate(policy="restart", kind=RESTART, step_s=1.0, samples=60, redo_s=100.0, void_samples=500.0)
     assert Outlook(rate=0.01).value(back) == pytest.approx(60 * math.exp(-1) - 5.0)
 
 
@@ -46,8 +46,8 @@ def test_return_ends_a_plan_as_a_loss_does() -> None:
 
 
 def test_plan_is_kept_where_others_are_better_by_less_than_the_threshold() -> None:
-    a_bit = Candidate(policy="dynamic", kind=MOVE, step_s=1.95, samples=60)
-    stay = Candidate(policy="reroute", kind=KEEP, step_s=2.0, samples=60)
+    a_bit = PlanCandidate(policy="dynamic", kind=MOVE, step_s=1.95, samples=60)
+    stay = PlanCandidate(policy="reroute", kind=KEEP, step_s=2.0, samples=60)
     decision = choose([stay, a_bit], Outlook(threshold=0.05))
     assert decision.chosen == choose([stay], Outlook()).chosen
     assert "within the threshold of 5.0%" in decision.reason
@@ -55,7 +55,7 @@ def test_plan_is_kept_where_others_are_better_by_less_than_the_threshold() -> No
 
 
 def test_what_does_not_fit_is_never_chosen() -> None:
-    tight = Candidate(policy="dynamic", kind=MOVE, step_s=0.1, samples=60, lacks="stage 0 lacks 5 bytes")
+    tight = PlanCandidate(policy="dynamic", kind=MOVE, step_s=0.1, samples=60, lacks="stage 0 lacks 5 bytes")
     decision = choose([tight, STAY], Outlook())
     assert decision.chosen is not None
     assert decision.chosen.policy == "reroute"

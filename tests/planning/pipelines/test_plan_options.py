@@ -10,7 +10,7 @@ from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART,
 from chaos_lightning.planning.pipelines.files import job_of
 from chaos_lightning.planning.pipelines.formation import Pauses
 from chaos_lightning.planning.pipelines.options import PlanOptions
-from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import Planner
 from chaos_lightning.planning.pipelines.policies import POLICIES, decide
 
@@ -31,7 +31,7 @@ def options(
     used = {name for row in rows for name in row}
     plan = PipelinePlan(
         4,
-        tuple(Pipeline((Stage(row[0], 0, 2), Stage(row[1], 2, 4)), 4) for row in rows),
+        tuple(Pipeline((PlanStage(row[0], 0, 2), PlanStage(row[1], 2, 4)), 4) for row in rows),
         idle=tuple(d.name for d in job.devices if d.name not in used),
     )
     return PlanOptions(planner=Planner(job), before=plan, lost=lost, pauses=Pauses(move_s=0.5, fill_s=0.25))
@@ -52,7 +52,7 @@ def test_idle_devices_take_vacant_places() -> None:
     filled = ways.fill()
     assert filled is not None
     assert filled.kind == FILL
-    assert filled.plan.pipelines[0].stages == (Stage("d0", 0, 2), Stage("d4", 2, 4))
+    assert filled.plan.pipelines[0].stages == (PlanStage("d0", 0, 2), PlanStage("d4", 2, 4))
     assert filled.plan.idle == ("d5",)
     assert filled.step_s == ways.before_s
     assert [(m.source, m.target, m.layer, m.stop) for m in ways.moves(filled.plan).moves] == [

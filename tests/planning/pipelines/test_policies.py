@@ -12,8 +12,8 @@ import pytest
 
 from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.pipelines import policies
-from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, Candidate, Outlook
-from chaos_lightning.planning.pipelines.equal import Alike, Shape
+from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, Outlook, PlanCandidate
+from chaos_lightning.planning.pipelines.equal import Alike, PlanShape
 from chaos_lightning.planning.pipelines.formation import EqualFleet, EqualOptions, Formation, Pauses
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, TrainingJob
 
@@ -37,7 +37,7 @@ def alike(pipelines: int, stages: int, micro_batches: int) -> Formation:
     """So many pipelines, all cut alike."""
     each = LAYERS // stages
     step_s = (micro_batches + stages - 1) * each * 3.0
-    shape = Shape(pipelines * stages, (Alike(stages, micro_batches, pipelines),), step_s, step_s, True)
+    shape = PlanShape(pipelines * stages, (Alike(stages, micro_batches, pipelines),), step_s, step_s, True)
     return Formation(shape, (tuple(range(0, LAYERS + 1, each)),))
 
 
@@ -51,7 +51,7 @@ def options(f: Formation | None, of: EqualFleet | None = None, **more: Any) -> E
     return EqualOptions(fleet=of, before=f, **{"devices": devices} | more)
 
 
-def chosen(name: str, o: EqualOptions, rate: float = 1e-5, **more: Any) -> Candidate:
+def chosen(name: str, o: EqualOptions, rate: float = 1e-5, **more: Any) -> PlanCandidate:
     found = policies.decide(name, o, Outlook(rate=rate, **more)).chosen
     assert found is not None
     return found
@@ -61,7 +61,7 @@ def chosen(name: str, o: EqualOptions, rate: float = 1e-5, **more: Any) -> Candi
 
 
 def test_places_are_counted_through_the_pipelines() -> None:
-    mixed = Formation(Shape(11, (Alike(4, 5, 2), Alike(3, 4, 1)), 0.0, 0.0, False), ((0, 2, 4, 6, 8), (0, 3, 6, 8)))
+    mixed = Formation(PlanShape(11, (Alike(4, 5, 2), Alike(3, 4, 1)), 0.0, 0.0, False), ((0, 2, 4, 6, 8), (0, 3, 6, 8)))
     assert [mixed.seat(x) for x in (0, 5, 8, 10)] == [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 0, 2)]
     lost = mixed.without([5, 10])
     assert lost.holes == ((0, 1, 0, 0), (0, 0, 1))
@@ -84,7 +84,7 @@ def test_owners_share_the_micro_batches_of_the_lost(lost: list[int], guests: int
 
 def test_guests_of_unlike_cuts_are_weighed_by_their_layers() -> None:
     f = fleet(room=4.5)
-    mixed = Formation(Shape(6, (Alike(4, 6, 1), Alike(2, 12, 1)), 0.0, 0.0, False), ((0, 2, 4, 6, 8), (0, 4, 8)))
+    mixed = Formation(PlanShape(6, (Alike(4, 6, 1), Alike(2, 12, 1)), 0.0, 0.0, False), ((0, 2, 4, 6, 8), (0, 4, 8)))
     # Stage 0 of four has layers 0 and 1; they are half of the other pipeline's stage 0.
     assert f.guests(mixed.without([0])) == [(0, 0, 0, 0), (3, 0)]
     # Stage 0 of two has layers 0 to 3; both stages of the other one take all of its micro-batches.
@@ -223,18 +223,18 @@ def test_every_policy_begins_and_goes_on_after_a_loss(name: str) -> None:
 # ------------------------------------------------------------------------------------------------ users' own
 
 
-def raising(options: policies.Options) -> Iterator[Candidate | None]:
+def raising(options: policies.Options) -> Iterator[PlanCandidate | None]:
     yield options.keep()
     raise RuntimeError("not today")
 
 
-def generous(options: policies.Options) -> Iterator[Candidate | None]:
+def generous(options: policies.Options) -> Iterator[PlanCandidate | None]:
     found = options.keep()
     yield found and replace(found, step_s=found.step_s / 100, about="mine")
 
 
-def empty(options: policies.Options) -> Iterator[Candidate | None]:
-    yield Candidate(policy="", kind=KEEP, step_s=1.0, samples=1)
+def empty(options: policies.Options) -> Iterator[PlanCandidate | None]:
+    yield PlanCandidate(policy="", kind=KEEP, step_s=1.0, samples=1)
 
 
 def test_candidate_that_nobody_could_follow_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from chaos_lightning.planning.pipelines import lists as lists_module
 from chaos_lightning.planning.pipelines.estimate import estimate, pipeline_times
 from chaos_lightning.planning.pipelines.job import Device, MemoryRules, Overheads
 from chaos_lightning.planning.pipelines.lists import CAPS, Fleet, Rule, coupled, plan_lists, run_coupled, run_greedily
-from chaos_lightning.planning.pipelines.plan import VACANT, Detour, Stage
+from chaos_lightning.planning.pipelines.plan import VACANT, Detour, PlanStage
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute, slowed_s
 from chaos_lightning.planning.pipelines.schedules import check_schedule
 from chaos_lightning.planning.pipelines.timing import PipelineTimes, run
@@ -49,7 +49,7 @@ def test_peers_share_the_micro_batches_evenly():
     job = equal_job(4, 3, 8)
     left = reroute(job, equal_plan(job, 4), [at(0, 1)], search=False)
     assert left.vacant == ((0, 1),)
-    assert left.pipelines[0].stages[1] == Stage(VACANT, 1, 2)
+    assert left.pipelines[0].stages[1] == PlanStage(VACANT, 1, 2)
     assert sorted(guests(left)[at(q, 1)] for q in (1, 2, 3)) == [2, 3, 3]
     assert {(d.first, d.end) for d in left.detours} == {(1, 2)}
     check(job, left)
@@ -85,7 +85,7 @@ def test_a_layer_without_an_owner_is_named():
     once = reroute(job, plan, [at(0, 1)])
     with pytest.raises(FatalLossError, match="owns layers 1; "):
         reroute(job, once, [at(1, 1)])
-    kept = replace(plan, keepers=(Stage(at(0, 0), 1, 2),))
+    kept = replace(plan, keepers=(PlanStage(at(0, 0), 1, 2),))
     left = reroute(job, kept, [at(0, 1), at(1, 1)])
     assert {d.device for d in left.detours} == {at(0, 0)}
     check(job, left)
@@ -110,7 +110,7 @@ def test_idle_devices_do_not_help_and_may_be_lost():
 def test_a_keeper_without_a_stage_takes_guests():
     job = equal_job(1, 2, 3)
     job = replace(job, devices=(*job.devices, Device(name="z", memory_nbytes=AMPLE)))
-    plan = replace(plan_of(job, [(0, 1, 2)], [3]), idle=(), keepers=(Stage("z", 0, 1),))
+    plan = replace(plan_of(job, [(0, 1, 2)], [3]), idle=(), keepers=(PlanStage("z", 0, 1),))
     left = reroute(job, plan, [at(0, 0)])
     assert guests(left)["z"] == 3
     check(job, left)
@@ -125,7 +125,7 @@ def test_a_detour_of_the_plan_stays_unless_its_device_goes():
     plan = replace(equal_plan(job, 3), detours=(Detour(0, 1, 2, at(1, 1)), Detour(2, 0, 1, at(2, 0))))
     left = reroute(job, plan, [at(2, 0)])
     assert Detour(0, 1, 2, at(1, 1)) in left.detours
-    assert left.route(2)[0] == Stage(at(1, 0), 0, 1)  # at home again
+    assert left.route(2)[0] == PlanStage(at(1, 0), 0, 1)  # at home again
     check(job, left)
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pipeline_changes import PLENTY, Change, changes, layer, row
 
 from chaos_lightning.planning.pipelines.estimate import all_reduces, estimate
-from chaos_lightning.planning.pipelines.job import Device, Link, TrainingJob
-from chaos_lightning.planning.pipelines.plan import PipelinePlan, Stage
+from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob
+from chaos_lightning.planning.pipelines.plan import PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.rounds import (
     Vertex,
     at_once,
@@ -144,7 +144,7 @@ def uneven(rate_bps: float) -> tuple[TrainingJob, PipelinePlan]:
         layers=tuple(layer(f"l{i}", 30) for i in range(6)),
         devices=tuple(Device(name=x, memory_nbytes=PLENTY) for x in "abcde"),
         micro_batches=4,
-        between_hosts=Link(rate_bps=rate_bps),
+        between_hosts=LinkRate(rate_bps=rate_bps),
     )
     return job, PipelinePlan(6, (row(2, ("a", 0, 3), ("b", 3, 6)), row(2, ("c", 0, 2), ("d", 2, 4), ("e", 4, 6))))
 
@@ -166,7 +166,7 @@ def test_a_step_is_shorter_in_rounds_than_in_a_row() -> None:
     assert estimate(job, plan).step_s == pytest.approx(row_s, rel=0.01)
     # Without overlap all begins when the last backward unit has ended.
     assert step_s(job, plan, "row", overlap=False) == pytest.approx(estimate(job, plan).compute_s + 60)
-    free = replace(job, between_hosts=Link())
+    free = replace(job, between_hosts=LinkRate())
     assert math.isclose(step_s(free, plan, "row"), step_s(free, plan, "at once"))
 
 
@@ -174,5 +174,5 @@ def test_a_keeper_has_nothing_to_wait_for() -> None:
     """Its own backward units end late; the layers that it keeps are ready when their owner's are."""
     job, _ = uneven(8)
     alone = PipelinePlan(6, (row(4, ("a", 0, 3), ("b", 3, 6)),))
-    kept = replace(alone, keepers=(Stage("a", 3, 6),))
+    kept = replace(alone, keepers=(PlanStage("a", 3, 6),))
     assert all_reduces(job, kept, {"a": 9.0, "b": 5.0})[0].ready_s == 5.0

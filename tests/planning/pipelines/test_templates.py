@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_jobs import job_of
 
-from chaos_lightning.planning.pipelines.job import Link, MemoryRules
+from chaos_lightning.planning.pipelines.job import LinkRate, MemoryRules
 from chaos_lightning.planning.pipelines.planner import Planner
 from chaos_lightning.planning.pipelines.templates import oobleck, split, symmetric, templates
 
@@ -51,7 +51,7 @@ def test_every_number_of_devices_from_the_least_on_is_covered(fewest, faults, mo
 @settings(max_examples=60)
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 3), st.integers(0, 2), st.booleans())
 def test_it_is_the_best_of_all_ways(devices, micro_batches, fewest, faults, reduces):
-    about = {"gradient_nbytes": 10**6, "link": Link(rate_bps=1e6)} if reduces else {}
+    about = {"gradient_nbytes": 10**6, "link": LinkRate(rate_bps=1e6)} if reduces else {}
     shapes = shapes_of(devices, micro_batches, fewest, layers=6, **about)
 
     def slowest(lengths):
