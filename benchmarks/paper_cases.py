@@ -22,7 +22,7 @@ from chaos_lightning.planning.pipelines.formation import EqualFleet, EqualOption
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, LinkRate, MemoryUse, TrainingJob
 from chaos_lightning.planning.pipelines.moves import assign
 from chaos_lightning.planning.pipelines.paper import algorithm1, eq9, eq11, paper_memory, split_layers
-from chaos_lightning.planning.pipelines.planner import Planner, place
+from chaos_lightning.planning.pipelines.planner import Planner
 from chaos_lightning.planning.pipelines.policies import decide
 from chaos_lightning.planning.pipelines.templates import oobleck, shape_of
 
@@ -96,7 +96,7 @@ def compare(result: Result, loss: Loss, title: str, micro_batches: int, least: i
     before, after = shapes.exact(loss.before), shapes.exact(loss.left)
     assert before is not None
     assert after is not None
-    ours = estimate(job, place(job, shapes, after, job.devices[: loss.left])).step_s
+    ours = Planner(job).seated(after, [d.name for d in job.devices[: loss.left]]).estimate.step_s
     each = LAYERS / loss.stages
     original = eq9(loss.stages, micro_batches // loss.pipelines, each * FORWARD_S, each * BACKWARD_S)
     share = original / ours
@@ -272,9 +272,9 @@ def memory(result: Result, micro_batches: list[int]) -> None:
     for m in micro_batches:
         print(f"Fig. 12, {m} micro-batches:")
         job = llama_job(8, m, sequence=2048)
-        shapes = Planner(job).shapes
-        was = place(job, shapes, shape_of(shapes, 8, [2] * 4), job.devices)
-        now = assign(job, was, place(job, shapes, shape_of(shapes, 7, [3, 2, 2]), job.devices[:7]))
+        planner, names = Planner(job), [d.name for d in job.devices]
+        was = planner.seated(shape_of(planner.shapes, 8, [2] * 4), names).plan
+        now = assign(job, was, planner.seated(shape_of(planner.shapes, 7, [3, 2, 2]), names[:7]).plan)
         before, after = estimate(job, was).memory, estimate(job, now).memory
         rows = {name: (before[name], use) for name, use in sorted(after.items())}
         title = f"Fig. 12, {m} micro-batches"

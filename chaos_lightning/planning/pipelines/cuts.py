@@ -42,19 +42,19 @@ FEW_UNITS = 2_000_000
 """Units that this simulates at most."""
 PATHS = 12
 """Critical paths that are kept while the search moves on."""
-UNITS = 10_000
+UNITS = 6_000
 """Units that one search simulates at most where there are more cuts."""
 RUNS = 20_000
 """Simulations that are kept."""
 CLOSE = 1e-12
 """Times nearer than this share of themselves are equal: sums in another order differ by it."""
-GRID = 1.3
+GRID = 1.6
 """Ratio of the numbers of micro-batches for which cuts are searched."""
 
 
 def _usual(pipelines: int) -> int:
     """The share that an all-reduce sends, 2 (P - 1) / P, changes little with many pipelines."""
-    return pipelines if pipelines < 3 else 4 if pipelines < 8 else 16
+    return pipelines if pipelines < 3 else 16
 
 
 def reduce_s(nbytes: float, owners: int, link: LinkRate, hop_s: float = 0.0) -> float:
@@ -293,7 +293,7 @@ class DeviceRow:
 
     def _near(self, best: LayerCut, m: int, pipelines: int) -> LayerCut:
         """Moves one layer from a stage to another one, by way of those between, while that helps."""
-        tries = max(4, UNITS // (2 * self.stages * m))
+        tries = max(2, UNITS // (2 * self.stages * m))
         paths = [self._critical(best.at, m, pipelines)]
         while True:
             least = best.charged_s * (1 - CLOSE)

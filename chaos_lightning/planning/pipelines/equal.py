@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ LONGEST = 40
 """Stages of a pipeline at most, unless memory asks for more."""
 MANY = 16
 """Pipelines that first answers are searched with; what is found is charged with its own number."""
-FINE = 1e-3
+FINE = 2e-3
 """How near first answers are searched, as a share of the time."""
 COUNTED = 64
 """Devices: for no more than so many the number of pipelines is a dimension of the search."""
@@ -131,7 +132,7 @@ class Shapes:
         return self._lines[stages]
 
     def _draw(self, stages: int) -> _Line | None:
-        points = (1, stages, 2 * stages, 4 * stages) if stages > 1 else (1, 2)
+        points = (1, stages, 3 * stages) if stages > 1 else (1, 2)
         row = self.cutter.row(stages)
         cuts: dict[int, tuple[int, ...]] = {}
         for m in reversed(points):
@@ -142,7 +143,8 @@ class Shapes:
         if not cuts:
             return None
         last = max(cuts)
-        cuts.setdefault(last + 1, cuts[last])
+        if len(cuts) < 2:
+            cuts[last + 1] = cuts[last]
         times = tuple(row.charge(at, m, MANY).charged_s for m, at in sorted(cuts.items()))
         return _Line(tuple(sorted(cuts)), times, row.most_micro_batches(cuts[last], self.total))
 
@@ -167,18 +169,30 @@ class Shapes:
             caps = {p: c for p, x in lines.items() if (c := min(self.total, x.capacity(time_s)))}
             return _fill(caps, devices, self.total)
 
-        low, high, best = 0.0, min(x.times_s[0] for x in lines.values()), None
+        # All work over all devices; no plan takes less.
+        low = self.total * self.cutter.row(1).fastest.both[-1] / devices
+        high, best = 1.2 * low, None
         while best is None:
             if high > self.total * lines[min(lines)].times_s[0] * 2:
                 return None
             best = filled(high)
-            low, high = (low, high) if best else (high, 2 * high)
+            low, high = (low, high) if best else (high, 1.3 * high)
         while high - low > FINE * high:
             middle = (low + high) / 2
             found = filled(middle)
             low, high, best = (low, middle, found) if found else (middle, high, best)
-        lengths = sorted(best, reverse=True)[: self.total]
-        return self._shape(devices, self.splitter.over(lengths))
+        return self.over(devices, best, high)
+
+    def over(self, devices: int, lengths: Collection[int], near_s: float = 0.0) -> PlanShape | None:
+        """The best split of the micro-batches over pipelines of given lengths; None: there are none, or none fits.
+
+        Args:
+            devices: How many there are.
+            lengths: Of the pipelines.
+            near_s: About how long it takes, if that is known.
+        """
+        chosen = sorted(lengths, reverse=True)[: self.total]
+        return self._shape(devices, self.splitter.over(chosen, near_s)) if chosen else None
 
     def exact(self, devices: int) -> PlanShape | None:
         """The best shape; None where no pipeline of at most so many devices fits into memory."""
@@ -207,7 +221,10 @@ class Shapes:
 
     def _proved(self, devices: int, lengths: range, best: Filling[int]) -> Filling[int]:
         """Says whether anything better could exist: how few pipelines it would have, and what those can do."""
-        limit, few = best.time_s * (1 - 10 * CLOSE), 1
+        limit = best.time_s * (1 - 10 * CLOSE)
+        # Two pipelines of the longest kind do half of the micro-batches each, at least one stage in the mean time.
+        mean_s = self.cutter.row(1).fastest.both[-1] / lengths[-1]
+        few = 3 if self.total / 2 * mean_s > limit else 1
         while True:
             more = _fewest(self.splitter.capacities(lengths, limit, few), devices, self.total)
             if more <= few:

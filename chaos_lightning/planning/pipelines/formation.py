@@ -1,8 +1,8 @@
 """Where the devices of a fleet of equal ones stand: a shape, and the places in it that losses have left vacant.
 
-Theory of operation. A `Formation` is to a `PlanShape` what a plan with vacant stages is to one without: it knows by row and
-stage how many places nobody fills. Places are numbered through the pipelines, the longest first, stage by stage. All
-that policies ask for follows from these counters, so that a fleet of 10,000 devices costs as much as one of ten.
+Theory of operation. A `Formation` is to a `PlanShape` what a plan with vacant stages is to one without: it knows by row
+and stage how many places nobody fills. Places are numbered through the pipelines, the longest first, stage by stage.
+All that policies ask for follows from these counters, so that a fleet of 10,000 devices costs as much as one of ten.
 
 The micro-batches of a vacant place go evenly to the owners of the same layers. Where pipelines are cut alike and of D
 owners F are lost, each of the others takes ceil(m F / (D - F)) *guests* beside its own m. Where they are cut unlike,

@@ -30,6 +30,8 @@ from chaos_lightning.planning.pipelines.unequal import Mixed
 
 EXCHANGES = 200
 """Exchanges of two devices that are tried for the sake of owners on several hosts."""
+FEW = 8
+"""Devices: for no more than so many the first answer is the exact one."""
 GIB = 1 << 30
 
 
@@ -55,7 +57,7 @@ class PlannedPipelines:
     plan: PipelinePlan
     estimate: StepEstimate
     exact: bool
-    """Nothing better exists over all lengths and splits, as far as the search charges plans (`equal.PlanShape.exact`)."""
+    """Nothing better exists over all lengths and splits, as far as the search charges plans (`equal.PlanShape`)."""
     gap: float
     """Share of the charged time by which a better plan might take less."""
     why: str
@@ -117,18 +119,40 @@ class Planner:
         names = sorted(self.job.by_name) if devices is None else sorted(devices)
         job = self.job.with_devices([self.job.by_name[n] for n in names])
         if self.alike:
+            exact = exact or len(names) <= FEW
             shape = self.shapes.exact(len(names)) if exact else self.shapes.first(len(names))
             # A first answer that finds nothing is no proof.
             shape = shape or self.shapes.exact(len(names))
             if shape is None or math.isinf(shape.charged_s):
                 raise NoPlanError(nearest(job))
-            return self.seated(shape, names)
+            return self._shortened(shape, names)
         found = Mixed(job).search(improve=exact)
         if found is None:
             raise NoPlanError(nearest(job))
         plan, charged_s, bound_s = found
         why = f"{_rows(plan)}; the best of a search, at most {1 - bound_s / charged_s:.1%} from the best there is"
         return PlannedPipelines(plan, estimate(job, plan), False, max(0.0, 1 - bound_s / charged_s), why)
+
+    def _shortened(self, shape: PlanShape, names: Sequence[str]) -> PlannedPipelines:
+        """Leaves out the shortest pipelines while the simulated step gets shorter.
+
+        A short pipeline has many layers in a stage, and their all-reduces begin when the last owner is ready, which the
+        search does not charge: it counts from the pipeline's own end.
+        """
+        best = self.seated(shape, names)
+        while len(shape.rows) > 1:
+            fewer = self.shapes.over(
+                shape.devices, [p for p, _ in shape.pairs if p > shape.rows[-1].stages], shape.charged_s
+            )
+            if fewer is None:
+                break
+            other = self.seated(fewer, names)
+            if other.estimate.step_s >= best.estimate.step_s:
+                break
+            gap = max(0.0, 1 - shape.bound_s / other.estimate.step_s)
+            why = f"{_rows(other.plan)}; short pipelines would wait in the all-reduce; at most {gap:.2%} from the best"
+            best, shape = replace(other, exact=False, gap=gap, why=why), replace(fewer, bound_s=shape.bound_s)
+        return best
 
     def seated(self, shape: PlanShape, devices: Collection[str]) -> PlannedPipelines:
         """A shape on these devices."""

@@ -79,8 +79,13 @@ class Splitter(Generic[Kind]):
         more = [(k, self.capacity(k, time_s, pipelines) + 1) for k in kinds]
         return min((self.time_s(k, m, pipelines) for k, m in more if m <= self.total), default=math.inf)
 
-    def over(self, pipelines: Sequence[Kind]) -> Filling[Kind] | None:
-        """The best split over given pipelines, some of which may get nothing; None where memory does not allow any."""
+    def over(self, pipelines: Sequence[Kind], near_s: float = 0.0) -> Filling[Kind] | None:
+        """The best split over given pipelines, some of which may get nothing; None where memory does not allow any.
+
+        Args:
+            pipelines: Their kinds.
+            near_s: About how long it takes, if that is known.
+        """
         kinds, count = list(dict.fromkeys(pipelines)), len(pipelines)
 
         def filled(time_s: float) -> Pairs[Kind] | None:
@@ -88,7 +93,7 @@ class Splitter(Generic[Kind]):
             pairs = [(k, caps[k]) for k in pipelines if k in caps]
             return pairs if sum(m for _, m in pairs) >= self.total else None
 
-        return self.least(kinds, count, filled)
+        return self.least(kinds, count, filled, near_s=near_s)
 
     def least(
         self,
@@ -96,6 +101,7 @@ class Splitter(Generic[Kind]):
         pipelines: int,
         filled: Callable[[float], Pairs[Kind] | None],
         best: Filling[Kind] | None = None,
+        near_s: float = 0.0,
     ) -> Filling[Kind] | None:
         """The least time in which `filled` finds room for all micro-batches, with times as of `pipelines`.
 
@@ -104,20 +110,22 @@ class Splitter(Generic[Kind]):
             pipelines: How many the all-reduce is charged for in the search; what is found, for its own number.
             filled: Pipelines that together do at least all micro-batches in a time; None: there are none.
             best: What is known already; only what is better is searched. None: any.
+            near_s: Where to begin if nothing is known; 0: at the shortest time of one micro-batch.
 
         Returns:
             The better one of `best` and what was found; its bound is that of the search. None where there is nothing.
         """
         low, high = 0.0, math.inf if best is None else best.time_s
         if best is None:
-            time_s = max(1e-12, min(self.time_s(k, 1, pipelines) for k in kinds))
+            time_s = near_s or max(1e-12, min(self.time_s(k, 1, pipelines) for k in kinds))
             if math.isinf(time_s):
                 return None
+            grow = 1.02 if near_s else 1.5
             while (pairs := filled(time_s)) is None:
                 low = self.next_s(kinds, time_s, pipelines)
                 if math.isinf(low):
                     return None
-                time_s = max(low, 1.5 * time_s)
+                time_s, grow = max(low, grow * time_s), grow**2
             best, high = self._trimmed(pairs, pipelines)
         while low < high * (1 - 4 * CLOSE):
             # The answer is `low` or above, and `high` or below.

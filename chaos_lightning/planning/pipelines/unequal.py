@@ -131,7 +131,7 @@ class Mixed:
         if best is None:
             return None
         # The best cuts cost a search for each row and number of micro-batches.
-        filling = self._splitter(self.quick_s if len(best[1]) > ROWS else self.time_s).over(best[1])
+        filling = self._splitter(self.quick_s if len(best[1]) > ROWS else self.time_s).over(best[1], best[0])
         assert filling is not None
         return self._plan(filling), filling.time_s, self.bound_s()
 

@@ -1,0 +1,276 @@
+"""Cuts, shapes and plans against enumeration, and what they promise whatever the job is."""
+
+import math
+from dataclasses import replace
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.planner import enumerated_s, enumerated_unequal_s, small_fleet, small_job
+from chaos_lightning.planning.pipelines.cuts import Cutter
+from chaos_lightning.planning.pipelines.equal import Shapes
+from chaos_lightning.planning.pipelines.estimate import estimate
+from chaos_lightning.planning.pipelines.job import Device, LinkRate, NamedLink, TrainingJob
+from chaos_lightning.planning.pipelines.plan import PipelinePlan
+from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner, Prepared
+from chaos_lightning.planning.pipelines.split import Splitter
+from chaos_lightning.planning.pipelines.unequal import Mixed
+
+seeds = st.integers(0, 10**6)
+MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def job_of(seed: int, devices: int = 5) -> TrainingJob:
+    draw = Random(seed)
+    return small_job(draw, draw.randint(2, 9), draw.randint(2, devices), draw.randint(1, 10))
+
+
+def cutter_of(job: TrainingJob) -> Cutter:
+    return Cutter(job, job.devices[0], job.within_host, job.between_hosts)
+
+
+def plan_of(planner: Planner) -> PipelinePlan | None:
+    try:
+        return planner.exact().plan
+    except NoPlanError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------ cuts
+
+
+@MANY
+@given(seeds, st.integers(1, 6), st.integers(1, 12), st.integers(1, 4))
+def test_the_best_cut_is_that_of_all_cuts(seed: int, stages: int, m: int, pipelines: int) -> None:
+    job = job_of(seed)
+    row = cutter_of(job).row(stages)
+    cuts = ((0, *inner, job.costs.count) for inner in combinations(range(1, job.costs.count), stages - 1))
+    tried = [row.charge(at, m, pipelines) for at in cuts if row.fits(at, m)]
+    found = row.best(m, pipelines)
+    if not tried:
+        assert found is None
+        return
+    least = min(x.charged_s for x in tried)
+    assert found is not None
+    assert found.charged_s == pytest.approx(least, rel=1e-12)
+    assert found.bound_s <= least * (1 + 1e-9)
+    assert row.fits(found.at, m)
+
+
+@MANY
+@given(seeds, st.integers(2, 5), st.integers(1, 10))
+def test_a_cut_found_at_once_fits_and_is_no_better_than_the_best(seed: int, stages: int, m: int) -> None:
+    row = cutter_of(job_of(seed)).row(stages)
+    at, best = row.quick(m), row.best(m, 2)
+    if at is not None:
+        assert row.fits(at, m)
+        assert best is not None
+        assert row.charge(at, m, 2).charged_s >= best.charged_s * (1 - 1e-12)
+
+
+@MANY
+@given(seeds, st.integers(1, 5), st.integers(1, 9))
+def test_a_micro_batch_more_makes_no_pipeline_shorter(seed: int, stages: int, m: int) -> None:
+    row = cutter_of(job_of(seed)).row(stages)
+    one, more = row.best(m, 2), row.best(m + 1, 2)
+    if more is not None:
+        assert one is not None
+        assert more.charged_s >= one.charged_s * (1 - 1e-12)
+
+
+def test_where_no_stage_can_be_shorter_the_search_of_a_cut_ends() -> None:
+    job = replace(job_of(1), devices=(Device(name="d", memory_nbytes=10**9),))
+    layer = replace(job.layers[0], forward_s=0.1, backward_s=0.2)
+    job = replace(job, layers=tuple(replace(layer, name=f"l{i}") for i in range(32)))
+    assert cutter_of(job).best(4, 16, 4) is not None
+
+
+# ------------------------------------------------------------------------------------------------ splits and shapes
+
+
+def test_a_kind_that_never_fits_gets_nothing() -> None:
+    splitter = Splitter(lambda kind, m, pipelines: math.inf if kind == "no" else float(m), 6)
+    found = splitter.over(["no", "yes", "yes"])
+    assert found is not None
+    assert found.pairs == (("yes", 3), ("yes", 3))
+    assert found.time_s == found.bound_s == 3.0
+    assert splitter.over(["no"]) is None
+
+
+@FEW
+@given(seeds)
+def test_the_exact_shape_is_that_of_enumeration(seed: int) -> None:
+    job = job_of(seed)
+    shapes, n = Planner(job).shapes, len(job.devices)
+    best_s, found = enumerated_s(shapes, n), shapes.exact(n)
+    if math.isinf(best_s):
+        assert found is None
+        return
+    assert found is not None
+    assert found.exact
+    assert found.gap == 0.0
+    assert found.charged_s == pytest.approx(best_s, rel=1e-9)
+    assert sum(m for _, m in found.pairs) == job.micro_batches
+    assert found.used <= n
+    first = shapes.first(n)
+    if first is not None:
+        assert first.charged_s >= found.charged_s * (1 - 1e-9)
+
+
+@MANY
+@given(seeds)
+def test_more_devices_or_memory_never_make_the_exact_step_longer(seed: int) -> None:
+    job = job_of(seed, devices=7)
+    shapes = Planner(job).shapes
+    steps = [math.inf if (x := shapes.exact(n)) is None else x.charged_s for n in range(1, len(job.devices) + 1)]
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(steps))
+    roomy = replace(job, devices=tuple(replace(d, memory_nbytes=2 * d.memory_nbytes) for d in job.devices))
+    found = Planner(roomy).shapes.exact(len(job.devices))
+    assert (math.inf if found is None else found.charged_s) <= steps[-1] * (1 + 1e-9)
+
+
+def test_a_large_fleet_says_by_how_much_its_shape_may_miss() -> None:
+    job = small_job(Random("large"), 12, 1, 700)
+    roomy = replace(job, devices=(Device(name="d", memory_nbytes=10**9),))
+    shapes = Shapes(cutter_of(roomy), 700)
+    found = shapes.exact(200)
+    assert found is not None
+    assert found.exact or 0 < found.gap < 0.01
+    assert found.bound_s <= found.charged_s
+    first = shapes.first(200)
+    assert first is not None
+    assert first.charged_s <= 1.025 * found.charged_s
+
+
+# ------------------------------------------------------------------------------------------------ plans
+
+
+@MANY
+@given(seeds, st.randoms(use_true_random=False))
+def test_a_plan_covers_all_fits_and_is_a_function_of_its_input(seed: int, random: Random) -> None:
+    job = job_of(seed)
+    plan = plan_of(Planner(job))
+    mixed = list(job.devices)
+    random.shuffle(mixed)
+    assert plan_of(Planner(replace(job, devices=tuple(mixed)))) == plan
+    if plan is None:
+        return
+    plan.check()
+    assert plan.micro_batches == job.micro_batches
+    assert plan.devices == tuple(sorted(d.name for d in job.devices))
+    for j in range(plan.micro_batches):
+        assert [layer for s in plan.route(j) for layer in s.layers] == list(range(job.costs.count))
+    cost = estimate(job, plan)
+    assert cost.over(job) == {}
+    assert PipelinePlan.from_json(plan.to_json()) == plan
+
+
+@FEW
+@given(seeds)
+def test_plans_for_unequal_devices_are_near_the_best_and_above_their_bound(seed: int) -> None:
+    draw = Random(seed)
+    job = small_fleet(draw, seed)
+    job = replace(job, devices=job.devices[:5])
+    best_s, found = enumerated_unequal_s(job), Mixed(job).search()
+    if math.isinf(best_s):
+        assert found is None
+        return
+    assert found is not None
+    plan, charged_s, bound_s = found
+    plan.check()
+    assert bound_s <= best_s * (1 + 1e-9)
+    assert best_s * (1 - 1e-9) <= charged_s <= 1.15 * best_s
+    assert estimate(job, plan).over(job) == {}
+
+
+def test_a_slow_device_is_idle_where_it_would_only_hold_up_others() -> None:
+    job = small_job(Random(3), 6, 4, 8)
+    speeds = (1.0, 1.0, 1.0, 0.01)
+    fleet = tuple(Device(name=f"d{i}", memory_nbytes=10**9, speed=v) for i, v in enumerate(speeds))
+    planned = Planner(replace(job, devices=fleet)).exact()
+    assert planned.plan.idle == ("d3",)
+    assert "1 device idle" in planned.why
+    assert not planned.exact
+
+
+def test_a_slow_link_is_not_used_for_hops() -> None:
+    job = small_job(Random(3), 8, 4, 8)
+    fleet = tuple(Device(name=f"d{i}", memory_nbytes=260, host=f"h{i}") for i in range(4))
+    links = tuple(NamedLink(a=f"h{a}", b=f"h{b}", rate_bps=1.0) for a in (0, 1) for b in (2, 3))
+    planned = Planner(
+        replace(job, devices=fleet, links=links, within_host=LinkRate(), between_hosts=LinkRate())
+    ).exact()
+    sides = [{s.device in ("d0", "d1") for s in p.stages} for p in planned.plan.pipelines]
+    assert all(len(side) == 1 for side in sides)
+
+
+def test_owners_of_a_layer_are_on_different_hosts() -> None:
+    job = replace(small_job(Random(5), 8, 8, 16), within_host=LinkRate(), between_hosts=LinkRate())
+    fleet = tuple(Device(name=f"d{i}", memory_nbytes=260, host=f"h{i // 4}") for i in range(8))
+    job = replace(job, devices=fleet)
+    planned = Planner(job).exact()
+    assert len(planned.plan.pipelines) > 1
+    for owners in planned.plan.owners:
+        assert len({job.by_name[n].host for n in owners}) > 1 or planned.shared_fate
+
+
+# ------------------------------------------------------------------------------------------------ none fits
+
+
+def test_a_layer_that_fits_nowhere_is_named_with_what_it_lacks() -> None:
+    job = small_job(Random(2), 4, 3, 4)
+    job = replace(job, devices=tuple(replace(d, memory_nbytes=10) for d in job.devices))
+    with pytest.raises(NoPlanError, match=r"layer 0 \('l0'\) fits on no device: .* bytes more than 'd0' has") as error:
+        Planner(job).first()
+    assert "\n" not in str(error.value)
+
+
+def test_the_closest_plan_says_which_stage_lacks_how_much() -> None:
+    job = small_job(Random(2), 6, 2, 4)
+    job = replace(job, devices=tuple(replace(d, memory_nbytes=130) for d in job.devices))
+    with pytest.raises(
+        NoPlanError, match=r"closest is one pipeline of 2 stages, whose stage \d \(layers .* lacks \d+ bytes"
+    ):
+        Planner(job).exact()
+
+
+# ------------------------------------------------------------------------------------------------ plans ahead
+
+
+def test_plans_are_prepared_for_losses_and_for_hosts() -> None:
+    job = small_job(Random(7), 6, 8, 12)
+    fleet = tuple(Device(name=f"d{i}", memory_nbytes=10**9, host=f"h{i // 4}") for i in range(8))
+    prepared = Prepared(Planner(replace(job, devices=fleet)), losses=2)
+    left = []
+    while (n := prepared.prepare_next()) is not None:
+        left.append(n)
+    assert left == [7, 6, 4]
+    planned, ready = prepared.after(["d2"])
+    assert ready
+    planned.plan.check()
+    assert "d2" not in planned.plan.devices
+    assert planned.estimate.step_s == pytest.approx(
+        prepared.planner.exact([d.name for d in fleet if d.name != "d2"]).estimate.step_s
+    )
+    planned, ready = prepared.after(["d0", "d1", "d4"])
+    assert not ready
+    planned.plan.check()
+
+
+def test_prepared_plans_follow_the_fleet_and_are_bounded() -> None:
+    job = small_job(Random(7), 6, 8, 12)
+    fleet = tuple(Device(name=f"d{i}", memory_nbytes=10**9, speed=1.0 + i % 2, host=f"h{i}") for i in range(6))
+    prepared = Prepared(Planner(replace(job, devices=fleet)), losses=3, most=2)
+    count = 0
+    while prepared.prepare_next() is not None:
+        count += 1
+    assert count == 2
+    prepared.fleet([d.name for d in fleet[:5]])
+    planned, ready = prepared.after(["d5"])
+    assert ready == (prepared._key(frozenset(d.name for d in fleet[:5])) in prepared._plans)
+    planned.plan.check()
+    assert prepared.prepare_next() == 4
