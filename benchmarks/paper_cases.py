@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from benchmarks.common import Options, Result, run
-from chaos_lightning.planning.pipelines.choice import Weighing, restart_worth
+from chaos_lightning.planning.pipelines.choice import Outlook, restart_worth
 from chaos_lightning.planning.pipelines.decoder import decoder_layers
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.formation import EqualFleet, EqualOptions
@@ -125,7 +125,7 @@ def adapted_s(job: TrainingJob, loss: Loss) -> float:
     lost = range(loss.before - loss.left)
     options = EqualOptions(fleet=fleet, before=before.without(lost), devices=loss.left)
     # Where no loss follows, a restart that is never needed is worth as much as going on.
-    chosen = decide("adaptive", options, Weighing(rate=0.0, restart_worth=restart_worth(0.0, 0.0))).chosen
+    chosen = decide("adaptive", options, Outlook(rate=0.0, restart_worth=restart_worth(0.0, 0.0))).chosen
     assert chosen is not None
     return chosen.step_s
 
