@@ -38,6 +38,9 @@ from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes
 
 FEW = 1000
 """Cuts: where there are no more, all of them are tried."""
+FEW_SMALL = 6000
+"""The same for models of at most `SMALL` layers."""
+SMALL = 40
 FEW_UNITS = 2_000_000
 """Units that this simulates at most."""
 PATHS = 12
@@ -154,6 +157,7 @@ class DeviceRow:
         """By gap: by layer: seconds of a hop behind it."""
         self.least_hop = min((min(row[:-1], default=0.0) for row in self.hops), default=0.0)
         self._found: dict[tuple[int, int], LayerCut | None] = {}
+        self._least: dict[tuple[int, int], float] = {}
         self._searches: dict[tuple[int, int], LayerCut | None] = {}
         self._runs: dict[tuple[tuple[int, ...], int], OneFOneB] = {}
 
@@ -235,7 +239,20 @@ class DeviceRow:
     def few(self, m: int) -> bool:
         """All cuts are tried, so that the best one is known."""
         cuts = math.comb(self.count - 1, self.stages - 1)
-        return cuts <= FEW and 2 * cuts * self.stages * m <= FEW_UNITS
+        return cuts <= (FEW_SMALL if self.count <= SMALL else FEW) and 2 * cuts * self.stages * m <= FEW_UNITS
+
+    def bound_s(self, m: int, pipelines: int) -> float:
+        """No cut is charged less; infinite where none fits."""
+        if self.stages > self.count:
+            return math.inf
+        if self.stages == 1 or self.few(m):
+            cut = self.best(m, pipelines)
+            return math.inf if cut is None else cut.charged_s
+        key = (m, pipelines)
+        if key not in self._least:
+            found = _Bounds(self, m, pipelines).least(relaxed=True)
+            self._least[key] = math.inf if found is None else found[1]
+        return self._least[key]
 
     def quick(self, m: int) -> tuple[int, ...] | None:
         """A good cut at once, for more than one pipeline; None where none is found that fits."""
@@ -497,10 +514,21 @@ class Cutter:
         device: Any of the devices.
         hop: Between neighbouring stages.
         reduce: Between the owners of a layer.
+        per_host: Devices of a host; pipelines go on to the next one behind so many. 0: never.
+        across: Between the stages there.
     """
 
-    def __init__(self, job: TrainingJob, device: Device, hop: LinkRate, reduce: LinkRate) -> None:
+    def __init__(
+        self,
+        job: TrainingJob,
+        device: Device,
+        hop: LinkRate,
+        reduce: LinkRate,
+        per_host: int = 0,
+        across: LinkRate | None = None,
+    ) -> None:
         self.job, self.device, self.hop, self.reduce = job, device, hop, reduce
+        self.per_host, self.across = per_host, across or hop
         self.count = job.costs.count
         self._rows: dict[int, DeviceRow] = {}
 
@@ -512,7 +540,8 @@ class Cutter:
         """A pipeline of so many devices."""
         found = self._rows.get(stages)
         if found is None:
-            hops = (self.hop,) * (stages - 1)
+            each = self.per_host or stages
+            hops = [self.hop if k % each else self.across for k in range(1, stages)]
             found = self._rows[stages] = DeviceRow(self.tables, (self.device,) * stages, hops, self.reduce)
         return found
 

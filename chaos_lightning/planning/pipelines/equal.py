@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -109,12 +109,16 @@ class Shapes:
         cutter: Cuts pipelines of such devices.
         micro_batches: Of a step.
         longest: Stages of a pipeline at most; 0: `LONGEST`, or more where memory asks for more.
+        only: Which lengths are looked at; None: all.
     """
 
-    def __init__(self, cutter: Cutter, micro_batches: int, longest: int = 0) -> None:
-        self.cutter, self.total = cutter, micro_batches
+    def __init__(
+        self, cutter: Cutter, micro_batches: int, longest: int = 0, only: Callable[[int], bool] | None = None
+    ) -> None:
+        self.cutter, self.total, self.only = cutter, micro_batches, only
         self._lines: dict[int, _Line | None] = {}
         self.splitter = Splitter(self.time_s, micro_batches, self._guess)
+        self._bounds = Splitter(lambda p, m, count: cutter.row(p).bound_s(m, count), micro_batches, self._guess)
         self.longest = min(cutter.count, longest or LONGEST)
         if not longest and not any(self._line(p) for p in range(1, self.longest + 1)):
             self.longest = cutter.count
@@ -161,7 +165,7 @@ class Shapes:
 
     def first(self, devices: int) -> PlanShape | None:
         """A good shape at once; None where no pipeline of at most so many devices fits into memory."""
-        lines = {p: x for p in range(1, min(self.longest, devices) + 1) if (x := self._line(p))}
+        lines = {p: x for p in self._lengths(devices) if (x := self._line(p))}
         if not lines:
             return None
 
@@ -196,59 +200,75 @@ class Shapes:
 
     def exact(self, devices: int) -> PlanShape | None:
         """The best shape; None where no pipeline of at most so many devices fits into memory."""
-        lengths = range(1, min(self.longest, devices) + 1)
-        first = self.first(devices)
-        best = Filling(first.pairs, first.charged_s, 0.0) if first else self._relaxed(devices, lengths, 1, None)
+        lengths, first = self._lengths(devices), self.first(devices)
+        best = Filling(first.pairs, first.charged_s, 0.0) if first else None
+        return self._shape(devices, self._best(self.splitter, devices, lengths, best))
+
+    def bound_s(self, devices: int) -> float:
+        """No shape is charged less, whatever its cuts; of pipelines of at most `longest` stages."""
+        found = self._best(self._bounds, devices, self._lengths(devices), None)
+        return math.inf if found is None else found.bound_s
+
+    def _lengths(self, devices: int) -> list[int]:
+        return [p for p in range(1, min(self.longest, devices) + 1) if self.only is None or self.only(p)]
+
+    def _best(
+        self, splitter: Splitter[int], devices: int, lengths: list[int], best: Filling[int] | None
+    ) -> Filling[int] | None:
+        """The best filling, and a bound of all, by the times of a splitter; None where nothing fits."""
+        best = best or (self._relaxed(splitter, devices, lengths, 1, None) if lengths else None)
         if best is None:
             return None
         if devices <= COUNTED:
-            return self._shape(devices, self._counted(devices, lengths, best))
+            return self._counted(splitter, devices, lengths, best)
         tried: set[int] = set()
         while len(best.pairs) not in tried:
             tried.add(len(best.pairs))
-            best = self._relaxed(devices, lengths, len(best.pairs), best) or best
-        return self._shape(devices, self._proved(devices, lengths, best))
+            best = self._relaxed(splitter, devices, lengths, len(best.pairs), best) or best
+        return self._proved(splitter, devices, lengths, best)
 
-    def _relaxed(self, devices: int, lengths: range, pipelines: int, best: Filling[int] | None) -> Filling[int] | None:
+    def _relaxed(
+        self, splitter: Splitter[int], devices: int, lengths: list[int], pipelines: int, best: Filling[int] | None
+    ) -> Filling[int] | None:
         """The best filling of any number of pipelines that are charged as if they were `pipelines`."""
 
         def filled(time_s: float) -> Pairs[int] | None:
-            caps = self.splitter.capacities(lengths, time_s, pipelines)
+            caps = splitter.capacities(lengths, time_s, pipelines)
             found = _fill(caps, devices, self.total)
             return None if found is None else [(p, caps[p]) for p in found]
 
-        return self.splitter.least(lengths, pipelines, filled, best)
+        return splitter.least(lengths, pipelines, filled, best)
 
-    def _proved(self, devices: int, lengths: range, best: Filling[int]) -> Filling[int]:
+    def _proved(self, splitter: Splitter[int], devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
         """Says whether anything better could exist: how few pipelines it would have, and what those can do."""
         limit = best.time_s * (1 - 10 * CLOSE)
         # Two pipelines of the longest kind do half of the micro-batches each, at least one stage in the mean time.
         mean_s = self.cutter.row(1).fastest.both[-1] / lengths[-1]
         few = 3 if self.total / 2 * mean_s > limit else 1
         while True:
-            more = _fewest(self.splitter.capacities(lengths, limit, few), devices, self.total)
+            more = _fewest(splitter.capacities(lengths, limit, few), devices, self.total)
             if more <= few:
                 break
             few = more
         if few >= len(best.pairs):
             return replace(best, bound_s=best.time_s)
-        low = self._relaxed(devices, lengths, few, best)
+        low = self._relaxed(splitter, devices, lengths, few, best)
         assert low is not None
         return replace(best, bound_s=low.bound_s if low.bound_s < limit else best.time_s)
 
-    def _counted(self, devices: int, lengths: range, best: Filling[int]) -> Filling[int]:
+    def _counted(self, splitter: Splitter[int], devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
         """The best filling, with the number of pipelines as a dimension of the knapsack."""
         for pipelines in range(1, min(devices, self.total) + 1):
             limit = best.time_s * (1 - 10 * CLOSE)
-            if _fill(self.splitter.capacities(lengths, limit, pipelines), devices, self.total) is None:
+            if _fill(splitter.capacities(lengths, limit, pipelines), devices, self.total) is None:
                 break  # More pipelines are charged more.
 
             def filled(time_s: float, most: int = pipelines) -> Pairs[int] | None:
-                caps = self.splitter.capacities(lengths, time_s, most)
+                caps = splitter.capacities(lengths, time_s, most)
                 found = _fill_counted(caps, devices, self.total, most)
                 return None if found is None else [(p, caps[p]) for p in found]
 
-            best = self.splitter.least(lengths, pipelines, filled, best) or best
+            best = splitter.least(lengths, pipelines, filled, best) or best
         return replace(best, bound_s=best.time_s)
 
     def _shape(self, devices: int, filling: Filling[int] | None) -> PlanShape | None:
