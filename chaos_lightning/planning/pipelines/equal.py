@@ -204,19 +204,29 @@ class Shapes:
         best = Filling(first.pairs, first.charged_s, 0.0) if first else None
         return self._shape(devices, self._best(self.splitter, devices, lengths, best))
 
-    def bound_s(self, devices: int) -> float:
-        """No shape is charged less, whatever its cuts; of pipelines of at most `longest` stages."""
-        found = self._best(self._bounds, devices, self._lengths(devices), None)
+    def bound_s(self, devices: int, near_s: float = 0.0) -> float:
+        """No shape is charged less, whatever its cuts; of pipelines of at most `longest` stages.
+
+        Args:
+            devices: How many there are.
+            near_s: About what the best shape is charged, if that is known.
+        """
+        found = self._best(self._bounds, devices, self._lengths(devices), None, near_s)
         return math.inf if found is None else found.bound_s
 
     def _lengths(self, devices: int) -> list[int]:
         return [p for p in range(1, min(self.longest, devices) + 1) if self.only is None or self.only(p)]
 
     def _best(
-        self, splitter: Splitter[int], devices: int, lengths: list[int], best: Filling[int] | None
+        self,
+        splitter: Splitter[int],
+        devices: int,
+        lengths: list[int],
+        best: Filling[int] | None,
+        near_s: float = 0.0,
     ) -> Filling[int] | None:
         """The best filling, and a bound of all, by the times of a splitter; None where nothing fits."""
-        best = best or (self._relaxed(splitter, devices, lengths, 1, None) if lengths else None)
+        best = best or (self._relaxed(splitter, devices, lengths, 1, None, near_s) if lengths else None)
         if best is None:
             return None
         if devices <= COUNTED:
@@ -228,7 +238,13 @@ class Shapes:
         return self._proved(splitter, devices, lengths, best)
 
     def _relaxed(
-        self, splitter: Splitter[int], devices: int, lengths: list[int], pipelines: int, best: Filling[int] | None
+        self,
+        splitter: Splitter[int],
+        devices: int,
+        lengths: list[int],
+        pipelines: int,
+        best: Filling[int] | None,
+        near_s: float = 0.0,
     ) -> Filling[int] | None:
         """The best filling of any number of pipelines that are charged as if they were `pipelines`."""
 
@@ -237,7 +253,7 @@ class Shapes:
             found = _fill(caps, devices, self.total)
             return None if found is None else [(p, caps[p]) for p in found]
 
-        return splitter.least(lengths, pipelines, filled, best)
+        return splitter.least(lengths, pipelines, filled, best, near_s)
 
     def _proved(self, splitter: Splitter[int], devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
         """Says whether anything better could exist: how few pipelines it would have, and what those can do."""

@@ -3,9 +3,10 @@
 Theory of operation. Each pipeline runs its instruction lists (`timing`), with hops over the links between its own
 devices; pipelines that share micro-batches, for these make detours, run together (`lists`). While the last backward
 unit of a stage runs, its gradients become ready layer by layer, the last layer first. A group's all-reduce begins when
-it is ready at all owners and each of them is through with the groups that were ready before: owners send one group
-after the other. A step is committed when the last all-reduce has ended, a contribution has gone to the root and the
-record has come back; then each device runs its optimizer. Pipelines that are alike are run once.
+it is ready at all owners. Groups share links, so each owner's own takes its groups in the order in which they became
+ready, and a group ends with the last of its owners; that one owner waits for another is not charged to the groups
+behind it, whose bytes flow meanwhile. A step is committed when the last all-reduce has ended, a contribution has gone
+to the root and the record has come back; then each device runs its optimizer. Pipelines that are alike are run once.
 """
 
 from __future__ import annotations
@@ -170,11 +171,11 @@ def all_reduces(
     found = []
     for ready, _, group, owners in sorted(waiting):
         nbytes = c.gradients[group.stop] - c.gradients[group.start]
-        start = max([ready, *(free.get(name, 0.0) for name in owners)])
-        end = start + reduce_s(nbytes, len(owners), slowest_link(job, owners), job.overheads.hop_s)
+        seconds = reduce_s(nbytes, len(owners), slowest_link(job, owners), job.overheads.hop_s)
         for name in owners:
-            free[name] = end
-        found.append(Reduce(group.start, group.stop, len(owners), ready, start, end))
+            free[name] = max(ready, free.get(name, 0.0)) + seconds
+        end = max(free[name] for name in owners)
+        found.append(Reduce(group.start, group.stop, len(owners), ready, end - seconds, end))
     return found
 
 

@@ -16,22 +16,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 from chaos_lightning.planning.pipelines.cuts import Cutter
 from chaos_lightning.planning.pipelines.equal import PlanShape, Shapes
 from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
-from chaos_lightning.planning.pipelines.job import Device, JobError, TrainingJob, stage_memory
+from chaos_lightning.planning.pipelines.job import Device, JobError, LinkRate, TrainingJob, stage_memory
 from chaos_lightning.planning.pipelines.moves import renamed
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.unequal import Mixed
 
 EXCHANGES = 200
 """Exchanges of two devices that are tried for the sake of owners on several hosts."""
-FEW = 8
-"""Devices: for no more than so many the first answer is the exact one."""
+NEAR = 0.01
+"""Where a step takes no more than this share above what was charged, no other shapes are looked at."""
+SAME = 1e-9
+"""Steps that differ by no more than this share are equal."""
 GIB = 1 << 30
 
 
@@ -57,9 +60,9 @@ class PlannedPipelines:
     plan: PipelinePlan
     estimate: StepEstimate
     exact: bool
-    """Nothing better exists over all lengths and splits, as far as the search charges plans (`equal.PlanShape`)."""
+    """No plan takes less: its simulated step meets a lower bound over all lengths, splits and cuts."""
     gap: float
-    """Share of the charged time by which a better plan might take less."""
+    """Share of the step by which a better plan might take less, by that bound; of first answers, by all work alone."""
     why: str
     shared_fate: tuple[SharedFate, ...] = ()
 
@@ -79,14 +82,37 @@ class Planner:
         return self.job.alike
 
     @cached_property
-    def shapes(self) -> Shapes:
-        """Of devices of one kind."""
+    def _per_host(self) -> int:
+        """Devices of the largest host; 0: hosts make no difference to hops."""
+        hosts = Counter(d.place for d in self.job.devices)
+        same = self.job.within_host.kind == self.job.between_hosts.kind
+        return 0 if same or len(hosts) == 1 else max(hosts.values())
+
+    def _shapes(self, hop: LinkRate, per_host: int = 0, only: Callable[[int], bool] | None = None) -> Shapes:
         job = self.job
-        hosts = Counter(d.place for d in job.devices)
-        between = job.between_hosts if len(hosts) > 1 else job.within_host
-        # A hop between hosts is charged only where no pipeline of several devices fits into a host.
-        hop = job.within_host if max(hosts.values()) > 1 else between
-        return Shapes(Cutter(job, job.devices[0], hop, between), job.micro_batches)
+        several = len({d.place for d in job.devices}) > 1
+        between = job.between_hosts if several else job.within_host
+        return Shapes(Cutter(job, job.devices[0], hop, between, per_host, between), job.micro_batches, only=only)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Of devices of one kind, as if every pipeline began with a host of its own."""
+        return self._shapes(self.job.within_host if self._per_host else self._usual, self._per_host)
+
+    @property
+    def _usual(self) -> LinkRate:
+        """Between any two devices, where hosts make no difference."""
+        several = len({d.place for d in self.job.devices}) > 1
+        return self.job.between_hosts if several else self.job.within_host
+
+    @cached_property
+    def _others(self) -> tuple[Shapes, ...]:
+        """For hosts that pipelines do not fill evenly: lengths that do, and pipelines that cross hosts at each hop."""
+        h = self._per_host
+        if h < 2:
+            return ()
+        even = self._shapes(self.job.within_host, h, only=lambda p: h % p == 0 or p % h == 0)
+        return even, self._shapes(self.job.between_hosts)
 
     def warm(self) -> None:
         """Fills the table of pipeline times, so that first answers come at once."""
@@ -119,47 +145,73 @@ class Planner:
         names = sorted(self.job.by_name) if devices is None else sorted(devices)
         job = self.job.with_devices([self.job.by_name[n] for n in names])
         if self.alike:
-            exact = exact or len(names) <= FEW
-            shape = self.shapes.exact(len(names)) if exact else self.shapes.first(len(names))
+            shape = None if exact else self.shapes.first(len(names))
             # A first answer that finds nothing is no proof.
-            shape = shape or self.shapes.exact(len(names))
-            if shape is None or math.isinf(shape.charged_s):
+            found = self.seated(shape, names) if shape else self._best(names)
+            if found is None:
                 raise NoPlanError(nearest(job))
-            return self._shortened(shape, names)
-        found = Mixed(job).search(improve=exact)
-        if found is None:
+            return found
+        search = Mixed(job).search(improve=exact)
+        if search is None:
             raise NoPlanError(nearest(job))
-        plan, charged_s, bound_s = found
-        why = f"{_rows(plan)}; the best of a search, at most {1 - bound_s / charged_s:.1%} from the best there is"
-        return PlannedPipelines(plan, estimate(job, plan), False, max(0.0, 1 - bound_s / charged_s), why)
+        plan, charged_s, bound_s = search
+        plan, fates = spread(job, plan)
+        gap = max(0.0, 1 - bound_s / charged_s)
+        return PlannedPipelines(plan, estimate(job, plan), False, gap, f"{_rows(plan)}; the best of a search", fates)
 
-    def _shortened(self, shape: PlanShape, names: Sequence[str]) -> PlannedPipelines:
+    def _best(self, names: Sequence[str]) -> PlannedPipelines | None:
+        """The plan with the shortest simulated step, and how far the best one may be away."""
+        shape = self.shapes.exact(len(names))
+        best = self._shortened(self.shapes, shape, names) if shape and math.isfinite(shape.charged_s) else None
+        for shapes in self._others:
+            if best is not None and shape is not None and best.estimate.step_s <= _least_s(shape, best) * (1 + NEAR):
+                break
+            other = shapes.exact(len(names))
+            if other is not None and math.isfinite(other.charged_s):
+                seated = self._shortened(shapes, other, names)
+                best = seated if best is None else min(best, seated, key=lambda x: x.estimate.step_s)
+        if best is None:
+            return None
+        near_s = shape.charged_s if shape else 0.0
+        bound_s = self.shapes.bound_s(len(names), near_s) + best.estimate.commit_s
+        gap = max(0.0, 1 - bound_s / best.estimate.step_s)
+        exact = gap <= SAME
+        return replace(best, exact=exact, gap=0.0 if exact else gap)
+
+    def _shortened(self, shapes: Shapes, shape: PlanShape, names: Sequence[str]) -> PlannedPipelines:
         """Leaves out the shortest pipelines while the simulated step gets shorter.
 
         A short pipeline has many layers in a stage, and their all-reduces begin when the last owner is ready, which the
         search does not charge: it counts from the pipeline's own end.
         """
-        best = self.seated(shape, names)
+        best = self._placed(shapes, shape, names)
+        work_s = self.job.micro_batches * shapes.cutter.row(1).fastest.both[-1]
         while len(shape.rows) > 1:
-            fewer = self.shapes.over(
-                shape.devices, [p for p, _ in shape.pairs if p > shape.rows[-1].stages], shape.charged_s
-            )
-            if fewer is None:
+            left = [p for p, _ in shape.pairs if p > shape.rows[-1].stages]
+            if not left or work_s / sum(left) >= best.estimate.step_s:
                 break
-            other = self.seated(fewer, names)
-            if other.estimate.step_s >= best.estimate.step_s:
+            fewer = shapes.over(shape.devices, left, shape.charged_s)
+            other = self._placed(shapes, fewer, names) if fewer else None
+            if fewer is None or other is None or other.estimate.step_s >= best.estimate.step_s:
                 break
-            gap = max(0.0, 1 - shape.bound_s / other.estimate.step_s)
-            why = f"{_rows(other.plan)}; short pipelines would wait in the all-reduce; at most {gap:.2%} from the best"
-            best, shape = replace(other, exact=False, gap=gap, why=why), replace(fewer, bound_s=shape.bound_s)
+            best, shape = other, fewer
         return best
 
     def seated(self, shape: PlanShape, devices: Collection[str]) -> PlannedPipelines:
         """A shape on these devices."""
+        return self._placed(self.shapes, shape, devices)
+
+    def _placed(self, shapes: Shapes, shape: PlanShape, devices: Collection[str]) -> PlannedPipelines:
         job = self.job.with_devices([self.job.by_name[n] for n in sorted(devices)])
-        plan, fates = spread(job, place(job, self.shapes, shape))
-        sure = "the best there is" if shape.exact else f"at most {shape.gap:.2%} from the best there is"
-        return PlannedPipelines(plan, estimate(job, plan), shape.exact, shape.gap, f"{_rows(plan)}; {sure}", fates)
+        plan, fates = spread(job, place(job, shapes, shape))
+        cost = estimate(job, plan)
+        work_s = job.micro_batches * shapes.cutter.row(1).fastest.both[-1] / len(job.devices)
+        return PlannedPipelines(plan, cost, False, 1 - work_s / cost.step_s, _rows(plan), fates)
+
+
+def _least_s(shape: PlanShape, planned: PlannedPipelines) -> float:
+    """What a step takes if no hop costs more than was charged."""
+    return shape.charged_s + planned.estimate.commit_s
 
 
 def describe(shape: PlanShape) -> str:
@@ -234,9 +286,7 @@ def spread(job: TrainingJob, plan: PipelinePlan) -> tuple[PipelinePlan, tuple[Sh
             continue  # An exchange for an earlier group mended it.
         owners = plan.owners[plan.groups.index(group)]
         host = job.by_name[owners[0]].place
-        for other in _exchanged(job, plan, owners, host):
-            if tries == 0:
-                break
+        for other in islice(_exchanged(job, plan, owners, host), max(0, tries)):
             tries -= 1
             if any(g.start == group.start for g in _together(job, other)):
                 continue
@@ -321,28 +371,31 @@ def _tightest(job: TrainingJob, devices: Sequence[Device]) -> tuple[list[int], l
 # ------------------------------------------------------------------------------------------------ plans ahead
 
 
-Left = tuple[tuple[tuple[float, int], int], ...]
-"""How many devices of each kind are left: what a plan depends on."""
+Composition = tuple[tuple[float, int], ...]
+"""Kinds of the devices of a host, sorted."""
+Left = tuple[Composition, ...] | frozenset[str]
+"""What a plan depends on: the hosts that are left, by what is on them; with links of their own, the very devices."""
 
 
 class Prepared:
     """Plans for losses that have not happened.
 
     Args:
-        planner: Of the job and its whole fleet.
+        job: The job and its whole fleet.
         losses: Plans are prepared for the loss of any 1 to so many devices, and of any one host.
-        most: Plans that are kept at most; the ones for the largest losses go first.
+        most: Plans that are kept at most; those for the largest losses are left out.
     """
 
-    def __init__(self, planner: Planner, losses: int = 8, most: int = 64) -> None:
-        self.planner, self.losses, self.most = planner, losses, most
-        self.there: frozenset[str] = frozenset(planner.job.by_name)
+    def __init__(self, job: TrainingJob, losses: int = 8, most: int = 64) -> None:
+        self.planner, self.losses, self.most = Planner(job), losses, most
         self._plans: dict[Left, PlannedPipelines | NoPlanError] = {}
 
-    def fleet(self, devices: Collection[str]) -> None:
+    def fleet(self, job: TrainingJob) -> None:
         """Devices came or went: plans for what can no longer be left soon are dropped."""
-        self.there = frozenset(devices)
-        wanted = dict.fromkeys(key for key, _ in self._wanted())
+        if job.layers != self.planner.job.layers:
+            self._plans = {}
+        self.planner = Planner(job)
+        wanted = [key for key, _ in self._wanted()]
         self._plans = {key: self._plans[key] for key in wanted if key in self._plans}
 
     def prepare_next(self) -> int | None:
@@ -372,51 +425,71 @@ class Prepared:
         Raises:
             NoPlanError: None fits what is left.
         """
-        names = self.there.difference(lost)
-        key = self._key(names)
-        found = self._plans.get(key)
+        names = [n for n in sorted(self.planner.job.by_name) if n not in set(lost)]
+        found = self._plans.get(self._key(names)) if names else None
         if isinstance(found, NoPlanError):
             raise found
         if found is None:
             return self.planner.first(names), False
-        return _onto(self.planner.job, found, names), True
+        return self._onto(found, names), True
+
+    def _hosts(self, names: Collection[str]) -> list[tuple[Composition, list[str]]]:
+        """By host, the largest first: what is on it, and its devices in the order of their kinds."""
+        by_name = self.planner.job.by_name
+        hosts: dict[str, list[str]] = defaultdict(list)
+        for n in sorted(names, key=lambda n: (by_name[n].kind, n)):
+            hosts[by_name[n].place].append(n)
+        rows = [(tuple(by_name[n].kind for n in found), found) for found in hosts.values()]
+        return sorted(rows, key=lambda row: (-len(row[0]), row))
 
     def _key(self, names: Collection[str]) -> Left:
-        by_name = self.planner.job.by_name
-        return tuple(sorted(Counter(by_name[n].kind for n in names).items()))
+        if self.planner.job.links:
+            return frozenset(names)
+        return tuple(composition for composition, _ in self._hosts(names))
 
-    def _wanted(self) -> Iterator[tuple[Left, frozenset[str]]]:
-        """What may be left, the smallest losses first: after losses of one kind each, and of any one host."""
-        by_name = self.planner.job.by_name
-        kinds: dict[tuple[float, int], list[str]] = defaultdict(list)
-        hosts: dict[str, list[str]] = defaultdict(list)
-        for n in sorted(self.there):
-            kinds[by_name[n].kind].append(n)
-            hosts[by_name[n].place].append(n)
-        lost = [names[-k:] for k in range(1, self.losses + 1) for _, names in sorted(kinds.items()) if len(names) >= k]
-        lost += sorted(hosts.values(), key=lambda x: (len(x), x))
-        seen: set[Left] = set()
-        for names in lost:
-            left = self.there.difference(names)
-            key = self._key(left)
-            if left and key not in seen and len(seen) < self.most:
-                seen.add(key)
-                yield key, left
+    def _wanted(self) -> Iterator[tuple[Left, tuple[str, ...]]]:
+        """What may be left, the smallest losses first, with one host's after single devices'."""
+        there = tuple(sorted(self.planner.job.by_name))
+        seen = {self._key(there)}
+        level, found = [there], 0
+        for k in range(self.losses):
+            fewer = []
+            for names in level:
+                for left in self._less_one(names):
+                    key = self._key(left) if left else None
+                    if key is not None and key not in seen and found < self.most:
+                        seen.add(key)
+                        found += 1
+                        fewer.append(left)
+                        yield key, left
+            if k == 0:
+                for _, host in self._hosts(there):
+                    left = tuple(n for n in there if n not in host)
+                    key = self._key(left) if left else None
+                    if key is not None and key not in seen and found < self.most:
+                        seen.add(key)
+                        found += 1
+                        yield key, left
+            level = fewer
 
+    def _less_one(self, names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        """Without one device, once for each way in which that makes a difference."""
+        by_name, seen = self.planner.job.by_name, set()
+        for composition, host in self._hosts(names):
+            for n in reversed(host):
+                way = n if self.planner.job.links else (composition, by_name[n].kind)
+                if way not in seen:
+                    seen.add(way)
+                    yield tuple(x for x in names if x != n)
 
-def _onto(job: TrainingJob, planned: PlannedPipelines, names: Collection[str]) -> PlannedPipelines:
-    """The same plan on other devices of the same kinds: those that keep their place, then hosts in order."""
-    there = job.with_devices([job.by_name[n] for n in sorted(names)])
-    plan = planned.plan
-    spare = [n for n in sorted(names) if n not in plan.devices]
-    seats: dict[str, str] = {}
-    for n in plan.devices:
-        if n in names:
-            seats[n] = n
-        else:
-            seats[n] = next(x for x in spare if job.by_name[x].kind == job.by_name[n].kind)
-            spare.remove(seats[n])
-    if all(a == b for a, b in seats.items()):
-        return planned
-    plan = renamed(plan, seats)
-    return replace(planned, plan=plan, estimate=estimate(there, plan))
+    def _onto(self, planned: PlannedPipelines, names: Collection[str]) -> PlannedPipelines:
+        """The same plan on hosts that have the same devices on them."""
+        job = self.planner.job
+        old, new = self._hosts(planned.plan.devices), self._hosts(names)
+        pairs = zip((n for _, host in old for n in host), (n for _, host in new for n in host), strict=True)
+        seats = dict(pairs)
+        if all(a == b for a, b in seats.items()):
+            return planned
+        there = job.with_devices([job.by_name[n] for n in sorted(names)])
+        plan = renamed(planned.plan, seats)
+        return replace(planned, plan=plan, estimate=estimate(there, plan))

@@ -33,6 +33,8 @@ LOOKS_MANY = 30
 """The same where they are many."""
 STARTS = 4
 """Starts that are improved, where devices are few; one where they are many."""
+LEVELS = 4
+"""Sizes of memory, the largest ones: starts leave out devices that have less."""
 EVEN = 1.05
 """Rows whose speeds differ by no more than this ratio are in order as they are."""
 ROWS = 40
@@ -176,29 +178,36 @@ class Mixed:
     # ------------------------------------------------------------------------------------------------ starts
 
     def _starts(self) -> Iterator[tuple[Names, ...]]:
-        count = len(self.order)
-        for lengths in self._lengths(count):
-            chosen = self.order[: sum(lengths)]
+        few = len(self.order) <= SMALL
+        for devices, lengths in self._lengths():
+            chosen = devices[: sum(lengths)]
             yield self._ordered(_next_to_like(chosen, lengths))
-            if count > SMALL:
-                continue
-            yield self._ordered(_next_to_like(chosen, lengths[::-1]))
-            yield self._ordered(_dealt(chosen, lengths))
+            if few:
+                yield self._ordered(_next_to_like(chosen, lengths[::-1]))
+                yield self._ordered(_dealt(chosen, lengths))
 
-    def _lengths(self, count: int) -> Iterator[tuple[int, ...]]:
-        job = self.job
+    def _lengths(self) -> Iterator[tuple[list[Device], tuple[int, ...]]]:
+        """Devices, fast ones first, and lengths of pipelines of the first of them."""
+        job, count = self.job, len(self.order)
         if count <= SMALL:
             top = min(count, job.costs.count)
             for used in range(count, 0, -1):
-                yield from _partitions(used, top, job.micro_batches)
+                for lengths in _partitions(used, top, job.micro_batches):
+                    yield self.order, lengths
             return
-        mean = sum(d.speed for d in job.devices) / count
-        least = min(d.memory_nbytes for d in job.devices)
-        for memory in sorted({least, sum(d.memory_nbytes for d in job.devices) // count}):
-            device = Device(name="mean", speed=mean, memory_nbytes=memory)
-            shape = Shapes(Cutter(job, device, job.within_host, self.reduce), job.micro_batches).first(count)
+        # All devices as if each had the mean memory; and those with much memory, as if each had their least.
+        levels = sorted({d.memory_nbytes for d in self.order})[-LEVELS:]
+        mean = sum(d.memory_nbytes for d in self.order) // count
+        for devices, memory in [
+            (self.order, mean),
+            *(([d for d in self.order if d.memory_nbytes >= x], x) for x in levels),
+        ]:
+            speed = sum(d.speed for d in devices) / len(devices)
+            device = Device(name="mean", speed=speed, memory_nbytes=memory)
+            shapes = Shapes(Cutter(job, device, job.within_host, self.reduce), job.micro_batches)
+            shape = shapes.first(len(devices))
             if shape is not None:
-                yield tuple(p for p, _ in shape.pairs)
+                yield devices, tuple(p for p, _ in shape.pairs)
 
     def _ordered(self, rows: Sequence[Sequence[Device]]) -> tuple[Names, ...]:
         """Each row in the better order: fast devices first or last, or those with most memory first."""

@@ -14,8 +14,8 @@ from chaos_lightning.planning.pipelines.cuts import Cutter
 from chaos_lightning.planning.pipelines.equal import Shapes
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.job import Device, LinkRate, NamedLink, TrainingJob
-from chaos_lightning.planning.pipelines.plan import PipelinePlan
-from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner, Prepared
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
+from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner, Prepared, spread
 from chaos_lightning.planning.pipelines.split import Splitter
 from chaos_lightning.planning.pipelines.unequal import Mixed
 
@@ -195,6 +195,7 @@ def test_a_slow_device_is_idle_where_it_would_only_hold_up_others() -> None:
     assert planned.plan.idle == ("d3",)
     assert "1 device idle" in planned.why
     assert not planned.exact
+    assert 0 < planned.gap < 1
 
 
 def test_a_slow_link_is_not_used_for_hops() -> None:
@@ -206,6 +207,38 @@ def test_a_slow_link_is_not_used_for_hops() -> None:
     ).exact()
     sides = [{s.device in ("d0", "d1") for s in p.stages} for p in planned.plan.pipelines]
     assert all(len(side) == 1 for side in sides)
+
+
+def test_hops_between_hosts_are_charged_where_pipelines_need_them() -> None:
+    # Six devices on two hosts of three: two pipelines of three fill the hosts, three of two do not.
+    job = small_job(Random(11), 12, 6, 12)
+    job = replace(job, layers=tuple(replace(x, gradient_nbytes=0) for x in job.layers))
+    fleet = tuple(Device(name=f"d{i}", memory_nbytes=500, host=f"h{i // 3}") for i in range(6))
+    fast, slow = LinkRate(rate_bps=1e9), LinkRate(rate_bps=10.0)
+    planner = Planner(replace(job, devices=fleet, within_host=fast, between_hosts=slow))
+    planned = planner.exact()
+    assert all(len({planner.job.by_name[s.device].host for s in p.stages}) == 1 for p in planned.plan.pipelines)
+    if planned.exact:
+        assert planned.gap == 0.0
+
+
+def test_few_roomy_devices_among_many_small_ones_are_found() -> None:
+    job = small_job(Random(12), 6, 12, 4)
+    fleet = tuple(Device(name=f"d{i}", memory_nbytes=10**9 if i == 5 else 10) for i in range(12))
+    planned = Planner(replace(job, devices=fleet, links=(NamedLink(a="d0", b="d1", rate_bps=1.0),))).exact()
+    assert [s.device for p in planned.plan.pipelines for s in p.stages] == ["d5"]
+
+
+def test_a_host_that_many_layers_share_is_told_when_the_tries_are_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chaos_lightning.planning.pipelines.planner.EXCHANGES", 0)
+    job = small_job(Random(5), 4, 6, 8)
+    fleet = tuple(Device(name=f"d{i}", memory_nbytes=10**9, host="far" if i == 5 else "near") for i in range(6))
+    job = replace(job, devices=fleet)
+    stages = [[PlanStage("d0", 0, 2), PlanStage("d1", 2, 4)], [PlanStage("d2", 0, 2), PlanStage("d3", 2, 4)]]
+    plan = PipelinePlan(4, tuple(Pipeline(tuple(x), 4) for x in stages), idle=("d4", "d5"))
+    same, fates = spread(job, plan)
+    assert same == plan
+    assert [(x.first, x.end, x.host, x.cost_s) for x in fates] == [(0, 2, "near", math.inf), (2, 4, "near", math.inf)]
 
 
 def test_owners_of_a_layer_are_on_different_hosts() -> None:
@@ -244,11 +277,12 @@ def test_the_closest_plan_says_which_stage_lacks_how_much() -> None:
 def test_plans_are_prepared_for_losses_and_for_hosts() -> None:
     job = small_job(Random(7), 6, 8, 12)
     fleet = tuple(Device(name=f"d{i}", memory_nbytes=10**9, host=f"h{i // 4}") for i in range(8))
-    prepared = Prepared(Planner(replace(job, devices=fleet)), losses=2)
+    prepared = Prepared(replace(job, devices=fleet), losses=2)
     left = []
     while (n := prepared.prepare_next()) is not None:
         left.append(n)
-    assert left == [7, 6, 4]
+    # One lost; one host lost; two of one host, and one of each.
+    assert left == [7, 4, 6, 6]
     planned, ready = prepared.after(["d2"])
     assert ready
     planned.plan.check()
@@ -264,13 +298,39 @@ def test_plans_are_prepared_for_losses_and_for_hosts() -> None:
 def test_prepared_plans_follow_the_fleet_and_are_bounded() -> None:
     job = small_job(Random(7), 6, 8, 12)
     fleet = tuple(Device(name=f"d{i}", memory_nbytes=10**9, speed=1.0 + i % 2, host=f"h{i}") for i in range(6))
-    prepared = Prepared(Planner(replace(job, devices=fleet)), losses=3, most=2)
+    job = replace(job, devices=fleet)
+    prepared = Prepared(job, losses=3, most=3)
     count = 0
     while prepared.prepare_next() is not None:
         count += 1
-    assert count == 2
-    prepared.fleet([d.name for d in fleet[:5]])
-    planned, ready = prepared.after(["d5"])
-    assert ready == (prepared._key(frozenset(d.name for d in fleet[:5])) in prepared._plans)
+    assert count == 3
+    # One of either kind, and two of one kind, were prepared; three were not.
+    assert prepared.after(["d0"])[1]
+    assert prepared.after(["d1"])[1]
+    assert not prepared.after(["d0", "d1", "d2"])[1]
+    prepared.fleet(job.without(["d5"]))
+    planned, ready = prepared.after([])
+    assert not ready
     planned.plan.check()
     assert prepared.prepare_next() == 4
+    newcomer = Device(name="new", memory_nbytes=10**9, speed=2.0, host="new")
+    prepared.fleet(replace(job, devices=(*fleet, newcomer)))
+    while prepared.prepare_next() is not None:
+        pass
+    planned, ready = prepared.after(["d1"])
+    assert ready
+    assert "new" in planned.plan.devices
+
+
+def test_a_prepared_plan_is_as_good_on_the_hosts_that_are_left() -> None:
+    job = small_job(Random(7), 8, 16, 16)
+    fleet = tuple(Device(name=f"d{i:02}", memory_nbytes=300, host=f"h{i // 8}") for i in range(16))
+    slow = replace(job, devices=fleet, within_host=LinkRate(rate_bps=1e5), between_hosts=LinkRate(rate_bps=20.0))
+    prepared = Prepared(slow, losses=1)
+    while prepared.prepare_next() is not None:
+        pass
+    for lost in ("d03", "d12"):
+        planned, ready = prepared.after([lost])
+        fresh = prepared.planner.exact([d.name for d in fleet if d.name != lost])
+        assert ready
+        assert planned.estimate.step_s == pytest.approx(fresh.estimate.step_s)

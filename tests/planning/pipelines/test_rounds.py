@@ -162,8 +162,8 @@ def test_a_step_is_shorter_in_rounds_than_in_a_row() -> None:
     # Of 20, 10, 10 and 20 seconds: all in a row, or two by two, of which one is long each time.
     assert row_s - by_colour == pytest.approx(20, rel=0.02)
     assert step_s(job, plan, "at once") <= by_colour
-    # In order of readiness each waits for the one before, whose owner it shares: no better than a row here.
-    assert estimate(job, plan).step_s == pytest.approx(row_s, rel=0.01)
+    # As it is estimated, links are never idle while something is ready.
+    assert estimate(job, plan).step_s <= by_colour
     # Without overlap all begins when the last backward unit has ended.
     assert step_s(job, plan, "row", overlap=False) == pytest.approx(estimate(job, plan).compute_s + 60)
     free = replace(job, between_hosts=LinkRate())
