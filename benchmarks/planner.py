@@ -18,15 +18,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise, permutations, product
 from random import Random
 
 from benchmarks.common import Options, Result, median, percentile, run
 from chaos_lightning.planning.pipelines.decoder import decoder_layers
 from chaos_lightning.planning.pipelines.equal import Shapes
+from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, MemoryRules, Overheads, TrainingJob
 from chaos_lightning.planning.pipelines.paper import algorithm1
-from chaos_lightning.planning.pipelines.planner import Planner
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
+from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
 from chaos_lightning.planning.pipelines.unequal import Mixed
 
 AMPLE = 10**9
@@ -45,6 +47,7 @@ def main() -> int:
     options = Options(__doc__)
     options.add_count("--cases", 320, 30, "small fleets of equal devices")
     options.add_count("--fleets", 120, 10, "small fleets of unequal devices")
+    options.add_count("--hosted", 40, 5, "small fleets on hosts")
     options.add_seed("of the small fleets")
     options.add_argument(
         "--cold", type=int, default=0, help="for the benchmark itself: time a first answer and print it"
@@ -55,6 +58,7 @@ def main() -> int:
         return 0
     result = Result("planner")
     equal_cases(result, args.cases, args.seed)
+    hosted_cases(result, args.hosted, args.seed)
     unequal_cases(result, args.fleets, args.seed)
     large(result, [256, 1024] if args.quick else [256, 1024, 2048, 8192])
     large_unequal(result, 1024)
@@ -153,6 +157,79 @@ def equal_cases(result: Result, cases: int, seed: int) -> None:
         same += exact.exact and abs(exact.charged_s - best_s) <= SAME * best_s
     result.remark(f"{cases} small fleets of equal devices, {none} of which no plan fits")
     result.add("cases that differ from enumeration", cases - same, "count", 0)
+
+
+# ------------------------------------------------------------------------------------------------ small, on hosts
+
+
+def small_hosts(draw: Random) -> TrainingJob:
+    """Three to five equal devices on two or three hosts, between which links are slow."""
+    devices = draw.randint(3, 5)
+    job = small_job(draw, draw.randint(2, 6), devices, draw.randint(2, 4))
+    hosts = draw.randint(2, 3)
+    fleet = tuple(replace(d, host=f"h{i % hosts}") for i, d in enumerate(job.devices))
+    fast, slow = LinkRate(rate_bps=draw.choice([80.0, 1e9])), LinkRate(rate_bps=draw.choice([20.0, 80.0]))
+    return replace(job, devices=fleet, within_host=fast, between_hosts=slow)
+
+
+def placed_s(job: TrainingJob) -> float:
+    """The least simulated step of any plan on any devices; infinite where none fits."""
+    hosts: dict[str, list[str]] = defaultdict(list)
+    for d in job.devices:
+        hosts[d.host].append(d.name)
+    best = math.inf
+    for used in range(1, len(job.devices) + 1):
+        orders = sorted(set(permutations([d.host for d in job.devices], used)))
+        for lengths in partitions(used, min(used, job.costs.count), job.micro_batches):
+            cuts = [list(combinations(range(1, job.costs.count), p - 1)) for p in lengths]
+            for cut in product(*cuts):
+                for split in product(range(1, job.micro_batches + 1), repeat=len(lengths)):
+                    if sum(split) == job.micro_batches:
+                        best = min(best, *(placed(job, hosts, order, cut, split) for order in orders))
+    return best
+
+
+def placed(
+    job: TrainingJob,
+    hosts: dict[str, list[str]],
+    order: tuple[str, ...],
+    cuts: tuple[tuple[int, ...], ...],
+    split: tuple[int, ...],
+) -> float:
+    """The simulated step of one plan, whose places are on these hosts in order; infinite where it does not fit."""
+    left, pipelines = {host: iter(names) for host, names in hosts.items()}, []
+    places = iter(order)
+    for inner, m in zip(cuts, split, strict=True):
+        borders = pairwise((0, *inner, job.costs.count))
+        pipelines.append(Pipeline(tuple(PlanStage(next(left[next(places)]), x, y) for x, y in borders), m))
+    extra = job.memory.in_flight_extra
+    plan = PipelinePlan(job.costs.count, tuple(pipelines), in_flight_extra=extra)
+    cost = estimate(job, plan)
+    return math.inf if cost.over(job) else cost.step_s
+
+
+def hosted_cases(result: Result, cases: int, seed: int) -> None:
+    """Whole plans, as they are seated and simulated, against enumeration."""
+    ratios, wrong, differ, sure = [], 0, 0, 0
+    for case in range(cases):
+        job = small_hosts(Random(f"{seed}:hosts:{case}"))
+        best_s = placed_s(job)
+        try:
+            found = Planner(job).exact()
+        except NoPlanError:
+            differ += not math.isinf(best_s)
+            continue
+        ratio = found.estimate.step_s / best_s
+        sure += found.exact
+        wrong += found.exact and ratio > 1 + SAME
+        wrong += found.estimate.step_s * (1 - found.gap) > best_s * (1 + SAME)
+        ratios.append(ratio)
+    result.remark(f"{len(ratios)} small fleets on hosts, {sure} of whose plans are called the best")
+    result.add("on hosts: plans called better than they are", wrong, "count", 0)
+    result.add("on hosts: fleets where one of the two finds no plan", differ, "count", 0)
+    result.add("on hosts: simulated step / enumeration, median", median(ratios), "ratio", 1.05)
+    result.add("on hosts: simulated step / enumeration, of 95% of the fleets", percentile(ratios, 95), "ratio")
+    result.add("on hosts: simulated step / enumeration, at worst", max(ratios), "ratio")
 
 
 # ------------------------------------------------------------------------------------------------ small, unequal
@@ -303,6 +380,10 @@ def large(result: Result, sizes: list[int]) -> None:
         assert exact is not None
         result.add(f"{n} devices: first / exact", first.charged_s / exact.charged_s, "ratio", FIRST)
         result.add(f"{n} devices: by how much a better shape might be faster", exact.gap, "share", 0.001)
+        start = time.perf_counter()
+        planner.exact()
+        took = time.perf_counter() - start
+        result.add(f"{n} devices: exact, seated, simulated and bounded, with the table", took, "s")
         if n == 1024:
             others = sum(timed(shapes.exact, k) for k in range(1015, 1024))
             result.add("1024 devices: exact, the nine counts below", others, "s", NINE_S)

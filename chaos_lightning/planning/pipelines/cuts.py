@@ -157,7 +157,7 @@ class DeviceRow:
         """By gap: by layer: seconds of a hop behind it."""
         self.least_hop = min((min(row[:-1], default=0.0) for row in self.hops), default=0.0)
         self._found: dict[tuple[int, int], LayerCut | None] = {}
-        self._least: dict[tuple[int, int], float] = {}
+        self._least: dict[int, float] = {}
         self._searches: dict[tuple[int, int], LayerCut | None] = {}
         self._runs: dict[tuple[tuple[int, ...], int], OneFOneB] = {}
 
@@ -242,17 +242,24 @@ class DeviceRow:
         return cuts <= (FEW_SMALL if self.count <= SMALL else FEW) and 2 * cuts * self.stages * m <= FEW_UNITS
 
     def bound_s(self, m: int, pipelines: int) -> float:
-        """No cut is charged less; infinite where none fits."""
+        """No step takes less with this row, whatever its cut; infinite where none fits.
+
+        All-reduces overlap with backward units, but for that of a stage's first layer.
+        """
         if self.stages > self.count:
             return math.inf
+        if m not in self._least:
+            self._least[m] = self._least_of(m)
+        job = self.job
+        sizes = [x.gradient_nbytes for x in job.layers]
+        return self._least[m] + reduce_s(min(sizes), pipelines, self.reduce, job.overheads.hop_s)
+
+    def _least_of(self, m: int) -> float:
         if self.stages == 1 or self.few(m):
-            cut = self.best(m, pipelines)
+            cut = self.best(m, 1)
             return math.inf if cut is None else cut.charged_s
-        key = (m, pipelines)
-        if key not in self._least:
-            found = _Bounds(self, m, pipelines).least(relaxed=True)
-            self._least[key] = math.inf if found is None else found[1]
-        return self._least[key]
+        found = _Bounds(self, m, 1).least(relaxed=True)
+        return math.inf if found is None else found[1]
 
     def quick(self, m: int) -> tuple[int, ...] | None:
         """A good cut at once, for more than one pipeline; None where none is found that fits."""

@@ -205,7 +205,7 @@ class Shapes:
         return self._shape(devices, self._best(self.splitter, devices, lengths, best))
 
     def bound_s(self, devices: int, near_s: float = 0.0) -> float:
-        """No shape is charged less, whatever its cuts; of pipelines of at most `longest` stages.
+        """No step takes less without its commit, whatever the cuts; with pipelines of at most `longest` stages.
 
         Args:
             devices: How many there are.

@@ -88,11 +88,16 @@ class Planner:
         same = self.job.within_host.kind == self.job.between_hosts.kind
         return 0 if same or len(hosts) == 1 else max(hosts.values())
 
-    def _shapes(self, hop: LinkRate, per_host: int = 0, only: Callable[[int], bool] | None = None) -> Shapes:
-        job = self.job
-        several = len({d.place for d in job.devices}) > 1
-        between = job.between_hosts if several else job.within_host
-        return Shapes(Cutter(job, job.devices[0], hop, between, per_host, between), job.micro_batches, only=only)
+    def _shapes(
+        self,
+        hop: LinkRate,
+        per_host: int = 0,
+        only: Callable[[int], bool] | None = None,
+        reduce: LinkRate | None = None,
+    ) -> Shapes:
+        job, between = self.job, self._usual
+        cutter = Cutter(job, job.devices[0], hop, reduce or between, per_host, between)
+        return Shapes(cutter, job.micro_batches, only=only)
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -107,12 +112,19 @@ class Planner:
 
     @cached_property
     def _others(self) -> tuple[Shapes, ...]:
-        """For hosts that pipelines do not fill evenly: lengths that do, and pipelines that cross hosts at each hop."""
+        """As if all-reduces were hidden; lengths that fill hosts evenly; pipelines that cross hosts at each hop."""
         h = self._per_host
+        hidden = self._shapes(self.job.within_host if h else self._usual, h, reduce=LinkRate())
         if h < 2:
-            return ()
+            return (hidden,)
         even = self._shapes(self.job.within_host, h, only=lambda p: h % p == 0 or p % h == 0)
-        return even, self._shapes(self.job.between_hosts)
+        return hidden, even, self._shapes(self.job.between_hosts)
+
+    @cached_property
+    def _bounds(self) -> Shapes:
+        """With links that no placement has faster ones than."""
+        fast = min(self.job.within_host, self.job.between_hosts, key=lambda x: x.time_s(1e6))
+        return self._shapes(fast, reduce=fast) if self._per_host else self.shapes
 
     def warm(self) -> None:
         """Fills the table of pipeline times, so that first answers come at once."""
@@ -173,7 +185,7 @@ class Planner:
         if best is None:
             return None
         near_s = shape.charged_s if shape else 0.0
-        bound_s = self.shapes.bound_s(len(names), near_s) + best.estimate.commit_s
+        bound_s = self._bounds.bound_s(len(names), near_s) + best.estimate.commit_s
         gap = max(0.0, 1 - bound_s / best.estimate.step_s)
         exact = gap <= SAME
         return replace(best, exact=exact, gap=0.0 if exact else gap)
@@ -205,6 +217,13 @@ class Planner:
         job = self.job.with_devices([self.job.by_name[n] for n in sorted(devices)])
         plan, fates = spread(job, place(job, shapes, shape))
         cost = estimate(job, plan)
+        if self._per_host:
+            # On few hosts all-reduces may be faster than where each layer outlives a host.
+            packed = place(job, shapes, shape, packed=True)
+            other = estimate(job, packed)
+            if other.step_s < cost.step_s * (1 - SAME):
+                plan, cost = packed, other
+                fates = tuple(SharedFate(g.start, g.stop, h, math.inf) for g, h in _fates(job, plan))
         work_s = job.micro_batches * shapes.cutter.row(1).fastest.both[-1] / len(job.devices)
         return PlannedPipelines(plan, cost, False, 1 - work_s / cost.step_s, _rows(plan), fates)
 
@@ -239,17 +258,26 @@ def _many(count: int, word: str, more: str = "s") -> str:
 # ------------------------------------------------------------------------------------------------ places
 
 
-def place(job: TrainingJob, shapes: Shapes, shape: PlanShape) -> PipelinePlan:
-    """Gives each place of a shape a device of the job."""
+def place(job: TrainingJob, shapes: Shapes, shape: PlanShape, *, packed: bool = False) -> PipelinePlan:
+    """Gives each place of a shape a device of the job.
+
+    Args:
+        job: The job; its devices get places.
+        shapes: What the shape was found by; it cuts the layers.
+        shape: How many pipelines of which length.
+        packed: On few hosts, rather than so that no host is left with room for no pipeline.
+    """
     free: dict[str, list[str]] = defaultdict(list)
     for d in sorted(job.devices, key=lambda d: (d.place, d.name)):
         free[d.place].append(d.name)
+    if packed:
+        free = dict(sorted(free.items(), key=lambda x: (-len(x[1]), x[0])))
     pipelines = []
     for row in shape.rows:
         cut = shapes.cutter.best(row.stages, row.micro_batches, shape.pipelines)
         assert cut is not None
         for _ in range(row.times):
-            names = _take(free, row.stages)
+            names = _take(free, row.stages, packed)
             stages = tuple(PlanStage(n, x, y) for n, x, y in zip(names, cut.at, cut.at[1:], strict=False))
             pipelines.append(Pipeline(stages, row.micro_batches))
     idle = tuple(sorted(n for names in free.values() for n in names))
@@ -257,9 +285,13 @@ def place(job: TrainingJob, shapes: Shapes, shape: PlanShape) -> PipelinePlan:
     return PipelinePlan(job.costs.count, tuple(pipelines), idle=idle, in_flight_extra=extra)
 
 
-def _take(free: dict[str, list[str]], count: int) -> list[str]:
-    """Devices for one pipeline: of the host on which it leaves least room, or of the emptiest hosts."""
+def _take(free: dict[str, list[str]], count: int, packed: bool) -> list[str]:
+    """Devices for one pipeline: of the host on which it leaves least room, or else of the emptiest hosts.
+
+    If `packed`, of the first one in order that has room.
+    """
     roomy = [host for host, names in free.items() if len(names) >= count]
+    roomy = roomy[:1] if packed else roomy
     taken: list[str] = []
     while len(taken) < count:
         host = min(roomy, key=lambda h: (len(free[h]), h)) if roomy else max(free, key=lambda h: (len(free[h]), h))
@@ -302,11 +334,17 @@ def spread(job: TrainingJob, plan: PipelinePlan) -> tuple[PipelinePlan, tuple[Sh
 
 def _together(job: TrainingJob, plan: PipelinePlan) -> list[range]:
     """Groups of layers with owners on one host alone."""
-    return [
-        group
-        for group, owners in zip(plan.groups, plan.owners, strict=True)
-        if len({job.by_name[n].place for n in owners}) == 1
-    ]
+    return [group for group, _ in _fates(job, plan)]
+
+
+def _fates(job: TrainingJob, plan: PipelinePlan) -> list[tuple[range, str]]:
+    """The same with their hosts."""
+    found = []
+    for group, owners in zip(plan.groups, plan.owners, strict=True):
+        hosts = {job.by_name[n].place for n in owners}
+        if len(hosts) == 1:
+            found.append((group, next(iter(hosts))))
+    return found
 
 
 def _exchanged(job: TrainingJob, plan: PipelinePlan, owners: Sequence[str], host: str) -> Iterator[PipelinePlan]:
