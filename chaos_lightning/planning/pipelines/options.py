@@ -96,7 +96,7 @@ class PlanOptions:
         """The micro-batches of the lost go to the owners of the same layers."""
         if self.fatal:
             return None
-        plan = self.before if self.whole else reroute(self.left, self.before, self.lost, search=not self.first)
+        plan = reroute(self.left, self.before, self.lost, search=not self.first)
         return self._candidate(plan, KEEP, 0.0 if self.whole else self.pauses.reroute_s, 0.0)
 
     def fill(self) -> PlanCandidate | None:

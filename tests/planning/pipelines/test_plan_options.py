@@ -94,6 +94,14 @@ def test_nothing_lost_is_nothing_to_do() -> None:
     assert kept.pause_s == 0
 
 
+def test_an_idle_device_that_is_lost_leaves_the_plan() -> None:
+    decision = decide("adaptive", options(("d4",)), Outlook(rate=10.0))
+    assert decision.failed == ()
+    kept = decision.candidates[0]
+    assert (kept.kind, kept.pause_s, kept.plan.idle) == (KEEP, 0.0, ("d5",))
+    assert kept.plan.pipelines == options(()).before.pipelines
+
+
 def test_devices_that_die_together_are_one_owner() -> None:
     apart, together = options(()).keep(), options((), unit="rack").keep()
     assert apart is not None
