@@ -94,10 +94,16 @@ def plan(
     from chaos_lightning.planning.pipelines import files
     from chaos_lightning.planning.pipelines.decoder import read_model
     from chaos_lightning.planning.pipelines.planner import Planner
+    from chaos_lightning.planning.pipelines.policies import policy as known_policy
 
     if schema:
         print_json(files.schema())
         return
+    check_number("--rate", rate, least=0)
+    check_number("--transition", transition, least=0)
+    if micro_batches is not None:
+        check_number("--micro-batches", micro_batches, least=1)
+    known_policy(policy)
     if bool(model) == bool(formula):
         raise JobError(
             "expected the file of a job, or --model gpt:LAYERS,WIDTH; examples/plans has files to start from"
@@ -136,6 +142,8 @@ def lost_devices(job: TrainingJob, plan: PipelinePlan, text: str) -> tuple[str, 
         units.setdefault(d.dies_with, []).append(d.name)
         hosts.setdefault(d.host, []).append(d.name)
     wanted = [x.strip() for x in text.split(",") if x.strip()]
+    if not wanted:
+        raise JobError(f"--lost is {text!r}; expected names of devices or hosts with commas between, or how many")
     if len(wanted) == 1 and wanted[0].isdecimal() and wanted[0] not in job.by_name and wanted[0] not in hosts:
         working = [names for names in units.values() if any(name in plan.stages for name in names)]
         if not 1 <= int(wanted[0]) < len(working):
@@ -181,7 +189,6 @@ def _decided(options: PlanOptions, policy: str, rate: float) -> Decision:
     from chaos_lightning.planning.pipelines.history import LossHistory
     from chaos_lightning.planning.pipelines.policies import decide
 
-    check_number("--rate", rate, least=0)
     pauses, history = options.pauses, LossHistory(prior_rate=rate / 3600)
     of_fleet = len(options.left.devices) * history.rate
     worth = restart_worth(of_fleet, pauses.checkpoint_s / 2 + pauses.reload_s + pauses.move_s)

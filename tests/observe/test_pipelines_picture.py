@@ -197,6 +197,7 @@ def test_what_dies_together_is_lost_together() -> None:
         ("b9", "--lost: 'b9' is no device and no host; expected some of a0, a1, b0, b1, b2, east, host0"),
         ("4", "--lost is 4; expected 1 to 3 of 4 that die by themselves"),
         ("0", "--lost is 0; expected 1 to 3"),
+        (",", "--lost is ','; expected names of devices or hosts with commas between, or how many"),
         ("east,host0,host1", "--lost is east,host0,host1: all 5 devices; expected one to be left"),
     ],
 )
@@ -257,7 +258,11 @@ def test_a_plan_and_a_loss_for_programs() -> None:
         (("none.yaml",), "none.yaml: cannot be read"),
         (("--model", "gpt"), "the model is 'gpt'; expected gpt:LAYERS,WIDTH"),
         (("--model", "gpt:2,64", "--devices", "0"), "--devices is 0; expected a finite number at least 1"),
-        (("--model", "gpt:2,64", "--micro-batches", "0"), "micro_batches is 0; expected a finite number at least 1"),
+        (("--model", "gpt:2,64", "--micro-batches", "0"), "--micro-batches is 0; expected a finite number at least 1"),
+        (("--model", "gpt:2,64", "--rate", "-1"), "--rate is -1.0; expected a finite number at least 0"),
+        (("--model", "gpt:2,64", "--transition", "nan"), "--transition is nan; expected a finite number at least 0"),
+        (("--model", "gpt:2,64", "--transition", "-5"), "--transition is -5.0; expected a finite number at least 0"),
+        (("--model", "gpt:2,64", "--policy", "x"), "policy 'x' is unknown; expected one of adaptive, reroute"),
         (("--model", "gpt:2,64", "--lost", "x"), "--lost: 'x' is no device and no host"),
     ],
 )
