@@ -7,6 +7,7 @@ column of the time line shows what a stage does for most of that column's time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from chaos_lightning.planning.pipelines.job import Layer, TrainingJob
 from chaos_lightning.planning.pipelines.lists import coupled, run_coupled
 from chaos_lightning.planning.pipelines.moves import Moves
 from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePlan, PlanStage
+from chaos_lightning.planning.pipelines.planner import SharedFate
 from chaos_lightning.planning.pipelines.timing import Span
 
 LEAST_BOX, MOST_BOX = 12, 24
@@ -169,6 +171,20 @@ def _beside(plan: PipelinePlan) -> Iterator[str]:
         yield f"{printable(k.device)} keeps a copy of {layers_of(k.first, k.end)}"
     if len(plan.keepers) > NAMES_SHOWN:
         yield f"and {len(plan.keepers) - NAMES_SHOWN} more copies are kept"
+
+
+def fates(shared: Sequence[SharedFate]) -> Iterator[str]:
+    """Which layers would be lost with a host, and what an exchange of two devices would change about that."""
+    for f in shared[:NAMES_SHOWN]:
+        if math.isinf(f.cost_s):
+            mend = "no exchange of two devices helps"
+        elif f.cost_s > 0:
+            mend = f"exchanging two devices helps, for {duration(f.cost_s)} a step"
+        else:
+            mend = "exchanging two devices moves that to other layers"
+        yield f"{layers_of(f.first, f.end)} would be lost with {printable(f.host)}; {mend}"
+    if len(shared) > NAMES_SHOWN:
+        yield f"and {len(shared) - NAMES_SHOWN} more groups of layers would be lost with a host"
 
 
 @dataclass(frozen=True, slots=True)

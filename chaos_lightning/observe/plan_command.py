@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from chaos_lightning.planning.pipelines.moves import Moves
     from chaos_lightning.planning.pipelines.options import PlanOptions
     from chaos_lightning.planning.pipelines.plan import PipelinePlan
-    from chaos_lightning.planning.pipelines.planner import Planner
+    from chaos_lightning.planning.pipelines.planner import Planner, SharedFate
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class PricedPlan:
     why: str
     exact: bool = False
     gap: float = 0.0
+    shared_fate: tuple[SharedFate, ...] = ()
 
     def facts(self, job: TrainingJob) -> dict[str, Any]:
         """For scripts."""
@@ -46,6 +47,9 @@ class PricedPlan:
             "why": self.why, "exact": self.exact, "gap": self.gap, "step_s": e.step_s,
             "samples_per_s": samples_per_s(job, e), "compute_s": e.compute_s, "reduced_s": e.reduced_s,
             "commit_s": e.commit_s, "optimizer_s": e.optimizer_s, "plan": self.plan.to_dict(),
+            "shared_fate": [
+                asdict(f) | {"cost_s": f.cost_s if math.isfinite(f.cost_s) else None} for f in self.shared_fate
+            ],
             "memory": {name: asdict(use) | {"nbytes": use.nbytes} for name, use in e.memory.items()},
         }  # fmt: skip
 
@@ -167,7 +171,7 @@ def lost_devices(job: TrainingJob, plan: PipelinePlan, text: str) -> tuple[str, 
 
 def _planned(planner: Planner, *, first: bool) -> PricedPlan:
     found = planner.first() if first else planner.exact()
-    return PricedPlan(found.plan, found.estimate, found.why, found.exact, found.gap)
+    return PricedPlan(found.plan, found.estimate, found.why, found.exact, found.gap, found.shared_fate)
 
 
 def _options(
@@ -223,12 +227,14 @@ def _show_answer(console: Console, job: TrainingJob, answer: PricedPlan, *, expl
     from chaos_lightning.observe.units import duration
 
     e = answer.estimate
-    near = f"at most {math.ceil(1000 * answer.gap) / 10:g}% from the best plan" if answer.gap else "not proved the best"
-    sure = "the best plan" if answer.exact else near
+    # Which pipelines, then how good that is: a line each.
+    which, _, sure = answer.why.partition("; ")
     console.print(
-        f"{answer.why}\na step takes {duration(e.step_s)}, {samples_per_s(job, e):.3g} samples/s; {sure}", markup=False
+        f"{which}\na step takes {duration(e.step_s)}, {samples_per_s(job, e):.3g} samples/s; {sure}", markup=False
     )
     console.print(pipelines.draw_plan(job, answer.plan, e))
+    for words in pipelines.fates(answer.shared_fate):
+        console.print(words, style="yellow", markup=False)
     console.print(pipelines.draw_step(job, answer.plan, e))
     if explain:
         _explain(console, job, answer.plan, e)

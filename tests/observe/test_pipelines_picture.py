@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -23,7 +24,7 @@ from chaos_lightning.planning.pipelines.files import job_of, read_job
 from chaos_lightning.planning.pipelines.job import JobError, TrainingJob
 from chaos_lightning.planning.pipelines.moves import move_list
 from chaos_lightning.planning.pipelines.plan import VACANT, Detour, Pipeline, PipelinePlan, PlanStage
-from chaos_lightning.planning.pipelines.planner import Planner
+from chaos_lightning.planning.pipelines.planner import Planner, SharedFate
 from chaos_lightning.planning.pipelines.rerouting import reroute
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +164,16 @@ def test_moves_name_the_busiest_links_and_their_layers() -> None:
     assert lines[1:] == ["  d0 → d4  30 B, 3 s: layer 0", "  d1 → d4  30 B, 3 s: layer 1"]
 
 
+def test_layers_that_would_be_lost_with_a_host_are_named() -> None:
+    shared = [SharedFate(0, 3, "anna", 0.5), SharedFate(3, 4, "b\x1b", math.inf), SharedFate(4, 6, "anna", 0.0)]
+    assert list(picture.fates(shared)) == [
+        "layers 0-2 would be lost with anna; exchanging two devices helps, for 0.5 s a step",
+        "layer 3 would be lost with b�; no exchange of two devices helps",
+        "layers 4-5 would be lost with anna; exchanging two devices moves that to other layers",
+    ]
+    assert list(picture.fates([SharedFate(0, 3, "anna", 0.5)] * 10))[-1].startswith("and 2 more groups")
+
+
 def test_names_from_files_command_no_terminal() -> None:
     job = job_of({"micro_batches": 1, "layers": [{"name": "a\x1b[2J", "forward_s": 1, "backward_s": 1}],
                   "devices": [{"name": "d\x1b[2J", "memory_nbytes": 9}]})  # fmt: skip
@@ -248,6 +259,15 @@ def test_a_plan_and_a_loss_for_programs() -> None:
     for candidate in candidates:
         assert not {"d4", "d5"} & set(PipelinePlan.from_dict(candidate["plan"]).devices)
         assert candidate["moves"]["nbytes"] == sum(m[2] - m[1] for m in candidate["moves"]["list"])
+
+
+def test_what_a_host_takes_along_and_how_good_a_plan_is_are_said_once() -> None:
+    text = command("--model", "gpt:6,512", "--devices", "9", "--first")
+    facts = json.loads(command("--model", "gpt:6,512", "--devices", "9", "--first", "--json"))
+    fields = {"first", "end", "host", "cost_s"}
+    assert [set(fate) for fate in facts["shared_fate"]] == [fields] * text.count(" would be lost with ")
+    assert facts["shared_fate"]
+    assert text.count("the best") == 1
 
 
 @pytest.mark.parametrize(
