@@ -157,7 +157,12 @@ def choose(candidates: Iterable[PlanCandidate], outlook: Outlook, failed: tuple[
         outlook: The rate of losses, and what else counts.
         failed: Policies that raised, with what they said.
     """
-    found = tuple(replace(c, value=outlook.value(c)) for c in candidates)
+    # The same way is compared once, whoever else proposes it or words it otherwise.
+    found: tuple[PlanCandidate, ...] = ()
+    for c in candidates:
+        valued = replace(c, value=outlook.value(c))
+        if not any(replace(valued, policy=x.policy, about=x.about) == x for x in found):
+            found += (valued,)
     fitting = [c for c in found if c.fits]
     if not fitting:
         least = "; ".join(f"{c.policy}: {c.lacks}" for c in found) or "no policy has one"
@@ -197,6 +202,7 @@ def _why(best: PlanCandidate, fitting: list[PlanCandidate], outlook: Outlook) ->
     others = [c for c in fitting if c is not best]
     if not others:
         return f"{best.kind} by {best.policy}: nothing else fits"
-    second = max(others, key=lambda c: c.value)
+    # Another kind of way says more than a further plan of the same kind.
+    second = max(others, key=lambda c: (c.kind != best.kind, c.value))
     more = _more(best.value, second.value)
     return f"{best.kind} by {best.policy}: {more} than to {second.kind} by {second.policy} {until}"

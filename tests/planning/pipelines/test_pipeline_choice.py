@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,13 @@ def test_plan_is_kept_where_others_are_better_by_less_than_the_threshold() -> No
     assert decision.chosen == choose([stay], Outlook()).chosen
     assert "within the threshold of 5.0%" in decision.reason
     assert choose([stay, a_bit], Outlook(threshold=0.01)).chosen.kind == MOVE  # type: ignore[union-attr]
+
+
+def test_the_same_way_is_compared_once_and_with_another_kind_of_way() -> None:
+    same, near = replace(GO, policy="oobleck", about="of templates"), replace(GO, samples=59)
+    decision = choose([STAY, GO, same, near], Outlook())
+    assert [c.policy for c in decision.candidates] == ["reroute", "dynamic", "dynamic"]
+    assert decision.reason.startswith("move by dynamic: 100.0% more samples than to keep by reroute")
 
 
 def test_what_does_not_fit_is_never_chosen() -> None:
