@@ -188,13 +188,12 @@ def _options(
 
 
 def _decided(options: PlanOptions, policy: str, rate: float) -> Decision:
-    """What to do, with losses at `rate` per device and hour."""
+    """What to do where each device is lost `rate` times per hour, some of them together."""
     from chaos_lightning.planning.pipelines.choice import Outlook, restart_worth
-    from chaos_lightning.planning.pipelines.history import LossHistory
     from chaos_lightning.planning.pipelines.policies import decide
 
-    pauses, history = options.pauses, LossHistory(prior_rate=rate / 3600)
-    of_fleet = len(options.left.devices) * history.rate
+    pauses, at_once = options.pauses, sum(size * share for size, share in options.size_shares.items())
+    of_fleet = len(options.left.devices) * rate / at_once / 3600
     worth = restart_worth(of_fleet, pauses.checkpoint_s / 2 + pauses.reload_s + pauses.move_s)
     return decide(policy, options, Outlook(rate=of_fleet, restart_worth=worth))
 
