@@ -149,6 +149,18 @@ def restart_worth(rate: float, lost_s: float) -> float:
     return max(0.0, 1.0 - rate * lost_s)
 
 
+def repaired_s(step_s: float, micro_batches: int, stages: int, peers: int) -> float:
+    """What peers do again of the open step when a device dies at a random moment: a part of its pipeline's share.
+
+    Args:
+        step_s: A step of the plan that goes on.
+        micro_batches: Of the pipeline that lost the device.
+        stages: Of that pipeline.
+        peers: The fewest owners that a layer has left.
+    """
+    return step_s * micro_batches / (2 * max(1, peers) * (stages + micro_batches - 1))
+
+
 def choose(candidates: Iterable[PlanCandidate], outlook: Outlook, failed: tuple[tuple[str, str], ...] = ()) -> Decision:
     """The candidate of the greatest value; of equal ones that with most devices, then the first.
 

@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
-from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, PlanCandidate
+from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, PlanCandidate, repaired_s
 from chaos_lightning.planning.pipelines.equal import PlanShape, Shapes
 from chaos_lightning.planning.pipelines.history import fatal_risk
 from chaos_lightning.planning.pipelines.job import Layer, TrainingJob
@@ -372,12 +372,11 @@ class EqualOptions:
         return f is not None and min(self.fleet.live(f)) == 0
 
     def _repaired_s(self, f: Formation, step_s: float) -> float:
-        """What peers do again of the open step when one dies at a random moment: a part of its pipeline's share."""
+        """What is done again of the open step; the lost device counts as one of a longest pipeline."""
         if not self.lost or not f.vacant:
             return 0.0
         r = f.shape.rows[0]
-        peers = max(1, min(self.fleet.live(f)))
-        return step_s * r.micro_batches / (2 * peers * (r.stages + r.micro_batches - 1))
+        return repaired_s(step_s, r.micro_batches, r.stages, min(self.fleet.live(f)))
 
     def keep(self) -> PlanCandidate | None:
         """Goes on: the micro-batches of the lost go to the owners of the same layers."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, PlanCandidate
+from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, PlanCandidate, repaired_s
 from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
 from chaos_lightning.planning.pipelines.formation import Pauses
 from chaos_lightning.planning.pipelines.history import fatal_risk
@@ -22,7 +22,7 @@ from chaos_lightning.planning.pipelines.moves import Moves, assign, move_list
 from chaos_lightning.planning.pipelines.paper import algorithm1
 from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import PlannedPipelines, Planner
-from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute
+from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute, without
 from chaos_lightning.planning.pipelines.templates import oobleck, symmetric
 
 FAULTS = 1
@@ -97,7 +97,7 @@ class PlanOptions:
         if self.fatal:
             return None
         plan = reroute(self.left, self.before, self.lost, search=not self.first)
-        return self._candidate(plan, KEEP, 0.0 if self.whole else self.pauses.reroute_s, 0.0)
+        return self._candidate(plan, KEEP, 0.0 if self.whole else self.pauses.reroute_s, self._repaired_s(plan))
 
     def fill(self) -> PlanCandidate | None:
         """Seats idle devices in all vacant places."""
@@ -105,7 +105,7 @@ class PlanOptions:
         if seated is None:
             return None
         pause_s = max(self.pauses.fill_s, self.moves(seated).seconds)
-        return self._candidate(seated, FILL, pause_s, 0.0)
+        return self._candidate(seated, FILL, pause_s, self._repaired_s(seated))
 
     def avoid(self) -> None:
         """No device is slow."""
@@ -148,6 +148,14 @@ class PlanOptions:
     def _redo_s(self) -> float:
         """Of the open step, which is run again: the mean over the moment of the loss."""
         return 0.0 if self.whole else self.before_s / 2
+
+    def _repaired_s(self, plan: PipelinePlan) -> float:
+        """Of the open step, which peers of the lost do again; the pipeline counts that has most to do again."""
+        gone = set(self.lost)
+        hit = [p for p in self.before.pipelines if any(s.device in gone for s in p.stages)]
+        peers = min(map(len, without(self.before, self.lost).owners))
+        step_s = self.cost(plan).step_s
+        return max((repaired_s(step_s, p.micro_batches, len(p.stages), peers) for p in hit), default=0.0)
 
     def _plan(self, kind: str) -> PipelinePlan | None:
         if kind == "best":
