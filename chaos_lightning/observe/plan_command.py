@@ -97,7 +97,7 @@ def plan(
     """
     from chaos_lightning.planning.pipelines import files
     from chaos_lightning.planning.pipelines.decoder import read_model
-    from chaos_lightning.planning.pipelines.planner import Planner
+    from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
     from chaos_lightning.planning.pipelines.policies import policy as known_policy
 
     if schema:
@@ -119,7 +119,10 @@ def plan(
     if micro_batches is not None:
         job = replace(job, micro_batches=micro_batches)
     planner = Planner(job)
-    before = _planned(planner, first=first)
+    try:
+        before = _planned(planner, first=first)
+    except NoPlanError as error:
+        raise NoPlanError(f"{model or formula}: {error}") from None
     gone = lost_devices(job, before.plan, lost) if lost else ()
     options = _options(planner, before, gone, transition, first=first) if gone else None
     decision = _decided(options, policy, rate) if options else None

@@ -285,6 +285,7 @@ def test_what_a_host_takes_along_and_how_good_a_plan_is_are_said_once() -> None:
         (("--model", "gpt:2,64", "--transition", "nan"), "--transition is nan; expected a finite number at least 0"),
         (("--model", "gpt:2,64", "--transition", "-5"), "--transition is -5.0; expected a finite number at least 0"),
         (("--model", "gpt:2,64", "--policy", "x"), "policy 'x' is unknown; expected one of adaptive, reroute"),
+        (("examples/plans/llama7b.yaml", "--devices", "1"), "examples/plans/llama7b.yaml: no plan fits 1 devices"),
         (("--model", "gpt:2,64", "--lost", "x"), "--lost: 'x' is no device and no host"),
     ],
 )

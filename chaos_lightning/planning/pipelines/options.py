@@ -21,7 +21,7 @@ from chaos_lightning.planning.pipelines.job import TrainingJob
 from chaos_lightning.planning.pipelines.moves import Moves, assign, move_list
 from chaos_lightning.planning.pipelines.paper import algorithm1
 from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, PlanStage
-from chaos_lightning.planning.pipelines.planner import PlannedPipelines, Planner
+from chaos_lightning.planning.pipelines.planner import NoPlanError, PlannedPipelines, Planner
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute, without
 from chaos_lightning.planning.pipelines.templates import oobleck, symmetric
 
@@ -159,7 +159,10 @@ class PlanOptions:
 
     def _plan(self, kind: str) -> PipelinePlan | None:
         if kind == "best":
-            return self.planned.plan
+            try:
+                return self.planned.plan
+            except NoPlanError:
+                return None
         if not self.planner.job.alike:
             return None
         shapes, count = self.planner.shapes, len(self.left.devices)

@@ -119,6 +119,13 @@ def test_what_does_not_fit_is_said() -> None:
     assert kept.lacks.endswith("lacks 10 bytes of memory")
 
 
+def test_where_no_plan_fits_what_is_left_that_is_the_decision() -> None:
+    decision = decide("adaptive", options(("d1", "d3", "d4"), memory_nbytes=190), Outlook())
+    assert decision.failed == ()
+    assert decision.chosen is None
+    assert decision.reason.startswith("no plan fits")
+
+
 def test_a_policy_that_is_in_a_hurry_reroutes_and_one_with_time_moves() -> None:
     for rate, kind in ((1e-9, MOVE), (10.0, KEEP)):
         ways = options(("d1",), (("d0", "d1"), ("d2", "d3"), ("d4", "d5")))
