@@ -200,8 +200,8 @@ def best(
     least = least_s(problem, split=split) * (1 + SAME_S)
     few = len(rules) * len(caps) * sum(map(len, problem.ways)) <= FEW
     for at, rule in enumerate(rules):
-        # The first rule finds the cap, the others are tried with that one.
-        for cap in caps if few or found is None or not at else (found[1],):
+        # The first rule finds the cap, the others are tried with that one: with the least where all stood still.
+        for cap in caps if few or not at else (found[1] if found else caps[0],):
             ran = run_greedily(problem, rule, cap, split=split)
             if ran is None:
                 continue

@@ -14,7 +14,16 @@ from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.pipelines import lists as lists_module
 from chaos_lightning.planning.pipelines.estimate import estimate, pipeline_times
 from chaos_lightning.planning.pipelines.job import Device, MemoryRules, Overheads
-from chaos_lightning.planning.pipelines.lists import CAPS, Fleet, Rule, coupled, plan_lists, run_coupled, run_greedily
+from chaos_lightning.planning.pipelines.lists import (
+    CAPS,
+    RULES,
+    Fleet,
+    Rule,
+    coupled,
+    plan_lists,
+    run_coupled,
+    run_greedily,
+)
 from chaos_lightning.planning.pipelines.plan import VACANT, Detour, PlanStage
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute, slowed_s
 from chaos_lightning.planning.pipelines.schedules import check_schedule
@@ -404,3 +413,17 @@ def test_a_plan_without_detours_has_the_lists_of_1f1b():
     job = equal_job(2, 3, 4)
     made = check(job, equal_plan(job, 2))
     assert [len(row) for row in made.lists] == [8] * 6
+
+
+def test_a_large_problem_that_stands_still_is_not_tried_with_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[Rule, int]] = []
+
+    def stands_still(problem: object, rule: Rule, cap: int, *, split: bool) -> None:
+        tried.append((rule, cap))
+
+    monkeypatch.setattr(lists_module, "run_greedily", stands_still)
+    monkeypatch.setattr(lists_module, "FEW", 0)
+    job = equal_job(2, 2, 4)
+    plan = equal_plan(job, 2)
+    assert lists_module.best(Fleet(job, plan, [0, 1]).problem()) is None
+    assert tried == [(RULES[0], cap) for cap in CAPS] + [(rule, CAPS[0]) for rule in RULES[1:]]
