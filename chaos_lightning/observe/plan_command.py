@@ -1,14 +1,15 @@
 """`chaos-lightning plan`: who computes what on a fleet, how long a step takes, and what becomes of it after a loss.
 
-Theory of operation. A job comes from a file or a formula (`files.find_job`). Without `--lost` its best plan is shown.
-With it, that plan is what runs before the loss; a policy then chooses among the ways to go on (`options`), and the
-chosen one is shown with what it moves. Values are made here, `observe.pipelines` draws them; imports that cost time
+Theory of operation. A job comes from a file or a formula (`files.find_job`). Without `--lost` or `--slow` its best
+plan is shown. With them, that plan is what runs before; a policy then chooses among the ways to go on (`options`), and
+the chosen one is shown with what it moves. Values are made here, `observe.pipelines` draws them; imports that cost time
 happen when they are needed.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -76,6 +77,9 @@ def plan(
         str,
         typer.Option(help="What the running plan loses: names of devices or hosts, or how many.", metavar="NAMES|N"),
     ] = "",
+    slow: Annotated[
+        str, typer.Option(help="Devices that have become slow, with their measured speeds.", metavar="NAME=SPEED[,..]")
+    ] = "",
     policy: Annotated[str, typer.Option(help="Who chooses what to do after the loss.")] = "adaptive",
     rate: Annotated[float, typer.Option(help="Losses per device and hour, for that choice.")] = 0.01,
     transition: Annotated[
@@ -124,7 +128,8 @@ def plan(
     except NoPlanError as error:
         raise NoPlanError(f"{model or formula}: {error}") from None
     gone = lost_devices(job, before.plan, lost) if lost else ()
-    options = _options(planner, before, gone, transition, first=first) if gone else None
+    speeds = slow_devices(job, gone, slow) if slow else {}
+    options = _options(planner, before, gone, speeds, transition, first=first) if gone or speeds else None
     decision = _decided(options, policy, rate) if options else None
     if as_json:
         facts = {"job": title, "devices": len(job.devices), "micro_batches": job.micro_batches} | before.facts(job)
@@ -132,7 +137,7 @@ def plan(
         return
     console = _console()
     console.print(_head(job, title), style="bold", markup=False)
-    _show_answer(console, job, before, explain=explain and not gone)
+    _show_answer(console, job, before, explain=explain and not options)
     if options and decision:
         _show_loss(console, options, decision, explain=explain)
 
@@ -172,33 +177,60 @@ def lost_devices(job: TrainingJob, plan: PipelinePlan, text: str) -> tuple[str, 
     return tuple(sorted(gone))
 
 
+def slow_devices(job: TrainingJob, lost: Collection[str], text: str) -> dict[str, float]:
+    """Measured speeds by name.
+
+    Raises:
+        JobError: A name is no device that is left, or a speed is no number above 0.
+    """
+    speeds: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, speed = (x.strip() for x in part.partition("="))
+        if name not in job.by_name or name in lost:
+            known = ", ".join([x for x in job.by_name if x not in lost][:6])
+            raise JobError(f"--slow: {name!r} is no device that is left; expected NAME=SPEED for some of {known}")
+        try:
+            speeds[name] = float(speed)
+        except ValueError:
+            raise JobError(f"--slow: the speed of {name} is {speed!r}; expected a number above 0") from None
+        check_number(f"--slow: the speed of {name}", speeds[name])
+    return speeds
+
+
 def _planned(planner: Planner, *, first: bool) -> PricedPlan:
     found = planner.first() if first else planner.exact()
     return PricedPlan(found.plan, found.estimate, found.why, found.exact, found.gap, found.shared_fate)
 
 
 def _options(
-    planner: Planner, before: PricedPlan, gone: tuple[str, ...], transition: float, *, first: bool
+    planner: Planner,
+    before: PricedPlan,
+    gone: tuple[str, ...],
+    slow: Mapping[str, float],
+    transition: float,
+    *,
+    first: bool,
 ) -> PlanOptions:
     from chaos_lightning.planning.pipelines.formation import Pauses
     from chaos_lightning.planning.pipelines.history import LossHistory
     from chaos_lightning.planning.pipelines.options import PlanOptions
 
     return PlanOptions(
-        planner=planner, before=before.plan, lost=gone, pauses=Pauses(move_s=transition),
+        planner=planner, before=before.plan, lost=gone, slow=slow, pauses=Pauses(move_s=transition),
         size_shares=LossHistory().size_shares, first=first,
     )  # fmt: skip
 
 
 def _decided(options: PlanOptions, policy: str, rate: float) -> Decision:
     """What to do where each device is lost `rate` times per hour, some of them together."""
-    from chaos_lightning.planning.pipelines.choice import Outlook, restart_worth
+    from chaos_lightning.planning.pipelines.choice import THRESHOLD, Outlook, restart_worth
     from chaos_lightning.planning.pipelines.policies import decide
 
     pauses, at_once = options.pauses, sum(size * share for size, share in options.size_shares.items())
     of_fleet = len(options.left.devices) * rate / at_once / 3600
     worth = restart_worth(of_fleet, pauses.checkpoint_s / 2 + pauses.reload_s + pauses.move_s)
-    return decide(policy, options, Outlook(rate=of_fleet, restart_worth=worth))
+    threshold = 0.0 if options.lost else THRESHOLD
+    return decide(policy, options, Outlook(rate=of_fleet, restart_worth=worth, threshold=threshold))
 
 
 # ------------------------------------------------------------------------------------------------ as text
@@ -264,7 +296,11 @@ def _explain(console: Console, job: TrainingJob, plan: PipelinePlan, e: StepEsti
 def _show_loss(console: Console, options: PlanOptions, decision: Decision, *, explain: bool) -> None:
     from chaos_lightning.observe import pipelines
 
-    console.print(f"\nlost: {pipelines.names(options.lost)}", style="bold red", markup=False)
+    slow = [f"{name} at speed {speed:g}" for name, speed in options.slow.items()]
+    console.print()
+    for words, devices in (("lost", list(options.lost)), ("slow", slow)):
+        if devices:
+            console.print(f"{words}: {pipelines.names(devices)}", style="bold red", markup=False)
     if options.fatal:
         console.print(options.fatal, style="red", markup=False)
     moves = [_moves(options, c) for c in decision.candidates]
@@ -303,4 +339,4 @@ def _loss_facts(options: PlanOptions, decision: Decision) -> dict[str, Any]:
                 "nbytes": moves.nbytes, "seconds": moves.seconds, "busiest_source_nbytes": moves.busiest_source_nbytes,
                 "list": [list(move) for move in moves.moves],
             }  # fmt: skip
-    return {"lost": list(options.lost), "fatal": options.fatal, "decision": facts}
+    return {"lost": list(options.lost), "slow": dict(options.slow), "fatal": options.fatal, "decision": facts}

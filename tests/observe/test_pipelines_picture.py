@@ -246,6 +246,15 @@ def test_a_plan_and_a_loss_in_text() -> None:
     assert "╭ npu3" not in after
 
 
+def test_a_slow_device_is_planned_around() -> None:
+    text = command("examples/plans/llama7b.yaml", "--slow", "npu3=0.4")
+    assert "slow: npu3 at speed 0.4" in text
+    assert "lost:" not in text
+    after = text[text.index("slow: npu3") :]
+    assert re.search(r"^\* +(move|fill) ", after, re.MULTILINE)
+    assert "idle: npu3" in after
+
+
 def test_a_plan_and_a_loss_for_programs() -> None:
     facts = json.loads(
         command("--model", "gpt:4,256", "--devices", "6", "--lost", "2", "--micro-batches", "9", "--json")
@@ -286,6 +295,16 @@ def test_what_a_host_takes_along_and_how_good_a_plan_is_are_said_once() -> None:
         (("--model", "gpt:2,64", "--transition", "-5"), "--transition is -5.0; expected a finite number at least 0"),
         (("--model", "gpt:2,64", "--policy", "x"), "policy 'x' is unknown; expected one of adaptive, reroute"),
         (("examples/plans/llama7b.yaml", "--devices", "1"), "examples/plans/llama7b.yaml: no plan fits 1 devices"),
+        (
+            ("--model", "gpt:2,64", "--slow", "x=1"),
+            "--slow: 'x' is no device that is left; expected NAME=SPEED for some",
+        ),
+        (("--model", "gpt:2,64", "--lost", "d0", "--slow", "d0=1"), "--slow: 'd0' is no device that is left"),
+        (("--model", "gpt:2,64", "--slow", "d0"), "--slow: the speed of d0 is ''; expected a number above 0"),
+        (
+            ("--model", "gpt:2,64", "--slow", "d0=nan"),
+            "--slow: the speed of d0 is nan; expected a finite number above 0",
+        ),
         (("--model", "gpt:2,64", "--lost", "x"), "--lost: 'x' is no device and no host"),
     ],
 )

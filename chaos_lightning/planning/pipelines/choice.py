@@ -30,6 +30,9 @@ from typing import Any
 KINDS = KEEP, FILL, MOVE, RESTART = "keep", "fill", "move", "restart"
 """What a candidate does: goes on with what is there, seats newcomers, moves layers, or goes back to a checkpoint."""
 
+THRESHOLD = 0.02
+"""Share by which a change has to be better where nothing is lost, as when devices are slow."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCandidate:

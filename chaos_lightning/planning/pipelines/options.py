@@ -3,8 +3,9 @@
 Theory of operation. The plan in force has lost devices. `keep` reroutes, and moves nothing. `fill` seats idle devices
 of the same kind in the vacant places. `move` takes the best plan for those that are left, with its devices put where
 the fewest bytes move. `restart` takes the same plan from a checkpoint: nothing else helps where a layer has no owner
-any more. Each is estimated in full. Other kinds of plans than the best are for devices of one kind. Redundant stages
-are not planned for, so `shadow` is not possible here: fleets of equal devices (`formation`) have them.
+any more. `avoid` takes slow devices for lost. Each is estimated in full. Other kinds of plans than the best are for
+devices of one kind. Redundant stages are not planned for, so `shadow` is not possible here: fleets of equal devices
+(`formation`) have them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class PlanOptions:
         planner: Of the job with its whole fleet.
         before: The plan in force; it has the lost devices still.
         lost: Devices that are gone.
+        slow: Devices that compute more slowly than the job says, with their measured speeds.
         pauses: What changes cost; a move takes at least as long as its bytes.
         size_shares: By loss units that one loss takes: its probability.
         first: Take first answers instead of the best: of the planner, and an even spread of rerouted micro-batches.
@@ -45,16 +47,29 @@ class PlanOptions:
     planner: Planner
     before: PipelinePlan
     lost: tuple[str, ...] = ()
+    slow: Mapping[str, float] = field(default_factory=dict)
     pauses: Pauses = field(default_factory=Pauses)
     size_shares: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
     first: bool = False
     _costs: dict[PipelinePlan, StepEstimate] = field(default_factory=dict, repr=False)
 
     @cached_property
+    def job(self) -> TrainingJob:
+        """The job on its whole fleet, at measured speeds."""
+        job, slow = self.planner.job, self.slow
+        devices = [replace(d, speed=slow.get(d.name, d.speed)) for d in job.devices]
+        return job.with_devices(devices) if slow else job
+
+    @cached_property
     def left(self) -> TrainingJob:
         """The job on the devices that are left."""
-        job = self.planner.job
-        return job.without(self.lost) if self.lost else job
+        return self.job.without(self.lost) if self.lost else self.job
+
+    @cached_property
+    def healthy(self) -> list[str]:
+        """Devices for other plans: those left that are not slow, if there are any."""
+        names = [d.name for d in self.left.devices]
+        return [name for name in names if name not in self.slow] or names
 
     @property
     def whole(self) -> bool:
@@ -64,8 +79,7 @@ class PlanOptions:
     @cached_property
     def planned(self) -> PlannedPipelines:
         """The plan for those that are left, its devices in any places."""
-        names = [d.name for d in self.left.devices]
-        return self.planner.first(names) if self.first else self.planner.exact(names)
+        return self.planner.first(self.healthy) if self.first else self.planner.exact(self.healthy)
 
     @cached_property
     def fatal(self) -> str:
@@ -107,8 +121,20 @@ class PlanOptions:
         pause_s = max(self.pauses.fill_s, self.moves(seated).seconds)
         return self._candidate(seated, FILL, pause_s, self._repaired_s(seated))
 
-    def avoid(self) -> None:
-        """No device is slow."""
+    def avoid(self) -> PlanCandidate | None:
+        """Takes slow devices for lost: idle ones take their places, or else peers their micro-batches."""
+        if self.fatal or not set(self.slow) & set(self.before.stages):
+            return None
+        around = replace(self, lost=(*self.lost, *self.slow), slow={}, _costs={})
+        plan = around._seated()
+        if plan is None:
+            kept = around.keep()
+            if kept is None:
+                return None
+            plan = kept.plan
+        plan = self._with_all(plan)
+        pause_s = max(self.pauses.fill_s, self.moves(plan).seconds)
+        return self._candidate(plan, FILL, pause_s, self._repaired_s(plan))
 
     def move(self, kind: str = "best") -> PlanCandidate | None:
         """Moves layers to the plan of this kind for those that are left."""
@@ -142,7 +168,7 @@ class PlanOptions:
     @cached_property
     def before_s(self) -> float:
         """A step of the plan in force, before the loss."""
-        return estimate(self.planner.job, self.before).step_s
+        return estimate(self.job, self.before).step_s
 
     @property
     def _redo_s(self) -> float:
@@ -160,22 +186,26 @@ class PlanOptions:
     def _plan(self, kind: str) -> PipelinePlan | None:
         if kind == "best":
             try:
-                return self.planned.plan
+                return self._with_all(self.planned.plan)
             except NoPlanError:
                 return None
         if not self.planner.job.alike:
             return None
-        shapes, count = self.planner.shapes, len(self.left.devices)
+        shapes, count = self.planner.shapes, len(self.healthy)
         if kind == "oobleck":
             shape = oobleck(shapes, count, FAULTS)
         elif kind == "algorithm1":
             shape = algorithm1(shapes, count, shapes.exact(len(self.before.devices)))
         else:
             shape = symmetric(shapes, count) if kind == "symmetric" else None
-        return None if shape is None else self.planner.seated(shape, [d.name for d in self.left.devices]).plan
+        return None if shape is None else self._with_all(self.planner.seated(shape, self.healthy).plan)
+
+    def _with_all(self, plan: PipelinePlan) -> PipelinePlan:
+        """With every device that is left: slow ones are idle, and still hold what others need."""
+        return replace(plan, idle=tuple(sorted(set(self.left.by_name) - set(plan.stages))))
 
     def _seated(self) -> PipelinePlan | None:
-        by_name = self.planner.job.by_name
+        by_name = self.job.by_name
         gone = set(self.lost)
         idle = [name for name in self.before.idle if name not in gone]
         pipelines = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, Outlook
+from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, Outlook, choose
 from chaos_lightning.planning.pipelines.files import job_of
 from chaos_lightning.planning.pipelines.formation import Pauses
 from chaos_lightning.planning.pipelines.options import PlanOptions
@@ -142,3 +143,44 @@ def test_each_policy_finds_a_way(name: str) -> None:
     assert "d1" not in decision.chosen.plan.devices
     if name == "restart":
         assert decision.chosen.kind == RESTART
+
+
+def test_idle_devices_take_the_places_of_slow_ones_and_nothing_is_done_again() -> None:
+    ways = replace(options(()), slow={"d1": 0.5})
+    kept, around, moved = ways.keep(), ways.avoid(), ways.move()
+    assert kept is not None
+    assert around is not None
+    assert moved is not None
+    assert kept.step_s > around.step_s == options(()).before_s
+    assert (around.kind, around.redo_s, around.transition_s) == (FILL, 0.0, pytest.approx(2.0))
+    assert around.plan.pipelines[0].stages == (PlanStage("d0", 0, 2), PlanStage("d4", 2, 4))
+    assert around.plan.idle == ("d1", "d5")
+    assert "d1" in moved.plan.idle
+
+
+def test_where_nobody_is_idle_peers_take_the_work_of_a_slow_device() -> None:
+    ways = replace(options((), (("d0", "d1"), ("d2", "d3"), ("d4", "d5"))), slow={"d1": 0.1})
+    around = ways.avoid()
+    assert around is not None
+    assert around.plan.idle == ("d1",)
+    assert around.plan.detours
+    assert replace(ways, slow={}).avoid() is None
+
+
+def test_a_slow_device_hands_over_what_nobody_else_holds() -> None:
+    ways = replace(options((), (("d0", "d1"),)), slow={"d1": 0.1})
+    moved = ways.move()
+    assert moved is not None
+    assert "d1" in moved.plan.idle
+    assert "d1" in {m.source for m in ways.moves(moved.plan).moves}
+
+
+def test_a_device_that_is_a_little_slow_is_kept() -> None:
+    ways = replace(options(()), slow={"d1": 0.99})
+    kept, around = ways.keep(), ways.avoid()
+    assert kept is not None
+    assert around is not None
+    for threshold, kind in ((0.0, FILL), (0.05, KEEP)):
+        chosen = choose([kept, around], Outlook(rate=1e-9, threshold=threshold)).chosen
+        assert chosen is not None
+        assert chosen.kind == kind
