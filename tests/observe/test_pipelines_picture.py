@@ -260,7 +260,8 @@ def test_a_plan_and_a_loss_for_programs() -> None:
         command("--model", "gpt:4,256", "--devices", "6", "--lost", "2", "--micro-batches", "9", "--json")
     )
     assert facts["micro_batches"] == 9
-    assert facts["exact"] is True
+    assert facts["exact"] is False
+    assert 0 < facts["gap"] < 1
     assert PipelinePlan.from_dict(facts["plan"]).micro_batches == 9
     assert facts["lost"] == ["d4", "d5"]
     # 4 devices at 0.01 per hour, of which 1.6 are lost at once on average.
@@ -277,7 +278,6 @@ def test_what_a_host_takes_along_and_how_good_a_plan_is_are_said_once() -> None:
     facts = json.loads(command("--model", "gpt:6,512", "--devices", "9", "--first", "--json"))
     fields = {"first", "end", "host", "cost_s"}
     assert [set(fate) for fate in facts["shared_fate"]] == [fields] * text.count(" would be lost with ")
-    assert facts["shared_fate"]
     assert text.count("the best") == 1
 
 

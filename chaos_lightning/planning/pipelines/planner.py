@@ -169,7 +169,8 @@ class Planner:
         plan, charged_s, bound_s = search
         plan, fates = spread(job, plan)
         gap = max(0.0, 1 - bound_s / charged_s)
-        return PlannedPipelines(plan, estimate(job, plan), False, gap, f"{_rows(plan)}; the best of a search", fates)
+        why = f"{_rows(plan)}; the best of a search, {_at_most(gap)}"
+        return PlannedPipelines(plan, estimate(job, plan), False, gap, why, fates)
 
     def _best(self, names: Sequence[str]) -> PlannedPipelines | None:
         """The plan with the shortest simulated step, and how far the best one may be away."""
@@ -188,7 +189,8 @@ class Planner:
         bound_s = self._bounds.bound_s(len(names), near_s) + best.estimate.commit_s
         gap = max(0.0, 1 - bound_s / best.estimate.step_s)
         exact = gap <= SAME
-        return replace(best, exact=exact, gap=0.0 if exact else gap)
+        sure = "the best there is" if exact else f"the best that was found, {_at_most(gap)}"
+        return replace(best, exact=exact, gap=0.0 if exact else gap, why=f"{_rows(best.plan)}; {sure}")
 
     def _shortened(self, shapes: Shapes, shape: PlanShape, names: Sequence[str]) -> PlannedPipelines:
         """Leaves out the shortest pipelines while the simulated step gets shorter.
@@ -225,12 +227,18 @@ class Planner:
                 plan, cost = packed, other
                 fates = tuple(SharedFate(g.start, g.stop, h, math.inf) for g, h in _fates(job, plan))
         work_s = job.micro_batches * shapes.cutter.row(1).fastest.both[-1] / len(job.devices)
-        return PlannedPipelines(plan, cost, False, 1 - work_s / cost.step_s, _rows(plan), fates)
+        gap = 1 - work_s / cost.step_s
+        why = f"{_rows(plan)}; a first answer, {_at_most(gap)}"
+        return PlannedPipelines(plan, cost, False, gap, why, fates)
 
 
 def _least_s(shape: PlanShape, planned: PlannedPipelines) -> float:
     """What a step takes if no hop costs more than was charged."""
     return shape.charged_s + planned.estimate.commit_s
+
+
+def _at_most(gap: float) -> str:
+    return f"at most {gap:.2%} from the best there is"
 
 
 def describe(shape: PlanShape) -> str:
@@ -248,7 +256,7 @@ def _words(counts: Counter[tuple[int, int]], idle: int) -> str:
         for (stages, m), k in sorted(counts.items(), reverse=True)
     ]
     words = f"{_many(counts.total(), 'pipeline')}: {', '.join(parts)}"
-    return words + (f"; {_many(idle, 'device')} idle" if idle else "")
+    return words + (f", {_many(idle, 'device')} idle" if idle else "")
 
 
 def _many(count: int, word: str, more: str = "s") -> str:
