@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from chaos_lightning.errors import PlanError
@@ -188,18 +189,21 @@ class PipelinePlan:
             PlanError: It is none.
         """
         try:
+            _only(about, "layers", "pipelines", "detours", "keepers", "idle", "in_flight_extra")
+            for row in about["pipelines"]:
+                _only(row, "stages", "micro_batches")
             plan = PipelinePlan(
-                layer_count=int(about["layers"]),
+                layer_count=_whole(about["layers"]),
                 pipelines=tuple(
-                    Pipeline(
-                        tuple(PlanStage(str(d), int(a), int(b)) for d, a, b in row["stages"]), int(row["micro_batches"])
-                    )
+                    Pipeline(tuple(_stage(*s) for s in row["stages"]), _whole(row["micro_batches"]))
                     for row in about["pipelines"]
                 ),
-                detours=tuple(Detour(int(j), int(a), int(b), str(d)) for j, a, b, d in about.get("detours", ())),
-                keepers=tuple(PlanStage(str(d), int(a), int(b)) for d, a, b in about.get("keepers", ())),
-                idle=tuple(map(str, about.get("idle", ()))),
-                in_flight_extra=int(about.get("in_flight_extra", 0)),
+                detours=tuple(
+                    Detour(_whole(j), _whole(a), _whole(b), _name(d)) for j, a, b, d in about.get("detours", ())
+                ),
+                keepers=tuple(_stage(*k) for k in about.get("keepers", ())),
+                idle=tuple(map(_name, about.get("idle", ()))),
+                in_flight_extra=_whole(about.get("in_flight_extra", 0)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is no plan of pipelines: {error!r}; expected what to_dict() wrote") from error
@@ -243,21 +247,45 @@ class PipelinePlan:
                 raise PlanError(f"device {name!r} has a stage and is idle")
         if list(self.idle) != sorted(set(self.idle)):
             raise PlanError(f"idle devices are {', '.join(self.idle)}; expected each once, sorted")
-        for k in self.keepers:
-            if not 0 <= k.first < k.end <= self.layer_count:
-                raise PlanError(f"keeper {k.device!r} keeps layers {k.first} to {k.end}, of {self.layer_count}")
+        self._check_keepers()
         owned = self.stages
         for d in self.detours:
             if not (0 <= d.micro_batch < self.micro_batches and 0 <= d.first < d.end <= self.layer_count):
                 raise PlanError(f"{d} is outside of {self.micro_batches} micro-batches and {self.layer_count} layers")
             if not _covers(owned.get(d.device, ()), d.first, d.end):
                 raise PlanError(f"{d}: the device does not own these layers")
+        for d, after in pairwise(sorted(self.detours)):
+            if d.micro_batch == after.micro_batch and after.first < d.end:
+                raise PlanError(f"{d} and {after} have layers in common; expected each to run once")
         for q, i in self.vacant:
             self._check_filled(q, self.pipelines[q].stages[i])
+
+    def _check_keepers(self) -> None:
+        for k in self.keepers:
+            if not 0 <= k.first < k.end <= self.layer_count:
+                raise PlanError(f"keeper {k.device!r} keeps layers {k.first} to {k.end}, of {self.layer_count}")
+            if k.device == VACANT:
+                raise PlanError(f"a keeper of layers {k.first} to {k.end} has no device; expected one")
+            if k.device in self.idle:
+                raise PlanError(f"device {k.device!r} keeps layers and is idle")
+        for name in {k.device for k in self.keepers}:
+            for a, b in pairwise(sorted(self.stages[name])):
+                if b.first < a.end:
+                    raise PlanError(
+                        f"device {name!r} owns layers {b.first} to {min(a.end, b.end)} twice, as a stage or a keeper; "
+                        "expected once"
+                    )
 
     def _check_rows(self) -> None:
         if not self.pipelines:
             raise PlanError("a plan has no pipeline; expected at least one")
+        for what, value, least in (
+            ("layers", self.layer_count, 1),
+            ("micro-batches", self.micro_batches, 1),
+            ("in_flight_extra", self.in_flight_extra, 0),
+        ):
+            if value < least:
+                raise PlanError(f"{what} of a plan: {value}; expected at least {least}")
         for q, p in enumerate(self.pipelines):
             at = 0
             for s in p.stages:
@@ -300,6 +328,27 @@ def overlay(home: Sequence[PlanStage], detours: Iterable[Detour]) -> tuple[PlanS
         else:
             route.append(PlanStage(who[at], at, end))
     return tuple(route)
+
+
+def _only(about: Mapping[str, Any], *known: str) -> None:
+    if unknown := sorted(set(about) - set(known)):
+        raise ValueError(f"{unknown[0]!r} is an unknown key; expected some of {', '.join(known)}")
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no name of a device")
+    return value
+
+
+def _stage(device: Any, first: Any, end: Any) -> PlanStage:
+    return PlanStage(_name(device), _whole(first), _whole(end))
 
 
 def _covers(owned: Iterable[PlanStage], first: int, end: int) -> bool:
