@@ -28,7 +28,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from chaos_lightning.planning.pipelines.job import CLOSED, JobError, Layer, check_number
+from chaos_lightning.planning.pipelines.job import CLOSED, MOST_LAYERS, JobError, Layer, check_number
 
 RECOMPUTATIONS = ("none", "selective", "full")
 GROWTH = 2
@@ -74,7 +74,8 @@ class Decoder:
     """Of a device; `tensor_parallel` of a file."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "vocabulary", "sequence", "micro_batch", "parameter_bytes", "cards"):
+        check_number("layers", self.layers, least=1, most=MOST_LAYERS - 2)  # beside embedding and head
+        for name in ("width", "vocabulary", "sequence", "micro_batch", "parameter_bytes", "cards"):
             check_number(name, getattr(self, name), least=1)
         for name in ("heads", "kv_heads", "feed_forward", "gradient_bytes", "optimizer_bytes"):
             check_number(name, getattr(self, name), least=0)

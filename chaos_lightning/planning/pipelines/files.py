@@ -28,6 +28,9 @@ from typing import Any
 from chaos_lightning.planning.pipelines.decoder import Decoder, read_model
 from chaos_lightning.planning.pipelines.job import (
     CLOSED,
+    MOST_DEVICES,
+    MOST_LAYERS,
+    MOST_MICRO_BATCHES,
     Device,
     JobError,
     Layer,
@@ -40,8 +43,6 @@ from chaos_lightning.planning.pipelines.job import (
 )
 from chaos_lightning.planning.quantities import rate_bps, seconds, size_nbytes
 
-MOST_LAYERS, MOST_DEVICES = 100_000, 1_000_000
-"""More than that is a slip of the pen."""
 MOST_ERRORS = 8
 _MAX_DEPTH = 8
 _EXPONENT = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)[eE][+-]?\d+")
@@ -147,6 +148,7 @@ class JobFile:
     memory: MemoryRules = field(default_factory=MemoryRules)
 
     def __post_init__(self) -> None:
+        check_number("micro_batches", self.micro_batches, least=1, most=MOST_MICRO_BATCHES)
         check_number("tensor_parallel", self.tensor_parallel, least=1)
         if bool(self.layers) == (self.decoder is not None):
             given = "both are given" if self.layers else "neither has any"
@@ -155,7 +157,7 @@ class JobFile:
             raise JobError(f"decoder.cards is {self.decoder.cards}; expected tensor_parallel at the top of the file")
         if sum(entry.repeat for entry in self.layers) > MOST_LAYERS:
             raise JobError(f"layers are more than {MOST_LAYERS}; expected a smaller repeat")
-        if sum(entry.count or 1 for entry in self.devices) > MOST_DEVICES:
+        if sum(entry.count or 1 for entry in self.devices) > MOST_DEVICES * self.tensor_parallel:
             raise JobError(f"devices are more than {MOST_DEVICES}; expected a smaller count")
         seen: set[str] = set()
         for entry in self.layers:
@@ -193,7 +195,7 @@ class JobFile:
         t, found, hosts = self.tensor_parallel, list[Device](), 0
         counts = [t if entry.count is None else entry.count for entry in self.devices]
         if wanted is not None:
-            check_number("--devices", wanted, least=1)
+            check_number("--devices", wanted, least=1, most=MOST_DEVICES)
             more = wanted * t - sum(counts)
             if more > 0 and self.devices:
                 last = self.devices[-1]
@@ -234,7 +236,7 @@ def find_job(model: str, devices: int | None = None) -> TrainingJob:
     if not model.startswith("gpt:"):
         return read_job(model, devices)
     count = CARDS if devices is None else devices
-    check_number("--devices", count, least=1)
+    check_number("--devices", count, least=1, most=MOST_DEVICES)
     cards = DeviceEntry(device=CARD, count=count, per_host=CARDS_PER_HOST)
     about = JobFile(
         micro_batches=4 * count, decoder=read_model(model), devices=(cards,), within_host=WITHIN, between_hosts=BETWEEN
@@ -334,7 +336,8 @@ def _from_yaml(path: Path, text: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark is not None else ""
-        raise JobError(f"{path}{where}: no YAML: {getattr(error, 'problem', None) or error}") from None
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())  # of characters: two lines
+        raise JobError(f"{path}{where}: no YAML: {problem}") from None
     except RecursionError:
         raise JobError(f"{path}: nested too deep") from None
 

@@ -11,6 +11,7 @@ and then. `Costs` holds the sums over runs of layers, which everything else asks
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -28,15 +29,23 @@ class JobError(ConfigurationError):
     """A job or fleet that cannot be; says which field, what was given, what was expected."""
 
 
-def check_number(where: str, value: float, *, above: float = 0.0, least: float | None = None) -> None:
-    """Refuses what is no finite number above `above`, or not below `least` where that is given.
+MOST_LAYERS, MOST_DEVICES, MOST_MICRO_BATCHES = 10_000, 100_000, 1_000_000
+"""More than that is a slip of the pen: planning takes time and memory for each of them."""
+
+
+def check_number(
+    where: str, value: float, *, above: float = 0.0, least: float | None = None, most: float = sys.float_info.max
+) -> None:
+    """Refuses what is no finite number above `above`, or not below `least` where that is given, or above `most`.
 
     Raises:
         JobError: It is not.
     """
     low = value >= least if least is not None else value > above
-    if not (math.isfinite(value) and low):
+    if not (low and value <= most):
         wanted = f"at least {least:g}" if least is not None else f"above {above:g}"
+        if most < value < math.inf:
+            wanted = f"at most {most:,.10g}"
         raise JobError(f"{where} is {value!r}; expected a finite number {wanted}")
 
 
@@ -151,7 +160,7 @@ class LinkRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedLink:
-    """A link between two devices or hosts that is unlike the others."""
+    """A link between two devices or hosts that is unlike the others, both ways; of a host and itself: within it."""
 
     __pydantic_config__ = CLOSED
 
@@ -227,7 +236,9 @@ class TrainingJob:
             raise JobError("layers is empty; expected at least one layer")
         if not self.devices:
             raise JobError("devices is empty; expected at least one device")
-        check_number("micro_batches", self.micro_batches, least=1)
+        check_number("the number of layers", len(self.layers), most=MOST_LAYERS)
+        check_number("the number of devices", len(self.devices), most=MOST_DEVICES)
+        check_number("micro_batches", self.micro_batches, least=1, most=MOST_MICRO_BATCHES)
         check_number("samples", self.samples, least=1)
         known: set[str] = set()
         for d in self.devices:
@@ -235,7 +246,16 @@ class TrainingJob:
                 raise JobError(f"devices: the name {d.name!r} is given twice; expected each device to have its own")
             known.add(d.name)
         hosts = {d.host for d in self.devices if d.host}
+        if both := sorted(known & hosts):
+            raise JobError(f"devices: {both[0]!r} is a device and a host; expected another name for one of them")
+        pairs: set[frozenset[str]] = set()
         for link in self.links:
+            pair = frozenset((link.a, link.b))
+            if pair in pairs:
+                raise JobError(f"links: {link.a}-{link.b} is given twice, in one direction or both; expected it once")
+            pairs.add(pair)
+            if link.a == link.b and link.a in known:
+                raise JobError(f"links: {link.a}-{link.b} leads from a device to itself; expected another one")
             check_number(f"links: {link.a}-{link.b}: rate_bps", link.rate_bps)
             for end in (link.a, link.b):
                 if end not in known and end not in hosts:

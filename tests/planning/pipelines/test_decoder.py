@@ -73,6 +73,8 @@ def test_the_short_way_to_say_it() -> None:
             read_model(wrong)
     with pytest.raises(JobError, match="layers is 0; expected"):
         read_model("gpt:0,64")
+    with pytest.raises(JobError, match="layers is 5000000; expected a finite number at most 9,998"):
+        read_model("gpt:5000000,128")
 
 
 @pytest.mark.parametrize(

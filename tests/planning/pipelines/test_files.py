@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,9 @@ def test_other_numbers_of_devices() -> None:
     one = JOB | {"devices": [{"name": "e", "memory_nbytes": 5}]}
     assert "--devices is 2; expected at most 1" in said(one, 2)
     assert "--devices is 0; expected" in said(JOB, 0)
+    assert "--devices is 100000000; expected a finite number at most 100,000" in said(JOB, 10**8)
+    with pytest.raises(JobError, match="--devices is 100000000; expected a finite number at most 100,000"):
+        find_job("gpt:3,256", 10**8)
 
 
 def test_cards_of_one_tensor_parallel_group_are_one_device() -> None:
@@ -142,7 +146,14 @@ def changed(**fields: Any) -> dict[str, Any]:
         (changed(output_nbytes=-1), "layers[1].output_nbytes is -1; expected a finite number at least 0"),
         (changed(backward_input_s=5), "layers[1].backward_input_s is 5; expected less than backward_s (2)"),
         (changed(repeat=0), "layers[1].repeat is 0; expected a finite number at least 1"),
-        (changed(repeat=10**9), "layers are more than 100000; expected a smaller repeat"),
+        (changed(repeat=10**9), "layers are more than 10000; expected a smaller repeat"),
+        (
+            JOB | {"layers": [LAYER | {"repeat": 9999}, LAYER | {"name": "b", "repeat": 2}]},
+            "layers are more than 10000; expected a smaller repeat",
+        ),
+        (JOB | {"decoder": {"layers": 9999, "width": 64}, "layers": []}, "decoder.layers is 9999; expected a finite"),
+        (JOB | {"micro_batches": 10**8}, "micro_batches is 100000000; expected a finite number at most 1,000,000"),
+        (changed(output_nbytes=10**309), "layers[1].output_nbytes is 1"),
         (changed(forwards=1), "layers[1].forwards is an unknown key (did you mean 'forward_s'?); expected some of "),
         (changed(name=5), "layers[1].name is 5; expected a text; write it in quotes"),
         (changed(name="a"), "layers: the name 'a' is given twice; expected each to have its own"),
@@ -158,11 +169,17 @@ def changed(**fields: Any) -> dict[str, Any]:
         (JOB | {"devices": [*DEVICES, *DEVICES]}, "devices: the name 'd0' is given twice; expected each"),
         (JOB | {"devices": [DEVICES[0] | {"speed": 0}]}, "devices[0].speed is 0.0; expected a finite number above 0"),
         (JOB | {"devices": [DEVICES[0] | {"count": 0}]}, "devices[0].count is 0; expected a finite number at least 1"),
-        (JOB | {"devices": [DEVICES[0] | {"count": 10**9}]}, "devices are more than 1000000; expected"),
+        (JOB | {"devices": [DEVICES[0] | {"count": 10**9}]}, "devices are more than 100000; expected"),
         (JOB | {"devices": [DEVICES[0] | {"host": "x", "per_host": 2}]}, "devices[0]: host, per_host and hosts say"),
         (JOB | {"devices": [{"name": "d"}]}, "devices[0].memory_nbytes is missing; expected bytes, as a whole number"),
         (JOB | {"links": [{"a": "d0", "b": "dd", "rate_bps": 5}]}, "links: d0-dd leads to 'dd', which is no device"),
         (JOB | {"links": [{"a": "d0", "b": "d1", "rate_bps": 0}]}, "links: d0-d1: rate_bps is 0.0; expected a finite"),
+        (JOB | {"links": [{"a": "d0", "b": "d0", "rate_bps": 5}]}, "links: d0-d0 leads from a device to itself; exp"),
+        (
+            JOB | {"links": [{"a": "d0", "b": "d1", "rate_bps": 5}, {"a": "d1", "b": "d0", "rate_bps": 6}]},
+            "links: d1-d0 is given twice, in one direction or both; expected it once",
+        ),
+        (JOB | {"devices": [DEVICES[0] | {"host": "d1"}]}, "devices: 'd1' is a device and a host; expected another"),
         (JOB | {"within_host": {"rate_bps": "1 GB"}}, "within_host.rate_bps is '1 GB'; expected bits per second"),
         (JOB | {"within_host": {"rate_bps": -1}}, "within_host.rate_bps is -1.0; expected a number above 0"),
         (JOB | {"overheads": {"hop_s": -1}}, "overheads.hop_s is -1.0; expected a finite number at least 0"),
@@ -192,6 +209,7 @@ def test_each_thing_that_is_wrong_has_a_line() -> None:
         ("a.yaml", "micro_batches: 4\nmicro_batches: 5\n", ":1: the key 'micro_batches' is there twice in one mapping"),
         ("a.yaml", "layers:\n- {name: a, name: b}\n", ":2: the key 'name' is there twice in one mapping"),
         ("a.yaml", "&a [*a]", ": "),
+        ("a.yaml", "micro_batches: 4\0", ": no YAML: "),
         ("a.yaml", "[" * 5000, ":2: no YAML"),
         ("a.json", "[" * 100_000, ": nested too deep"),
         ("a.yaml", "a: !!python/object:os.system x", ":1: no YAML: could not determine a constructor"),
@@ -207,6 +225,7 @@ def test_what_is_no_file_of_a_job(tmp_path: Path, name: str, text: str, words: s
     with pytest.raises(JobError) as refused:
         read_job(path)
     assert str(refused.value).startswith(f"{path}{words}")
+    assert all(line.startswith(str(path)) for line in str(refused.value).splitlines())
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -265,7 +284,10 @@ links = st.builds(LinkRate, rate_bps=st.one_of(st.just(math.inf), st.floats(1, 1
 def test_what_is_written_is_read_as_the_same_job(
     layers: list[Layer], devices: list[Device], within: LinkRate, between: LinkRate, m: int, samples: int, more: bool
 ) -> None:
+    hosts = {d.host: f"host {d.host}" if d.host else "" for d in devices}
+    devices = [replace(d, host=hosts[d.host]) for d in devices]
     ends = [d.name for d in devices]
+    more = more and len(ends) > 1
     job = TrainingJob(
         layers=tuple(layers),
         devices=tuple(devices),

@@ -313,7 +313,7 @@ def test_prepared_plans_follow_the_fleet_and_are_bounded() -> None:
     assert not ready
     planned.plan.check()
     assert prepared.prepare_next() == 4
-    newcomer = Device(name="new", memory_nbytes=10**9, speed=2.0, host="new")
+    newcomer = Device(name="new", memory_nbytes=10**9, speed=2.0, host="h6")
     prepared.fleet(replace(job, devices=(*fleet, newcomer)))
     while prepared.prepare_next() is not None:
         pass
