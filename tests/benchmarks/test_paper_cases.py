@@ -23,8 +23,8 @@ def test_multisets_are_all_with_a_sum_of_at_most_the_devices():
 
 
 def test_the_best_plan_of_three_devices_is_one_pipeline_or_three():
-    assert best_s(3, 16, 2, 1000.0) == pytest.approx(588)
-    assert best_s(3, 16, 1, 1000.0) == pytest.approx(6 * LAYERS * 3)
+    assert best_s(3, 16, 2) == pytest.approx(588)
+    assert best_s(3, 16, 1) == pytest.approx(6 * LAYERS * 3)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,13 @@ def test_shares_of_the_papers_original_plan(loss, least, shares):
         of_original = next(f for name, f in figures.items() if "of the paper's original plan" in name)
         assert of_original.value == pytest.approx(share, abs=0.0006)
         assert figures[": time over that of the best plan for what is left"].ok
+
+
+def test_a_time_that_is_too_short_misses_the_bound(monkeypatch):
+    monkeypatch.setattr("benchmarks.paper_cases.chosen_s", lambda job, loss, policy: 500.0)
+    result = Result("paper_cases")
+    compare(result, LOSSES[2], "", 16, 2)
+    assert not result.figures[3].ok
 
 
 def test_no_peak_rises_but_by_boundary_tensors():

@@ -2,24 +2,25 @@
 
 Theory of operation. "Chameleon: Adaptive Fault Tolerance for Distributed Training via Real-time Policy Selection" gives
 the time of a step by Eqs. 9 to 13 and the memory of a device by Eq. 14, and searches plans by Algorithm 1. All of it is
-here so that each of its figures can be computed again; nothing of it is what this package plans with (`estimate`,
-`equal`), for none of it knows of hops, all-reduces, the optimizer's time or memory that reroutes need. Where the paper
-leaves something open, its text on complexity decides: pipelines of up to 16 stages, and "tens to hundreds" of
-candidates (section IV-A).
+here so that each of its figures can be computed again (`ESTIMATORS`); nothing of it is what this package plans with
+(`estimate`, `equal`), for none of it knows of hops, all-reduces, the optimizer's time or memory that reroutes need.
+Where the paper leaves something open, its text on complexity decides: pipelines of up to 16 stages, and "tens to
+hundreds" of candidates (section IV-A).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, combinations, islice, pairwise
 from weakref import WeakKeyDictionary
 
 from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.pipelines.cuts import Cutter, DeviceRow, LayerCut
 from chaos_lightning.planning.pipelines.equal import Alike, PlanShape, Shapes
-from chaos_lightning.planning.pipelines.job import TrainingJob
+from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
+from chaos_lightning.planning.pipelines.job import MemoryUse, TrainingJob
 from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePlan
 from chaos_lightning.planning.pipelines.schedules import in_flight
 from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes
@@ -189,16 +190,38 @@ def _stage_times(job: TrainingJob, pipeline: Pipeline) -> tuple[tuple[float, ...
     )
 
 
-def paper_memory(job: TrainingJob, plan: PipelinePlan) -> dict[str, float]:
+def paper_memory(job: TrainingJob, plan: PipelinePlan) -> dict[str, MemoryUse]:
     """What Eq. 14 says of each device that has a stage, in bytes, with the model's averages of one layer."""
     c = job.costs
     p, o, a = (sums[-1] / c.count for sums in (c.parameters, c.optimizer, c.activations))
+
+    def use(layers: int, stages: int, stage: int) -> MemoryUse:
+        state = eq14(layers, stages, stage, p, o, 0)
+        return MemoryUse(state=round(state), activations=round(eq14(layers, stages, stage, p, o, a) - state))
+
     return {
-        s.device: eq14(s.end - s.first, len(row.stages), i, p, o, a)
+        s.device: use(s.end - s.first, len(row.stages), i)
         for row in plan.pipelines
         for i, s in enumerate(row.stages)
         if s.device != VACANT
     }
+
+
+def paper_estimate(job: TrainingJob, plan: PipelinePlan) -> StepEstimate:
+    """A step by the paper's formulas, in the form of `estimate`: what they do not know of is 0.
+
+    Raises:
+        PlanError: No formula of the paper covers the plan.
+    """
+    step_s = paper_step_s(job, plan)
+    return StepEstimate(step_s, step_s, step_s, 0.0, 0.0, paper_memory(job, plan))
+
+
+ESTIMATORS: dict[str, Callable[[TrainingJob, PipelinePlan], StepEstimate]] = {
+    "simulated": estimate,
+    "paper": paper_estimate,
+}
+"""By the name that a command takes; the first one is the default, and what plans are searched with."""
 
 
 # ------------------------------------------------------------------------------------------------ Algorithm 1

@@ -14,8 +14,9 @@ from paper_jobs import job_of, plan_of
 from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.pipelines.equal import Alike, PlanShape
 from chaos_lightning.planning.pipelines.estimate import estimate
-from chaos_lightning.planning.pipelines.job import Device, LinkRate
+from chaos_lightning.planning.pipelines.job import Device, LinkRate, MemoryUse
 from chaos_lightning.planning.pipelines.paper import (
+    ESTIMATORS,
     PARTITIONS,
     algorithm1,
     distribute_batch,
@@ -151,8 +152,19 @@ def test_eq_14_counts_gradients_as_parameters_and_more_in_flight_than_there_are(
     ours = {name: use.nbytes for name, use in estimate(job, plan).memory.items()}
     theirs = paper_memory(job, plan)
     # With two micro-batches no more than two are in flight; Eq. 14 says four and three.
-    assert [theirs[n] - ours[n] for n in sorted(ours)] == [10, 5, 0, 0]
+    assert [theirs[n].nbytes - ours[n] for n in sorted(ours)] == [10, 5, 0, 0]
     assert set(paper_memory(job_of(4, 6, 4), vacant_plan())) == {"d001", "d002", "d003"}
+
+
+def test_the_papers_estimator_is_chosen_by_name():
+    job = job_of(4, 8, 4, parameter_nbytes=10, optimizer_nbytes=20, activation_nbytes=5)
+    plan = plan_of(4, ([2, 2], 4), ([2, 2], 4))
+    assert next(iter(ESTIMATORS)) == "simulated"
+    assert ESTIMATORS["simulated"](job, plan) == estimate(job, plan)
+    theirs = ESTIMATORS["paper"](job, plan)
+    assert theirs.step_s == eq9(2, 4, 2.0, 4.0)
+    assert theirs.memory["d000"] == MemoryUse(state=2 * (10 + 20 + 10), activations=2 * 2 * 5)
+    assert ESTIMATORS["paper"](job_of(4, 6, 4), vacant_plan()).step_s == eq12(2, 3, 2, 2.0, 4.0)
 
 
 # ------------------------------------------------------------------------------------------------ Algorithm 1
