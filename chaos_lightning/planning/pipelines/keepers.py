@@ -6,7 +6,8 @@ flat buffers, and costs an all-reduce with one more owner. Layers whose owners a
 of layers first, on the device that would have stepped them soonest, its own all-reduces and those of the owners
 included. It dies with none of the owners, and is on another host than they as long as one there has memory left; a run
 that fits nowhere as a whole is halved. Memory is that of the estimate. This is a greedy search; what it adds to a step
-is then estimated in full.
+is then estimated in full. No command and no policy adds keepers: they are for processes that follow plans, which can
+pay for them or not.
 """
 
 from __future__ import annotations

@@ -110,7 +110,11 @@ class Moves:
 
     @property
     def busiest_link(self) -> LinkUse | None:
-        """The one that takes longest."""
+        """The one that takes longest. What is kept small is the busiest source and receiver, so this is never busier.
+
+        It is not made small by itself: a card sends and receives one transfer after the other, so the time of all is
+        that of a card, and dividing the same bytes among more links would not end sooner.
+        """
         return max(self.links, key=lambda x: x.seconds, default=None)
 
     @cached_property

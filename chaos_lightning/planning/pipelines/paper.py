@@ -269,7 +269,7 @@ def get_execution_plan(shapes: Shapes, devices: int, faults: int, was: PlanShape
     """Algorithm 1 as printed: one best plan over 1 to `faults` lost devices.
 
     Plans of different numbers of devices are compared by the time of their steps, so that of one fault tends to win,
-    and is of no use after two.
+    and is of no use after two. That is why policies take `algorithm1`, and this is here for comparison only.
     """
     found = (algorithm1(shapes, devices - i, was) for i in range(1, min(faults, devices - 1) + 1))
     return min((x for x in found if x is not None), key=lambda x: x.charged_s, default=None)
