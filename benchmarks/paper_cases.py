@@ -24,7 +24,7 @@ from chaos_lightning.planning.pipelines.moves import assign
 from chaos_lightning.planning.pipelines.paper import algorithm1, eq9, eq11, paper_memory, split_layers
 from chaos_lightning.planning.pipelines.planner import Planner
 from chaos_lightning.planning.pipelines.policies import decide
-from chaos_lightning.planning.pipelines.templates import oobleck, shape_of
+from chaos_lightning.planning.pipelines.templates import oobleck
 
 LAYERS = 32
 FORWARD_S, BACKWARD_S = 1.0, 2.0
@@ -278,8 +278,11 @@ def memory(result: Result, micro_batches: list[int]) -> None:
         print(f"Fig. 12, {m} micro-batches:")
         job = llama_job(8, m, sequence=2048)
         planner, names = Planner(job), [d.name for d in job.devices]
-        was = planner.seated(shape_of(planner.shapes, 8, [2] * 4), names).plan
-        now = assign(job, was, planner.seated(shape_of(planner.shapes, 7, [3, 2, 2]), names[:7]).plan)
+        four, three = planner.shapes.over(8, [2] * 4), planner.shapes.over(7, [3, 2, 2])
+        assert four is not None
+        assert three is not None
+        was = planner.seated(four, names).plan
+        now = assign(job, was, planner.seated(three, names[:7]).plan)
         before, after = estimate(job, was).memory, estimate(job, now).memory
         rows = {name: (before[name], use) for name, use in sorted(after.items())}
         title = f"Fig. 12, {m} micro-batches"

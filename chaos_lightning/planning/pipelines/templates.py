@@ -71,38 +71,17 @@ def oobleck(shapes: Shapes, devices: int, faults: int) -> PlanShape | None:
 def _best_of(shapes: Shapes, devices: int, sizes: Sequence[int], least: int, charged: int) -> PlanShape | None:
     """The best multiset of sizes, with times as if there were `charged` pipelines; then told with their own."""
     total = shapes.total
-    # What each length does in `low` at least, and in `high` at most; so few of its times have to be known.
-    few, many = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, total)
+    splitter = shapes.splitter
     low, high, best = total * shapes.cutter.row(1).fastest.both[-1] / devices * (1 - CLOSE), math.inf, None
     while low < high * (1 - CLOSE):
         middle = (low + high) / 2 if best else MORE * low
-        caps = {p: _capacity(shapes, p, middle, charged, few[p], many[p]) for p in sizes}
-        lengths = _all_used({p: c for p, c in caps.items() if c}, devices, total, least)
+        lengths = _all_used(splitter.capacities(sizes, middle, charged), devices, total, least)
         if lengths is not None:
-            best, many = lengths, caps
+            best = lengths
             high = min(middle, max(shapes.time_s(p, m, charged) for p, m in split(shapes, lengths, charged)))
         else:
-            few = caps
-            more = [shapes.time_s(p, c + 1, charged) for p, c in caps.items() if c < many[p]]
-            low = max(middle, min(more, default=math.inf))
-    return shape_of(shapes, devices, best) if best else None
-
-
-def _capacity(shapes: Shapes, stages: int, time_s: float, pipelines: int, few: int, many: int) -> int:
-    """The most micro-batches that a pipeline of so many stages does in a time, between two numbers."""
-    limit = time_s * (1 + CLOSE)
-    # What a micro-batch more costs if all stages are equally long; a little more in truth, so that steps get smaller.
-    each = shapes.cutter.row(1).fastest.both[-1] / stages
-    guess = int(limit / each) - stages + 1
-    while few < many:
-        guess = min(max(guess, few + 1), many)
-        found = shapes.time_s(stages, guess, pipelines)
-        if found <= limit:
-            few = guess
-        else:
-            many = guess - 1
-        guess = guess + round((limit - found) / each) if math.isfinite(found) else (few + guess) // 2
-    return few
+            low = max(middle, splitter.next_s(sizes, middle, charged))
+    return _shape_of(shapes, devices, best) if best else None
 
 
 def _all_used(caps: Mapping[int, int], devices: int, total: int, least: int) -> list[int] | None:
@@ -161,7 +140,7 @@ def split(shapes: Shapes, lengths: Sequence[int], pipelines: int) -> list[tuple[
     return [(p, m) for _, p, m in heap]
 
 
-def shape_of(shapes: Shapes, devices: int, lengths: Sequence[int]) -> PlanShape:
+def _shape_of(shapes: Shapes, devices: int, lengths: Sequence[int]) -> PlanShape:
     """Pipelines of given lengths with the micro-batches split over them, charged with their own number."""
     counts = Counter(split(shapes, lengths, len(lengths)))
     rows = tuple(Alike(p, m, k) for (p, m), k in sorted(counts.items(), reverse=True))
