@@ -124,6 +124,17 @@ def test_loss_of_all_owners_is_fatal_and_what_was_trained_since_the_checkpoint_i
     assert last.policy == "otherwise"
 
 
+def test_checkpoint_that_is_due_in_a_pause_is_written_at_its_end(fleet: EqualFleet) -> None:
+    left, moved = [d for d in range(DEVICES) if d != 3], fleet.formation("best", DEVICES - 1)
+    assert moved is not None
+    rows = zip(moved.starts, moved.shape.rows, strict=False)
+    first_stages = tuple(left[start + q * row.stages] for start, row in rows for q in range(row.times))
+    out, decisions = told(fleet, losing((1700.0, (3,)), (3500.0, first_stages)), "dynamic")
+    assert decisions[1].chosen is not None
+    assert out.fatal == 1
+    assert out.seconds["void"] == pytest.approx(3500.0 - 1700.0 - decisions[1].chosen.pause_s)
+
+
 def test_job_waits_while_no_plan_fits(fleet: EqualFleet) -> None:
     all_but_one = tuple(range(1, DEVICES))
     trace = Trace(

@@ -134,6 +134,8 @@ class FleetRun:
         self._since = 0.0
         self._open = [0.0, 0.0]
         """Seconds and samples since the newest checkpoint."""
+        self._due_s = fleet.pauses.checkpoint_s
+        """When the next checkpoint is due."""
 
     def run(self) -> Outcome:
         self._decide(lost=False)
@@ -164,10 +166,12 @@ class FleetRun:
 
     def _train(self, at: float, now: float) -> None:
         every = self.fleet.pauses.checkpoint_s
-        written = now // every * every
-        if written > at:
+        if now >= self._due_s:
+            # One that was due in a pause is written at its end.
+            written = max(at, now // every * every)
             self._commit(self._open[0] + written - at, self._open[1] + (written - at) * self.throughput)
             self._open, at = [0.0, 0.0], written
+            self._due_s = (now // every + 1) * every
         self._open[0] += now - at
         self._open[1] += (now - at) * self.throughput
 
