@@ -229,6 +229,11 @@ def test_command_runs_a_trace(tmp_path: Path, write: object) -> None:
             ConfigurationError,
             "no policy made a step: there is a loss every",
         ),
+        (
+            ["--devices", "16", "--rate", "0", "--hours", "0.0001"],
+            ConfigurationError,
+            "no policy made a step: a step takes 2 s, and the run 0.36 s; expected --hours above 0.000556",
+        ),
         (["--devices", "1", "--rate", "0"], ConfigurationError, "no policy made a step: no plan fits 1 devices"),
     ],
 )

@@ -124,9 +124,14 @@ def _check_progress(outcomes: dict[str, list[Outcome]], trace: Trace, fleet: Equ
         raise ConfigurationError(
             f"{trace.about}: no policy made a step: no plan fits {there} devices; expected more of them"
         )
-    step_s = fleet.step_s(plan)
+    step_s, length_s = fleet.step_s(plan), HOUR_S * runs[0].hours
+    if not runs[0].losses or length_s < step_s:
+        raise ConfigurationError(
+            f"{trace.about}: no policy made a step: a step takes {step_s:.3g} s, and the run {length_s:.3g} s; "
+            f"expected --hours above {step_s / HOUR_S:.3g}"
+        )
     raise ConfigurationError(
-        f"{trace.about}: no policy made a step: there is a loss every {HOUR_S * runs[0].hours / runs[0].losses:.3g} s, "
+        f"{trace.about}: no policy made a step: there is a loss every {length_s / runs[0].losses:.3g} s, "
         f"and a step takes {step_s:.3g} s; expected --rate below {HOUR_S / step_s / there:.3g} or a smaller model"
     )
 
