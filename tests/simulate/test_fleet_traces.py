@@ -79,11 +79,19 @@ def test_fleet_that_is_empty_for_an_hour_is_refused() -> None:
         generate(Chance(devices=3, rate=5.0), 0)
 
 
+def test_history_with_no_end_of_events_is_refused() -> None:
+    words = r"--devices 32 --rate 1e\+06 --hours 9: more than 300,000 events by hour 0\..*; expected lower rates"
+    with pytest.raises(TraceError, match=words):
+        generate(Chance(devices=32, rate=1e6, repair_hours=0.0001), 0)
+
+
 def test_chance_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"--rate is -1; expected a finite number at least 0"):
         Chance(devices=3, rate=-1)
     with pytest.raises(ConfigurationError, match=r"--slow-speed is 2; expected less than 1"):
         Chance(devices=3, slow_speed=2)
+    with pytest.raises(ConfigurationError, match=r"--devices is 1000001; expected at most 1000000"):
+        Chance(devices=1_000_001)
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -126,6 +134,13 @@ def test_removals_of_one_time_stamp_are_one_loss(tmp_path: Path) -> None:
     assert found == Trace((0, 1, 2), (Change(1.0, "remove", (0, 2)), Change(2.0, "add", (0,))), 2.0, str(path))
 
 
+def test_node_that_goes_and_comes_at_the_first_time_stamp_is_there_once(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("500,add,x\n500,add,y\n500,remove,x\n500,add,x\n1500,remove,y\n")
+    found = read(path)
+    assert found == Trace((1, 0), (Change(1.0, "remove", (1,)),), 1.0, str(path))
+
+
 EVENTS = "0,add,a\n0,add,b\n"
 
 
@@ -153,6 +168,7 @@ EVENTS = "0,add,a\n0,add,b\n"
         ("0,8\n2,7\n", "line 2: the count becomes 7 where it was 8 since hour 0; expected two lines where it changes: "
          "2,8 and 2,7"),
         ("0,8\n2,8\n2,7.5\n", "line 3: the count is '7.5'; expected a whole number of devices"),
+        ("0,8\n2,8\n2,1e18\n", "line 3: the count is '1e18'; expected a whole number of devices, at most 1,000,000"),
         ("0,8\n2,8\n2,-1\n", "line 3: the count is '-1'; expected a number from 0 on"),
         ("0,8\n2,8\n2,0\n4,0\n", "no device is there from hour 2 to 4"),
     ],

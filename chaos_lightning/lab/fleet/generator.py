@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.fleet.traces import HOUR_S, Change, Trace
+from chaos_lightning.lab.fleet.traces import HOUR_S, Change, Trace, TraceError
 from chaos_lightning.lab.simulate.kernel import Action, Kernel
+from chaos_lightning.planning.pipelines.files import MOST_DEVICES
 from chaos_lightning.planning.pipelines.job import check_number
 
 SHARED = 0.77
 """Share of the removals in published traces of spot devices that share a time stamp with others."""
+MOST_EVENTS = 300_000
+"""In one history; more take longer to simulate than anybody waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,8 @@ class Chance:
 
     def __post_init__(self) -> None:
         check_number("--devices", self.devices, least=1)
+        if self.devices > MOST_DEVICES:
+            raise ConfigurationError(f"--devices is {self.devices}; expected at most {MOST_DEVICES}")
         check_number("--hours", self.hours)
         check_number("--group", self.group, least=1)
         check_number("--per-host", self.per_host, least=1)
@@ -89,8 +94,12 @@ class _Drawing:
         self._next_loss()
         if c.arrivals:
             self.kernel.after(self.random.expovariate(c.arrivals / HOUR_S), self._arrive)
-        self.kernel.run(c.hours * HOUR_S, lambda: False)
         about = f"--devices {c.devices} --rate {c.rate:g} --hours {c.hours:g}"
+        if self.kernel.run(c.hours * HOUR_S, lambda: self.kernel.events >= MOST_EVENTS):
+            raise TraceError(
+                f"{about}: more than {MOST_EVENTS:,} events by hour {self.kernel.now / HOUR_S:.3g}; expected lower "
+                "rates, a longer --repair-hours, or --hours below that"
+            )
         return Trace(first, tuple(self.changes), c.hours * HOUR_S, about).check()
 
     def _say(self, kind: str, devices: list[int], speed: float = 1.0) -> None:

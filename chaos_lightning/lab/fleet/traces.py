@@ -18,6 +18,7 @@ from random import Random
 from typing import NamedTuple, NoReturn
 
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.planning.pipelines.files import MOST_DEVICES
 
 HOUR_S = 3600.0
 KINDS = "`milliseconds,add|remove,node` (such as 60000,remove,node-3) or `hours,count` (such as 0.5,32)"
@@ -154,7 +155,8 @@ def _ordered(line: _Line, at: float, before: float, unit: str) -> None:
 
 def _events(lines: list[_Line]) -> tuple[tuple[int, ...], list[Change], float]:
     numbers: dict[str, int] = {}
-    there: set[str] = set()
+    there: dict[str, int] = {}
+    first: tuple[int, ...] = ()
     rows: list[tuple[float, str, int]] = []
     start = before = lines[0].number_in(0, "milliseconds")
     for line in lines:
@@ -169,10 +171,16 @@ def _events(lines: list[_Line]) -> tuple[tuple[int, ...], list[Change], float]:
             line.refuse(f"adds {node!r}, which is there already; expected it to be removed first")
         if kind == "remove" and node not in there:
             line.refuse(f"removes {node!r}, which is not there; expected a node that was added before")
-        (there.add if kind == "add" else there.remove)(node)
-        rows.append(((at - start) / 1000, kind, numbers.setdefault(node, len(numbers))))
-    first = tuple(n for at, kind, n in rows if at == 0 and kind == "add")
-    return first, _together(r for r in rows if r[0] > 0 or r[1] == "remove"), rows[-1][0]
+        number = numbers.setdefault(node, len(numbers))
+        if kind == "add":
+            there[node] = number
+        else:
+            del there[node]
+        if at == start:
+            first = tuple(there.values())
+        else:
+            rows.append(((at - start) / 1000, kind, number))
+    return first, _together(rows), (before - start) / 1000
 
 
 def _together(rows: Iterable[tuple[float, str, int]]) -> list[Change]:
@@ -195,8 +203,10 @@ def _steps(lines: list[_Line], random: Random) -> tuple[tuple[int, ...], list[Ch
     for i, line in enumerate(lines):
         at, value = line.number_in(0, "hours"), line.number_in(1, "the count")
         _ordered(line, at, before, "h")
-        if value != int(value):
-            line.refuse(f"the count is {line.fields[1]!r}; expected a whole number of devices")
+        if value != int(value) or value > MOST_DEVICES:
+            line.refuse(
+                f"the count is {line.fields[1]!r}; expected a whole number of devices, at most {MOST_DEVICES:,}"
+            )
         more = int(value) - len(there)
         if i and more and at != before:
             line.refuse(
