@@ -19,15 +19,15 @@ that fits, the job goes on by what is possible at all, and the decision says so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Protocol
+from typing import Any, Protocol
 
 from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.pipelines.choice import KINDS, Decision, Outlook, PlanCandidate, choose
+from chaos_lightning.planning.pipelines.job import check_number
 
 GROUP = "chaos_lightning.policies"
 """Entry points of policies."""
@@ -123,6 +123,10 @@ def installed() -> dict[str, Policy]:
     """Policies that users have installed; what cannot be loaded raises when it is asked."""
     found: dict[str, Policy] = {}
     for entry in entry_points(group=GROUP):
+        if entry.name in POLICIES or entry.name in found:
+            words = f"{entry.value} is installed under a name that is taken; expected another than {entry.name!r}"
+            found[f"{entry.name} ({entry.value})"] = _raising(words)
+            continue
         try:
             found[entry.name] = entry.load()
         except Exception as error:
@@ -150,14 +154,49 @@ def policy(name: str) -> Policy:
     return found
 
 
-def _checked(who: str, c: PlanCandidate) -> PlanCandidate:
+class _Noting:
+    """Options that note the plans they make, so that a user's policy goes on by none of its own."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.plans: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._options, name)
+        if not callable(found):
+            return found
+
+        def ask(*args: Any, **named: Any) -> Any:
+            candidate = found(*args, **named)
+            self.plans.append(getattr(candidate, "plan", None))
+            return candidate
+
+        return ask
+
+
+_LEAST = {"step_s": None, "samples": None, "transition_s": 0, "redo_s": 0, "risk": 0, "void_samples": 0, "devices": 0}
+"""By field: the least that a candidate may have; None: more than nothing."""
+
+
+def _checked(who: str, c: PlanCandidate, plans: list[Any]) -> PlanCandidate:
     """A candidate under its policy's name.
 
     Raises:
-        PlanError: Nobody could go on by it.
+        PlanError: Nobody could.
     """
-    if not (c.kind in KINDS and c.plan is not None and 0 < c.step_s < math.inf and c.pause_s >= 0):
-        raise PlanError(f"this is no way to go on: {c}; expected one of the options', or one with all of their fields")
+    if not isinstance(c, PlanCandidate) or c.kind not in KINDS or c.plan is None:
+        raise PlanError(
+            f"this is no way to go on: {c!r}; expected one of the options', or one with all of their fields"
+        )
+    for name, least in _LEAST.items():
+        check_number(name, getattr(c, name), least=least)
+    check_number("samples / step_s", c.throughput)
+    if c.risk > 1:
+        raise PlanError(f"risk is {c.risk!r}; expected a probability")
+    if not isinstance(c.lacks, str) or not isinstance(c.about, str):
+        raise PlanError(f"lacks is {c.lacks!r}, about is {c.about!r}; expected texts")
+    if not any(c.plan is plan for plan in plans):
+        raise PlanError(f"plan is {c.plan!r:.60}; expected that of a candidate which an option made")
     return replace(c, policy=who)
 
 
@@ -176,7 +215,8 @@ def decide(name: str, options: Options, outlook: Outlook) -> Decision:
     failed: list[tuple[str, str]] = []
     for who, function in asked.items():
         try:
-            candidates += [_checked(who, c) for c in function(options) if c is not None]
+            noting = _Noting(options)
+            candidates += [_checked(who, c, noting.plans) for c in function(noting) if c is not None]
         except Exception as error:
             failed.append((who, f"{type(error).__name__}: {error}"))
     if not any(c.fits for c in candidates):

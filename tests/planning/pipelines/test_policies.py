@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import EntryPoint
@@ -235,6 +236,52 @@ def generous(options: policies.Options) -> Iterator[PlanCandidate | None]:
 
 def empty(options: policies.Options) -> Iterator[PlanCandidate | None]:
     yield PlanCandidate(policy="", kind=KEEP, step_s=1.0, samples=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("plan", "x", "PlanError: plan is 'x'; expected that of a candidate which an option made"),
+        ("samples", math.nan, "JobError: samples is nan; expected a finite number above 0"),
+        ("step_s", 0, "JobError: step_s is 0; expected a finite number above 0"),
+        ("step_s", 1e-320, "JobError: samples / step_s is inf; expected a finite number above 0"),
+        ("transition_s", math.inf, "JobError: transition_s is inf; expected a finite number at least 0"),
+        ("redo_s", -1.0, "JobError: redo_s is -1.0; expected a finite number at least 0"),
+        ("risk", math.nan, "JobError: risk is nan; expected a finite number at least 0"),
+        ("risk", 1.5, "PlanError: risk is 1.5; expected a probability"),
+        ("void_samples", math.nan, "JobError: void_samples is nan; expected a finite number at least 0"),
+        ("devices", "all", "TypeError: "),
+        ("lacks", None, "PlanError: lacks is None, about is "),
+    ],
+)
+def test_candidate_of_wrong_values_is_lost_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch, field: str, value: Any, words: str
+) -> None:
+    def wrong(options: policies.Options) -> Iterator[PlanCandidate | None]:
+        found = options.keep()
+        assert found is not None
+        yield replace(found, **{field: value})
+
+    monkeypatch.setattr(policies, "installed", lambda: {"wrong": wrong})
+    decision = policies.decide("adaptive", options(FOUR.without([0])), Outlook(rate=1e-5))
+    ((who, what),) = decision.failed
+    assert who == "wrong"
+    assert what.startswith(words)
+    assert "wrong" not in {c.policy for c in decision.candidates}
+
+
+def test_policy_under_a_name_that_is_taken_is_refused_and_ours_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [EntryPoint("adaptive", f"{__name__}:generous", policies.GROUP)]
+    monkeypatch.setattr(policies, "entry_points", lambda group: entries)
+    policies.installed.cache_clear()
+    try:
+        decision = policies.decide("adaptive", options(FOUR.without([0])), Outlook())
+    finally:
+        policies.installed.cache_clear()
+    assert {c.about for c in decision.candidates}.isdisjoint({"mine"})
+    ((who, what),) = decision.failed
+    assert who.startswith("adaptive (")
+    assert "under a name that is taken; expected another than 'adaptive'" in what
 
 
 def test_candidate_that_nobody_could_follow_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
