@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.fleet.generator import SHARED, Chance, generate, group_sizes
+from chaos_lightning.lab.fleet.generator import SHARED, Chance, _Drawing, generate, group_sizes
 from chaos_lightning.lab.fleet.traces import Change, Trace, TraceError, read, write_events, write_steps
 
 BUSY = Chance(devices=40, hours=20, rate=0.1, group=6, repair_hours=1.0, slow_rate=0.02)
@@ -46,6 +47,21 @@ def test_host_is_lost_as_a_whole() -> None:
     for devices in lost:
         assert list(devices) == list(range(devices[0], devices[0] + 8))
         assert devices[0] % 8 == 0
+
+
+def test_hosts_are_lost_alike_however_many_devices_they_have() -> None:
+    chance = Chance(devices=9, hours=0.9, rate=0, per_host=8, host_rate=5.0)
+    changes = [generate(chance, seed).changes for seed in range(200)]
+    firsts = [c[0].devices for c in changes if c]
+    assert len(firsts) > 190
+    assert firsts.count((8,)) == pytest.approx(100, abs=25)
+
+
+def test_hosts_are_counted_while_devices_come_and_go() -> None:
+    drawing = _Drawing(replace(BUSY, per_host=8, host_rate=0.1, arrivals=5.0), 3)
+    drawing.draw()
+    assert drawing.hosts == Counter(d // 8 for d in drawing.there)
+    assert len(set(drawing.hosts.values())) > 1
 
 
 def test_nobody_is_lost_or_added_twice() -> None:

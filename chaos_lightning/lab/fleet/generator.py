@@ -7,6 +7,7 @@ repair. Everything is drawn from one seed, and nothing depends on what a job doe
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from chaos_lightning.errors import ConfigurationError
@@ -81,6 +82,7 @@ class _Drawing:
         self.random = self.kernel.random
         self.there = list(range(chance.devices))
         self.at = {d: d for d in self.there}
+        self.hosts = Counter(d // chance.per_host for d in self.there)
         self.slow: set[int] = set()
         self.following = chance.devices
         self.changes: list[Change] = []
@@ -110,10 +112,9 @@ class _Drawing:
     def _next_loss(self) -> None:
         self._epoch += 1
         n, c = len(self.there), self.chance
-        hosts = -(-n // c.per_host)
         for rate, action in (
             (n * self.loss_rate, self._lose_group),
-            (hosts * c.host_rate / HOUR_S, self._lose_host),
+            (len(self.hosts) * c.host_rate / HOUR_S, self._lose_host),
             (n * c.slow_rate / HOUR_S, self._slow_down),
         ):
             if rate:
@@ -133,7 +134,7 @@ class _Drawing:
         self._lose(self.random.sample(self.there, min(size, len(self.there))))
 
     def _lose_host(self) -> None:
-        host = self.random.choice(self.there) // self.chance.per_host
+        host = self.random.choice(list(self.hosts))
         self._lose([d for d in self.there if d // self.chance.per_host == host])
 
     def _lose(self, devices: list[int]) -> None:
@@ -150,6 +151,10 @@ class _Drawing:
         if last != device:
             self.there[i], self.at[last] = last, i
         self.slow.discard(device)
+        host = device // self.chance.per_host
+        self.hosts[host] -= 1
+        if not self.hosts[host]:
+            del self.hosts[host]
 
     def _back(self, device: int) -> Action:
         return lambda: self._add(device)
@@ -164,6 +169,7 @@ class _Drawing:
             return
         self.at[device] = len(self.there)
         self.there.append(device)
+        self.hosts[device // self.chance.per_host] += 1
         self._say("add", [device])
         self._next_loss()
 
