@@ -10,13 +10,15 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from chaos_lightning import cli
-from chaos_lightning.errors import ConfigurationError, PlanError
+from chaos_lightning.errors import ConfigurationError, MissingExtraError, PlanError
+from chaos_lightning.lab.fleet import plot
 from chaos_lightning.lab.fleet.command import to_json
 from chaos_lightning.lab.fleet.generator import Chance, generate
 from chaos_lightning.lab.fleet.simulator import FleetRun, Outcome, Rules
 from chaos_lightning.lab.fleet.traces import Change, Trace, TraceError, write_events, write_steps
 from chaos_lightning.planning.pipelines import policies
 from chaos_lightning.planning.pipelines.choice import Decision
+from chaos_lightning.planning.pipelines.files import to_dict
 from chaos_lightning.planning.pipelines.formation import EqualFleet, Pauses
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, TrainingJob
 
@@ -207,6 +209,36 @@ def test_command_tells_policies_and_writes_json_and_a_picture(tmp_path: Path) ->
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_command_takes_the_number_of_devices_from_the_file(tmp_path: Path) -> None:
+    path, to = tmp_path / "job.json", tmp_path / "a.json"
+    path.write_text(json.dumps(to_dict(JOB)))
+    for arguments, devices in (([], DEVICES), (["--devices", "15"], 15)):
+        done = CliRunner().invoke(
+            cli.app, ["simulate", str(path), "--rate", "0", "--policy", "reroute", "--json", str(to), *arguments]
+        )
+        assert done.exit_code == 0, done.output
+        (run,) = json.loads(to.read_text())["policies"]["reroute"]["runs"]
+        assert run["history"][0]["devices"] == devices
+
+
+def test_command_says_which_layer_fits_on_no_device() -> None:
+    done = CliRunner().invoke(cli.app, ["simulate", "gpt:32,400000", "--rate", "0"])
+    assert isinstance(done.exception, ConfigurationError)
+    assert "no policy made a step: layer 0 ('embedding') fits on no device: alone" in str(done.exception)
+    assert "\n" not in str(done.exception)
+
+
+def test_command_looks_at_the_kind_of_picture_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: FleetRun) -> Outcome:
+        raise AssertionError("it runs")
+
+    monkeypatch.setattr(FleetRun, "run", run)
+    done = command("--plot", "a.unknown")
+    assert isinstance(done.exception, ConfigurationError), done.exception
+    monkeypatch.setattr(plot, "missing", lambda: "no matplotlib")
+    assert isinstance(command("--plot", "a.png").exception, MissingExtraError)
+
+
 @pytest.mark.parametrize("write", [write_events, write_steps])
 def test_command_runs_a_trace(tmp_path: Path, write: object) -> None:
     path = tmp_path / "trace"
@@ -222,7 +254,7 @@ def test_command_runs_a_trace(tmp_path: Path, write: object) -> None:
         (["--rate", "nan"], ConfigurationError, "--rate is nan; expected a finite number at least 0"),
         (["--devices", "2", "--rate", "9"], TraceError, "no device is there from hour"),
         (["--json", "/nowhere/a"], ConfigurationError, "--json /nowhere/a: /nowhere is no folder"),
-        (["--plot", "a.unknown"], ConfigurationError, "--plot a.unknown: Format 'unknown' is not supported"),
+        (["--plot", "a.unknown"], ConfigurationError, "--plot a.unknown: no pictures are of kind 'unknown'; expected"),
         (["--trace", "/nowhere"], TraceError, "/nowhere: cannot be read as text"),
         (
             ["--devices", "16", "--rate", "3000", "--repair-hours", "0.0002", "--hours", "0.05"],
@@ -235,6 +267,20 @@ def test_command_runs_a_trace(tmp_path: Path, write: object) -> None:
             "no policy made a step: a step takes 2 s, and the run 0.36 s; expected --hours above 0.000556",
         ),
         (["--devices", "1", "--rate", "0"], ConfigurationError, "no policy made a step: no plan fits 1 devices"),
+        (["--policy", "reroute,adaptive, reroute"], ConfigurationError, "--policy names reroute twice; expected each"),
+        (["--micro-batches", "0"], ConfigurationError, "--micro-batches is 0; expected a finite number at least 1"),
+        (["--devices", "0"], ConfigurationError, "--devices is 0; expected a finite number at least 1"),
+        (["--slow-hours", "0"], ConfigurationError, "--slow-hours is 0.0; expected a finite number above 0"),
+        (
+            ["--devices", "4", "--rate", "0.2", "--seeds", "3"],
+            TraceError,
+            "seed 1: --devices 4 --rate 0.2 --hours 9: no",
+        ),
+        (
+            ["--trace", "a", "--devices", "8", "--host-rate", "1"],
+            ConfigurationError,
+            "--trace is given beside --devices, --host-rate, which it replaces; expected one of both",
+        ),
     ],
 )
 def test_command_says_in_one_line_what_cannot_be(arguments: list[str], kind: type[Exception], words: str) -> None:

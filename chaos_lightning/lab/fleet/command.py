@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,16 +16,20 @@ from rich.table import Table
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.fleet.generator import Chance, generate
 from chaos_lightning.lab.fleet.simulator import CAUSES, FleetRun, Outcome, Rules
-from chaos_lightning.lab.fleet.traces import HOUR_S, Trace, read
+from chaos_lightning.lab.fleet.traces import HOUR_S, Trace, TraceError, read
 from chaos_lightning.planning.pipelines.files import find_job
 from chaos_lightning.planning.pipelines.formation import EqualFleet, Pauses
 from chaos_lightning.planning.pipelines.job import check_number
+from chaos_lightning.planning.pipelines.planner import nearest
 from chaos_lightning.planning.pipelines.policies import POLICIES, policy
 
 
 def simulate(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="File of a job, YAML or JSON, or gpt:LAYERS,WIDTH.", metavar="MODEL")],
-    devices: Annotated[int, typer.Option(help="How many there are at the start.")] = 32,
+    devices: Annotated[
+        int | None, typer.Option(help="How many there are at the start; by default those of the file, or 32.")
+    ] = None,
     rate: Annotated[float, typer.Option(help="Losses per device and hour.")] = 0.1,
     hours: Annotated[float, typer.Option(help="How long; 0: 9, or until the trace ends.")] = 0.0,
     policies: Annotated[
@@ -42,6 +46,7 @@ def simulate(
     arrivals: Annotated[float, typer.Option(help="New devices per hour.")] = 0.0,
     most: Annotated[int, typer.Option(help="No more devices than so many are there; 0: no limit.")] = 0,
     slow_rate: Annotated[float, typer.Option(help="How often a device becomes slow, per device and hour.")] = 0.0,
+    slow_hours: Annotated[float, typer.Option(help="How long a slow device is slow, on average.")] = 0.5,
     slow_speed: Annotated[float, typer.Option(help="Of a slow device, beside 1.")] = 0.6,
     transition: Annotated[float, typer.Option(help="Seconds until layers have moved and training goes on.")] = 8.2,
     reload: Annotated[float, typer.Option(help="Seconds to read a checkpoint, beside a transition.")] = 60.0,
@@ -58,10 +63,22 @@ def simulate(
     names = [name.strip() for name in policies.split(",")]
     for name in names:
         policy(name)
+        if names.count(name) > 1:
+            raise ConfigurationError(f"--policy names {name} twice; expected each policy once")
     check_number("--seeds", seeds, least=1)
+    if micro_batches is not None:
+        check_number("--micro-batches", micro_batches, least=1)
     for option, path in (("--json", as_json), ("--plot", plot)):
         if path is not None and not path.parent.is_dir():
             raise ConfigurationError(f"{option} {path}: {path.parent} is no folder; expected one that is there")
+    if plot is not None:
+        from chaos_lightning.lab.fleet.plot import check_kind
+
+        check_kind(plot)
+    if trace is not None:
+        _check_beside_trace(context)
+    if devices is None:
+        devices = 32 if trace is not None or model.startswith("gpt:") else len(find_job(model).devices)
     chance = Chance(
         devices=devices,
         hours=hours or 9.0,
@@ -73,13 +90,18 @@ def simulate(
         arrivals=arrivals,
         most=most,
         slow_rate=slow_rate,
+        slow_hours=slow_hours,
         slow_speed=slow_speed,
     )
 
     def drawn(seed: int) -> Trace:
-        return generate(chance, seed) if trace is None else read(trace, seed=seed, hours=hours)
+        try:
+            return generate(chance, seed) if trace is None else read(trace, seed=seed, hours=hours)
+        except TraceError as error:
+            raise TraceError(f"{f'seed {seed}: ' if trace is None else ''}{error}") from None
 
-    first = drawn(0)
+    histories = [drawn(seed) for seed in range(seeds)]
+    first = histories[0]
     there = max(count for _, count in first.counts())
     for option, value in (("--transition", transition), ("--reload", reload)):
         check_number(option, value, least=0)
@@ -90,8 +112,7 @@ def simulate(
     outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("simulating", total=seeds * len(names))
-        for seed in range(seeds):
-            history = first if seed == 0 else drawn(seed)
+        for seed, history in enumerate(histories):
             for name in names:
                 run = FleetRun(fleet, history, name, seed=seed, rules=Rules(with_risk=risk), record=seed == 0)
                 outcomes[name].append(run.run())
@@ -109,6 +130,21 @@ def simulate(
         draw(outcomes, plot)
 
 
+def _check_beside_trace(context: typer.Context) -> None:
+    """Refuses options that a trace leaves without a meaning.
+
+    Raises:
+        ConfigurationError: Some are given.
+    """
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in (f.name for f in fields(Chance) if f.name != "hours")
+        if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT"
+    ]
+    if given:
+        raise ConfigurationError(f"--trace is given beside {', '.join(given)}, which it replaces; expected one of both")
+
+
 def _check_progress(outcomes: dict[str, list[Outcome]], trace: Trace, fleet: EqualFleet) -> None:
     """Refuses a fleet on which nothing is ever trained.
 
@@ -121,9 +157,10 @@ def _check_progress(outcomes: dict[str, list[Outcome]], trace: Trace, fleet: Equ
     there = len(trace.first)
     plan = fleet.formation("best", there) if there else None
     if plan is None:
-        raise ConfigurationError(
-            f"{trace.about}: no policy made a step: no plan fits {there} devices; expected more of them"
-        )
+        one = fleet.job.devices[0]
+        alike = tuple(replace(one, name=f"{one.name} {i}") for i in range(max(1, there)))
+        why = nearest(replace(fleet.job, devices=alike, links=()))
+        raise ConfigurationError(f"{trace.about}: no policy made a step: {why}")
     step_s, length_s = fleet.step_s(plan), HOUR_S * runs[0].hours
     if not runs[0].losses or length_s < step_s:
         raise ConfigurationError(

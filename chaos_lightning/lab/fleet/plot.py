@@ -27,8 +27,8 @@ from chaos_lightning.observe.charts import (
 _COLOURS = dict(zip(CAUSES, (BLUE, SKY, ORANGE, PINK, RED, GREY), strict=True))
 
 
-def plot(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
-    """Draws runs by policy into this file; the first run of each has a history.
+def check_kind(path: Path) -> None:
+    """Refuses a picture that could not be drawn into this file.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -36,6 +36,13 @@ def plot(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
     """
     if words := missing():
         raise MissingExtraError(words)
+    known, kind = figure(1, 1).canvas.get_supported_filetypes(), path.suffix[1:].lower()
+    if kind and kind not in known:
+        raise ConfigurationError(f"--plot {path}: no pictures are of kind {kind!r}; expected one of {', '.join(known)}")
+
+
+def plot(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
+    """Draws runs by policy into this file, which `check_kind` has passed; the first run of each has a history."""
     sheet = figure(10, 8)
     devices, throughput, causes = sheet.subplots(3, 1, height_ratios=[1, 1.4, 1])
     style(devices, "Devices", grid="y")
@@ -51,10 +58,7 @@ def plot(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
     legend(devices, len(outcomes) + 1)
     legend(throughput, len(outcomes))
     _causes(causes, outcomes)
-    try:
-        sheet.savefig(path, dpi=144)
-    except ValueError as error:
-        raise ConfigurationError(f"--plot {path}: {error}") from error
+    sheet.savefig(path, dpi=144)
 
 
 def _steps(axes: Any, run: Outcome, values: Sequence[float], **options: Any) -> None:
