@@ -20,11 +20,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 from benchmarks.common import Options, Result, percentile, run
 from chaos_lightning.lab.fleet.generator import Chance, generate
+from chaos_lightning.lab.fleet.plot import check_kind
 from chaos_lightning.lab.fleet.simulator import FleetRun, Outcome, Rules
 from chaos_lightning.lab.fleet.traces import Trace
+from chaos_lightning.observe.charts import DONORS, figure, legend, style
 from chaos_lightning.planning.pipelines.formation import EqualFleet, Pauses
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, TrainingJob
 from chaos_lightning.planning.pipelines.policies import POLICIES
@@ -81,9 +84,13 @@ def crossing(curve: Sequence[tuple[float, float]], value: float) -> float | None
     return None
 
 
-def sweep(result: Result, title: str, traces: Sequence[Trace], transitions: Sequence[float]) -> None:
+Curves = dict[str, list[tuple[float, float, float, float]]]
+"""By policy: seconds of a transition, and the ratio of `adaptive` over it with the ends of its interval."""
+
+
+def sweep(result: Result, title: str, traces: Sequence[Trace], transitions: Sequence[float]) -> Curves:
     """`adaptive` beside all others, by transition."""
-    curves: dict[str, list[tuple[float, float]]] = {}
+    curves: Curves = {}
     for move_s in transitions:
         found = runs(EqualFleet(job(12.0), Pauses(move_s=move_s)), traces, list(POLICIES))
         ours = found["adaptive"]
@@ -91,7 +98,7 @@ def sweep(result: Result, title: str, traces: Sequence[Trace], transitions: Sequ
         told = []
         for name, theirs in found.items():
             mean, low, high = ratio(ours, theirs)
-            curves.setdefault(name, []).append((move_s, mean))
+            curves.setdefault(name, []).append((move_s, mean, low, high))
             result.details[f"{title}, {move_s:g} s, adaptive over {name}"] = [mean, low, high]
             result.details[f"{title}, {move_s:g} s, {name}"] = summary(theirs)
             if name != "adaptive":
@@ -107,10 +114,27 @@ def sweep(result: Result, title: str, traces: Sequence[Trace], transitions: Sequ
         curves[name] = sorted(rows)
     result.details[f"{title}, curves"] = curves
     for name, value in PAPER.items():
-        at = crossing(curves[name], value)
-        most = max(x for _, x in curves[name])
+        at = crossing([row[:2] for row in curves[name]], value)
+        most = max(row[1] for row in curves[name])
         where = f"comes out at a transition of {at:.0f} s" if at else f"does not come out; the most is {most:.3f}"
         result.remark(f"{title}: adaptive over {name} of {value} (the paper's) {where}")
+    return curves
+
+
+def draw(path: Path, sweeps: Mapping[str, Curves]) -> None:
+    """The ratios over the transition, with their intervals: a picture for each sweep."""
+    sheet = figure(7 * len(sweeps), 5)
+    for axes, (title, curves) in zip(sheet.subplots(1, len(sweeps)), sweeps.items(), strict=True):
+        style(axes, f"Samples of adaptive over those of others: {title}\n", grid="both")
+        axes.set_xscale("log")
+        axes.set_xlabel("seconds of a transition")
+        others = [name for name in curves if name != "adaptive"]
+        for colour, name in zip(DONORS, others, strict=False):
+            at, mean, low, high = zip(*curves[name], strict=True)
+            axes.plot(at, mean, marker="o", color=colour, label=name)
+            axes.fill_between(at, low, high, color=colour, alpha=0.25, linewidth=0)
+        legend(axes, len(others))
+    sheet.savefig(path, dpi=144)
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -142,17 +166,22 @@ def main() -> int:
     options = Options(__doc__)
     options.add_count("--seeds", 60, 6, "histories, the same for all policies")
     options.add_series("--transitions", TRANSITIONS_S, "seconds of a transition")
+    options.add_argument("--plot", type=Path, help="draw the ratios into this file")
     args = options.parse_args()
+    if args.plot:
+        check_kind(args.plot)
     result = Result("policies")
     began = time.perf_counter()
     alone = [generate(Chance(devices=DEVICES, hours=HOURS, rate=RATE), seed) for seed in range(args.seeds)]
     grouped = Chance(devices=DEVICES, hours=HOURS, rate=RATE, group=6, repair_hours=1.0)
     together = [generate(grouped, seed) for seed in range(args.seeds)]
     transitions = list(args.transitions)
-    sweep(result, "single losses", alone, transitions)
+    sweeps = {"single losses": sweep(result, "single losses", alone, transitions)}
     for name, rows in OWN.items():
         result.remark(f"an earlier simulation had, for adaptive over {name}: {rows}")
-    sweep(result, "groups and repairs", together, transitions)
+    sweeps["groups and repairs"] = sweep(result, "groups and repairs", together, transitions)
+    if args.plot:
+        draw(args.plot, sweeps)
     for title, room, traces in (
         ("single losses", 12.0, alone),
         ("groups and repairs", 12.0, together),
