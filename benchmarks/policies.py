@@ -129,9 +129,10 @@ def draw(path: Path, sweeps: Mapping[str, Curves]) -> None:
         axes.set_xscale("log")
         axes.set_xlabel("seconds of a transition")
         others = [name for name in curves if name != "adaptive"]
-        for colour, name in zip(DONORS, others, strict=False):
+        for i, (colour, name) in enumerate(zip(DONORS, others, strict=False)):
             at, mean, low, high = zip(*curves[name], strict=True)
-            axes.plot(at, mean, marker="o", color=colour, label=name)
+            # Marks become smaller, so that curves that are equal are seen.
+            axes.plot(at, mean, marker="o", markersize=11 - 1.5 * i, color=colour, label=name)
             axes.fill_between(at, low, high, color=colour, alpha=0.25, linewidth=0)
         legend(axes, len(others))
     sheet.savefig(path, dpi=144)
