@@ -224,7 +224,7 @@ def test_command_takes_the_number_of_devices_from_the_file(tmp_path: Path) -> No
 def test_command_says_which_layer_fits_on_no_device() -> None:
     done = CliRunner().invoke(cli.app, ["simulate", "gpt:32,400000", "--rate", "0"])
     assert isinstance(done.exception, ConfigurationError)
-    assert "no policy made a step: layer 0 ('embedding') fits on no device: alone" in str(done.exception)
+    assert "no policy made a step: layer 0 ('embedding') fits on no device: alone with one" in str(done.exception)
     assert "\n" not in str(done.exception)
 
 

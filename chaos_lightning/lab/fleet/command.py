@@ -158,7 +158,7 @@ def _check_progress(outcomes: dict[str, list[Outcome]], trace: Trace, fleet: Equ
     plan = fleet.formation("best", there) if there else None
     if plan is None:
         one = fleet.job.devices[0]
-        alike = tuple(replace(one, name=f"{one.name} {i}") for i in range(max(1, there)))
+        alike = (one, *(replace(one, name=f"{one.name} {i}") for i in range(1, there)))
         why = nearest(replace(fleet.job, devices=alike, links=()))
         raise ConfigurationError(f"{trace.about}: no policy made a step: {why}")
     step_s, length_s = fleet.step_s(plan), HOUR_S * runs[0].hours
