@@ -106,7 +106,7 @@ def test_chance_that_cannot_be_is_refused() -> None:
         Chance(devices=3, rate=-1)
     with pytest.raises(ConfigurationError, match=r"--slow-speed is 2; expected less than 1"):
         Chance(devices=3, slow_speed=2)
-    with pytest.raises(ConfigurationError, match=r"--devices is 1000001; expected at most 1000000"):
+    with pytest.raises(ConfigurationError, match=r"--devices is 1000001; expected at most 100000"):
         Chance(devices=1_000_001)
 
 
@@ -184,7 +184,7 @@ EVENTS = "0,add,a\n0,add,b\n"
         ("0,8\n2,7\n", "line 2: the count becomes 7 where it was 8 since hour 0; expected two lines where it changes: "
          "2,8 and 2,7"),
         ("0,8\n2,8\n2,7.5\n", "line 3: the count is '7.5'; expected a whole number of devices"),
-        ("0,8\n2,8\n2,1e18\n", "line 3: the count is '1e18'; expected a whole number of devices, at most 1,000,000"),
+        ("0,8\n2,8\n2,1e18\n", "line 3: the count is '1e18'; expected a whole number of devices, at most 100,000"),
         ("0,8\n2,8\n2,-1\n", "line 3: the count is '-1'; expected a number from 0 on"),
         ("0,8\n2,8\n2,0\n4,0\n", "no device is there from hour 2 to 4"),
     ],

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.fleet.traces import HOUR_S, Change, Trace, TraceError
 from chaos_lightning.lab.simulate.kernel import Action, Kernel
-from chaos_lightning.planning.pipelines.files import MOST_DEVICES
-from chaos_lightning.planning.pipelines.job import check_number
+from chaos_lightning.planning.pipelines.job import MOST_DEVICES, check_number
 
 SHARED = 0.77
 """Share of the removals in published traces of spot devices that share a time stamp with others."""

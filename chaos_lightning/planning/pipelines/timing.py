@@ -237,8 +237,3 @@ class OneFOneB:
 def pipeline_timeline(schedule: Schedule, times: PipelineTimes, micro_batches: int) -> ScheduleRun:
     """`run` for one pipeline whose micro-batches pass all its stages."""
     return run(schedule, times, dict.fromkeys(range(micro_batches), len(times.forward)))
-
-
-def most_in_flight(stages: int, micro_batches: int, extra: int) -> list[int]:
-    """By stage: most micro-batches whose activations it keeps at once under 1F1B."""
-    return [in_flight(stages, k, micro_batches, extra) for k in range(stages)]
