@@ -87,6 +87,10 @@ def plan(
     ] = 8.2,
     micro_batches: Annotated[int | None, typer.Option(help="So many in a step instead of those in the file.")] = None,
     first: Annotated[bool, typer.Option("--first", help="The answer that comes at once instead of the best.")] = False,
+    estimator: Annotated[
+        str,
+        typer.Option(help="What tells the plan's step and memory: simulated, or paper for its equations as printed."),
+    ] = "simulated",
     explain: Annotated[
         bool, typer.Option("--explain", help="Times, bytes and memory by layer and stage, too.")
     ] = False,
@@ -124,7 +128,7 @@ def plan(
         job = replace(job, micro_batches=micro_batches)
     planner = Planner(job)
     try:
-        before = _planned(planner, first=first)
+        before = _planned(planner, estimator, first=first)
     except NoPlanError as error:
         raise NoPlanError(f"{model or formula}: {error}") from None
     gone = lost_devices(job, before.plan, lost) if lost else ()
@@ -197,9 +201,17 @@ def slow_devices(job: TrainingJob, lost: Collection[str], text: str) -> dict[str
     return speeds
 
 
-def _planned(planner: Planner, *, first: bool) -> PricedPlan:
+def _planned(planner: Planner, estimator: str, *, first: bool) -> PricedPlan:
+    from chaos_lightning.planning.pipelines.paper import ESTIMATORS
+
+    if estimator not in ESTIMATORS:
+        raise JobError(f"--estimator is {estimator!r}; expected one of {', '.join(ESTIMATORS)}")
     found = planner.first() if first else planner.exact()
-    return PricedPlan(found.plan, found.estimate, found.why, found.exact, found.gap, found.shared_fate)
+    cost, why = found.estimate, found.why
+    if estimator != "simulated":
+        cost = ESTIMATORS[estimator](planner.job, found.plan)
+        why = f"{why.partition('; ')[0]}; by the equations of the paper, {found.estimate.step_s:.3g} s as simulated"
+    return PricedPlan(found.plan, cost, why, found.exact, found.gap, found.shared_fate)
 
 
 def _options(
