@@ -31,6 +31,8 @@ LONGEST = 40
 """Stages of a pipeline at most, unless memory asks for more."""
 MANY = 16
 """Pipelines that first answers are searched with; what is found is charged with its own number."""
+PROMISING = 12
+"""Lengths that first answers are made of at most: those that do most per device."""
 FINE = 2e-3
 """How near first answers are searched, as a share of the time."""
 COUNTED = 64
@@ -171,7 +173,8 @@ class Shapes:
 
         def filled(time_s: float) -> list[int] | None:
             caps = {p: c for p, x in lines.items() if (c := min(self.total, x.capacity(time_s)))}
-            return _fill(caps, devices, self.total)
+            dense = sorted(caps, key=lambda p: -caps[p] / p)[:PROMISING]
+            return _fill({p: caps[p] for p in dense}, devices, self.total)
 
         # All work over all devices; no plan takes less.
         low = self.total * self.cutter.row(1).fastest.both[-1] / devices

@@ -166,11 +166,11 @@ class Planner:
         search = Mixed(job).search(improve=exact)
         if search is None:
             raise NoPlanError(nearest(job))
-        plan, charged_s, bound_s = search
-        plan, fates = spread(job, plan)
-        gap = max(0.0, 1 - bound_s / charged_s)
+        plan, fates = spread(job, search[0])
+        cost = estimate(job, plan)
+        gap = max(0.0, 1 - (search[2] + cost.commit_s) / cost.step_s)
         why = f"{_rows(plan)}; the best of a search, {_at_most(gap)}"
-        return PlannedPipelines(plan, estimate(job, plan), False, gap, why, fates)
+        return PlannedPipelines(plan, cost, False, gap, why, fates)
 
     def _best(self, names: Sequence[str]) -> PlannedPipelines | None:
         """The plan with the shortest simulated step, and how far the best one may be away."""

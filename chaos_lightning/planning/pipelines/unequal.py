@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from chaos_lightning.planning.pipelines.cuts import Cutter, DeviceRow, Tables
 from chaos_lightning.planning.pipelines.equal import Shapes
-from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob
+from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob, stage_memory
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.split import Filling, Splitter
 
@@ -141,7 +141,9 @@ class Mixed:
         """No plan takes less."""
         job = self.job
         both = self.tables.at_speed(1.0).both
-        speeds = sorted((d.speed for d in job.devices), reverse=True)
+        least = min(stage_memory(job, i, i + 1, 1, 1).nbytes for i in range(job.costs.count))
+        # A device that has no room for any layer adds nothing.
+        speeds = sorted((d.speed for d in job.devices if d.memory_nbytes >= least), reverse=True)
         largest = max(b - a for a, b in pairwise(both))
         owners = len(speeds) // self._shortest()
         work = job.micro_batches * both[-1] / sum(speeds)
@@ -152,7 +154,7 @@ class Mixed:
         most = max(self.job.devices, key=lambda d: d.memory_nbytes)
         cutter = Cutter(self.job, most, LinkRate(), LinkRate())
         top = min(len(self.job.devices), self.job.costs.count)
-        return next((p for p in range(1, top + 1) if cutter.row(p).quick(1)), top)
+        return next((p for p in range(1, top + 1) if math.isfinite(cutter.row(p).bound_s(1, 1))), top)
 
     def _plan(self, filling: Filling[Names]) -> PipelinePlan:
         pipelines, count = [], len(filling.pairs)
