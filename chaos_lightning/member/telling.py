@@ -140,11 +140,12 @@ class Teller:
     def close(self, timeout_s: float = 0.5) -> None:
         """What was told is shown, if somebody reads it within `timeout_s`."""
         if self._thread is not None:
+            until = time.monotonic() + timeout_s
             try:
-                self._queue.put_nowait(None)
+                self._queue.put(None, timeout=timeout_s)
             except queue.Full:
                 return
-            self._thread.join(timeout_s)
+            self._thread.join(max(0.0, until - time.monotonic()))
             self._thread = None
 
     def _run(self) -> None:

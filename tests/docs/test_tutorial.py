@@ -73,6 +73,7 @@ def terminals(installed: Installed, tmp_path: Path) -> Iterator[Terminals]:
         made.end_schedulers()
 
 
+@pytest.mark.slow
 def test_a_second_terminal_joins_and_one_is_killed(terminals: Terminals) -> None:
     command = block("docs/tutorial.md", "python train.py")
     terminals.type("one", command)

@@ -141,6 +141,7 @@ def test_plain_loop_trains(tmp_path: Path) -> None:
     assert "step 20: loss" in said
 
 
+@pytest.mark.slow
 def test_plain_loop_saves_and_resumes(tmp_path: Path) -> None:
     file = str(tmp_path / "digits.pt")
     told = ("plain_loop.py", "--accumulate", "2", "--clip", "0.5", "--bf16", "--save", file)
