@@ -29,7 +29,7 @@ from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, Memo
 from chaos_lightning.planning.pipelines.paper import algorithm1
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
-from chaos_lightning.planning.pipelines.unequal import Mixed
+from chaos_lightning.planning.pipelines.unequal import Mixed, partitions
 
 AMPLE = 10**9
 GIB = 1 << 30
@@ -128,16 +128,6 @@ def enumerated_s(shapes: Shapes, devices: int) -> float:
 
     sets = {x for used in range(1, devices + 1) for x in partitions(used, min(devices, cutter.count), total)}
     return min(split_s(lengths, total, len(lengths)) for lengths in sorted(sets))
-
-
-def partitions(total: int, largest: int, most: int) -> Iterator[tuple[int, ...]]:
-    """At most `most` whole numbers of at most `largest` that add up to `total`, longest first."""
-    if total == 0:
-        yield ()
-    elif most:
-        for p in range(min(total, largest), 0, -1):
-            for rest in partitions(total - p, p, most - 1):
-                yield (p, *rest)
 
 
 def equal_cases(result: Result, cases: int, seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -109,14 +110,7 @@ def simulate(
     pauses = Pauses(move_s=transition, reload_s=reload, checkpoint_s=60 * checkpoint_minutes)
     job = find_job(model, there)
     fleet = EqualFleet(replace(job, micro_batches=micro_batches) if micro_batches else job, pauses)
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("simulating", total=seeds * len(names))
-        for seed, history in enumerate(histories):
-            for name in names:
-                run = FleetRun(fleet, history, name, seed=seed, rules=Rules(with_risk=risk), record=seed == 0)
-                outcomes[name].append(run.run())
-                progress.advance(task)
+    outcomes = _runs(fleet, histories, names, Rules(with_risk=risk))
     _check_progress(outcomes, first, fleet)
     console = Console()
     if not job.alike:
@@ -128,6 +122,21 @@ def simulate(
         from chaos_lightning.lab.fleet.plot import plot as draw
 
         draw(outcomes, plot)
+
+
+def _runs(
+    fleet: EqualFleet, histories: Sequence[Trace], names: Sequence[str], rules: Rules
+) -> dict[str, list[Outcome]]:
+    """By policy: what became of each history; the first one is recorded, to be drawn."""
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("simulating", total=len(histories) * len(names))
+        for seed, history in enumerate(histories):
+            for name in names:
+                run = FleetRun(fleet, history, name, seed=seed, rules=rules, record=seed == 0)
+                outcomes[name].append(run.run())
+                progress.advance(task)
+    return outcomes
 
 
 def _check_beside_trace(context: typer.Context) -> None:

@@ -19,7 +19,15 @@ from typing import Any
 
 from chaos_lightning.lab.fleet.traces import HOUR_S, Change, Trace
 from chaos_lightning.lab.simulate.kernel import Kernel
-from chaos_lightning.planning.pipelines.choice import MOVE, RESTART, Decision, Outlook, PlanCandidate, restart_worth
+from chaos_lightning.planning.pipelines.choice import (
+    MOVE,
+    RESTART,
+    THRESHOLD,
+    Decision,
+    Outlook,
+    PlanCandidate,
+    restart_worth,
+)
 from chaos_lightning.planning.pipelines.formation import EqualFleet, EqualOptions, Formation
 from chaos_lightning.planning.pipelines.history import LossHistory
 from chaos_lightning.planning.pipelines.policies import decide
@@ -86,7 +94,7 @@ class Rules:
     """How a policy's candidates are weighed."""
 
     with_risk: bool = True
-    threshold: float = 0.02
+    threshold: float = THRESHOLD
     """Where nobody is lost: by what share another plan has to be better."""
 
 

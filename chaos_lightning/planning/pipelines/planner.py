@@ -78,10 +78,6 @@ class Planner:
         self.job = job
 
     @cached_property
-    def alike(self) -> bool:
-        return self.job.alike
-
-    @cached_property
     def _per_host(self) -> int:
         """Devices of the largest host; 0: hosts make no difference to hops."""
         hosts = Counter(d.place for d in self.job.devices)
@@ -128,7 +124,7 @@ class Planner:
 
     def warm(self) -> None:
         """Fills the table of pipeline times, so that first answers come at once."""
-        if self.alike:
+        if self.job.alike:
             self.shapes.warm()
 
     def first(self, devices: Collection[str] | None = None) -> PlannedPipelines:
@@ -156,19 +152,20 @@ class Planner:
     def _answer(self, devices: Collection[str] | None, *, exact: bool) -> PlannedPipelines:
         names = sorted(self.job.by_name) if devices is None else sorted(devices)
         job = self.job.with_devices([self.job.by_name[n] for n in names])
-        if self.alike:
+        if self.job.alike:
             shape = None if exact else self.shapes.first(len(names))
             # A first answer that finds nothing is no proof.
             found = self.seated(shape, names) if shape else self._best(names)
             if found is None:
                 raise NoPlanError(nearest(job))
             return found
-        search = Mixed(job).search(improve=exact)
-        if search is None:
+        searched = Mixed(job).search(improve=exact)
+        if searched is None:
             raise NoPlanError(nearest(job))
-        plan, fates = spread(job, search[0])
+        plan, _, bound_s = searched
+        plan, fates = spread(job, plan)
         cost = estimate(job, plan)
-        gap = max(0.0, 1 - (search[2] + cost.commit_s) / cost.step_s)
+        gap = max(0.0, 1 - (bound_s + cost.commit_s) / cost.step_s)
         why = f"{_rows(plan)}; the best of a search, {_at_most(gap)}"
         return PlannedPipelines(plan, cost, False, gap, why, fates)
 
@@ -177,8 +174,11 @@ class Planner:
         shape = self.shapes.exact(len(names))
         best = self._shortened(self.shapes, shape, names) if shape and math.isfinite(shape.charged_s) else None
         for shapes in self._others:
-            if best is not None and shape is not None and best.estimate.step_s <= _least_s(shape, best) * (1 + NEAR):
-                break
+            if best is not None and shape is not None:
+                # What a step takes if no hop and no all-reduce costs more than was charged.
+                least_s = shape.charged_s + best.estimate.commit_s
+                if best.estimate.step_s <= least_s * (1 + NEAR):
+                    break
             other = shapes.exact(len(names))
             if other is not None and math.isfinite(other.charged_s):
                 seated = self._shortened(shapes, other, names)
@@ -198,24 +198,28 @@ class Planner:
         A short pipeline has many layers in a stage, and their all-reduces begin when the last owner is ready, which the
         search does not charge: it counts from the pipeline's own end.
         """
-        best = self._placed(shapes, shape, names)
+        best = self.seated(shape, names, shapes)
         work_s = self.job.micro_batches * shapes.cutter.row(1).fastest.both[-1]
         while len(shape.rows) > 1:
             left = [p for p, _ in shape.pairs if p > shape.rows[-1].stages]
             if not left or work_s / sum(left) >= best.estimate.step_s:
                 break
             fewer = shapes.over(shape.devices, left, shape.charged_s)
-            other = self._placed(shapes, fewer, names) if fewer else None
+            other = self.seated(fewer, names, shapes) if fewer else None
             if fewer is None or other is None or other.estimate.step_s >= best.estimate.step_s:
                 break
             best, shape = other, fewer
         return best
 
-    def seated(self, shape: PlanShape, devices: Collection[str]) -> PlannedPipelines:
-        """A shape on these devices."""
-        return self._placed(self.shapes, shape, devices)
+    def seated(self, shape: PlanShape, devices: Collection[str], shapes: Shapes | None = None) -> PlannedPipelines:
+        """A shape on these devices.
 
-    def _placed(self, shapes: Shapes, shape: PlanShape, devices: Collection[str]) -> PlannedPipelines:
+        Args:
+            shape: How many pipelines of which length.
+            devices: Names.
+            shapes: What found the shape, and cuts its pipelines; None: `shapes` of this planner.
+        """
+        shapes = shapes or self.shapes
         job = self.job.with_devices([self.job.by_name[n] for n in sorted(devices)])
         plan, fates = spread(job, place(job, shapes, shape))
         cost = estimate(job, plan)
@@ -230,11 +234,6 @@ class Planner:
         gap = 1 - work_s / cost.step_s
         why = f"{_rows(plan)}; a first answer, {_at_most(gap)}"
         return PlannedPipelines(plan, cost, False, gap, why, fates)
-
-
-def _least_s(shape: PlanShape, planned: PlannedPipelines) -> float:
-    """What a step takes if no hop costs more than was charged."""
-    return shape.charged_s + planned.estimate.commit_s
 
 
 def _at_most(gap: float) -> str:

@@ -194,7 +194,7 @@ class Mixed:
         if count <= SMALL:
             top = min(count, job.costs.count)
             for used in range(count, 0, -1):
-                for lengths in _partitions(used, top, job.micro_batches):
+                for lengths in partitions(used, top, job.micro_batches):
                     yield self.order, lengths
             return
         # All devices as if each had the mean memory; and those with much memory, as if each had their least.
@@ -307,13 +307,13 @@ def _dealt(devices: Sequence[Device], lengths: Sequence[int]) -> list[list[Devic
     return rows
 
 
-def _partitions(total: int, largest: int, most: int) -> Iterator[tuple[int, ...]]:
+def partitions(total: int, largest: int, most: int) -> Iterator[tuple[int, ...]]:
     """Whole numbers that add up to `total`, at most `most` of them, longest first."""
     if total == 0:
         yield ()
     elif most:
         for p in range(min(total, largest), 0, -1):
-            for rest in _partitions(total - p, p, most - 1):
+            for rest in partitions(total - p, p, most - 1):
                 yield (p, *rest)
 
 
