@@ -390,7 +390,7 @@ class ParkedLines:
         self._pace_all()
 
     @property
-    def _share_bps(self) -> float:
+    def share_bps(self) -> float:
         """Each follower fetches its shard on one connection to a process at a time, and shards are about equal."""
         return self._rate_bps / (self._followers * self._processes)
 
@@ -398,7 +398,7 @@ class ParkedLines:
         with self._lock:
             standing = [line for lines in self._lines.values() for line in lines]
         for line in standing:
-            line.pace(self._share_bps)
+            line.pace(self.share_bps)
 
     def close(self) -> None:
         """Hangs up everywhere, and waits for its threads."""
@@ -422,9 +422,7 @@ class ParkedLines:
         Raises:
             ChaosError, OSError: There is none.
         """
-        sock = self._connect(name, *split_endpoint(endpoint), f"{me}/{self._mark}", "park")
-        pace(sock, self._share_bps or None)
-        return sock
+        return self._connect(name, *split_endpoint(endpoint), f"{me}/{self._mark}", "park")
 
     def tell(self, name: str, change: int, reason: str = "") -> None:
         """In a line's thread: one more connection stands, or one less, or (0) one could not be made."""
@@ -479,7 +477,8 @@ class _Line(threading.Thread):
             if self._over.is_set():
                 sock.close()
                 return False
-            self._sock = sock
+            self._sock = sock  # From here on a new rate reaches it, so none is lost between reading it and this.
+            pace(sock, self._lines.share_bps or None)
         served, began = self._lines.server.served_nbytes, time.monotonic()
         before = served.get(self._follower, 0)
         self._lines.tell(self._follower, 1)

@@ -706,7 +706,7 @@ def test_pushes_and_versions_are_paced(stage: Any, monkeypatch: pytest.MonkeyPat
     home = stage(Home(count=1, rate_bps=8e9))
     holders = [f.holder for f in followers]
     home.lines.follow(holders)
-    until(lambda: all(standing(f) == 1 for f in followers), "a connection at each follower")
+    until(lambda: len(home.notes.all) == len(followers), "a connection to each follower")
     assert paced["lines"] == [4e9, 4e9]
     home.lines.spread(16e9)
     home.lines.spread(4e9)
@@ -719,3 +719,20 @@ def test_pushes_and_versions_are_paced(stage: Any, monkeypatch: pytest.MonkeyPat
     fetch_version(VERSION, GRID.cut(2), BF16, holders, got, home.lines.dial, deadline_s=LIMIT_S)
     assert torch.equal(got.data, version.data)
     assert set(paced["server"]) == {2e9}
+
+
+def test_a_rate_that_is_set_while_a_connection_is_made_reaches_it(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    paced = list[float | None]()
+    monkeypatch.setattr("chaos_lightning.outer.lines.pace", lambda _, rate_bps: paced.append(rate_bps))
+    follower, home = stage(Follower("f0")), stage(Home(count=1, rate_bps=8e9))
+    connect = home.lines.park
+
+    def park(*to: str) -> Any:
+        sock = connect(*to)
+        home.lines.spread(2e9)
+        return sock
+
+    monkeypatch.setattr(home.lines, "park", park)
+    home.lines.follow([follower.holder])
+    until(lambda: home.notes.all, "a connection to the follower")
+    assert paced == [2e9]
