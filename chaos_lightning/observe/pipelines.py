@@ -23,8 +23,8 @@ from chaos_lightning.planning.pipelines.estimate import StepEstimate, timelines
 from chaos_lightning.planning.pipelines.job import Layer, TrainingJob
 from chaos_lightning.planning.pipelines.lists import coupled, run_coupled
 from chaos_lightning.planning.pipelines.moves import Moves
+from chaos_lightning.planning.pipelines.places import SharedFate
 from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePlan, PlanStage
-from chaos_lightning.planning.pipelines.planner import SharedFate
 from chaos_lightning.planning.pipelines.timing import Span
 
 LEAST_BOX, MOST_BOX = 12, 24

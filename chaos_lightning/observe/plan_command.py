@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from chaos_lightning.planning.pipelines.estimate import StepEstimate
     from chaos_lightning.planning.pipelines.moves import Moves
     from chaos_lightning.planning.pipelines.options import PlanOptions
+    from chaos_lightning.planning.pipelines.places import SharedFate
     from chaos_lightning.planning.pipelines.plan import PipelinePlan
-    from chaos_lightning.planning.pipelines.planner import Planner, SharedFate
+    from chaos_lightning.planning.pipelines.planner import Planner
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
 from chaos_lightning.planning.pipelines.files import job_of, read_job
 from chaos_lightning.planning.pipelines.job import JobError, TrainingJob
 from chaos_lightning.planning.pipelines.moves import move_list
+from chaos_lightning.planning.pipelines.places import SharedFate
 from chaos_lightning.planning.pipelines.plan import VACANT, Detour, Pipeline, PipelinePlan, PlanStage
-from chaos_lightning.planning.pipelines.planner import Planner, SharedFate
+from chaos_lightning.planning.pipelines.planner import Planner
 from chaos_lightning.planning.pipelines.rerouting import reroute
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -260,16 +261,17 @@ def test_a_plan_and_a_loss_for_programs() -> None:
         command("--model", "gpt:4,256", "--devices", "6", "--lost", "2", "--micro-batches", "9", "--json")
     )
     assert facts["micro_batches"] == 9
-    assert facts["exact"] is False
-    assert 0 < facts["gap"] < 1
+    assert facts["exact"] == (facts["gap"] == 0)
+    assert 0 <= facts["gap"] < 1
     assert PipelinePlan.from_dict(facts["plan"]).micro_batches == 9
-    assert facts["lost"] == ["d4", "d5"]
+    # Of those that work: one is idle.
+    assert facts["lost"] == ["d3", "d4"]
     # 4 devices at 0.01 per hour, of which 1.6 are lost at once on average.
     assert f"in {1.6 * 3600 / (4 * 0.01):.3g} s on average" in facts["decision"]["reason"]
     candidates = facts["decision"]["candidates"]
     assert candidates[facts["decision"]["chosen"]]["value"] == max(c["value"] for c in candidates)
     for candidate in candidates:
-        assert not {"d4", "d5"} & set(PipelinePlan.from_dict(candidate["plan"]).devices)
+        assert not {"d3", "d4"} & set(PipelinePlan.from_dict(candidate["plan"]).devices)
         assert candidate["moves"]["nbytes"] == sum(m[2] - m[1] for m in candidate["moves"]["list"])
 
 

@@ -264,7 +264,7 @@ def test_command_runs_a_trace(tmp_path: Path, write: object) -> None:
         (
             ["--devices", "16", "--rate", "0", "--hours", "0.0001"],
             ConfigurationError,
-            "no policy made a step: a step takes 2 s, and the run 0.36 s; expected --hours above 0.000556",
+            "no policy made a step: a step takes 1.93 s, and the run 0.36 s; expected --hours above 0.000537",
         ),
         (["--devices", "1", "--rate", "0"], ConfigurationError, "no policy made a step: no plan fits 1 devices"),
         (["--policy", "reroute,adaptive, reroute"], ConfigurationError, "--policy names reroute twice; expected each"),

@@ -21,8 +21,8 @@ from chaos_lightning.lab.fleet.traces import HOUR_S, Trace, TraceError, read
 from chaos_lightning.planning.pipelines.files import find_job
 from chaos_lightning.planning.pipelines.formation import EqualFleet, Pauses
 from chaos_lightning.planning.pipelines.job import check_number
-from chaos_lightning.planning.pipelines.planner import nearest
 from chaos_lightning.planning.pipelines.policies import POLICIES, policy
+from chaos_lightning.planning.pipelines.shortage import nearest
 
 
 def simulate(

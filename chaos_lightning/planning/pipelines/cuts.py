@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
@@ -106,7 +106,9 @@ class Tables:
         c, buffers = job.costs, 1 + job.memory.flat_buffers
         still = [p + o + buffers * g for p, o, g in zip(c.parameters, c.optimizer, c.gradients, strict=True)]
         self._kept = [still]
+        self.least_gradient_nbytes = min(x.gradient_nbytes for x in job.layers)
         self._speeds: dict[float, _Scaled] = {}
+        self._peaks: dict[tuple[float, float, int], list[float]] = {}
         self._hops: dict[tuple[float, float], list[float]] = {}
 
     def at_speed(self, speed: float) -> _Scaled:
@@ -125,6 +127,25 @@ class Tables:
             job = self.job
             found = self._hops[link.kind] = [job.overheads.hop_s + link.time_s(x) for x in job.costs.outputs]
         return found
+
+    def exposed_s(self, speed: float, share: float, first: int, end: int) -> float:
+        """How long after the backward unit of layers [first, end) their gradients are sent, latency left out.
+
+        The layers up to any one become ready at that one's end or later, and leave one after the other. So it is the
+        most, over layers, of the seconds of the bytes up to there less the backward time of the layers before.
+
+        Args:
+            speed: Of the device.
+            share: Seconds per byte of gradients.
+            first: First layer.
+            end: Behind the last layer.
+        """
+        gradients, backward = self.job.costs.gradients, self.at_speed(speed).backward
+        row = self._peaks.get((speed, share, first))
+        if row is None:
+            late = (share * gradients[i + 1] - backward[i] for i in range(first, self.job.costs.count))
+            row = self._peaks[speed, share, first] = list(accumulate(late, max))
+        return row[end - first - 1] - share * gradients[first] + backward[first]
 
     def kept(self, flight: int) -> list[int]:
         """Sums over layers of the bytes that a stage keeps, but for workspace and boundaries."""
@@ -151,13 +172,16 @@ class DeviceRow:
         self.unit_s = self.job.overheads.unit_s
         self.extra = self.job.memory.in_flight_extra
         self.rooms = tuple(d.memory_nbytes for d in devices)
-        self.scaled = tuple(tables.at_speed(d.speed) for d in devices)
-        self.fastest = tables.at_speed(max(d.speed for d in devices))
+        self.speeds = tuple(d.speed for d in devices)
+        self.scaled = tuple(map(tables.at_speed, self.speeds))
+        self.fastest = tables.at_speed(max(self.speeds))
         self.hops = tuple(tables.hops(link) for link in hops)
         """By gap: by layer: seconds of a hop behind it."""
         self.least_hop = min((min(row[:-1], default=0.0) for row in self.hops), default=0.0)
         self._found: dict[tuple[int, int], LayerCut | None] = {}
-        self._least: dict[int, float] = {}
+        self._least: dict[tuple[int, int], float] = {}
+        self._near_bound: tuple[int, ...] | None = None
+        """The cut of the last bound, from which the next one is mostly not far."""
         self._searches: dict[tuple[int, int], LayerCut | None] = {}
         self._runs: dict[tuple[tuple[int, ...], int], OneFOneB] = {}
 
@@ -173,10 +197,34 @@ class DeviceRow:
         )
 
     def tail_s(self, k: int, first: int, end: int, pipelines: int) -> float:
-        """All-reduce and optimizer of a stage."""
-        gradients, optimizer = self.job.costs.gradients, self.scaled[k].optimizer
-        nbytes = gradients[end] - gradients[first]
-        return reduce_s(nbytes, pipelines, self.reduce, self.job.overheads.hop_s) + optimizer[end] - optimizer[first]
+        """What follows the last backward unit of a stage: all-reduces that it does not hide, and the optimizer.
+
+        No plan has less, whatever groups of layers its pipelines make; one whose pipelines are cut alike has no more.
+        """
+        nbytes = self.job.costs.gradients[end] - self.job.costs.gradients[first]
+        optimizer = self.scaled[k].optimizer
+        found = optimizer[end] - optimizer[first]
+        if pipelines > 1 and nbytes:
+            found += self.latency_s + self.tables.exposed_s(self.speeds[k], self.share(pipelines), first, end)
+        return found
+
+    def least_tail_s(self, k: int, first: int, end: int, pipelines: int) -> float:
+        """A part of it that does not fall where a stage takes more layers: with one layer to reduce."""
+        optimizer = self.scaled[k].optimizer
+        return self.least_reduce_s(pipelines) + optimizer[end] - optimizer[first]
+
+    def least_reduce_s(self, pipelines: int) -> float:
+        """The all-reduce of the layer with the fewest gradients."""
+        return reduce_s(self.tables.least_gradient_nbytes, pipelines, self.reduce, self.job.overheads.hop_s)
+
+    @property
+    def latency_s(self) -> float:
+        """Of an all-reduce, up the trees and down."""
+        return 2 * (self.reduce.latency_s + self.job.overheads.hop_s)
+
+    def share(self, pipelines: int) -> float:
+        """Seconds of an all-reduce per byte of gradients."""
+        return 2 * (pipelines - 1) / pipelines * 8.0 / self.reduce.rate_bps
 
     def memory(self, k: int, first: int, end: int, m: int) -> int:
         """Peak bytes of stage `k`, in flight as 1F1B has it (`job.stage_memory` says what they are for)."""
@@ -242,24 +290,35 @@ class DeviceRow:
         return cuts <= (FEW_SMALL if self.count <= SMALL else FEW) and 2 * cuts * self.stages * m <= FEW_UNITS
 
     def bound_s(self, m: int, pipelines: int) -> float:
-        """No step takes less with this row, whatever its cut; infinite where none fits.
+        """No step takes less with this row, whatever its cut; infinite where none fits."""
+        if self.stages == 1 or self.few(m):
+            cut = self.best(m, pipelines)
+            return math.inf if cut is None else cut.charged_s
+        return self.relaxed_s(m, pipelines)
 
-        All-reduces overlap with backward units, but for that of a stage's first layer.
-        """
+    def relaxed_s(self, m: int, pipelines: int) -> float:
+        """A bound below `bound_s`, for which no pipeline is simulated."""
         if self.stages > self.count:
             return math.inf
-        if m not in self._least:
-            self._least[m] = self._least_of(m)
-        job = self.job
-        sizes = [x.gradient_nbytes for x in job.layers]
-        return self._least[m] + reduce_s(min(sizes), pipelines, self.reduce, job.overheads.hop_s)
+        key = (m, pipelines)
+        if key not in self._least:
+            found = _Bounds(self, m, pipelines).least(relaxed=True, near=self._near_bound)
+            self._near_bound, self._least[key] = found or (self._near_bound, math.inf)
+        return self._least[key]
 
-    def _least_of(self, m: int) -> float:
-        if self.stages == 1 or self.few(m):
-            cut = self.best(m, 1)
-            return math.inf if cut is None else cut.charged_s
-        found = _Bounds(self, m, 1).least(relaxed=True)
-        return math.inf if found is None else found[1]
+    def floor_s(self, m: int, pipelines: int) -> float:
+        """A bound below `relaxed_s`, at once and for devices of one speed: by the mean stage."""
+        total, backward = self.fastest.both[-1], self.fastest.backward[-1] / self.stages
+        first = self.tail_s(0, 0, 1, pipelines)
+        return max(m * total / self.stages, total + (m - 1) * backward) + first
+
+    def most(self, time_s: float, pipelines: int) -> int:
+        """Micro-batches of which `floor_s` takes no longer."""
+        total, backward = self.fastest.both[-1], self.fastest.backward[-1] / self.stages
+        left = time_s * (1 + CLOSE) - self.tail_s(0, 0, 1, pipelines)
+        if left < total:
+            return 0
+        return 1 + int(min(left * self.stages / total - 1, (left - total) / backward))
 
     def quick(self, m: int) -> tuple[int, ...] | None:
         """A good cut at once, for more than one pipeline; None where none is found that fits."""
@@ -268,8 +327,9 @@ class DeviceRow:
         if self.stages == 1:
             return (0, self.count) if self.fits((0, self.count), m) else None
         limits = _Bounds(self, m, 2)
-        found = [x[0] for x in (limits.least(relaxed=False), limits.balanced()) if x]
-        return min(found, key=lambda at: self.charge(at, m, 2).charged_s, default=None)
+        found = limits.least(relaxed=False)
+        other = limits.balanced() if found else None
+        return min((x[0] for x in (found, other) if x), key=lambda at: self.charge(at, m, 2).charged_s, default=None)
 
     def _nearest(self, m: int, pipelines: int) -> LayerCut | None:
         power = math.log(m, GRID)
@@ -306,13 +366,28 @@ class DeviceRow:
         return best and self._near(best, m, pipelines)
 
     def _all(self, limits: _Bounds, best: LayerCut | None, bound: float) -> LayerCut | None:
-        for inner in combinations(range(1, self.count), self.stages - 1):
-            at = (0, *inner, self.count)
-            if best and any(limits.of(k, x, y) >= best.charged_s for k, (x, y) in enumerate(pairwise(at))):
-                continue
-            if self.fits(at, limits.m):
-                other = self.charge(at, limits.m, limits.pipelines, bound)
-                best = other if best is None else min(best, other, key=_charged)
+        """Of all cuts that fit, depth first; without those of which a stage alone takes as long as the best one."""
+        m, pipelines, last, at = limits.m, limits.pipelines, self.stages - 1, [0]
+        of = cache(limits.of)
+        fits = cache(lambda k, first, end: self.memory(k, first, end, m) <= self.rooms[k])
+
+        def ends_of(k: int) -> Iterator[int]:
+            return iter(range(at[k] + 1, self.count - last + k + 1) if k < last else (self.count,))
+
+        ends = [ends_of(0)]
+        while ends:
+            k = len(ends) - 1
+            del at[k + 1 :]
+            end = next(ends[k], None)
+            if end is None or (best is not None and of(k, at[k], end) >= best.charged_s):
+                ends.pop()  # A longer stage takes no less.
+            elif fits(k, at[k], end):
+                at.append(end)
+                if k < last:
+                    ends.append(ends_of(k + 1))
+                else:
+                    other = self.charge(tuple(at), m, pipelines, bound)
+                    best = other if best is None else min(best, other, key=_charged)
         return best
 
     def _near(self, best: LayerCut, m: int, pipelines: int) -> LayerCut:
@@ -344,10 +419,20 @@ class DeviceRow:
         late = self._late(done, at, pipelines)
         stage = late.index(max(late))
         path = done.path(stage)
-        share = 2 * (pipelines - 1) / pipelines * 8.0 / self.reduce.rate_bps
-        stages = tuple(zip(path.forward, path.backward, (k == stage for k in range(self.stages)), strict=True))
+        first, end = at[stage : stage + 2]
+        backward, share = list(path.backward), self.share(pipelines)
+        still, own = self.least_reduce_s(pipelines), self.scaled[stage].backward
+        # Of two parts of the tail that are sums over layers, the larger: one layer to reduce, or all without the last.
+        most = share * (self.job.costs.gradients[end] - self.job.costs.gradients[first]) - own[end] + own[first]
+        if pipelines > 1 and self.latency_s + most > still:
+            still = self.latency_s
+            backward[stage] -= 1
+        else:
+            share = 0.0
+        stages = tuple(zip(path.forward, backward, (k == stage for k in range(self.stages)), strict=True))
         found = _Critical(self, stages, path.hops, share)
-        return replace(found, still_s=late[stage] - found.length_s(at))
+        units = (path.forward[k] + path.backward[k] for k in range(self.stages))
+        return replace(found, still_s=still + self.unit_s * sum(units))
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +441,10 @@ class _Critical:
 
     row: DeviceRow
     stages: tuple[tuple[int, int, bool], ...]
-    """By stage: its forward and backward units on the path, and whether the path ends there."""
+    """By stage: its forward and backward units on the path, and whether the path ends there.
+
+    One backward unit less where the path ends: all-reduces begin while the last one runs.
+    """
     hops: tuple[int, ...]
     share: float
     """Seconds of all-reduce per byte of gradients."""
@@ -409,6 +497,10 @@ class _Bounds:
     def __init__(self, row: DeviceRow, m: int, pipelines: int) -> None:
         self.row, self.m, self.pipelines = row, m, pipelines
         self.stages = stages = row.stages
+        self.tail = row.tail_s if len(set(row.speeds)) == 1 else row.least_tail_s
+        """Where speeds differ, a stage that begins a layer later may hide less."""
+        self.first_tail_s = self.tail(0, 0, 1, pipelines)
+        """Of the first stage, to which all goes back."""
         self.way_s = row.least_hop + row.unit_s
         """Of a unit of no layers and its hop."""
         self.total = row.fastest.both[-1] + 2 * stages * row.unit_s + 2 * (stages - 1) * row.least_hop
@@ -430,7 +522,7 @@ class _Bounds:
         turns = (m - 1) // warm
         behind = self.total - ahead - back
         in_turns = ahead + back + behind * (turns + 1) + (m - 1 - turns * warm) * b
-        return max(through, after, in_turns) + max(0.0, row.tail_s(k, first, end, self.pipelines) - back)
+        return max(through, after, in_turns) + max(self.first_tail_s, self.tail(k, first, end, self.pipelines) - back)
 
     def _longest_of(self, k: int, first: int, end: int) -> float:
         both = self.row.scaled[k].both
@@ -480,24 +572,40 @@ class _Bounds:
             first = end
         return tuple(at), worst, more
 
-    def least(self, *, relaxed: bool) -> tuple[tuple[int, ...], float] | None:
-        """The least time that some cut keeps to, by the bounds, and that cut."""
-        return self._least(self.of, self.m, relaxed=relaxed)
+    def least(self, *, relaxed: bool, near: tuple[int, ...] | None = None) -> tuple[tuple[int, ...], float] | None:
+        """The least time that some cut keeps to, by the bounds, and that cut.
+
+        Args:
+            relaxed: Leave out how boundary tensors differ, so that it is a bound.
+            near: A cut that may be the one; of cuts that take as long, another one may be found then.
+        """
+        return self._least(self.of, self.m, relaxed=relaxed, near=near)
 
     def balanced(self) -> tuple[tuple[int, ...], float] | None:
         """The cut whose longest stage is shortest, early stages long first."""
         return self._least(self._longest_of, 1.0, relaxed=False)
 
     def _least(
-        self, cost_of: Callable[[int, int, int], float], share: float, *, relaxed: bool
+        self,
+        cost_of: Callable[[int, int, int], float],
+        share: float,
+        *,
+        relaxed: bool,
+        near: tuple[int, ...] | None = None,
     ) -> tuple[tuple[int, ...], float] | None:
-        best, high, _ = self._longest(cost_of, math.inf, share, relaxed=relaxed)
-        if best is None:
-            return None
+        begin = None
+        if near and all(self.fits(k, x, y, relaxed=relaxed) for k, (x, y) in enumerate(pairwise(near))):
+            best, high = near, max(cost_of(k, x, y) for k, (x, y) in enumerate(pairwise(near)))
+            begin = high * (1 - 2 * CLOSE)
+        else:
+            found, high, _ = self._longest(cost_of, math.inf, share, relaxed=relaxed)
+            if found is None:
+                return None
+            best = found
         low = share * self.row.fastest.both[-1] / self.stages * (1 - CLOSE)
         while high > low * (1 + CLOSE):
             # Most answers are near the mean stage.
-            middle = (3 * low + high) / 4
+            middle, begin = begin or (3 * low + high) / 4, None
             at, worst, more = self._longest(cost_of, middle, share, relaxed=relaxed)
             if at is not None:
                 best, high = at, min(worst, middle)  # they differ by rounding alone where no stage can be shorter

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from chaos_lightning.planning.pipelines.cuts import CLOSE, Cutter
@@ -35,6 +36,8 @@ PROMISING = 12
 """Lengths that first answers are made of at most: those that do most per device."""
 FINE = 2e-3
 """How near first answers are searched, as a share of the time."""
+ROUGH = 1e-4
+"""How near bounds that the best plan does not meet are searched, as a share of the time."""
 COUNTED = 64
 """Devices: for no more than so many the number of pipelines is a dimension of the search."""
 
@@ -120,7 +123,10 @@ class Shapes:
         self.cutter, self.total, self.only = cutter, micro_batches, only
         self._lines: dict[int, _Line | None] = {}
         self.splitter = Splitter(self.time_s, micro_batches, self._guess)
+        self._relaxing = Splitter(lambda p, m, count: cutter.row(p).relaxed_s(m, count), micro_batches, self._guess)
         self._bounds = Splitter(lambda p, m, count: cutter.row(p).bound_s(m, count), micro_batches, self._guess)
+        self._chosen = defaultdict[object, set[int]](set)
+        """By what finds them out: lengths of which some search asked for the capacity; the next one does at once."""
         self.longest = min(cutter.count, longest or LONGEST)
         if not longest and not any(self._line(p) for p in range(1, self.longest + 1)):
             self.longest = cutter.count
@@ -141,10 +147,11 @@ class Shapes:
         points = (1, stages, 3 * stages) if stages > 1 else (1, 2)
         row = self.cutter.row(stages)
         cuts: dict[int, tuple[int, ...]] = {}
+        at: tuple[int, ...] | None = None
         for m in reversed(points):
-            usual = next(iter(cuts.values()), None) or row.quick(min(m, 2 * stages))
-            at = usual if usual and row.fits(usual, m) else row.quick(m)
-            if at:
+            if at is None or not row.fits(at, m):
+                at = row.quick(min(m, 2 * stages))
+            if at is not None and row.fits(at, m):
                 cuts[m] = at
         if not cuts:
             return None
@@ -167,20 +174,29 @@ class Shapes:
 
     def first(self, devices: int) -> PlanShape | None:
         """A good shape at once; None where no pipeline of at most so many devices fits into memory."""
-        lines = {p: x for p in self._lengths(devices) if (x := self._line(p))}
-        if not lines:
+        lengths = self._lengths(devices)
+        shortest = next((line for p in lengths if (line := self._line(p))), None)
+        if shortest is None:
             return None
 
         def filled(time_s: float) -> list[int] | None:
-            caps = {p: c for p, x in lines.items() if (c := min(self.total, x.capacity(time_s)))}
-            dense = sorted(caps, key=lambda p: -caps[p] / p)[:PROMISING]
-            return _fill({p: caps[p] for p in dense}, devices, self.total)
+            def capacity(p: int) -> int:
+                line = self._line(p)
+                return line.capacity(time_s) if line else 0
+
+            def fill(caps: Caps) -> list[int] | None:
+                dense = sorted(caps, key=lambda p: -caps[p] / p)[:PROMISING]
+                return _fill({p: caps[p] for p in dense}, devices, self.total)
+
+            most = {p: self._most(p, time_s, MANY) for p in lengths}
+            found, _, _ = self._looked_up(most, [capacity], fill, self._chosen[None])
+            return found
 
         # All work over all devices; no plan takes less.
         low = self.total * self.cutter.row(1).fastest.both[-1] / devices
         high, best = 1.2 * low, None
         while best is None:
-            if high > self.total * lines[min(lines)].times_s[0] * 2:
+            if high > self.total * shortest.times_s[0] * 2:
                 return None
             best = filled(high)
             low, high = (low, high) if best else (high, 1.3 * high)
@@ -207,15 +223,25 @@ class Shapes:
         best = Filling(first.pairs, first.charged_s, 0.0) if first else None
         return self._shape(devices, self._best(self.splitter, devices, lengths, best))
 
-    def bound_s(self, devices: int, near_s: float = 0.0) -> float:
+    def bound_s(self, devices: int, near_s: float = math.inf) -> float:
         """No step takes less without its commit, whatever the cuts; with pipelines of at most `longest` stages.
 
         Args:
             devices: How many there are.
-            near_s: About what the best shape is charged, if that is known.
+            near_s: What the best shape is charged; a bound beyond it is not looked for.
         """
-        found = self._best(self._bounds, devices, self._lengths(devices), None, near_s)
-        return math.inf if found is None else found.bound_s
+        lengths, splitter = self._lengths(devices), self._bounds
+        if not lengths:
+            return math.inf
+        if math.isinf(near_s):
+            found = self._best(splitter, devices, lengths, None)
+            return math.inf if found is None else found.bound_s
+        near: Filling[int] = Filling((), near_s, 0.0)
+        if devices <= COUNTED:
+            return self._counted(splitter, devices, lengths, near).bound_s
+        few = self._few(splitter, devices, lengths, near_s * (1 - 10 * CLOSE))
+        found = self._relaxed(splitter, devices, lengths, few, near, ROUGH) if few <= devices else None
+        return near_s if found is None else found.bound_s
 
     def _lengths(self, devices: int) -> list[int]:
         return [p for p in range(1, min(self.longest, devices) + 1) if self.only is None or self.only(p)]
@@ -226,10 +252,9 @@ class Shapes:
         devices: int,
         lengths: list[int],
         best: Filling[int] | None,
-        near_s: float = 0.0,
     ) -> Filling[int] | None:
         """The best filling, and a bound of all, by the times of a splitter; None where nothing fits."""
-        best = best or (self._relaxed(splitter, devices, lengths, 1, None, near_s) if lengths else None)
+        best = best or (self._relaxed(splitter, devices, lengths, 1, None) if lengths else None)
         if best is None:
             return None
         if devices <= COUNTED:
@@ -247,47 +272,128 @@ class Shapes:
         lengths: list[int],
         pipelines: int,
         best: Filling[int] | None,
-        near_s: float = 0.0,
+        close: float = CLOSE,
     ) -> Filling[int] | None:
         """The best filling of any number of pipelines that are charged as if they were `pipelines`."""
 
-        def filled(time_s: float) -> Pairs[int] | None:
-            caps = splitter.capacities(lengths, time_s, pipelines)
-            found = _fill(caps, devices, self.total)
-            return None if found is None else [(p, caps[p]) for p in found]
+        def filled(time_s: float) -> tuple[Pairs[int] | None, float]:
+            return self._filled(splitter, lengths, time_s, pipelines, lambda caps: _fill(caps, devices, self.total))
 
-        return splitter.least(lengths, pipelines, filled, best, near_s)
+        return splitter.least(lengths, pipelines, filled, best, close=close)
+
+    def _filled(
+        self,
+        splitter: Splitter[int],
+        lengths: list[int],
+        time_s: float,
+        pipelines: int,
+        fill: Callable[[Caps], list[int] | None],
+    ) -> tuple[Pairs[int] | None, float]:
+        """Pipelines that `fill` chooses by capacities, which are found out only for lengths that it would choose.
+
+        The others are taken to do what `DeviceRow.floor_s` lets them, which is more.
+
+        Returns:
+            The pipelines, or None where `fill` finds none; and the time before which it finds none.
+        """
+        steps = [self._relaxing, splitter]
+        found, caps, steps_of = self._looked_up(
+            {p: self._most(p, time_s, pipelines) for p in lengths},
+            [partial(x.capacity, time_s=time_s, pipelines=pipelines) for x in steps],
+            fill,
+            self._chosen[splitter, pipelines],
+        )
+        if found is not None:
+            return [(p, caps[p]) for p in found], 0.0
+        times_s = [self._floor_s, *(x.time_s for x in steps)]
+        more = (times_s[steps_of[p]](p, caps[p] + 1, pipelines) for p in lengths if caps[p] < self.total)
+        return None, min(more, default=math.inf)
+
+    def _floor_s(self, stages: int, m: int, pipelines: int) -> float:
+        return self.cutter.row(stages).floor_s(m, pipelines)
+
+    def _most(self, stages: int, time_s: float, pipelines: int) -> int:
+        """No more micro-batches does a pipeline do in a time."""
+        return min(self.total, self.cutter.row(stages).most(time_s, pipelines))
+
+    def _looked_up(
+        self,
+        most: Caps,
+        steps: Sequence[Callable[[int], int]],
+        fill: Callable[[Caps], list[int] | None],
+        chosen: set[int],
+    ) -> tuple[list[int] | None, Caps, dict[int, int]]:
+        """What `fill` chooses by capacities that are found out only for lengths which it would choose.
+
+        Args:
+            most: By length: no capacity is larger.
+            steps: Capacities of a length, each at most the one before and dearer to find out; the last one is right.
+            fill: Chooses lengths, or none.
+            chosen: Lengths for which the last step is taken at once; those for which it was taken are added.
+
+        Returns:
+            What was chosen, the capacities, and by length how many steps were taken.
+        """
+        caps, taken = dict(most), dict.fromkeys(most, 0)
+        for p in chosen.intersection(most):
+            caps[p], taken[p] = min(caps[p], steps[-1](p)), len(steps)
+        while True:
+            found = fill({p: c for p, c in caps.items() if c})
+            unknown = [p for p in set(found or ()) if taken[p] < len(steps)]
+            if not unknown:
+                return found, caps, taken
+            for p in unknown:
+                caps[p] = min(caps[p], steps[taken[p]](p))
+                taken[p] += 1
+                if taken[p] == len(steps):
+                    chosen.add(p)
 
     def _proved(self, splitter: Splitter[int], devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
         """Says whether anything better could exist: how few pipelines it would have, and what those can do."""
         limit = best.time_s * (1 - 10 * CLOSE)
-        # Two pipelines of the longest kind do half of the micro-batches each, at least one stage in the mean time.
-        mean_s = self.cutter.row(1).fastest.both[-1] / lengths[-1]
-        few = 3 if self.total / 2 * mean_s > limit else 1
-        while True:
-            more = _fewest(splitter.capacities(lengths, limit, few), devices, self.total)
-            if more <= few:
-                break
-            few = more
+        few = self._few(splitter, devices, lengths, limit)
         if few >= len(best.pairs):
             return replace(best, bound_s=best.time_s)
         low = self._relaxed(splitter, devices, lengths, few, best)
         assert low is not None
         return replace(best, bound_s=low.bound_s if low.bound_s < limit else best.time_s)
 
+    def _few(self, splitter: Splitter[int], devices: int, lengths: list[int], time_s: float) -> int:
+        """How few pipelines at least do all micro-batches in a time, charged for their own number."""
+        # Two pipelines of the longest kind do half of the micro-batches each, at least one stage in the mean time.
+        mean_s = self.cutter.row(1).fastest.both[-1] / lengths[-1]
+        few = 3 if self.total / 2 * mean_s > time_s else 1
+        while few <= devices and (more := self._fewest(splitter, lengths, time_s, few, devices)) > few:
+            few = more
+        return few
+
+    def _fewest(self, splitter: Splitter[int], lengths: list[int], time_s: float, pipelines: int, devices: int) -> int:
+        """No fewer pipelines do all micro-batches in a time; `devices` + 1: no number of them does."""
+        least = devices + 1
+
+        def fill(caps: Caps) -> list[int] | None:
+            nonlocal least
+            least, chosen = _fewest(caps, devices, self.total)
+            return chosen
+
+        self._filled(splitter, lengths, time_s, pipelines, fill)
+        return least
+
     def _counted(self, splitter: Splitter[int], devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
         """The best filling, with the number of pipelines as a dimension of the knapsack."""
         for pipelines in range(1, min(devices, self.total) + 1):
             limit = best.time_s * (1 - 10 * CLOSE)
-            if _fill(splitter.capacities(lengths, limit, pipelines), devices, self.total) is None:
+            some, _ = self._filled(splitter, lengths, limit, pipelines, lambda caps: _fill(caps, devices, self.total))
+            if some is None:
                 break  # More pipelines are charged more.
 
-            def filled(time_s: float, most: int = pipelines) -> Pairs[int] | None:
-                caps = splitter.capacities(lengths, time_s, most)
-                found = _fill_counted(caps, devices, self.total, most)
-                return None if found is None else [(p, caps[p]) for p in found]
+            def filled(time_s: float, most: int = pipelines) -> tuple[Pairs[int] | None, float]:
+                return self._filled(
+                    splitter, lengths, time_s, most, lambda caps: _fill_counted(caps, devices, self.total, most)
+                )
 
-            best = splitter.least(lengths, pipelines, filled, best) or best
+            if filled(limit)[0] is not None:
+                best = splitter.least(lengths, pipelines, filled, best) or best
         return replace(best, bound_s=best.time_s)
 
     def _shape(self, devices: int, filling: Filling[int] | None) -> PlanShape | None:
@@ -371,22 +477,22 @@ def _fill_counted(caps: Caps, devices: int, total: int, most: int) -> list[int] 
     return lengths
 
 
-def _fewest(caps: Caps, devices: int, total: int) -> int:
+def _fewest(caps: Caps, devices: int, total: int) -> tuple[int, list[int] | None]:
     """No fewer pipelines do `total` on `devices`: the linear program over one or two lengths, rounded up.
 
     Returns:
-        `devices` + 1 where no number of them does.
+        Their number and lengths; `devices` + 1 and None where no number of them does.
     """
     items = _useful(caps, devices)
-    best = math.inf
+    best, chosen = math.inf, list[int]()
     for i, (p, c) in enumerate(items):
-        if p * total <= devices * c:
-            best = min(best, total / c)
+        if p * total <= devices * c and total / c < best:
+            best, chosen = total / c, [p]
         for q, d in items[:i]:
             # x of length p and y of length q: c x + d y = total, p x + q y = devices.
             below = c * q - d * p
             if below:
                 x, y = (total * q - d * devices) / below, (c * devices - p * total) / below
-                if x >= 0 and y >= 0:
-                    best = min(best, x + y)
-    return devices + 1 if math.isinf(best) else math.ceil(best - 1e-9)
+                if x >= 0 and y >= 0 and x + y < best:
+                    best, chosen = x + y, [p, q]
+    return (math.ceil(best - 1e-9), chosen) if chosen else (devices + 1, None)

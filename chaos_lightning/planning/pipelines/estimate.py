@@ -2,10 +2,11 @@
 
 Theory of operation. Each pipeline runs its instruction lists (`timing`), with hops over the links between its own
 devices; pipelines that share micro-batches, for these make detours, run together (`lists`). While the last backward
-unit of a stage runs, its gradients become ready layer by layer, the last layer first. A group's all-reduce begins when
-it is ready at all owners. Groups share links, so each owner's own takes its groups in the order in which they became
-ready, and a group ends with the last of its owners; that one owner waits for another is not charged to the groups
-behind it, whose bytes flow meanwhile. A step is committed when the last all-reduce has ended, a contribution has gone
+unit of a stage runs, its gradients become ready layer by layer, the last layer first. The all-reduce of a layer begins
+when it is ready at all its owners; layers with the same owners, a group, follow each other, so that their latency
+counts once. Groups share links, so each owner's own takes its groups in the order in which they became ready, and a
+group ends with the last of its owners; that one owner waits for another is not charged to the groups behind it, whose
+bytes flow meanwhile. A step is committed when the last all-reduce has ended, a contribution has gone
 to the root and the record has come back; then each device runs its optimizer. Pipelines that are alike are run once.
 """
 
@@ -61,9 +62,12 @@ class Reduce:
     end: int
     owners: int
     ready_s: float
-    """When the last owner has it."""
+    """When the last owner has all of it."""
     start_s: float
+    """When its first layer begins at the owner that ends last."""
     end_s: float
+    alone_s: float
+    """Seconds that it takes on its links, once all of it is ready."""
 
 
 def pipeline_times(job: TrainingJob, pipeline: Pipeline) -> PipelineTimes:
@@ -153,30 +157,54 @@ def all_reduces(
         ends: By device: when its last backward unit ends, in seconds.
         groups: Layers and their owners, if they are not to be the plan's groups.
     """
-    c = job.costs
     stage_of = {s.device: s for p in plan.pipelines for s in p.stages if s.device != VACANT}
     hosts = {d.device for d in plan.detours}
     waiting = []
     for group, owners in zip(plan.groups, plan.owners, strict=True) if groups is None else groups:
-        ready = 0.0
+        # By speed: when the last owner has the layer before which nothing is left, were there layers down to 0.
+        through: dict[float, float] = {}
+        kept = 0.0
         for name in owners:
             stage = stage_of.get(name)
             if stage is not None and stage.first <= group.start < stage.end:
-                behind = (c.backward[group.start] - c.backward[stage.first]) / job.by_name[name].speed
-                ready = max(ready, ends.get(name, 0.0) - behind)
+                speed = job.by_name[name].speed
+                done = ends.get(name, 0.0) + job.costs.backward[stage.first] / speed
+                through[speed] = max(through.get(speed, 0.0), done)
             elif name in hosts:  # layers that it keeps, and of which it ran guests
-                ready = max(ready, ends.get(name, 0.0))
-        waiting.append((ready, -group.start, group, owners))
+                kept = max(kept, ends.get(name, 0.0))
+        ready = [_ready_s(job, through, kept, x) for x in (group.start, group.stop - 1)]
+        waiting.append((ready[0], -group.start, ready[1], group, owners, through, kept))
     free: dict[str, float] = {}
     found = []
-    for ready, _, group, owners in sorted(waiting):
-        nbytes = c.gradients[group.stop] - c.gradients[group.start]
-        seconds = reduce_s(nbytes, len(owners), slowest_link(job, owners), job.overheads.hop_s)
-        for name in owners:
-            free[name] = max(ready, free.get(name, 0.0)) + seconds
-        end = max(free[name] for name in owners)
-        found.append(Reduce(group.start, group.stop, len(owners), ready, end - seconds, end))
+    for ready_s, _, first_s, group, owners, through, kept in sorted(waiting, key=lambda x: x[:2]):
+        sent_s, alone_s = _sent_s(job, group, owners, through, kept)
+        ends_of = {name: max(free.get(name, 0.0) + alone_s, sent_s) for name in owners}
+        last = max(owners, key=lambda name: ends_of[name])
+        start_s = max(first_s, free.get(last, 0.0))
+        free |= ends_of
+        found.append(Reduce(group.start, group.stop, len(owners), ready_s, start_s, ends_of[last], alone_s))
     return found
+
+
+def _ready_s(job: TrainingJob, through: Mapping[float, float], kept_s: float, layer: int) -> float:
+    """When all owners have a layer's gradients."""
+    return max([kept_s, *(done - job.costs.backward[layer] / speed for speed, done in through.items())])
+
+
+def _sent_s(
+    job: TrainingJob, group: range, owners: Sequence[str], through: Mapping[float, float], kept_s: float
+) -> tuple[float, float]:
+    """When the all-reduce of a group ends if links are free, and what it takes once everything is ready."""
+    gradients = job.costs.gradients
+    link = slowest_link(job, owners)
+
+    def alone_s(end: int) -> float:
+        return reduce_s(gradients[end] - gradients[group.start], len(owners), link, job.overheads.hop_s)
+
+    whole_s = alone_s(group.stop)
+    if len(owners) < 2:
+        return _ready_s(job, through, kept_s, group.start), whole_s
+    return max(_ready_s(job, through, kept_s, x) + alone_s(x + 1) for x in group), whole_s
 
 
 def slowest_link(job: TrainingJob, owners: Sequence[str]) -> LinkRate:

@@ -1,56 +1,34 @@
 """The plan for a fleet: at once a good one, then the best; with what it costs and how sure that is.
 
-Theory of operation. For devices of one kind `equal` finds the shape, and what is left is who gets which place.
-Pipelines, longest first, are put on the host on which they leave least room; those that no host has room for take what
-is left, host by host. So most hops stay within a host. Then each layer whose owners would all be lost with one host is
-given an owner elsewhere, by exchanging two devices, where that makes no step longer; where it would,
-`PlannedPipelines.shared_fate` says what the cheapest exchange costs. Devices or links that are not alike are searched
-(`unequal`).
-
-`Prepared` holds plans for losses that have not happened: of any 1 to k devices, and of any one host; one for each way
-in which a loss can matter, which for devices of one kind is their number. It has no clock: whoever has time left lets
-it prepare the next one, and asks what there is when devices are lost.
+Theory of operation. For devices of one kind `equal` finds the shape, `places` says who gets which place, and the whole
+is simulated. Devices or links that are not alike are searched (`unequal`). Where no plan fits, `shortage` says why.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 
 from chaos_lightning.planning.pipelines.cuts import Cutter
 from chaos_lightning.planning.pipelines.equal import PlanShape, Shapes
 from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
-from chaos_lightning.planning.pipelines.job import Device, JobError, LinkRate, TrainingJob, stage_memory
-from chaos_lightning.planning.pipelines.moves import renamed
-from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
+from chaos_lightning.planning.pipelines.job import JobError, LinkRate, TrainingJob
+from chaos_lightning.planning.pipelines.places import SharedFate, on_one_host, place, spread
+from chaos_lightning.planning.pipelines.plan import PipelinePlan
+from chaos_lightning.planning.pipelines.shortage import nearest
 from chaos_lightning.planning.pipelines.unequal import Mixed
 
-EXCHANGES = 200
-"""Exchanges of two devices that are tried for the sake of owners on several hosts."""
 NEAR = 0.01
 """Where a step takes no more than this share above what was charged, no other shapes are looked at."""
 SAME = 1e-9
 """Steps that differ by no more than this share are equal."""
-GIB = 1 << 30
 
 
 class NoPlanError(JobError):
     """No plan fits; says which one comes closest and what is missing where."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedFate:
-    """Layers whose owners would all be lost with one host."""
-
-    first: int
-    end: int
-    host: str
-    cost_s: float
-    """By which the cheapest exchange of two devices that mends it makes a step longer; infinite: none does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +163,7 @@ class Planner:
                 best = seated if best is None else min(best, seated, key=lambda x: x.estimate.step_s)
         if best is None:
             return None
-        near_s = shape.charged_s if shape else 0.0
+        near_s = shape.charged_s if shape else math.inf
         bound_s = self._bounds.bound_s(len(names), near_s) + best.estimate.commit_s
         gap = max(0.0, 1 - bound_s / best.estimate.step_s)
         exact = gap <= SAME
@@ -229,7 +207,7 @@ class Planner:
             other = estimate(job, packed)
             if other.step_s < cost.step_s * (1 - SAME):
                 plan, cost = packed, other
-                fates = tuple(SharedFate(g.start, g.stop, h, math.inf) for g, h in _fates(job, plan))
+                fates = tuple(SharedFate(g.start, g.stop, h, math.inf) for g, h in on_one_host(job, plan))
         work_s = job.micro_batches * shapes.cutter.row(1).fastest.both[-1] / len(job.devices)
         gap = 1 - work_s / cost.step_s
         why = f"{_rows(plan)}; a first answer, {_at_most(gap)}"
@@ -260,281 +238,3 @@ def _words(counts: Counter[tuple[int, int]], idle: int) -> str:
 
 def _many(count: int, word: str, more: str = "s") -> str:
     return f"{count} {word}{more if count != 1 else ''}"
-
-
-# ------------------------------------------------------------------------------------------------ places
-
-
-def place(job: TrainingJob, shapes: Shapes, shape: PlanShape, *, packed: bool = False) -> PipelinePlan:
-    """Gives each place of a shape a device of the job.
-
-    Args:
-        job: The job; its devices get places.
-        shapes: What the shape was found by; it cuts the layers.
-        shape: How many pipelines of which length.
-        packed: On few hosts, rather than so that no host is left with room for no pipeline.
-    """
-    free: dict[str, list[str]] = defaultdict(list)
-    for d in sorted(job.devices, key=lambda d: (d.place, d.name)):
-        free[d.place].append(d.name)
-    if packed:
-        free = dict(sorted(free.items(), key=lambda x: (-len(x[1]), x[0])))
-    pipelines = []
-    for row in shape.rows:
-        cut = shapes.cutter.best(row.stages, row.micro_batches, shape.pipelines)
-        assert cut is not None
-        for _ in range(row.times):
-            names = _take(free, row.stages, packed)
-            stages = tuple(PlanStage(n, x, y) for n, x, y in zip(names, cut.at, cut.at[1:], strict=False))
-            pipelines.append(Pipeline(stages, row.micro_batches))
-    idle = tuple(sorted(n for names in free.values() for n in names))
-    extra = job.memory.in_flight_extra
-    return PipelinePlan(job.costs.count, tuple(pipelines), idle=idle, in_flight_extra=extra)
-
-
-def _take(free: dict[str, list[str]], count: int, packed: bool) -> list[str]:
-    """Devices for one pipeline: of the host on which it leaves least room, or else of the emptiest hosts.
-
-    If `packed`, of the first one in order that has room.
-    """
-    roomy = [host for host, names in free.items() if len(names) >= count]
-    roomy = roomy[:1] if packed else roomy
-    taken: list[str] = []
-    while len(taken) < count:
-        host = min(roomy, key=lambda h: (len(free[h]), h)) if roomy else max(free, key=lambda h: (len(free[h]), h))
-        need = count - len(taken)
-        taken += free[host][:need]
-        free[host] = free[host][need:]
-        if not free[host]:
-            del free[host]
-    return taken
-
-
-def spread(job: TrainingJob, plan: PipelinePlan) -> tuple[PipelinePlan, tuple[SharedFate, ...]]:
-    """Gives layers whose owners are all on one host an owner elsewhere, where no step gets longer by it.
-
-    Returns:
-        The plan, and what could not be mended for nothing. Plans of one pipeline have one owner for each layer anyhow.
-    """
-    if len(plan.pipelines) < 2 or len({d.place for d in job.devices}) < 2:
-        return plan, ()
-    step_s, tries, fates = estimate(job, plan).step_s, EXCHANGES, []
-    for group in _together(job, plan):
-        cheapest = math.inf
-        if not any(g.start == group.start for g in _together(job, plan)):
-            continue  # An exchange for an earlier group mended it.
-        owners = plan.owners[plan.groups.index(group)]
-        host = job.by_name[owners[0]].place
-        for other in islice(_exchanged(job, plan, owners, host), max(0, tries)):
-            tries -= 1
-            if any(g.start == group.start for g in _together(job, other)):
-                continue
-            cost = estimate(job, other).step_s - step_s
-            cheapest = min(cheapest, cost)
-            if cost <= 1e-9 * step_s and len(_together(job, other)) < len(_together(job, plan)):
-                plan = other
-                break
-        else:
-            fates.append(SharedFate(group.start, group.stop, host, cheapest))
-    return plan, tuple(fates)
-
-
-def _together(job: TrainingJob, plan: PipelinePlan) -> list[range]:
-    """Groups of layers with owners on one host alone."""
-    return [group for group, _ in _fates(job, plan)]
-
-
-def _fates(job: TrainingJob, plan: PipelinePlan) -> list[tuple[range, str]]:
-    """The same with their hosts."""
-    found = []
-    for group, owners in zip(plan.groups, plan.owners, strict=True):
-        hosts = {job.by_name[n].place for n in owners}
-        if len(hosts) == 1:
-            found.append((group, next(iter(hosts))))
-    return found
-
-
-def _exchanged(job: TrainingJob, plan: PipelinePlan, owners: Sequence[str], host: str) -> Iterator[PipelinePlan]:
-    """Plans in which one of these owners changes places with a device of another host."""
-    others = [n for n in (*plan.idle, *plan.stages) if job.by_name[n].place != host]
-    names = {n: n for n in plan.devices}
-    for a in owners:
-        for b in others:
-            if job.by_name[a].kind == job.by_name[b].kind:
-                yield renamed(plan, names | {a: b, b: a})
-
-
-# ------------------------------------------------------------------------------------------------ why none fits
-
-
-def nearest(job: TrainingJob) -> str:
-    """Why no plan fits: the layer that fits on no device, or the plan that comes closest and what it lacks."""
-    roomy = max(job.devices, key=lambda d: d.memory_nbytes)
-    for i, layer in enumerate(job.layers):
-        use = stage_memory(job, i, i + 1, 1, 1).nbytes
-        if use > roomy.memory_nbytes:
-            return (
-                f"layer {i} ({layer.name!r}) fits on no device: alone with one micro-batch it needs "
-                f"{use / GIB:.2f} GiB, {use - roomy.memory_nbytes} bytes more than {roomy.name!r} has, which has most; "
-                "give devices more memory, or cut the layer in two"
-            )
-    devices = sorted(job.devices, key=lambda d: (-d.memory_nbytes, d.name))[: job.costs.count]
-    at, short = _tightest(job, devices)
-    k = max(range(len(devices)), key=lambda i: short[i])
-    return (
-        f"no plan fits {len(job.devices)} devices and {job.micro_batches} micro-batches of {job.costs.count} layers; "
-        f"the closest is one pipeline of {len(devices)} stages, whose stage {k} (layers {at[k]} to {at[k + 1]}, on "
-        f"{devices[k].name!r}) lacks {short[k]} bytes; give devices more memory, add devices, or make micro-batches "
-        "smaller"
-    )
-
-
-def _tightest(job: TrainingJob, devices: Sequence[Device]) -> tuple[list[int], list[int]]:
-    """One pipeline that lacks least where it lacks most, for all micro-batches: its cut, and what each stage lacks."""
-    count, stages, m = job.costs.count, len(devices), job.micro_batches
-    extra = job.memory.in_flight_extra
-
-    def lack(k: int, first: int, end: int) -> int:
-        flight = min(stages - k + extra, m)
-        return stage_memory(job, first, end, flight, m).nbytes - devices[k].memory_nbytes
-
-    # best[end]: (the most that any stage so far lacks, where the last one begins)
-    best: list[dict[int, tuple[int, int]]] = [{0: (-(1 << 62), 0)}]
-    for k in range(stages):
-        row: dict[int, tuple[int, int]] = {}
-        for end in range(k + 1, count - (stages - 1 - k) + 1):
-            row[end] = min(
-                (max(worst, lack(k, first, end)), first) for first, (worst, _) in best[-1].items() if first < end
-            )
-        best.append(row)
-    at = [count]
-    for k in range(stages, 0, -1):
-        at.insert(0, best[k][at[0]][1])
-    return at, [lack(k, at[k], at[k + 1]) for k in range(stages)]
-
-
-# ------------------------------------------------------------------------------------------------ plans ahead
-
-
-Composition = tuple[tuple[float, int], ...]
-"""Kinds of the devices of a host, sorted."""
-Left = tuple[Composition, ...] | frozenset[str]
-"""What a plan depends on: the hosts that are left, by what is on them; with links of their own, the very devices."""
-
-
-class Prepared:
-    """Plans for losses that have not happened.
-
-    Args:
-        job: The job and its whole fleet.
-        losses: Plans are prepared for the loss of any 1 to so many devices, and of any one host.
-        most: Plans that are kept at most; those for the largest losses are left out.
-    """
-
-    def __init__(self, job: TrainingJob, losses: int = 8, most: int = 64) -> None:
-        self.planner, self.losses, self.most = Planner(job), losses, most
-        self._plans: dict[Left, PlannedPipelines | NoPlanError] = {}
-
-    def fleet(self, job: TrainingJob) -> None:
-        """Devices came or went: plans for what can no longer be left soon are dropped."""
-        if job.layers != self.planner.job.layers:
-            self._plans = {}
-        self.planner = Planner(job)
-        wanted = [key for key, _ in self._wanted()]
-        self._plans = {key: self._plans[key] for key in wanted if key in self._plans}
-
-    def prepare_next(self) -> int | None:
-        """Prepares the most urgent plan that is missing.
-
-        Returns:
-            How many devices would be left; None: all plans are there.
-        """
-        for key, names in self._wanted():
-            if key not in self._plans:
-                try:
-                    self._plans[key] = self.planner.exact(names)
-                except NoPlanError as error:
-                    self._plans[key] = error
-                return len(names)
-        return None
-
-    def after(self, lost: Collection[str]) -> tuple[PlannedPipelines, bool]:
-        """The plan after a loss.
-
-        Args:
-            lost: Names of devices; those that are not there do not count.
-
-        Returns:
-            The plan, and whether it was prepared (the best one) or made now (a good one).
-
-        Raises:
-            NoPlanError: None fits what is left.
-        """
-        names = [n for n in sorted(self.planner.job.by_name) if n not in set(lost)]
-        found = self._plans.get(self._key(names)) if names else None
-        if isinstance(found, NoPlanError):
-            raise found
-        if found is None:
-            return self.planner.first(names), False
-        return self._onto(found, names), True
-
-    def _hosts(self, names: Collection[str]) -> list[tuple[Composition, list[str]]]:
-        """By host, the largest first: what is on it, and its devices in the order of their kinds."""
-        by_name = self.planner.job.by_name
-        hosts: dict[str, list[str]] = defaultdict(list)
-        for n in sorted(names, key=lambda n: (by_name[n].kind, n)):
-            hosts[by_name[n].place].append(n)
-        rows = [(tuple(by_name[n].kind for n in found), found) for found in hosts.values()]
-        return sorted(rows, key=lambda row: (-len(row[0]), row))
-
-    def _key(self, names: Collection[str]) -> Left:
-        if self.planner.job.links:
-            return frozenset(names)
-        return tuple(composition for composition, _ in self._hosts(names))
-
-    def _wanted(self) -> Iterator[tuple[Left, tuple[str, ...]]]:
-        """What may be left, the smallest losses first, with one host's after single devices'."""
-        there = tuple(sorted(self.planner.job.by_name))
-        seen = {self._key(there)}
-        level, found = [there], 0
-        for k in range(self.losses):
-            fewer = []
-            for names in level:
-                for left in self._less_one(names):
-                    key = self._key(left) if left else None
-                    if key is not None and key not in seen and found < self.most:
-                        seen.add(key)
-                        found += 1
-                        fewer.append(left)
-                        yield key, left
-            if k == 0:
-                for _, host in self._hosts(there):
-                    left = tuple(n for n in there if n not in host)
-                    key = self._key(left) if left else None
-                    if key is not None and key not in seen and found < self.most:
-                        seen.add(key)
-                        found += 1
-                        yield key, left
-            level = fewer
-
-    def _less_one(self, names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-        """Without one device, once for each way in which that makes a difference."""
-        by_name, seen = self.planner.job.by_name, set()
-        for composition, host in self._hosts(names):
-            for n in reversed(host):
-                way = n if self.planner.job.links else (composition, by_name[n].kind)
-                if way not in seen:
-                    seen.add(way)
-                    yield tuple(x for x in names if x != n)
-
-    def _onto(self, planned: PlannedPipelines, names: Collection[str]) -> PlannedPipelines:
-        """The same plan on hosts that have the same devices on them."""
-        job = self.planner.job
-        old, new = self._hosts(planned.plan.devices), self._hosts(names)
-        pairs = zip((n for _, host in old for n in host), (n for _, host in new for n in host), strict=True)
-        seats = dict(pairs)
-        if all(a == b for a, b in seats.items()):
-            return planned
-        there = job.with_devices([job.by_name[n] for n in sorted(names)])
-        plan = renamed(planned.plan, seats)
-        return replace(planned, plan=plan, estimate=estimate(there, plan))

@@ -67,7 +67,7 @@ def vertices(
                 tuple(sorted(before.layers + layers)),
                 who,
                 max(before.ready_s, r.ready_s),
-                before.seconds + r.end_s - r.start_s,
+                before.seconds + r.alone_s,
             )
     return list(found.values())
 

@@ -88,10 +88,11 @@ class Splitter(Generic[Kind]):
         """
         kinds, count = list(dict.fromkeys(pipelines)), len(pipelines)
 
-        def filled(time_s: float) -> Pairs[Kind] | None:
+        def filled(time_s: float) -> tuple[Pairs[Kind] | None, float]:
             caps = self.capacities(kinds, time_s, count)
             pairs = [(k, caps[k]) for k in pipelines if k in caps]
-            return pairs if sum(m for _, m in pairs) >= self.total else None
+            enough = sum(m for _, m in pairs) >= self.total
+            return (pairs, math.inf) if enough else (None, self.next_s(kinds, time_s, count))
 
         return self.least(kinds, count, filled, near_s=near_s)
 
@@ -99,18 +100,21 @@ class Splitter(Generic[Kind]):
         self,
         kinds: Collection[Kind],
         pipelines: int,
-        filled: Callable[[float], Pairs[Kind] | None],
+        filled: Callable[[float], tuple[Pairs[Kind] | None, float]],
         best: Filling[Kind] | None = None,
         near_s: float = 0.0,
+        close: float = CLOSE,
     ) -> Filling[Kind] | None:
         """The least time in which `filled` finds room for all micro-batches, with times as of `pipelines`.
 
         Args:
             kinds: All kinds that `filled` uses.
             pipelines: How many the all-reduce is charged for in the search; what is found, for its own number.
-            filled: Pipelines that together do at least all micro-batches in a time; None: there are none.
+            filled: Pipelines that together do at least all micro-batches in a time, or None where there are none; and
+                the time before which there are none.
             best: What is known already; only what is better is searched. None: any.
             near_s: Where to begin if nothing is known; 0: at the shortest time of one micro-batch.
+            close: The bound may be below what was found by this share of it.
 
         Returns:
             The better one of `best` and what was found; its bound is that of the search. None where there is nothing.
@@ -121,18 +125,21 @@ class Splitter(Generic[Kind]):
             if math.isinf(time_s):
                 return None
             grow = 1.02 if near_s else 1.5
-            while (pairs := filled(time_s)) is None:
-                low = self.next_s(kinds, time_s, pipelines)
-                if math.isinf(low):
+            while True:
+                pairs, more_s = filled(time_s)
+                if pairs is not None:
+                    break
+                if math.isinf(more_s):
                     return None
+                low = more_s
                 time_s, grow = max(low, grow * time_s), grow**2
             best, high = self._trimmed(pairs, pipelines)
-        while low < high * (1 - 4 * CLOSE):
+        while low < high * (1 - 4 * close):
             # The answer is `low` or above, and `high` or below.
             middle = (low + high) / 2 if low else 0.97 * high
-            pairs = filled(middle)
+            pairs, more_s = filled(middle)
             if pairs is None:
-                low = max(middle, self.next_s(kinds, middle, pipelines))
+                low = max(middle, more_s)
                 continue
             found, time_s = self._trimmed(pairs, pipelines)
             high = min(middle, time_s)

@@ -9,13 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner import enumerated_s, enumerated_unequal_s, small_fleet, small_job
-from chaos_lightning.planning.pipelines.cuts import Cutter
+from benchmarks.planner import enumerated_s, enumerated_unequal_s, small_fleet, small_hosts, small_job
+from chaos_lightning.planning.pipelines.cuts import Cutter, DeviceRow, LayerCut
 from chaos_lightning.planning.pipelines.equal import Shapes
 from chaos_lightning.planning.pipelines.estimate import estimate
+from chaos_lightning.planning.pipelines.files import find_job
 from chaos_lightning.planning.pipelines.job import Device, LinkRate, NamedLink, TrainingJob
+from chaos_lightning.planning.pipelines.places import spread
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
-from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner, Prepared, spread
+from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
+from chaos_lightning.planning.pipelines.prepared import Prepared
 from chaos_lightning.planning.pipelines.split import Splitter
 from chaos_lightning.planning.pipelines.unequal import Mixed
 
@@ -38,6 +41,60 @@ def plan_of(planner: Planner) -> PipelinePlan | None:
         return planner.exact().plan
     except NoPlanError:
         return None
+
+
+@MANY
+@given(seeds, st.integers(1, 4), st.integers(2, 4), st.booleans())
+def test_what_is_charged_is_simulated_where_all_are_cut_alike_and_else_a_bound(
+    seed: int, stages: int, pipelines: int, alike: bool
+) -> None:
+    draw = Random(seed)
+    job = small_job(draw, draw.randint(4, 8), 16, 4 * pipelines)
+    # Each runs its optimizer when all are through: one that is as long everywhere is charged as it is simulated.
+    job = replace(job, layers=tuple(replace(x, optimizer_s=0.0) for x in job.layers), between_hosts=job.within_host)
+    lengths = [stages if alike else draw.randint(1, 4) for _ in range(pipelines)]
+    cuts = [(0, *sorted(draw.sample(range(1, job.costs.count), p - 1)), job.costs.count) for p in lengths]
+    cuts = [cuts[0]] * pipelines if alike else cuts
+    names, rows = iter(sorted(job.by_name)), []
+    for at in cuts:
+        rows.append(Pipeline(tuple(PlanStage(next(names), x, y) for x, y in pairwise(at)), 4))
+    plan = PipelinePlan(job.costs.count, tuple(rows), idle=tuple(names), in_flight_extra=job.memory.in_flight_extra)
+    cutter = cutter_of(job)
+    charged_s = max(cutter.row(len(at) - 1).charge(at, 4, pipelines).charged_s for at in cuts)
+    simulated = estimate(job, plan)
+    if alike:
+        assert charged_s == pytest.approx(simulated.reduced_s, rel=1e-12)
+    assert charged_s <= simulated.reduced_s * (1 + 1e-12)
+    for at in cuts:
+        row = cutter.row(len(at) - 1)
+        assert row.floor_s(4, pipelines) <= row.relaxed_s(4, pipelines) * (1 + 1e-12)
+        if row.fits(at, 4):
+            assert row.relaxed_s(4, pipelines) <= row.bound_s(4, pipelines) * (1 + 1e-12)
+            assert row.bound_s(4, pipelines) <= simulated.reduced_s * (1 + 1e-12)
+
+
+@MANY
+@given(seeds, st.integers(1, 6), st.integers(1, 3), st.floats(0.5, 40))
+def test_a_pipeline_does_no_more_than_its_floor_lets_it(seed: int, stages: int, pipelines: int, time_s: float) -> None:
+    row = cutter_of(job_of(seed)).row(stages)
+    most = row.most(time_s, pipelines)
+    assert row.floor_s(most + 1, pipelines) > time_s
+    if most:
+        assert row.floor_s(most, pipelines) <= time_s * (1 + 1e-9)
+
+
+def test_lengths_that_no_plan_takes_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched, search = [], DeviceRow._search
+
+    def counted(row: DeviceRow, m: int, pipelines: int) -> LayerCut | None:
+        searched.append((row.stages, m, pipelines))
+        return search(row, m, pipelines)
+
+    monkeypatch.setattr(DeviceRow, "_search", counted)
+    planned = Planner(find_job("examples/plans/llama7b.yaml", 64)).exact()
+    assert planned.gap < 0.01
+    assert max(len(p.stages) for p in planned.plan.pipelines) < 8
+    assert 0 < len(searched) < 200  # of more than 1,000 lengths and numbers
 
 
 # ------------------------------------------------------------------------------------------------ cuts
@@ -230,7 +287,7 @@ def test_few_roomy_devices_among_many_small_ones_are_found() -> None:
 
 
 def test_a_host_that_many_layers_share_is_told_when_the_tries_are_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.planning.pipelines.planner.EXCHANGES", 0)
+    monkeypatch.setattr("chaos_lightning.planning.pipelines.places.EXCHANGES", 0)
     job = small_job(Random(5), 4, 6, 8)
     fleet = tuple(Device(name=f"d{i}", memory_nbytes=10**9, host="far" if i == 5 else "near") for i in range(6))
     job = replace(job, devices=fleet)
@@ -239,6 +296,17 @@ def test_a_host_that_many_layers_share_is_told_when_the_tries_are_spent(monkeypa
     same, fates = spread(job, plan)
     assert same == plan
     assert [(x.first, x.end, x.host, x.cost_s) for x in fates] == [(0, 2, "near", math.inf), (2, 4, "near", math.inf)]
+
+
+@MANY
+@given(seeds)
+def test_what_an_exchange_of_devices_costs_is_never_negative(seed: int) -> None:
+    planned = Planner(small_hosts(Random(seed)))
+    try:
+        fates = planned.exact().shared_fate
+    except NoPlanError:
+        return
+    assert all(x.cost_s > 0 for x in fates)
 
 
 def test_owners_of_a_layer_are_on_different_hosts() -> None:

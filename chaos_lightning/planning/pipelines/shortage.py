@@ -1,0 +1,55 @@
+"""Why no plan fits: the layer that fits on no device, or the pipeline that comes closest and what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chaos_lightning.planning.pipelines.job import Device, TrainingJob, stage_memory
+
+GIB = 1 << 30
+
+
+def nearest(job: TrainingJob) -> str:
+    """Why no plan fits: the layer that fits on no device, or the plan that comes closest and what it lacks."""
+    roomy = max(job.devices, key=lambda d: d.memory_nbytes)
+    for i, layer in enumerate(job.layers):
+        use = stage_memory(job, i, i + 1, 1, 1).nbytes
+        if use > roomy.memory_nbytes:
+            return (
+                f"layer {i} ({layer.name!r}) fits on no device: alone with one micro-batch it needs "
+                f"{use / GIB:.2f} GiB, {use - roomy.memory_nbytes} bytes more than {roomy.name!r} has, which has most; "
+                "give devices more memory, or cut the layer in two"
+            )
+    devices = sorted(job.devices, key=lambda d: (-d.memory_nbytes, d.name))[: job.costs.count]
+    at, short = _tightest(job, devices)
+    k = max(range(len(devices)), key=lambda i: short[i])
+    return (
+        f"no plan fits {len(job.devices)} devices and {job.micro_batches} micro-batches of {job.costs.count} layers; "
+        f"the closest is one pipeline of {len(devices)} stages, whose stage {k} (layers {at[k]} to {at[k + 1]}, on "
+        f"{devices[k].name!r}) lacks {short[k]} bytes; give devices more memory, add devices, or make micro-batches "
+        "smaller"
+    )
+
+
+def _tightest(job: TrainingJob, devices: Sequence[Device]) -> tuple[list[int], list[int]]:
+    """One pipeline that lacks least where it lacks most, for all micro-batches: its cut, and what each stage lacks."""
+    count, stages, m = job.costs.count, len(devices), job.micro_batches
+    extra = job.memory.in_flight_extra
+
+    def lack(k: int, first: int, end: int) -> int:
+        flight = min(stages - k + extra, m)
+        return stage_memory(job, first, end, flight, m).nbytes - devices[k].memory_nbytes
+
+    # best[end]: (the most that any stage so far lacks, where the last one begins)
+    best: list[dict[int, tuple[int, int]]] = [{0: (-(1 << 62), 0)}]
+    for k in range(stages):
+        row: dict[int, tuple[int, int]] = {}
+        for end in range(k + 1, count - (stages - 1 - k) + 1):
+            row[end] = min(
+                (max(worst, lack(k, first, end)), first) for first, (worst, _) in best[-1].items() if first < end
+            )
+        best.append(row)
+    at = [count]
+    for k in range(stages, 0, -1):
+        at.insert(0, best[k][at[0]][1])
+    return at, [lack(k, at[k], at[k + 1]) for k in range(stages)]
