@@ -103,6 +103,8 @@ class _Line(NamedTuple):
         return min(self.most, at[i] + int((time_s - t[i]) / slope))
 
 
+Steps = tuple[Splitter[int], ...]
+"""Each takes times that are no less than those of the one before, and dearer to find out; the last one's are right."""
 Caps = dict[int, int]
 """By length: micro-batches that a pipeline does in some time; lengths that do none are left out."""
 
@@ -122,11 +124,11 @@ class Shapes:
     ) -> None:
         self.cutter, self.total, self.only = cutter, micro_batches, only
         self._lines: dict[int, _Line | None] = {}
-        self.splitter = Splitter(self.time_s, micro_batches, self._guess)
-        self._relaxing = Splitter(lambda p, m, count: cutter.row(p).relaxed_s(m, count), micro_batches, self._guess)
-        self._bounds = Splitter(lambda p, m, count: cutter.row(p).bound_s(m, count), micro_batches, self._guess)
-        self._chosen = defaultdict[object, set[int]](set)
-        """By what finds them out: lengths of which some search asked for the capacity; the next one does at once."""
+        self._exact = self._by_steps(self.time_s)
+        self._bounds = self._by_steps(lambda p, m, count: cutter.row(p).bound_s(m, count))
+        self.splitter = self._exact[-1]
+        self._asked = defaultdict[object, dict[int, int]](dict)
+        """By search: by length: how many steps were taken to find out its capacity."""
         self.longest = min(cutter.count, longest or LONGEST)
         if not longest and not any(self._line(p) for p in range(1, self.longest + 1)):
             self.longest = cutter.count
@@ -161,6 +163,15 @@ class Shapes:
         times = tuple(row.charge(at, m, MANY).charged_s for m, at in sorted(cuts.items()))
         return _Line(tuple(sorted(cuts)), times, row.most_micro_batches(cuts[last], self.total))
 
+    def _by_steps(self, time_s: Callable[[int, int, int], float]) -> Steps:
+        """For lengths of which all cuts are tried, by a bound first."""
+
+        def least_s(p: int, m: int, pipelines: int) -> float:
+            row = self.cutter.row(p)
+            return row.relaxed_s(m, pipelines) if row.few(m) else time_s(p, m, pipelines)
+
+        return Splitter(least_s, self.total, self._guess), Splitter(time_s, self.total, self._guess)
+
     def _guess(self, stages: int, time_s: float) -> int:
         line = self._line(stages)
         return line.capacity(time_s) if line else 1
@@ -189,7 +200,7 @@ class Shapes:
                 return _fill({p: caps[p] for p in dense}, devices, self.total)
 
             most = {p: self._most(p, time_s, MANY) for p in lengths}
-            found, _, _ = self._looked_up(most, [capacity], fill, self._chosen[None])
+            found, _, _ = self._looked_up(most, [capacity], fill, self._asked[None])
             return found
 
         # All work over all devices; no plan takes less.
@@ -221,7 +232,7 @@ class Shapes:
         """The best shape; None where no pipeline of at most so many devices fits into memory."""
         lengths, first = self._lengths(devices), self.first(devices)
         best = Filling(first.pairs, first.charged_s, 0.0) if first else None
-        return self._shape(devices, self._best(self.splitter, devices, lengths, best))
+        return self._shape(devices, self._best(self._exact, devices, lengths, best))
 
     def bound_s(self, devices: int, near_s: float = math.inf) -> float:
         """No step takes less without its commit, whatever the cuts; with pipelines of at most `longest` stages.
@@ -230,17 +241,17 @@ class Shapes:
             devices: How many there are.
             near_s: What the best shape is charged; a bound beyond it is not looked for.
         """
-        lengths, splitter = self._lengths(devices), self._bounds
+        lengths, steps = self._lengths(devices), self._bounds
         if not lengths:
             return math.inf
         if math.isinf(near_s):
-            found = self._best(splitter, devices, lengths, None)
+            found = self._best(steps, devices, lengths, None)
             return math.inf if found is None else found.bound_s
         near: Filling[int] = Filling((), near_s, 0.0)
         if devices <= COUNTED:
-            return self._counted(splitter, devices, lengths, near).bound_s
-        few = self._few(splitter, devices, lengths, near_s * (1 - 10 * CLOSE))
-        found = self._relaxed(splitter, devices, lengths, few, near, ROUGH) if few <= devices else None
+            return self._counted(steps, devices, lengths, near).bound_s
+        few = self._few(steps, devices, lengths, near_s * (1 - 10 * CLOSE))
+        found = self._relaxed(steps, devices, lengths, few, near, ROUGH) if few <= devices else None
         return near_s if found is None else found.bound_s
 
     def _lengths(self, devices: int) -> list[int]:
@@ -248,26 +259,26 @@ class Shapes:
 
     def _best(
         self,
-        splitter: Splitter[int],
+        steps: Steps,
         devices: int,
         lengths: list[int],
         best: Filling[int] | None,
     ) -> Filling[int] | None:
-        """The best filling, and a bound of all, by the times of a splitter; None where nothing fits."""
-        best = best or (self._relaxed(splitter, devices, lengths, 1, None) if lengths else None)
+        """The best filling, and a bound of all, by the times of the last step; None where nothing fits."""
+        best = best or (self._relaxed(steps, devices, lengths, 1, None) if lengths else None)
         if best is None:
             return None
         if devices <= COUNTED:
-            return self._counted(splitter, devices, lengths, best)
+            return self._counted(steps, devices, lengths, best)
         tried: set[int] = set()
         while len(best.pairs) not in tried:
             tried.add(len(best.pairs))
-            best = self._relaxed(splitter, devices, lengths, len(best.pairs), best) or best
-        return self._proved(splitter, devices, lengths, best)
+            best = self._relaxed(steps, devices, lengths, len(best.pairs), best) or best
+        return self._proved(steps, devices, lengths, best)
 
     def _relaxed(
         self,
-        splitter: Splitter[int],
+        steps: Steps,
         devices: int,
         lengths: list[int],
         pipelines: int,
@@ -277,13 +288,13 @@ class Shapes:
         """The best filling of any number of pipelines that are charged as if they were `pipelines`."""
 
         def filled(time_s: float) -> tuple[Pairs[int] | None, float]:
-            return self._filled(splitter, lengths, time_s, pipelines, lambda caps: _fill(caps, devices, self.total))
+            return self._filled(steps, lengths, time_s, pipelines, lambda caps: _fill(caps, devices, self.total))
 
-        return splitter.least(lengths, pipelines, filled, best, close=close)
+        return steps[-1].least(lengths, pipelines, filled, best, close=close)
 
     def _filled(
         self,
-        splitter: Splitter[int],
+        steps: Steps,
         lengths: list[int],
         time_s: float,
         pipelines: int,
@@ -296,12 +307,11 @@ class Shapes:
         Returns:
             The pipelines, or None where `fill` finds none; and the time before which it finds none.
         """
-        steps = [self._relaxing, splitter]
         found, caps, steps_of = self._looked_up(
             {p: self._most(p, time_s, pipelines) for p in lengths},
             [partial(x.capacity, time_s=time_s, pipelines=pipelines) for x in steps],
             fill,
-            self._chosen[splitter, pipelines],
+            self._asked[steps, pipelines],
         )
         if found is not None:
             return [(p, caps[p]) for p in found], 0.0
@@ -321,7 +331,7 @@ class Shapes:
         most: Caps,
         steps: Sequence[Callable[[int], int]],
         fill: Callable[[Caps], list[int] | None],
-        chosen: set[int],
+        asked: dict[int, int],
     ) -> tuple[list[int] | None, Caps, dict[int, int]]:
         """What `fill` chooses by capacities that are found out only for lengths which it would choose.
 
@@ -329,45 +339,44 @@ class Shapes:
             most: By length: no capacity is larger.
             steps: Capacities of a length, each at most the one before and dearer to find out; the last one is right.
             fill: Chooses lengths, or none.
-            chosen: Lengths for which the last step is taken at once; those for which it was taken are added.
+            asked: By length: how many steps are taken at once, as an earlier call had to; kept up to date.
 
         Returns:
             What was chosen, the capacities, and by length how many steps were taken.
         """
-        caps, taken = dict(most), dict.fromkeys(most, 0)
-        for p in chosen.intersection(most):
-            caps[p], taken[p] = min(caps[p], steps[-1](p)), len(steps)
+        caps, taken = dict(most), {p: asked.get(p, 0) for p in most}
+        unknown = [p for p, k in taken.items() if k]
         while True:
+            for p in unknown:
+                caps[p] = min(caps[p], steps[taken[p] - 1](p))
             found = fill({p: c for p, c in caps.items() if c})
             unknown = [p for p in set(found or ()) if taken[p] < len(steps)]
             if not unknown:
                 return found, caps, taken
             for p in unknown:
-                caps[p] = min(caps[p], steps[taken[p]](p))
                 taken[p] += 1
-                if taken[p] == len(steps):
-                    chosen.add(p)
+                asked[p] = taken[p]
 
-    def _proved(self, splitter: Splitter[int], devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
+    def _proved(self, steps: Steps, devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
         """Says whether anything better could exist: how few pipelines it would have, and what those can do."""
         limit = best.time_s * (1 - 10 * CLOSE)
-        few = self._few(splitter, devices, lengths, limit)
+        few = self._few(steps, devices, lengths, limit)
         if few >= len(best.pairs):
             return replace(best, bound_s=best.time_s)
-        low = self._relaxed(splitter, devices, lengths, few, best)
+        low = self._relaxed(steps, devices, lengths, few, best)
         assert low is not None
         return replace(best, bound_s=low.bound_s if low.bound_s < limit else best.time_s)
 
-    def _few(self, splitter: Splitter[int], devices: int, lengths: list[int], time_s: float) -> int:
+    def _few(self, steps: Steps, devices: int, lengths: list[int], time_s: float) -> int:
         """How few pipelines at least do all micro-batches in a time, charged for their own number."""
         # Two pipelines of the longest kind do half of the micro-batches each, at least one stage in the mean time.
         mean_s = self.cutter.row(1).fastest.both[-1] / lengths[-1]
         few = 3 if self.total / 2 * mean_s > time_s else 1
-        while few <= devices and (more := self._fewest(splitter, lengths, time_s, few, devices)) > few:
+        while few <= devices and (more := self._fewest(steps, lengths, time_s, few, devices)) > few:
             few = more
         return few
 
-    def _fewest(self, splitter: Splitter[int], lengths: list[int], time_s: float, pipelines: int, devices: int) -> int:
+    def _fewest(self, steps: Steps, lengths: list[int], time_s: float, pipelines: int, devices: int) -> int:
         """No fewer pipelines do all micro-batches in a time; `devices` + 1: no number of them does."""
         least = devices + 1
 
@@ -376,24 +385,24 @@ class Shapes:
             least, chosen = _fewest(caps, devices, self.total)
             return chosen
 
-        self._filled(splitter, lengths, time_s, pipelines, fill)
+        self._filled(steps, lengths, time_s, pipelines, fill)
         return least
 
-    def _counted(self, splitter: Splitter[int], devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
+    def _counted(self, steps: Steps, devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
         """The best filling, with the number of pipelines as a dimension of the knapsack."""
         for pipelines in range(1, min(devices, self.total) + 1):
             limit = best.time_s * (1 - 10 * CLOSE)
-            some, _ = self._filled(splitter, lengths, limit, pipelines, lambda caps: _fill(caps, devices, self.total))
+            some, _ = self._filled(steps, lengths, limit, pipelines, lambda caps: _fill(caps, devices, self.total))
             if some is None:
                 break  # More pipelines are charged more.
 
             def filled(time_s: float, most: int = pipelines) -> tuple[Pairs[int] | None, float]:
                 return self._filled(
-                    splitter, lengths, time_s, most, lambda caps: _fill_counted(caps, devices, self.total, most)
+                    steps, lengths, time_s, most, lambda caps: _fill_counted(caps, devices, self.total, most)
                 )
 
             if filled(limit)[0] is not None:
-                best = splitter.least(lengths, pipelines, filled, best) or best
+                best = steps[-1].least(lengths, pipelines, filled, best) or best
         return replace(best, bound_s=best.time_s)
 
     def _shape(self, devices: int, filling: Filling[int] | None) -> PlanShape | None:
