@@ -58,7 +58,8 @@ def main() -> int:
         return 0
     result = Result("planner")
     equal_cases(result, args.cases, args.seed)
-    hosted_cases(result, args.hosted, args.seed)
+    hosted_cases(result, args.hosted, args.seed, unequal=False)
+    hosted_cases(result, args.hosted, args.seed, unequal=True)
     unequal_cases(result, args.fleets, args.seed)
     large(result, [256, 1024] if args.quick else [256, 1024, 2048, 8192])
     large_unequal(result, 1024)
@@ -152,42 +153,48 @@ def equal_cases(result: Result, cases: int, seed: int) -> None:
 # ------------------------------------------------------------------------------------------------ small, on hosts
 
 
-def small_hosts(draw: Random) -> TrainingJob:
-    """Three to five equal devices on two or three hosts, between which links are slow."""
-    devices = draw.randint(3, 5)
+def small_hosts(draw: Random, *, unequal: bool = False) -> TrainingJob:
+    """Three to five devices (four, if unequal) on two or three hosts, between which links are slow."""
+    devices = draw.randint(3, 4 if unequal else 5)
     job = small_job(draw, draw.randint(2, 6), devices, draw.randint(2, 4))
     hosts = draw.randint(2, 3)
-    fleet = tuple(replace(d, host=f"h{i % hosts}") for i, d in enumerate(job.devices))
+    fleet = [replace(d, host=f"h{i % hosts}") for i, d in enumerate(job.devices)]
+    if unequal:
+        fleet = [replace(d, speed=draw.choice([0.5, 1.0, 1.0, 2.0])) for d in fleet]
     fast, slow = LinkRate(rate_bps=draw.choice([80.0, 1e9])), LinkRate(rate_bps=draw.choice([20.0, 80.0]))
-    return replace(job, devices=fleet, within_host=fast, between_hosts=slow)
+    return replace(job, devices=tuple(fleet), within_host=fast, between_hosts=slow)
 
 
 def placed_s(job: TrainingJob) -> float:
     """The least simulated step of any plan on any devices; infinite where none fits."""
-    hosts: dict[str, list[str]] = defaultdict(list)
+    there: dict[Kind, list[str]] = defaultdict(list)
     for d in job.devices:
-        hosts[d.host].append(d.name)
+        there[d.host, d.kind].append(d.name)
     best = math.inf
     for used in range(1, len(job.devices) + 1):
-        orders = sorted(set(permutations([d.host for d in job.devices], used)))
+        orders = sorted(set(permutations([(d.host, d.kind) for d in job.devices], used)))
         for lengths in partitions(used, min(used, job.costs.count), job.micro_batches):
             cuts = [list(combinations(range(1, job.costs.count), p - 1)) for p in lengths]
             for cut in product(*cuts):
                 for split in product(range(1, job.micro_batches + 1), repeat=len(lengths)):
                     if sum(split) == job.micro_batches:
-                        best = min(best, *(placed(job, hosts, order, cut, split) for order in orders))
+                        best = min(best, *(placed(job, there, order, cut, split) for order in orders))
     return best
+
+
+Kind = tuple[str, tuple[float, int]]
+"""A host and a kind of device."""
 
 
 def placed(
     job: TrainingJob,
-    hosts: dict[str, list[str]],
-    order: tuple[str, ...],
+    there: dict[Kind, list[str]],
+    order: tuple[Kind, ...],
     cuts: tuple[tuple[int, ...], ...],
     split: tuple[int, ...],
 ) -> float:
-    """The simulated step of one plan, whose places are on these hosts in order; infinite where it does not fit."""
-    left, pipelines = {host: iter(names) for host, names in hosts.items()}, []
+    """The simulated step of one plan, whose places are of these kinds in order; infinite where it does not fit."""
+    left, pipelines = {kind: iter(names) for kind, names in there.items()}, []
     places = iter(order)
     for inner, m in zip(cuts, split, strict=True):
         borders = pairwise((0, *inner, job.costs.count))
@@ -198,11 +205,12 @@ def placed(
     return math.inf if cost.over(job) else cost.step_s
 
 
-def hosted_cases(result: Result, cases: int, seed: int) -> None:
+def hosted_cases(result: Result, cases: int, seed: int, *, unequal: bool) -> None:
     """Whole plans, as they are seated and simulated, against enumeration."""
+    title = "unequal, on hosts" if unequal else "on hosts"
     ratios, wrong, differ, sure = [], 0, 0, 0
     for case in range(cases):
-        job = small_hosts(Random(f"{seed}:hosts:{case}"))
+        job = small_hosts(Random(f"{seed}:{title}:{case}"), unequal=unequal)
         best_s = placed_s(job)
         try:
             found = Planner(job).exact()
@@ -214,12 +222,12 @@ def hosted_cases(result: Result, cases: int, seed: int) -> None:
         wrong += found.exact and ratio > 1 + SAME
         wrong += found.estimate.step_s * (1 - found.gap) > best_s * (1 + SAME)
         ratios.append(ratio)
-    result.remark(f"{len(ratios)} small fleets on hosts, {sure} of whose plans are called the best")
-    result.add("on hosts: plans called better than they are", wrong, "count", 0)
-    result.add("on hosts: fleets where one of the two finds no plan", differ, "count", 0)
-    result.add("on hosts: simulated step / enumeration, median", median(ratios), "ratio", 1.05)
-    result.add("on hosts: simulated step / enumeration, of 95% of the fleets", percentile(ratios, 95), "ratio")
-    result.add("on hosts: simulated step / enumeration, at worst", max(ratios), "ratio")
+    result.remark(f"{len(ratios)} small fleets {title}, {sure} of whose plans are called the best")
+    result.add(f"{title}: plans called better than they are", wrong, "count", 0)
+    result.add(f"{title}: fleets where one of the two finds no plan", differ, "count", 0)
+    result.add(f"{title}: simulated step / enumeration, median", median(ratios), "ratio", 1.05)
+    result.add(f"{title}: simulated step / enumeration, of 95% of the fleets", percentile(ratios, 95), "ratio")
+    result.add(f"{title}: simulated step / enumeration, at worst", max(ratios), "ratio")
 
 
 # ------------------------------------------------------------------------------------------------ small, unequal
@@ -254,6 +262,7 @@ def sequences(counts: Counter[tuple[float, int]]) -> Iterator[tuple[tuple[float,
 def enumerated_unequal_s(job: TrainingJob) -> float:
     """The least time of any rows of these devices in any order, split and cut."""
     mixed, total = Mixed(job), job.micro_batches
+    reduce = mixed.reduce([tuple(job.by_name)])
     names: dict[tuple[float, int], list[str]] = defaultdict(list)
     for d in job.devices:
         names[d.kind].append(d.name)
@@ -262,7 +271,7 @@ def enumerated_unequal_s(job: TrainingJob) -> float:
     for order in set(sequences(there)):
         if 0 < len(order) <= job.costs.count:
             taken = {kind: iter(names[kind]) for kind in kinds}
-            rows[order] = mixed.row(tuple(next(taken[kind]) for kind in order))
+            rows[order] = mixed.row(tuple(next(taken[kind]) for kind in order), reduce)
     full, best = tuple(there[k] for k in kinds), math.inf
     for pipelines in range(1, min(len(job.devices), total) + 1):
         # By devices used and micro-batches: the best row, and then the best sets of rows.
@@ -301,14 +310,15 @@ def unequal_cases(result: Result, fleets: int, seed: int) -> None:
     ratios, lower, differ, none = [], 0, 0, 0
     for case in range(fleets):
         job = small_fleet(Random(f"{seed}:unequal:{case}"), case)
-        best_s, found = enumerated_unequal_s(job), Mixed(job).search()
-        if found is None or math.isinf(best_s):
-            differ += (found is None) != math.isinf(best_s)
+        best_s, mixed = enumerated_unequal_s(job), Mixed(job)
+        found = mixed.search()
+        if not found or math.isinf(best_s):
+            differ += (not found) != math.isinf(best_s)
             none += 1
             continue
-        plan, charged_s, bound_s = found
+        charged_s, plan = found[0]
         plan.check()
-        lower += bound_s > best_s * (1 + SAME)
+        lower += mixed.bound_s() > best_s * (1 + SAME)
         ratios.append(charged_s / best_s)
     result.remark(
         f"{fleets} fleets of 3 to 8 unequal devices, {none} of which no plan fits; "
@@ -399,11 +409,11 @@ def large_unequal(result: Result, devices: int) -> None:
     ):
         fleet = tuple(replace(d, speed=speed(i)) for i, d in enumerate(job.devices))
         start = time.perf_counter()
-        found = Mixed(replace(job, devices=fleet)).search()
+        mixed = Mixed(replace(job, devices=fleet))
+        charged_s, plan = mixed.search()[0]
+        bound_s = mixed.bound_s()
         took = time.perf_counter() - start
         result.add(f"{devices} unequal devices, {title}", took, "s", UNEQUAL_S)
-        assert found is not None
-        plan, charged_s, bound_s = found
         plan.check()
         result.add(f"{devices} unequal devices, {title}: gap to the lower bound", 1 - bound_s / charged_s, "share")
 

@@ -137,13 +137,14 @@ class Planner:
             if found is None:
                 raise NoPlanError(nearest(job))
             return found
-        searched = Mixed(job).search(improve=exact)
-        if searched is None:
+        mixed = Mixed(job)
+        plans = [plan for _, plan in mixed.search(improve=exact)]
+        if not plans:
             raise NoPlanError(nearest(job))
-        plan, _, bound_s = searched
+        plan = min(plans, key=lambda plan: estimate(job, plan).step_s)
         plan, fates = spread(job, plan)
         cost = estimate(job, plan)
-        gap = max(0.0, 1 - (bound_s + cost.commit_s) / cost.step_s)
+        gap = max(0.0, 1 - (mixed.bound_s() + cost.commit_s) / cost.step_s)
         why = f"{_rows(plan)}; the best of a search, {_at_most(gap)}"
         return PlannedPipelines(plan, cost, False, gap, why, fates)
 

@@ -1,13 +1,15 @@
 """A plan for devices or links that are not alike: a search from several starts, with its gap to a lower bound.
 
 Theory of operation. Who shares a pipeline with whom, in which order, is a set of rows of devices; for given rows the
-cuts (`cuts.DeviceRow`) and the split of the micro-batches (`split`) follow. The problem is NP-hard (it holds number
-partitioning), so rows are searched. Starts are the lengths of the best plan for as many devices of the mean speed, and
-all others where devices are few. Devices are sorted by speed and put into rows next to their like, so that stages are
-even, or dealt out in turn, so that rows are; of each row the better order is taken. Then, as long as that helps and the
-budget of looks lasts: two devices change places, one moves to another row or becomes idle, or a row is cut in two,
-those of the row that the step waits for first. Looks take cuts that are found at once; what is chosen in the end gets
-the best ones.
+cuts (`cuts.DeviceRow`) and the split of the micro-batches (`split`) follow, with all-reduces over the slowest link
+between the hosts that the rows are on. The problem is NP-hard (it holds number partitioning), so rows are searched.
+Starts are made of all devices, of those on one host or on the fastest few, and of those that are fast or have much
+memory, for no more devices help where links are slow. Their lengths are those of the best plan for as many devices of
+the mean speed, and all others where devices are few. Devices are sorted by speed and put into rows next to their like,
+so that stages are even, or dealt out in turn, so that rows are; of each row the better order is taken. Then, as long as
+that helps and the budget of looks lasts: two devices change places, one moves to another row or becomes idle, or a row
+is cut in two, those of the row that the step waits for first. Looks take cuts that are found at once; what is chosen in
+the end gets the best ones. What is charged knows the slowest link alone, so the best few are told, to be simulated.
 
 No plan takes less than all work over all speeds, than one micro-batch on the fastest device, and than the work of the
 largest layer over the speeds of as many devices as can own it at once.
@@ -16,11 +18,13 @@ largest layer over the speeds of as many devices as can own it at once.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from chaos_lightning.planning.pipelines.cuts import Cutter, DeviceRow, Tables
 from chaos_lightning.planning.pipelines.equal import Shapes
+from chaos_lightning.planning.pipelines.estimate import slowest_link
 from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob, stage_memory
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.split import Filling, Splitter
@@ -35,6 +39,10 @@ STARTS = 4
 """Starts that are improved, where devices are few; one where they are many."""
 LEVELS = 4
 """Sizes of memory, the largest ones: starts leave out devices that have less."""
+PLACES = 8
+"""Hosts: where there are no more, starts are made of each one's devices alone, and of those of the fastest few."""
+SPEEDS = (0.5, 0.25)
+"""Starts leave out devices whose speed is below these shares of the fastest one's."""
 EVEN = 1.05
 """Rows whose speeds differ by no more than this ratio are in order as they are."""
 ROWS = 40
@@ -55,53 +63,63 @@ class Mixed:
         self.job, self.tables = job, Tables(job)
         self.order = sorted(job.devices, key=lambda d: (-d.speed, -d.memory_nbytes, d.place, d.name))
         self.speeds = sum(d.speed for d in job.devices)
-        self.reduce = _slowest(job)
+        self._reduces: dict[frozenset[str], LinkRate] = {}
         self._rows: dict[tuple[tuple[float, float], ...], DeviceRow] = {}
-        self._named: dict[Names, DeviceRow] = {}
-        self._lines: dict[int, tuple[int, float, float]] = {}
+        self._named: dict[tuple[Names, tuple[float, float]], DeviceRow] = {}
+        self._lines: dict[tuple[int, bool], tuple[int, float, float]] = {}
         self._quick: dict[tuple[int, int, int], float] = {}
 
     # ------------------------------------------------------------------------------------------------ rows
 
-    def row(self, names: Names) -> DeviceRow:
+    def reduce(self, rows: Sequence[Names]) -> LinkRate:
+        """The slowest link between the owners of a layer, who may be anywhere in these rows."""
+        by_name = self.job.by_name
+        used = [n for names in rows for n in names]
+        key = frozenset(used if self.job.links else (by_name[n].place for n in used))
+        found = self._reduces.get(key)
+        if found is None:
+            found = self._reduces[key] = slowest_link(self.job, used)
+        return found
+
+    def row(self, names: Names, reduce: LinkRate) -> DeviceRow:
         """The row of these devices; those of one kind share it."""
-        found = self._named.get(names)
+        found = self._named.get((names, reduce.kind))
         if found is None:
             devices = [self.job.by_name[n] for n in names]
             hops = [self.job.link(a, b) for a, b in pairwise(names)]
-            key = (*(d.kind for d in devices), (0.0, 0.0), *(h.kind for h in hops))
+            key = (*(d.kind for d in devices), (0.0, 0.0), *(h.kind for h in hops), reduce.kind)
             found = self._rows.get(key)
             if found is None:
-                found = self._rows[key] = DeviceRow(self.tables, devices, hops, self.reduce)
-            self._named[names] = found
+                found = self._rows[key] = DeviceRow(self.tables, devices, hops, reduce)
+            self._named[names, reduce.kind] = found
         return found
 
-    def time_s(self, names: Names, m: int, pipelines: int) -> float:
+    def time_s(self, names: Names, m: int, pipelines: int, reduce: LinkRate) -> float:
         """With the best cut."""
-        cut = self.row(names).best(m, pipelines)
+        cut = self.row(names, reduce).best(m, pipelines)
         return math.inf if cut is None else cut.charged_s
 
-    def quick_s(self, names: Names, m: int, pipelines: int) -> float:
+    def quick_s(self, names: Names, m: int, pipelines: int, reduce: LinkRate) -> float:
         """With a cut that is found at once."""
-        row = self.row(names)
+        row = self.row(names, reduce)
         key = (id(row), m, pipelines)
         if key not in self._quick:
             at = row.quick(m)
             self._quick[key] = row.charge(at, m, pipelines).charged_s if at else math.inf
         return self._quick[key]
 
-    def line_s(self, names: Names, m: int, pipelines: int) -> float:
+    def line_s(self, names: Names, m: int, pipelines: int, reduce: LinkRate) -> float:
         """About `quick_s`: as linear in m, by two numbers around the row's share."""
-        row = self.row(names)
-        line = self._lines.get(id(row))
+        key = (id(self.row(names, reduce)), pipelines > 1)
+        line = self._lines.get(key)
         if line is None:
             share = self._share(names)
             few, many = max(1, int(0.8 * share)), max(2, math.ceil(1.2 * share))
-            slow = self.quick_s(names, few, pipelines)
-            line = self._lines[id(row)] = (few, slow, (self.quick_s(names, many, pipelines) - slow) / (many - few))
+            slow, slower = (self.quick_s(names, x, pipelines, reduce) for x in (few, many))
+            line = self._lines[key] = (few, slow, (slower - slow) / (many - few))
         few, slow, slope = line
         found = slow + slope * (m - few)
-        return found if math.isfinite(found) else self.quick_s(names, m, pipelines)
+        return found if math.isfinite(found) else self.quick_s(names, m, pipelines, reduce)
 
     def _share(self, names: Names) -> float:
         """Micro-batches in proportion to speed."""
@@ -110,32 +128,39 @@ class Mixed:
 
     # ------------------------------------------------------------------------------------------------ answers
 
-    def search(self, *, improve: bool = True) -> tuple[PipelinePlan, float, float] | None:
-        """The best plan that was found.
+    def search(self, *, improve: bool = True) -> list[tuple[float, PipelinePlan]]:
+        """The best plans that were found.
 
         Args:
-            improve: Move devices about; False: take the best start.
+            improve: Move devices about; False: take the best starts.
 
         Returns:
-            The plan, what it is charged in seconds, and a lower bound of any plan; None where none was found that fits.
+            What a plan is charged in seconds, and the plan; the best one first. None where none was found that fits.
         """
-        looked: list[tuple[float, tuple[Names, ...]]] = []
+        looked: dict[tuple[Names, ...], float] = {}
         for rows in dict.fromkeys(self._starts()):
-            found = self._value(rows)
-            if found is not None:
-                looked.append((found.time_s, rows))
-        looked.sort()
-        best: tuple[float, tuple[Names, ...]] | None = None
-        many = len(self.order) > SMALL
-        for _, rows in looked[: STARTS if improve and not many else 1]:
-            improved = self._improve(rows) if improve else (looked[0][0], rows)
-            best = improved if best is None else min(best, improved)
-        if best is None:
-            return None
-        # The best cuts cost a search for each row and number of micro-batches.
-        filling = self._splitter(self.quick_s if len(best[1]) > ROWS else self.time_s).over(best[1], best[0])
-        assert filling is not None
-        return self._plan(filling), filling.time_s, self.bound_s()
+            value = self._value(rows)
+            if value is not None:
+                looked[rows] = value.time_s
+        # Of starts on the same hosts one, so that they are unlike each other where what is charged is rough.
+        starts: dict[tuple[frozenset[str], bool], tuple[Names, ...]] = {}
+        for rows in sorted(looked, key=lambda rows: (looked[rows], rows)):
+            starts.setdefault(self._like(rows), rows)
+        chosen = list(starts.values())[:STARTS]
+        near_s = {rows: looked[rows] for rows in chosen}
+        if improve:
+            near_s |= {rows: s for s, rows in map(self._improve, chosen[: STARTS if len(self.order) <= SMALL else 1])}
+        found = []
+        for rows, near in near_s.items():
+            # The best cuts cost a search for each row and number of micro-batches.
+            filling = self._splitter(self.quick_s if len(rows) > ROWS else self.time_s, rows).over(rows, near)
+            assert filling is not None
+            found.append((filling.time_s, self._plan(filling, self.reduce(rows))))
+        return sorted(found, key=lambda x: x[0])
+
+    def _like(self, rows: Sequence[Names]) -> tuple[frozenset[str], bool]:
+        by_name = self.job.by_name
+        return frozenset(by_name[n].place for names in rows for n in names), len(rows) > 1
 
     def bound_s(self) -> float:
         """No plan takes less."""
@@ -156,10 +181,10 @@ class Mixed:
         top = min(len(self.job.devices), self.job.costs.count)
         return next((p for p in range(1, top + 1) if math.isfinite(cutter.row(p).bound_s(1, 1))), top)
 
-    def _plan(self, filling: Filling[Names]) -> PipelinePlan:
+    def _plan(self, filling: Filling[Names], reduce: LinkRate) -> PipelinePlan:
         pipelines, count = [], len(filling.pairs)
         for names, m in sorted(filling.pairs, key=lambda x: (-len(x[0]), x[0])):
-            row = self.row(names)
+            row = self.row(names, reduce)
             best = row.best(m, count) if count <= ROWS else None
             at = best.at if best else row.quick(m)
             assert at is not None
@@ -172,10 +197,15 @@ class Mixed:
 
     def _value(self, rows: Sequence[Names]) -> Filling[Names] | None:
         time_s = self.quick_s if len(self.order) <= SMALL else self.line_s
-        return self._splitter(time_s).over(rows) if rows else None
+        return self._splitter(time_s, rows).over(rows) if rows else None
 
-    def _splitter(self, time_s: Callable[[Names, int, int], float]) -> Splitter[Names]:
-        return Splitter(time_s, self.job.micro_batches, lambda names, _: round(self._share(names)))
+    def _splitter(self, time_s: Callable[[Names, int, int, LinkRate], float], rows: Sequence[Names]) -> Splitter[Names]:
+        reduce = self.reduce(rows)
+
+        def charged(names: Names, m: int, pipelines: int) -> float:
+            return time_s(names, m, pipelines, reduce)
+
+        return Splitter(charged, self.job.micro_batches, lambda names, _: round(self._share(names)))
 
     # ------------------------------------------------------------------------------------------------ starts
 
@@ -190,37 +220,59 @@ class Mixed:
 
     def _lengths(self) -> Iterator[tuple[list[Device], tuple[int, ...]]]:
         """Devices, fast ones first, and lengths of pipelines of the first of them."""
-        job, count = self.job, len(self.order)
-        if count <= SMALL:
-            top = min(count, job.costs.count)
-            for used in range(count, 0, -1):
-                for lengths in partitions(used, top, job.micro_batches):
-                    yield self.order, lengths
-            return
-        # All devices as if each had the mean memory; and those with much memory, as if each had their least.
-        levels = sorted({d.memory_nbytes for d in self.order})[-LEVELS:]
-        mean = sum(d.memory_nbytes for d in self.order) // count
-        for devices, memory in [
-            (self.order, mean),
-            *(([d for d in self.order if d.memory_nbytes >= x], x) for x in levels),
-        ]:
-            speed = sum(d.speed for d in devices) / len(devices)
-            device = Device(name="mean", speed=speed, memory_nbytes=memory)
-            shapes = Shapes(Cutter(job, device, job.within_host, self.reduce), job.micro_batches)
-            shape = shapes.first(len(devices))
-            if shape is not None:
-                yield devices, tuple(p for p, _ in shape.pairs)
+        job = self.job
+        for devices in self._parts():
+            count = len(devices)
+            if len(self.order) <= SMALL:
+                for used in range(count, 0, -1):
+                    for lengths in partitions(used, min(count, job.costs.count), job.micro_batches):
+                        yield devices, lengths
+                continue
+            # As if each had the mean memory, and as if each had the least.
+            memories = {sum(d.memory_nbytes for d in devices) // count, min(d.memory_nbytes for d in devices)}
+            speed = sum(d.speed for d in devices) / count
+            reduce = self.reduce([tuple(d.name for d in devices)])
+            for memory in sorted(memories):
+                device = Device(name="mean", speed=speed, memory_nbytes=memory)
+                shape = Shapes(Cutter(job, device, job.within_host, reduce), job.micro_batches).first(count)
+                if shape is not None:
+                    yield devices, tuple(p for p, _ in shape.pairs)
+
+    def _parts(self) -> Iterator[list[Device]]:
+        """Devices that starts are made of, fast ones first: all, those of some hosts, the fast ones, the roomy ones."""
+        order, by_place = self.order, defaultdict[str, list[Device]](list)
+        for d in order:
+            by_place[d.place].append(d)
+        places = sorted(by_place, key=lambda x: (-sum(d.speed for d in by_place[x]), x))
+        few = [places[:k] for k in range(2, len(places))] + [[x] for x in places] if len(places) <= PLACES else []
+        fastest = order[0].speed
+        levels = sorted({d.memory_nbytes for d in order})[-LEVELS:]
+        found = [
+            order,
+            *([d for d in order if d.place in chosen] for chosen in few),
+            *([d for d in order if d.speed >= share * fastest] for share in SPEEDS),
+            *([d for d in order if d.memory_nbytes >= x] for x in levels),
+        ]
+        seen = set[Names]()
+        for devices in found:
+            names = tuple(d.name for d in devices)
+            if names not in seen:
+                seen.add(names)
+                yield devices
 
     def _ordered(self, rows: Sequence[Sequence[Device]]) -> tuple[Names, ...]:
         """Each row in the better order: fast devices first or last, or those with most memory first."""
         found = []
+        reduce = self.reduce([tuple(d.name for d in row) for row in rows])
         for row in rows:
             names = tuple(d.name for d in row)
             m = max(1, round(self._share(names)))
             roomy = tuple(d.name for d in sorted(row, key=lambda d: -d.memory_nbytes))
             even = row[0].speed <= EVEN * row[-1].speed
-            orders = dict.fromkeys((names,) if even and names == roomy else (names, names[::-1], roomy))
-            found.append(min(orders, key=lambda x: self.quick_s(x, m, len(rows))) if len(orders) > 1 else names)
+            orders = list(dict.fromkeys((names,) if even and names == roomy else (names, names[::-1], roomy)))
+            if len(orders) > 1:
+                orders.sort(key=lambda x: self.quick_s(x, m, len(rows), reduce))
+            found.append(orders[0])
         return tuple(sorted(found, key=lambda x: (-len(x), x)))
 
     # ------------------------------------------------------------------------------------------------ moves
@@ -249,7 +301,8 @@ class Mixed:
     def _neighbours(self, rows: tuple[Names, ...], filling: Filling[Names]) -> Iterator[tuple[Names, ...]]:
         """Rows after one move; those moves first that change the row that the step waits for."""
         count = len(filling.pairs)
-        late = {names: self.line_s(names, m, count) for names, m in filling.pairs}
+        reduce = self.reduce(rows)
+        late = {names: self.line_s(names, m, count, reduce) for names, m in filling.pairs}
         first = sorted(rows, key=lambda x: (-late.get(x, 0.0), x))
         used = {n for names in rows for n in names}
         idle = [d.name for d in self.order if d.name not in used]
@@ -315,10 +368,3 @@ def partitions(total: int, largest: int, most: int) -> Iterator[tuple[int, ...]]
         for p in range(min(total, largest), 0, -1):
             for rest in partitions(total - p, p, most - 1):
                 yield (p, *rest)
-
-
-def _slowest(job: TrainingJob) -> LinkRate:
-    """The slowest link that the owners of a layer may have between them."""
-    hosts = {d.place for d in job.devices}
-    usual = job.between_hosts if len(hosts) > 1 else job.within_host
-    return min([usual, *(x.link() for x in job.links)], key=lambda x: (x.rate_bps, -x.latency_s))
