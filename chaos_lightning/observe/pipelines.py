@@ -174,14 +174,10 @@ def _beside(plan: PipelinePlan) -> Iterator[str]:
 
 
 def fates(shared: Sequence[SharedFate]) -> Iterator[str]:
-    """Which layers would be lost with a host, and what an exchange of two devices would change about that."""
+    """Which layers would be lost with a host, and what it costs to mend that."""
     for f in shared[:NAMES_SHOWN]:
-        if math.isinf(f.cost_s):
-            mend = "no exchange of two devices helps"
-        elif f.cost_s > 0:
-            mend = f"exchanging two devices helps, for {duration(f.cost_s)} a step"
-        else:
-            mend = "exchanging two devices moves that to other layers"
+        other = f"other places help, for {duration(f.cost_s)} a step"
+        mend = "no exchange of two devices helps" if math.isinf(f.cost_s) else other
         yield f"{layers_of(f.first, f.end)} would be lost with {printable(f.host)}; {mend}"
     if len(shared) > NAMES_SHOWN:
         yield f"and {len(shared) - NAMES_SHOWN} more groups of layers would be lost with a host"

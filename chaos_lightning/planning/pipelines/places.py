@@ -3,7 +3,8 @@
 Theory of operation. Pipelines, longest first, are put on the host on which they leave least room; those that no host
 has room for take what is left, host by host. So most hops stay within a host. Then each layer whose owners would all be
 lost with one host is given an owner elsewhere, by exchanging two devices, where that makes no step longer; where it
-would, a `SharedFate` says what the cheapest exchange costs.
+would, a `SharedFate` says what the cheapest exchange costs. Where links within hosts are faster, all-reduces may weigh
+more than hops: then pipelines on as few hosts as will do, or all owners of a layer on one host, may be faster.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
+from typing import Literal
 
 from chaos_lightning.planning.pipelines.equal import PlanShape, Shapes
-from chaos_lightning.planning.pipelines.estimate import estimate
+from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
 from chaos_lightning.planning.pipelines.job import TrainingJob
 from chaos_lightning.planning.pipelines.moves import renamed
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 
+Seating = Literal["hosts", "packed", "stages"]
+"""Pipelines on hosts, so that no host is left with room for none; on few hosts; the owners of a stage on one host."""
+OTHERS: tuple[Seating, ...] = ("packed", "stages")
+SAME = 1e-9
+"""Steps that differ by no more than this share are equal."""
 EXCHANGES = 200
 """Exchanges of two devices that are tried for the sake of owners on several hosts."""
 
@@ -32,38 +39,71 @@ class SharedFate:
     end: int
     host: str
     cost_s: float
-    """By which the cheapest exchange of two devices that mends it, and does so to no other layers, makes a step longer;
-    infinite: none does."""
+    """By which a step gets longer if the cheapest exchange of two devices mends it, and does so to no other layers, or
+    if all devices get other places; infinite: neither mends it."""
 
 
-def place(job: TrainingJob, shapes: Shapes, shape: PlanShape, *, packed: bool = False) -> PipelinePlan:
-    """Gives each place of a shape a device of the job.
+def seated(
+    job: TrainingJob, shapes: Shapes, shape: PlanShape, *, hosts_matter: bool
+) -> tuple[PipelinePlan, StepEstimate, tuple[SharedFate, ...]]:
+    """A shape on the devices of a job.
 
     Args:
         job: The job; its devices get places.
         shapes: What the shape was found by; it cuts the layers.
         shape: How many pipelines of which length.
-        packed: On few hosts, rather than so that no host is left with room for no pipeline.
+        hosts_matter: Links within hosts are unlike those between them.
+
+    Returns:
+        The plan with the shortest step, what it costs, and which of its layers would be lost with one host.
     """
+    plan, fates = spread(job, place(job, shapes, shape, "hosts"))
+    cost = estimate(job, plan)
+    if not hosts_matter:
+        return plan, cost, fates
+    apart, apart_s = fates, cost.step_s
+    for seating in OTHERS:
+        other = place(job, shapes, shape, seating)
+        new = estimate(job, other)
+        if new.step_s < cost.step_s * (1 - SAME):
+            plan, cost = other, new
+            fates = tuple(
+                SharedFate(g.start, g.stop, host, math.inf if any(_meet(g, x) for x in apart) else apart_s - new.step_s)
+                for g, host in on_one_host(job, plan)
+            )
+    return plan, cost, fates if len(plan.pipelines) > 1 else ()
+
+
+def _meet(group: range, fate: SharedFate) -> bool:
+    return group.start < fate.end and fate.first < group.stop
+
+
+def place(job: TrainingJob, shapes: Shapes, shape: PlanShape, seating: Seating) -> PipelinePlan:
+    """Gives each place of a shape a device of the job."""
     free: dict[str, list[str]] = defaultdict(list)
     for d in sorted(job.devices, key=lambda d: (d.place, d.name)):
         free[d.place].append(d.name)
-    if packed:
+    if seating != "hosts":
         free = dict(sorted(free.items(), key=lambda x: (-len(x[1]), x[0])))
+    pairs = shape.pairs
+    if seating == "stages":
+        order = (n for names in free.values() for n in names)
+        by_stage = {(q, k): next(order) for k in range(pairs[0][0]) for q, (p, _) in enumerate(pairs) if k < p}
+        rows = [[by_stage[q, k] for k in range(p)] for q, (p, _) in enumerate(pairs)]
+    else:
+        rows = [_take(free, p, packed=seating == "packed") for p, _ in pairs]
     pipelines = []
-    for row in shape.rows:
-        cut = shapes.cutter.best(row.stages, row.micro_batches, shape.pipelines)
+    for names, (p, m) in zip(rows, pairs, strict=True):
+        cut = shapes.cutter.best(p, m, shape.pipelines)
         assert cut is not None
-        for _ in range(row.times):
-            names = _take(free, row.stages, packed)
-            stages = tuple(PlanStage(n, x, y) for n, x, y in zip(names, cut.at, cut.at[1:], strict=False))
-            pipelines.append(Pipeline(stages, row.micro_batches))
-    idle = tuple(sorted(n for names in free.values() for n in names))
-    extra = job.memory.in_flight_extra
-    return PipelinePlan(job.costs.count, tuple(pipelines), idle=idle, in_flight_extra=extra)
+        stages = tuple(PlanStage(n, x, y) for n, (x, y) in zip(names, pairwise(cut.at), strict=True))
+        pipelines.append(Pipeline(stages, m))
+    used = {n for names in rows for n in names}
+    idle = tuple(sorted(d.name for d in job.devices if d.name not in used))
+    return PipelinePlan(job.costs.count, tuple(pipelines), idle=idle, in_flight_extra=job.memory.in_flight_extra)
 
 
-def _take(free: dict[str, list[str]], count: int, packed: bool) -> list[str]:
+def _take(free: dict[str, list[str]], count: int, *, packed: bool) -> list[str]:
     """Devices for one pipeline: of the host on which it leaves least room, or else of the emptiest hosts.
 
     If `packed`, of the first one in order that has room.

@@ -7,7 +7,7 @@ is simulated. Devices or links that are not alike are searched (`unequal`). Wher
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,16 +15,14 @@ from functools import cached_property
 from chaos_lightning.planning.pipelines.cuts import Cutter
 from chaos_lightning.planning.pipelines.equal import PlanShape, Shapes
 from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
-from chaos_lightning.planning.pipelines.job import JobError, LinkRate, TrainingJob
-from chaos_lightning.planning.pipelines.places import SharedFate, on_one_host, place, spread
+from chaos_lightning.planning.pipelines.job import Device, JobError, LinkRate, TrainingJob
+from chaos_lightning.planning.pipelines.places import SAME, SharedFate, on_one_host, seated, spread
 from chaos_lightning.planning.pipelines.plan import PipelinePlan
 from chaos_lightning.planning.pipelines.shortage import nearest
 from chaos_lightning.planning.pipelines.unequal import Mixed
 
 NEAR = 0.01
 """Where a step takes no more than this share above what was charged, no other shapes are looked at."""
-SAME = 1e-9
-"""Steps that differ by no more than this share are equal."""
 
 
 class NoPlanError(JobError):
@@ -164,12 +162,30 @@ class Planner:
                 best = seated if best is None else min(best, seated, key=lambda x: x.estimate.step_s)
         if best is None:
             return None
+        best = self._on_one_host(names, best) or best
         near_s = shape.charged_s if shape else math.inf
         bound_s = self._bounds.bound_s(len(names), near_s) + best.estimate.commit_s
         gap = max(0.0, 1 - bound_s / best.estimate.step_s)
         exact = gap <= SAME
         sure = "the best there is" if exact else f"the best that was found, {_at_most(gap)}"
         return replace(best, exact=exact, gap=0.0 if exact else gap, why=f"{_rows(best.plan)}; {sure}")
+
+    def _on_one_host(self, names: Sequence[str], than: PlannedPipelines) -> PlannedPipelines | None:
+        """A better plan on the largest host alone, where links to the others cost more than their devices add."""
+        hosts = defaultdict[str, list[Device]](list)
+        for n in names:
+            hosts[self.job.by_name[n].place].append(self.job.by_name[n])
+        devices = min(hosts.values(), key=lambda found: (-len(found), found[0].place))
+        work_s = self.job.micro_batches * self.shapes.cutter.row(1).fastest.both[-1]
+        if not self._per_host or len(hosts) == 1 or work_s / len(devices) >= than.estimate.step_s:
+            return None
+        found = Planner(self.job.with_devices(devices))._best([d.name for d in devices])
+        if found is None or found.estimate.step_s >= than.estimate.step_s:
+            return None
+        used = found.plan.stages
+        plan = replace(found.plan, idle=tuple(sorted(n for n in names if n not in used)))
+        fates = tuple(SharedFate(g.start, g.stop, h, math.inf) for g, h in on_one_host(self.job, plan))
+        return replace(found, plan=plan, shared_fate=fates if len(plan.pipelines) > 1 else ())
 
     def _shortened(self, shapes: Shapes, shape: PlanShape, names: Sequence[str]) -> PlannedPipelines:
         """Leaves out the shortest pipelines while the simulated step gets shorter.
@@ -200,15 +216,7 @@ class Planner:
         """
         shapes = shapes or self.shapes
         job = self.job.with_devices([self.job.by_name[n] for n in sorted(devices)])
-        plan, fates = spread(job, place(job, shapes, shape))
-        cost = estimate(job, plan)
-        if self._per_host:
-            # On few hosts all-reduces may be faster than where each layer outlives a host.
-            packed = place(job, shapes, shape, packed=True)
-            other = estimate(job, packed)
-            if other.step_s < cost.step_s * (1 - SAME):
-                plan, cost = packed, other
-                fates = tuple(SharedFate(g.start, g.stop, h, math.inf) for g, h in on_one_host(job, plan))
+        plan, cost, fates = seated(job, shapes, shape, hosts_matter=bool(self._per_host))
         work_s = job.micro_batches * shapes.cutter.row(1).fastest.both[-1] / len(job.devices)
         gap = 1 - work_s / cost.step_s
         why = f"{_rows(plan)}; a first answer, {_at_most(gap)}"

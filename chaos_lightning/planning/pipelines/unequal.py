@@ -24,7 +24,7 @@ from itertools import pairwise
 
 from chaos_lightning.planning.pipelines.cuts import Cutter, DeviceRow, Tables
 from chaos_lightning.planning.pipelines.equal import Shapes
-from chaos_lightning.planning.pipelines.estimate import slowest_link
+from chaos_lightning.planning.pipelines.estimate import estimate, slowest_link
 from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob, stage_memory
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.split import Filling, Splitter
@@ -36,7 +36,9 @@ LOOKS = 600
 LOOKS_MANY = 30
 """The same where they are many."""
 STARTS = 4
-"""Starts that are improved, where devices are few; one where they are many."""
+"""Starts that are improved, of those that are charged least and of those whose simulated step is shortest."""
+SIMULATED = 40
+"""Starts that are simulated at most, those first that are charged least."""
 LEVELS = 4
 """Sizes of memory, the largest ones: starts leave out devices that have less."""
 PLACES = 8
@@ -142,14 +144,15 @@ class Mixed:
             value = self._value(rows)
             if value is not None:
                 looked[rows] = value.time_s
-        # Of starts on the same hosts one, so that they are unlike each other where what is charged is rough.
-        starts: dict[tuple[frozenset[str], bool], tuple[Names, ...]] = {}
-        for rows in sorted(looked, key=lambda rows: (looked[rows], rows)):
-            starts.setdefault(self._like(rows), rows)
-        chosen = list(starts.values())[:STARTS]
+        starts = sorted(looked, key=lambda rows: (looked[rows], rows))
+        # What is charged knows one link for all owners; so that is not what all starts are chosen by.
+        steps_s = {rows: self._simulated_s(rows) for rows in starts[:SIMULATED]}
+        chosen = [*starts[:STARTS], *sorted(steps_s, key=lambda rows: (steps_s[rows], rows))[:STARTS]]
         near_s = {rows: looked[rows] for rows in chosen}
         if improve:
-            near_s |= {rows: s for s, rows in map(self._improve, chosen[: STARTS if len(self.order) <= SMALL else 1])}
+            few = len(self.order) <= SMALL
+            improved = map(self._improve, dict.fromkeys(chosen[:: 1 if few else STARTS]))
+            near_s |= {rows: time_s for time_s, rows in improved}
         found = []
         for rows, near in near_s.items():
             # The best cuts cost a search for each row and number of micro-batches.
@@ -158,9 +161,11 @@ class Mixed:
             found.append((filling.time_s, self._plan(filling, self.reduce(rows))))
         return sorted(found, key=lambda x: x[0])
 
-    def _like(self, rows: Sequence[Names]) -> tuple[frozenset[str], bool]:
-        by_name = self.job.by_name
-        return frozenset(by_name[n].place for names in rows for n in names), len(rows) > 1
+    def _simulated_s(self, rows: Sequence[Names]) -> float:
+        """The step of these rows, with cuts that are found at once."""
+        filling = self._splitter(self.quick_s, rows).over(rows)
+        assert filling is not None
+        return estimate(self.job, self._plan(filling, self.reduce(rows), quick=True)).step_s
 
     def bound_s(self) -> float:
         """No plan takes less."""
@@ -181,11 +186,11 @@ class Mixed:
         top = min(len(self.job.devices), self.job.costs.count)
         return next((p for p in range(1, top + 1) if math.isfinite(cutter.row(p).bound_s(1, 1))), top)
 
-    def _plan(self, filling: Filling[Names], reduce: LinkRate) -> PipelinePlan:
+    def _plan(self, filling: Filling[Names], reduce: LinkRate, *, quick: bool = False) -> PipelinePlan:
         pipelines, count = [], len(filling.pairs)
         for names, m in sorted(filling.pairs, key=lambda x: (-len(x[0]), x[0])):
             row = self.row(names, reduce)
-            best = row.best(m, count) if count <= ROWS else None
+            best = row.best(m, count) if count <= ROWS and not quick else None
             at = best.at if best else row.quick(m)
             assert at is not None
             stages = tuple(PlanStage(n, x, y) for n, (x, y) in zip(names, pairwise(at), strict=True))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner import enumerated_s, enumerated_unequal_s, small_fleet, small_hosts, small_job
+from benchmarks.planner import enumerated_s, enumerated_unequal_s, placed_s, small_fleet, small_hosts, small_job
 from chaos_lightning.planning.pipelines.cuts import Cutter, DeviceRow, LayerCut
 from chaos_lightning.planning.pipelines.equal import Shapes
 from chaos_lightning.planning.pipelines.estimate import estimate
@@ -243,6 +243,21 @@ def test_plans_for_unequal_devices_are_near_the_best_and_above_their_bound(seed:
     for _, plan in found:
         plan.check()
         assert estimate(job, plan).over(job) == {}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(("on hosts", 0), id="owners of a stage"), pytest.param(("unequal, on hosts", 38), id="alone")]
+)
+def test_all_reduces_stay_within_a_host_where_they_weigh_more_than_hops(case: tuple[str, int]) -> None:
+    title, number = case
+    job = small_hosts(Random(f"1:{title}:{number}"), unequal=title.startswith("unequal"))
+    planned = Planner(job).exact()
+    assert planned.estimate.step_s == pytest.approx(placed_s(job), rel=1e-9)
+    assert planned.estimate == estimate(job, planned.plan)
+    together = [r for r, owners in zip(planned.plan.groups, planned.plan.owners, strict=True)
+                if len({job.by_name[n].host for n in owners}) == 1]  # fmt: skip
+    assert [(f.first, f.end) for f in planned.shared_fate] == [(r.start, r.stop) for r in together]
+    assert together
 
 
 def test_fast_devices_on_one_host_are_not_held_up_by_slow_links_to_others() -> None:
