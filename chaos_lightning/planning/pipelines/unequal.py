@@ -36,7 +36,8 @@ LOOKS = 600
 LOOKS_MANY = 30
 """The same where they are many."""
 STARTS = 4
-"""Starts that are improved, of those that are charged least and of those whose simulated step is shortest."""
+"""Starts that are improved, of those that are charged least and of those whose simulated step is shortest; one of each
+where devices are many."""
 SIMULATED = 40
 """Starts that are simulated at most, those first that are charged least."""
 LEVELS = 4
@@ -49,6 +50,8 @@ EVEN = 1.05
 """Rows whose speeds differ by no more than this ratio are in order as they are."""
 ROWS = 40
 """Pipelines: for no more than so many the best cuts are searched in the end."""
+MANY = 128
+"""Devices: for no more than so many starts are simulated."""
 
 Names = tuple[str, ...]
 """A row: devices in order."""
@@ -145,14 +148,14 @@ class Mixed:
             if value is not None:
                 looked[rows] = value.time_s
         starts = sorted(looked, key=lambda rows: (looked[rows], rows))
+        few, many = len(self.order) <= SMALL, len(self.order) > MANY
         # What is charged knows one link for all owners; so that is not what all starts are chosen by.
-        steps_s = {rows: self._simulated_s(rows) for rows in starts[:SIMULATED]}
-        chosen = [*starts[:STARTS], *sorted(steps_s, key=lambda rows: (steps_s[rows], rows))[:STARTS]]
+        steps_s = {} if many else {rows: self._simulated_s(rows) for rows in starts[:SIMULATED]}
+        count = STARTS if few else 1
+        chosen = [*starts[:count], *sorted(steps_s, key=lambda rows: (steps_s[rows], rows))[:count]]
         near_s = {rows: looked[rows] for rows in chosen}
         if improve:
-            few = len(self.order) <= SMALL
-            improved = map(self._improve, dict.fromkeys(chosen[:: 1 if few else STARTS]))
-            near_s |= {rows: time_s for time_s, rows in improved}
+            near_s |= {rows: time_s for time_s, rows in map(self._improve, dict.fromkeys(chosen))}
         found = []
         for rows, near in near_s.items():
             # The best cuts cost a search for each row and number of micro-batches.
