@@ -60,6 +60,30 @@ def _usual(pipelines: int) -> int:
     return pipelines if pipelines < 3 else 16
 
 
+def evenest_s(sums: Sequence[float], stages: int) -> float:
+    """The longest stage where layers are cut most evenly, but for rounding no more.
+
+    Args:
+        sums: Over layers, from 0 on.
+        stages: How many at most.
+    """
+    low, high = sums[-1] / stages, sums[-1]
+    while low < high * (1 - 4 * CLOSE):
+        middle = (low + high) / 2
+        first, longest, more = 0, 0.0, math.inf
+        for _ in range(stages):
+            end = bisect_right(sums, (sums[first] + middle) * (1 + CLOSE)) - 1
+            longest = max(longest, sums[end] - sums[first])
+            if end == len(sums) - 1:
+                high = min(middle, longest)
+                break
+            more = min(more, sums[end + 1] - sums[first])
+            first = end
+        else:
+            low = max(middle, more)  # Nothing changes below.
+    return high * (1 - 4 * CLOSE)
+
+
 def reduce_s(nbytes: float, owners: int, link: LinkRate, hop_s: float = 0.0) -> float:
     """Seconds of an all-reduce among `owners` over trees whose slowest link is `link`."""
     if owners < 2 or not nbytes:
@@ -307,18 +331,31 @@ class DeviceRow:
         return self._least[key]
 
     def floor_s(self, m: int, pipelines: int) -> float:
-        """A bound below `relaxed_s`, at once and for devices of one speed: by the mean stage."""
-        total, backward = self.fastest.both[-1], self.fastest.backward[-1] / self.stages
-        first = self.tail_s(0, 0, 1, pipelines)
-        return max(m * total / self.stages, total + (m - 1) * backward) + first
+        """A bound below `relaxed_s`, at once and for devices of one speed.
+
+        By the longest stage of the evenest cut: as all its units, and as `after first` of this module has it.
+        """
+        both, backward = self._longest_s
+        warm = min(m, self.stages + self.extra)
+        after = self.fastest.both[-1] + (m - warm) * both + (warm - 1) * backward
+        return max(m * both, after) + self.tail_s(0, 0, 1, pipelines)
 
     def most(self, time_s: float, pipelines: int) -> int:
         """Micro-batches of which `floor_s` takes no longer."""
-        total, backward = self.fastest.both[-1], self.fastest.backward[-1] / self.stages
+        both, backward = self._longest_s
+        warm = self.stages + self.extra
         left = time_s * (1 + CLOSE) - self.tail_s(0, 0, 1, pipelines)
-        if left < total:
+        after = left - self.fastest.both[-1]
+        if after < 0:
             return 0
-        return 1 + int(min(left * self.stages / total - 1, (left - total) / backward))
+        more = 1 + after / backward if after < (warm - 1) * backward else warm + (after - (warm - 1) * backward) / both
+        return int(min(left / both, more))
+
+    @cached_property
+    def _longest_s(self) -> tuple[float, float]:
+        """Both units of the longest stage, and its backward unit: no cut has less."""
+        both = evenest_s(self.fastest.both, self.stages)
+        return both, both * min(x.backward_s / (x.forward_s + x.backward_s) for x in self.job.layers)
 
     def quick(self, m: int) -> tuple[int, ...] | None:
         """A good cut at once, for more than one pipeline; None where none is found that fits."""

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from random import Random
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner import enumerated_s, enumerated_unequal_s, placed_s, small_fleet, small_hosts, small_job
-from chaos_lightning.planning.pipelines.cuts import Cutter, DeviceRow, LayerCut
+from chaos_lightning.planning.pipelines.cuts import Cutter, DeviceRow, LayerCut, evenest_s
 from chaos_lightning.planning.pipelines.equal import Shapes
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.files import find_job
@@ -71,6 +71,17 @@ def test_what_is_charged_is_simulated_where_all_are_cut_alike_and_else_a_bound(
         if row.fits(at, 4):
             assert row.relaxed_s(4, pipelines) <= row.bound_s(4, pipelines) * (1 + 1e-12)
             assert row.bound_s(4, pipelines) <= simulated.reduced_s * (1 + 1e-12)
+
+
+@MANY
+@given(st.lists(st.floats(0, 2) | st.just(1.0), min_size=1, max_size=9), st.integers(1, 9))
+def test_no_cut_is_more_even_than_the_evenest(layers: list[float], stages: int) -> None:
+    stages, sums = min(stages, len(layers)), [0.0, *accumulate(layers)]
+    cuts = ((0, *inner, len(layers)) for inner in combinations(range(1, len(layers)), stages - 1))
+    least = min(max(sums[y] - sums[x] for x, y in pairwise(at)) for at in cuts)
+    found = evenest_s(sums, stages)
+    assert found == pytest.approx(least, rel=1e-9, abs=1e-300)
+    assert found <= least
 
 
 @MANY
