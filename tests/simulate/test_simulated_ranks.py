@@ -27,16 +27,16 @@ def run(world: World) -> Outcome:
 
 
 def test_the_first_seeds_of_ranks_hold_all_contracts() -> None:
-    worlds = [World(outer_plan(seed), OuterHooks()) for seed in range(32)]
+    worlds = [World(outer_plan(seed), OuterHooks()) for seed in range(20)]
     outcomes = [run(world) for world in worlds]
-    assert sum(outcome.adoptions for outcome in outcomes) > 200
+    assert sum(outcome.adoptions for outcome in outcomes) > 120
     assert sum(outcome.passed for outcome in outcomes) > 0
     answered = sum((world.outer.answered for world in worlds if world.outer is not None), Counter())
     assert set(answered) == {"accepted", "rejected", "void"}
 
 
 def test_ranks_that_wait_for_answers_let_the_others_go() -> None:
-    for seed in range(8):
+    for seed in range(4):
         world = World(waiting_plan(seed), OuterHooks())
         run(world)
         left = [node for node in world.nodes.values() if node.leaving and "rules without it" in node.outcome]
