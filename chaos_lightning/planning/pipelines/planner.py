@@ -149,7 +149,7 @@ class Planner:
     def _best(self, names: Sequence[str]) -> PlannedPipelines | None:
         """The plan with the shortest simulated step, and how far the best one may be away."""
         shape = self.shapes.exact(len(names))
-        best = self._shortened(self.shapes, shape, names) if shape and math.isfinite(shape.charged_s) else None
+        best = self.seated(shape, names) if shape and math.isfinite(shape.charged_s) else None
         for shapes in self._others:
             if best is not None and shape is not None:
                 # What a step takes if no hop and no all-reduce costs more than was charged.
@@ -158,17 +158,24 @@ class Planner:
                     break
             other = shapes.exact(len(names))
             if other is not None and math.isfinite(other.charged_s):
-                seated = self._shortened(shapes, other, names)
-                best = seated if best is None else min(best, seated, key=lambda x: x.estimate.step_s)
+                found = self.seated(other, names, shapes)
+                best = found if best is None else min(best, found, key=lambda x: x.estimate.step_s)
         if best is None:
             return None
         best = self._on_one_host(names, best) or best
-        near_s = shape.charged_s if shape else math.inf
-        bound_s = self._bounds.bound_s(len(names), near_s) + best.estimate.commit_s
+        bound_s = self._bound_s(len(names), shape.charged_s if shape else math.inf)
         gap = max(0.0, 1 - bound_s / best.estimate.step_s)
         exact = gap <= SAME
         sure = "the best there is" if exact else f"the best that was found, {_at_most(gap)}"
         return replace(best, exact=exact, gap=0.0 if exact else gap, why=f"{_rows(best.plan)}; {sure}")
+
+    def _bound_s(self, devices: int, near_s: float) -> float:
+        """No step takes less, its commit included; a bound beyond `near_s` is not looked for."""
+        o, within, between = self.job.overheads, self.job.within_host, self.job.between_hosts
+        commit_s = 2 * (min(within.latency_s, between.latency_s) + o.hop_s)
+        several_s = self._bounds.bound_s(devices, near_s) + commit_s
+        alone_s = self._bounds.cutter.row(1).bound_s(self.job.micro_batches, 1)
+        return min(several_s, alone_s) + o.commit_s
 
     def _on_one_host(self, names: Sequence[str], than: PlannedPipelines) -> PlannedPipelines | None:
         """A better plan on the largest host alone, where links to the others cost more than their devices add."""
@@ -186,25 +193,6 @@ class Planner:
         plan = replace(found.plan, idle=tuple(sorted(n for n in names if n not in used)))
         fates = tuple(SharedFate(g.start, g.stop, h, math.inf) for g, h in on_one_host(self.job, plan))
         return replace(found, plan=plan, shared_fate=fates if len(plan.pipelines) > 1 else ())
-
-    def _shortened(self, shapes: Shapes, shape: PlanShape, names: Sequence[str]) -> PlannedPipelines:
-        """Leaves out the shortest pipelines while the simulated step gets shorter.
-
-        A short pipeline has many layers in a stage, and their all-reduces begin when the last owner is ready, which the
-        search does not charge: it counts from the pipeline's own end.
-        """
-        best = self.seated(shape, names, shapes)
-        work_s = self.job.micro_batches * shapes.cutter.row(1).fastest.both[-1]
-        while len(shape.rows) > 1:
-            left = [p for p, _ in shape.pairs if p > shape.rows[-1].stages]
-            if not left or work_s / sum(left) >= best.estimate.step_s:
-                break
-            fewer = shapes.over(shape.devices, left, shape.charged_s)
-            other = self.seated(fewer, names, shapes) if fewer else None
-            if fewer is None or other is None or other.estimate.step_s >= best.estimate.step_s:
-                break
-            best, shape = other, fewer
-        return best
 
     def seated(self, shape: PlanShape, devices: Collection[str], shapes: Shapes | None = None) -> PlannedPipelines:
         """A shape on these devices.
