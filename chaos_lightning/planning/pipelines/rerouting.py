@@ -39,7 +39,8 @@ class FatalLossError(PlanError):
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
         words = ", ".join(map(str, self.layers[:8])) + (", ..." if len(self.layers) > 8 else "")
-        super().__init__(f"nobody who is left owns layers {words}; expected an owner of each, so load a checkpoint")
+        word = "layer" if len(self.layers) == 1 else "layers"
+        super().__init__(f"nobody who is left owns {word} {words}; expected an owner of each, so load a checkpoint")
 
 
 def reroute(

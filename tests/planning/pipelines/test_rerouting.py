@@ -88,11 +88,11 @@ def test_owners_differ_by_group_where_pipelines_are_cut_differently():
 def test_a_layer_without_an_owner_is_named():
     job = equal_job(2, 3, 4)
     plan = equal_plan(job, 2)
-    with pytest.raises(FatalLossError, match="owns layers 1; expected an owner of each") as caught:
+    with pytest.raises(FatalLossError, match="owns layer 1; expected an owner of each") as caught:
         reroute(job, plan, [at(0, 1), at(1, 1), at(1, 2)])
     assert caught.value.layers == (1,)
     once = reroute(job, plan, [at(0, 1)])
-    with pytest.raises(FatalLossError, match="owns layers 1; "):
+    with pytest.raises(FatalLossError, match="owns layer 1; "):
         reroute(job, once, [at(1, 1)])
     kept = replace(plan, keepers=(PlanStage(at(0, 0), 1, 2),))
     left = reroute(job, kept, [at(0, 1), at(1, 1)])
