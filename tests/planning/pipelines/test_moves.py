@@ -164,7 +164,7 @@ def test_layers_that_nobody_holds_are_named(change: Change, data: st.DataObject)
     smaller = sized.with_devices([sized.by_name[x] for x in left])
     plan = data.draw(plans(left, job.costs.count))
     for tried in (assign, move_list):
-        with pytest.raises(FatalLossError, match="nobody who is left owns layers? ") as caught:
+        with pytest.raises(FatalLossError, match=r"nobody who is left owns layers? ") as caught:
             tried(smaller, old, plan)
         assert alone in caught.value.layers
         assert all(not old.holders()[x] & set(left) for x in caught.value.layers)
