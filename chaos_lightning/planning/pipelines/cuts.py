@@ -131,6 +131,11 @@ class Tables:
         still = [p + o + buffers * g for p, o, g in zip(c.parameters, c.optimizer, c.gradients, strict=True)]
         self._kept = [still]
         self.least_gradient_nbytes = min(x.gradient_nbytes for x in job.layers)
+        self._reduced = list(range(job.costs.count + 1))
+        """By layer: the first one from there on that has gradients, or the number of layers."""
+        for i in reversed(range(job.costs.count)):
+            if not job.layers[i].gradient_nbytes:
+                self._reduced[i] = self._reduced[i + 1]
         self._speeds: dict[float, _Scaled] = {}
         self._peaks: dict[tuple[float, float, int], list[float]] = {}
         self._hops: dict[tuple[float, float], list[float]] = {}
@@ -152,8 +157,8 @@ class Tables:
             found = self._hops[link.kind] = [job.overheads.hop_s + link.time_s(x) for x in job.costs.outputs]
         return found
 
-    def exposed_s(self, speed: float, share: float, first: int, end: int) -> float:
-        """How long after the backward unit of layers [first, end) their gradients are sent, latency left out.
+    def exposed_s(self, speed: float, share: float, latency_s: float, first: int, end: int) -> float:
+        """How long after the backward unit of layers [first, end) their gradients are sent.
 
         The layers up to any one become ready at that one's end or later, and leave one after the other. So it is the
         most, over layers, of the seconds of the bytes up to there less the backward time of the layers before.
@@ -161,15 +166,20 @@ class Tables:
         Args:
             speed: Of the device.
             share: Seconds per byte of gradients.
+            latency_s: Of each all-reduce; layers without gradients have none.
             first: First layer.
             end: Behind the last layer.
         """
         gradients, backward = self.job.costs.gradients, self.at_speed(speed).backward
+        hidden = backward[first]
+        first = self._reduced[first]
+        if first >= end:
+            return 0.0
         row = self._peaks.get((speed, share, first))
         if row is None:
             late = (share * gradients[i + 1] - backward[i] for i in range(first, self.job.costs.count))
             row = self._peaks[speed, share, first] = list(accumulate(late, max))
-        return row[end - first - 1] - share * gradients[first] + backward[first]
+        return max(0.0, latency_s + row[end - first - 1] - share * gradients[first] + hidden)
 
     def kept(self, flight: int) -> list[int]:
         """Sums over layers of the bytes that a stage keeps, but for workspace and boundaries."""
@@ -225,11 +235,10 @@ class DeviceRow:
 
         No plan has less, whatever groups of layers its pipelines make; one whose pipelines are cut alike has no more.
         """
-        nbytes = self.job.costs.gradients[end] - self.job.costs.gradients[first]
         optimizer = self.scaled[k].optimizer
         found = optimizer[end] - optimizer[first]
-        if pipelines > 1 and nbytes:
-            found += self.latency_s + self.tables.exposed_s(self.speeds[k], self.share(pipelines), first, end)
+        if pipelines > 1:
+            found += self.tables.exposed_s(self.speeds[k], self.share(pipelines), self.latency_s, first, end)
         return found
 
     def least_tail_s(self, k: int, first: int, end: int, pipelines: int) -> float:
@@ -461,7 +470,7 @@ class DeviceRow:
         still, own = self.least_reduce_s(pipelines), self.scaled[stage].backward
         # Of two parts of the tail that are sums over layers, the larger: one layer to reduce, or all without the last.
         most = share * (self.job.costs.gradients[end] - self.job.costs.gradients[first]) - own[end] + own[first]
-        if pipelines > 1 and self.latency_s + most > still:
+        if pipelines > 1 and self.tables.least_gradient_nbytes and self.latency_s + most > still:
             still = self.latency_s
             backward[stage] -= 1
         else:

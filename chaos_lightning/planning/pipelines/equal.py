@@ -29,7 +29,7 @@ from chaos_lightning.planning.pipelines.cuts import CLOSE, Cutter
 from chaos_lightning.planning.pipelines.split import Filling, Pairs, Splitter
 
 LONGEST = 40
-"""Stages of a pipeline at most, unless memory asks for more."""
+"""Stages of a pipeline at most where there are more than `COUNTED` devices, unless memory asks for more."""
 MANY = 16
 """Pipelines that first answers are searched with; what is found is charged with its own number."""
 PROMISING = 12
@@ -235,13 +235,13 @@ class Shapes:
         return self._shape(devices, self._best(self._exact, devices, lengths, best))
 
     def bound_s(self, devices: int, near_s: float = math.inf) -> float:
-        """No step takes less without its commit, whatever the cuts; with pipelines of at most `longest` stages.
+        """No step takes less without its commit, whatever the lengths, splits and cuts.
 
         Args:
             devices: How many there are.
             near_s: What the best shape is charged; a bound beyond it is not looked for.
         """
-        lengths, steps = self._lengths(devices), self._bounds
+        lengths, steps = self._lengths(devices, every=True), self._bounds
         if not lengths:
             return math.inf
         if math.isinf(near_s):
@@ -254,8 +254,9 @@ class Shapes:
         found = self._relaxed(steps, devices, lengths, few, near, ROUGH) if few <= devices else None
         return near_s if found is None else found.bound_s
 
-    def _lengths(self, devices: int) -> list[int]:
-        return [p for p in range(1, min(self.longest, devices) + 1) if self.only is None or self.only(p)]
+    def _lengths(self, devices: int, *, every: bool = False) -> list[int]:
+        longest = self.cutter.count if every or devices <= COUNTED else self.longest
+        return [p for p in range(1, min(longest, devices) + 1) if self.only is None or self.only(p)]
 
     def _best(
         self,

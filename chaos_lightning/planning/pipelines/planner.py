@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from chaos_lightning.planning.pipelines.cuts import Cutter
-from chaos_lightning.planning.pipelines.equal import PlanShape, Shapes
+from chaos_lightning.planning.pipelines.equal import COUNTED, PlanShape, Shapes
 from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
 from chaos_lightning.planning.pipelines.job import Device, JobError, LinkRate, TrainingJob
 from chaos_lightning.planning.pipelines.places import SAME, SharedFate, on_one_host, seated, spread
 from chaos_lightning.planning.pipelines.plan import PipelinePlan
-from chaos_lightning.planning.pipelines.shortage import nearest
+from chaos_lightning.planning.pipelines.shortage import nearest, tightest
 from chaos_lightning.planning.pipelines.unequal import Mixed
 
+FEWER = 2
+"""By so many devices less plans are looked for, too; more of them may be in the way."""
 NEAR = 0.01
 """Where a step takes no more than this share above what was charged, no other shapes are looked at."""
 
@@ -95,8 +97,18 @@ class Planner:
     @cached_property
     def _bounds(self) -> Shapes:
         """With links that no placement has faster ones than."""
-        fast = min(self.job.within_host, self.job.between_hosts, key=lambda x: x.time_s(1e6))
-        return self._shapes(fast, reduce=fast) if self._per_host else self.shapes
+        return self._shapes(self._fast, reduce=self._fast) if self._per_host else self.shapes
+
+    @cached_property
+    def _fast(self) -> LinkRate:
+        """No two devices have more between them."""
+        within, between = self.job.within_host, self.job.between_hosts
+        hosts = Counter(d.place for d in self.job.devices)
+        if len(hosts) == 1 or max(hosts.values()) == 1:
+            return self._usual
+        return LinkRate(
+            rate_bps=max(within.rate_bps, between.rate_bps), latency_s=min(within.latency_s, between.latency_s)
+        )
 
     def warm(self) -> None:
         """Fills the table of pipeline times, so that first answers come at once."""
@@ -128,23 +140,24 @@ class Planner:
     def _answer(self, devices: Collection[str] | None, *, exact: bool) -> PlannedPipelines:
         names = sorted(self.job.by_name) if devices is None else sorted(devices)
         job = self.job.with_devices([self.job.by_name[n] for n in names])
+        if job.alike and not self.job.alike:
+            return Planner(job)._answer(None, exact=exact)
         if self.job.alike:
             shape = None if exact else self.shapes.first(len(names))
             # A first answer that finds nothing is no proof.
             found = self.seated(shape, names) if shape else self._best(names)
-            if found is None:
-                raise NoPlanError(nearest(job))
-            return found
+            if found is not None:
+                return found
         mixed = Mixed(job)
-        plans = [plan for _, plan in mixed.search(improve=exact)]
+        plans = [plan for _, plan in mixed.search(improve=exact)] or [x for x in [tightest(job)] if x]
         if not plans:
             raise NoPlanError(nearest(job))
         plan = min(plans, key=lambda plan: estimate(job, plan).step_s)
         plan, fates = spread(job, plan)
         cost = estimate(job, plan)
         gap = max(0.0, 1 - (mixed.bound_s() + cost.commit_s) / cost.step_s)
-        why = f"{_rows(plan)}; the best of a search, {_at_most(gap)}"
-        return PlannedPipelines(plan, cost, False, gap, why, fates)
+        sure = "the best there is" if gap <= SAME else f"the best of a search, {_at_most(gap)}"
+        return PlannedPipelines(plan, cost, gap <= SAME, gap if gap > SAME else 0.0, f"{_rows(plan)}; {sure}", fates)
 
     def _best(self, names: Sequence[str]) -> PlannedPipelines | None:
         """The plan with the shortest simulated step, and how far the best one may be away."""
@@ -163,17 +176,25 @@ class Planner:
         if best is None:
             return None
         best = self._on_one_host(names, best) or best
+        best = min([best, *self._simpler(names)], key=lambda x: x.estimate.step_s)
         bound_s = self._bound_s(len(names), shape.charged_s if shape else math.inf)
         gap = max(0.0, 1 - bound_s / best.estimate.step_s)
         exact = gap <= SAME
         sure = "the best there is" if exact else f"the best that was found, {_at_most(gap)}"
         return replace(best, exact=exact, gap=0.0 if exact else gap, why=f"{_rows(best.plan)}; {sure}")
 
+    def _simpler(self, names: Sequence[str]) -> Iterator[PlannedPipelines]:
+        """The first answer, one device alone, and the shapes of a few devices less: what is charged is not all."""
+        count = len(names)
+        fewer = range(max(1, count - FEWER), count) if count <= COUNTED else ()
+        for shape in (self.shapes.first(count), self.shapes.over(count, [1]), *map(self.shapes.exact, fewer)):
+            if shape is not None and math.isfinite(shape.charged_s):
+                yield self.seated(replace(shape, devices=count), names)
+
     def _bound_s(self, devices: int, near_s: float) -> float:
         """No step takes less, its commit included; a bound beyond `near_s` is not looked for."""
-        o, within, between = self.job.overheads, self.job.within_host, self.job.between_hosts
-        commit_s = 2 * (min(within.latency_s, between.latency_s) + o.hop_s)
-        several_s = self._bounds.bound_s(devices, near_s) + commit_s
+        o = self.job.overheads
+        several_s = self._bounds.bound_s(devices, near_s) + 2 * (self._fast.latency_s + o.hop_s)
         alone_s = self._bounds.cutter.row(1).bound_s(self.job.micro_batches, 1)
         return min(several_s, alone_s) + o.commit_s
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.job import TrainingJob
 from chaos_lightning.planning.pipelines.moves import renamed
+from chaos_lightning.planning.pipelines.places import on_one_host
 from chaos_lightning.planning.pipelines.planner import NoPlanError, PlannedPipelines, Planner
 
 Composition = tuple[tuple[float, int], ...]
 """Kinds of the devices of a host, sorted."""
-Left = tuple[Composition, ...] | frozenset[str]
+Left = tuple[Composition, ...] | frozenset[tuple[str, tuple[float, int]]]
 """What a plan depends on: the hosts that are left, by what is on them; with links of their own, the very devices."""
 
 
@@ -35,8 +36,9 @@ class Prepared:
         self._plans: dict[Left, PlannedPipelines | NoPlanError] = {}
 
     def fleet(self, job: TrainingJob) -> None:
-        """Devices came or went: plans for what can no longer be left soon are dropped."""
-        if job.layers != self.planner.job.layers:
+        """Devices came or went: plans for what can no longer be left soon are dropped; all, if anything else is new."""
+        others = [f.name for f in fields(TrainingJob) if f.name != "devices"]
+        if any(getattr(job, name) != getattr(self.planner.job, name) for name in others):
             self._plans = {}
         self.planner = Planner(job)
         wanted = [key for key, _ in self._wanted()]
@@ -70,7 +72,9 @@ class Prepared:
             NoPlanError: None fits what is left.
         """
         names = [n for n in sorted(self.planner.job.by_name) if n not in set(lost)]
-        found = self._plans.get(self._key(names)) if names else None
+        if not names:
+            raise NoPlanError(f"no device is left of {len(self.planner.job.devices)}; expected one at least")
+        found = self._plans.get(self._key(names))
         if isinstance(found, NoPlanError):
             raise found
         if found is None:
@@ -88,7 +92,7 @@ class Prepared:
 
     def _key(self, names: Collection[str]) -> Left:
         if self.planner.job.links:
-            return frozenset(names)
+            return frozenset((n, self.planner.job.by_name[n].kind) for n in names)
         return tuple(composition for composition, _ in self._hosts(names))
 
     def _wanted(self) -> Iterator[tuple[Left, tuple[str, ...]]]:
@@ -136,4 +140,6 @@ class Prepared:
             return planned
         there = job.with_devices([job.by_name[n] for n in sorted(names)])
         plan = renamed(planned.plan, seats)
-        return replace(planned, plan=plan, estimate=estimate(there, plan))
+        hosts = {group.start: host for group, host in on_one_host(there, plan)}
+        fates = tuple(replace(f, host=hosts.get(f.first, f.host)) for f in planned.shared_fate)
+        return replace(planned, plan=plan, estimate=estimate(there, plan), shared_fate=fates)

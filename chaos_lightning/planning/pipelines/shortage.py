@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from chaos_lightning.planning.pipelines.job import Device, TrainingJob, stage_memory
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 
 GIB = 1 << 30
 
@@ -20,8 +22,7 @@ def nearest(job: TrainingJob) -> str:
                 f"{use / GIB:.2f} GiB, {use - roomy.memory_nbytes} bytes more than {roomy.name!r} has, which has most; "
                 "give devices more memory, or cut the layer in two"
             )
-    devices = sorted(job.devices, key=lambda d: (-d.memory_nbytes, d.name))[: job.costs.count]
-    at, short = _tightest(job, devices)
+    devices, at, short = _tightest(job)
     k = max(range(len(devices)), key=lambda i: short[i])
     return (
         f"no plan fits {len(job.devices)} devices and {job.micro_batches} micro-batches of {job.costs.count} layers; "
@@ -31,8 +32,20 @@ def nearest(job: TrainingJob) -> str:
     )
 
 
-def _tightest(job: TrainingJob, devices: Sequence[Device]) -> tuple[list[int], list[int]]:
-    """One pipeline that lacks least where it lacks most, for all micro-batches: its cut, and what each stage lacks."""
+def tightest(job: TrainingJob) -> PipelinePlan | None:
+    """One pipeline of all micro-batches on the devices with most memory, as it fits best; None: it does not fit."""
+    devices, at, short = _tightest(job)
+    if max(short) > 0:
+        return None
+    stages = tuple(PlanStage(d.name, x, y) for d, (x, y) in zip(devices, pairwise(at), strict=True))
+    idle = tuple(sorted({d.name for d in job.devices} - {d.name for d in devices}))
+    row = Pipeline(stages, job.micro_batches)
+    return PipelinePlan(job.costs.count, (row,), idle=idle, in_flight_extra=job.memory.in_flight_extra)
+
+
+def _tightest(job: TrainingJob) -> tuple[Sequence[Device], list[int], list[int]]:
+    """One pipeline that lacks least where it lacks most: its devices, its cut, and what each stage lacks."""
+    devices = sorted(job.devices, key=lambda d: (-d.memory_nbytes, d.name))[: job.costs.count]
     count, stages, m = job.costs.count, len(devices), job.micro_batches
     extra = job.memory.in_flight_extra
 
@@ -52,4 +65,4 @@ def _tightest(job: TrainingJob, devices: Sequence[Device]) -> tuple[list[int], l
     at = [count]
     for k in range(stages, 0, -1):
         at.insert(0, best[k][at[0]][1])
-    return at, [lack(k, at[k], at[k + 1]) for k in range(stages)]
+    return devices, at, [lack(k, at[k], at[k + 1]) for k in range(stages)]

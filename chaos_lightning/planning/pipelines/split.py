@@ -16,6 +16,9 @@ from typing import Generic, TypeVar
 
 from chaos_lightning.planning.pipelines.cuts import CLOSE
 
+GROWN = 200
+"""Times that are tried at most until all micro-batches are done in one."""
+
 Kind = TypeVar("Kind", bound=Hashable)
 Pairs = Sequence[tuple[Kind, int]]
 """Pipelines: kind and micro-batches of each."""
@@ -65,7 +68,8 @@ class Splitter(Generic[Kind]):
                 high, above = guess, found
             # A micro-batch more costs about as much as each did so far.
             slope = (above - below) / (high - low) if low and math.isfinite(above) else found / (guess + 1)
-            step = round((limit - found) / slope) if math.isfinite(found) and slope > 0 else -(guess // 2)
+            room = (limit - found) / slope if math.isfinite(found) and slope > 0 else -(guess // 2)
+            step = round(max(-self.total, min(self.total, room)))
             guess = min(max(guess + step, low + 1), high - 1)
         self._last[kind, pipelines] = max(1, low)
         return low
@@ -125,15 +129,20 @@ class Splitter(Generic[Kind]):
             if math.isinf(time_s):
                 return None
             grow = 1.02 if near_s else 1.5
-            while True:
+            for _ in range(GROWN):
                 pairs, more_s = filled(time_s)
                 if pairs is not None:
-                    break
+                    best, high = self._trimmed(pairs, pipelines)
+                    if math.isfinite(high):
+                        break
+                    time_s *= 1.02  # A cut was found for more micro-batches, and none for fewer.
+                    continue
                 if math.isinf(more_s):
                     return None
                 low = more_s
                 time_s, grow = max(low, grow * time_s), grow**2
-            best, high = self._trimmed(pairs, pipelines)
+            if best is None or math.isinf(high):
+                return None
         while low < high * (1 - 4 * close):
             # The answer is `low` or above, and `high` or below.
             middle = (low + high) / 2 if low else 0.97 * high

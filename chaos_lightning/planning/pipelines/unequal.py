@@ -68,7 +68,7 @@ class Mixed:
         self.job, self.tables = job, Tables(job)
         self.order = sorted(job.devices, key=lambda d: (-d.speed, -d.memory_nbytes, d.place, d.name))
         self.speeds = sum(d.speed for d in job.devices)
-        self._reduces: dict[frozenset[str], LinkRate] = {}
+        self._reduces: dict[tuple[frozenset[str], bool], LinkRate] = {}
         self._rows: dict[tuple[tuple[float, float], ...], DeviceRow] = {}
         self._named: dict[tuple[Names, tuple[float, float]], DeviceRow] = {}
         self._lines: dict[tuple[int, bool], tuple[int, float, float]] = {}
@@ -80,7 +80,8 @@ class Mixed:
         """The slowest link between the owners of a layer, who may be anywhere in these rows."""
         by_name = self.job.by_name
         used = [n for names in rows for n in names]
-        key = frozenset(used if self.job.links else (by_name[n].place for n in used))
+        places = frozenset(used if self.job.links else (by_name[n].place for n in used))
+        key = (places, len(used) > len(places))
         found = self._reduces.get(key)
         if found is None:
             found = self._reduces[key] = slowest_link(self.job, used)
@@ -160,14 +161,19 @@ class Mixed:
         for rows, near in near_s.items():
             # The best cuts cost a search for each row and number of micro-batches.
             filling = self._splitter(self.quick_s if len(rows) > ROWS else self.time_s, rows).over(rows, near)
-            assert filling is not None
-            found.append((filling.time_s, self._plan(filling, self.reduce(rows))))
+            if filling is not None:
+                found.append((filling.time_s, self._plan(filling, self.reduce(rows))))
+        for rows in starts if not found else ():
+            filling = self._splitter(self.quick_s, rows).over(rows)
+            if filling is not None:
+                return [(filling.time_s, self._plan(filling, self.reduce(rows), quick=True))]
         return sorted(found, key=lambda x: x[0])
 
     def _simulated_s(self, rows: Sequence[Names]) -> float:
         """The step of these rows, with cuts that are found at once."""
         filling = self._splitter(self.quick_s, rows).over(rows)
-        assert filling is not None
+        if filling is None:
+            return math.inf  # `line_s` knows no memory that micro-batches need.
         return estimate(self.job, self._plan(filling, self.reduce(rows), quick=True)).step_s
 
     def bound_s(self) -> float:
