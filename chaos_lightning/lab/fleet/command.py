@@ -177,8 +177,9 @@ def _check_progress(outcomes: dict[str, list[Outcome]], trace: Trace, fleet: Equ
             f"expected --hours above {step_s / HOUR_S:.3g}"
         )
     raise ConfigurationError(
-        f"{trace.about}: no policy made a step: there is a loss every {length_s / runs[0].losses:.3g} s, "
-        f"and a step takes {step_s:.3g} s; expected --rate below {HOUR_S / step_s / there:.3g} or a smaller model"
+        f"{trace.about}: no policy made a step that lasted: {runs[0].losses} losses in {length_s:.3g} s on {there} "
+        f"devices, and a step takes {step_s:.3g} s; at --rate {HOUR_S / step_s / there:.3g} there is a loss in each "
+        "step, so expected far less than that, --repair-hours, or a smaller model"
     )
 
 
