@@ -266,7 +266,7 @@ def test_a_plan_and_a_loss_for_programs() -> None:
     # Of those that work: one is idle.
     assert facts["lost"] == ["d3", "d4"]
     # 4 devices at 0.01 per hour, of which 1.6 are lost at once on average.
-    assert f"in {1.6 * 3600 / (4 * 0.01):.3g} s on average" in facts["decision"]["reason"]
+    assert f"in {1.6 / (4 * 0.01):.3g} hours on average" in facts["decision"]["reason"]
     candidates = facts["decision"]["candidates"]
     assert candidates[facts["decision"]["chosen"]]["value"] == max(c["value"] for c in candidates)
     for candidate in candidates:

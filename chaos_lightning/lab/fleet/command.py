@@ -17,12 +17,13 @@ from rich.table import Table
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.fleet.generator import Chance, generate
 from chaos_lightning.lab.fleet.simulator import CAUSES, FleetRun, Outcome, Rules
-from chaos_lightning.lab.fleet.traces import HOUR_S, Trace, TraceError, read
+from chaos_lightning.lab.fleet.traces import Trace, TraceError, read
 from chaos_lightning.planning.pipelines.files import find_job
 from chaos_lightning.planning.pipelines.formation import EqualFleet, Pauses
 from chaos_lightning.planning.pipelines.job import check_number
 from chaos_lightning.planning.pipelines.policies import POLICIES, policy
 from chaos_lightning.planning.pipelines.shortage import nearest
+from chaos_lightning.planning.quantities import HOUR_S
 
 
 def simulate(

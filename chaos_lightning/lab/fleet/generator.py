@@ -11,9 +11,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.fleet.traces import HOUR_S, Change, Trace, TraceError
+from chaos_lightning.lab.fleet.traces import Change, Trace, TraceError
 from chaos_lightning.lab.simulate.kernel import Action, Kernel
 from chaos_lightning.planning.pipelines.job import MOST_DEVICES, check_number
+from chaos_lightning.planning.quantities import HOUR_S
 
 SHARED = 0.77
 """Share of the removals in published traces of spot devices that share a time stamp with others."""

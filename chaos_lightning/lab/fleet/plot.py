@@ -8,7 +8,6 @@ from typing import Any
 
 from chaos_lightning.errors import ConfigurationError, MissingExtraError
 from chaos_lightning.lab.fleet.simulator import CAUSES, Outcome
-from chaos_lightning.lab.fleet.traces import HOUR_S
 from chaos_lightning.observe.charts import (
     BLUE,
     DONORS,
@@ -23,6 +22,7 @@ from chaos_lightning.observe.charts import (
     missing,
     style,
 )
+from chaos_lightning.planning.quantities import HOUR_S
 
 _COLOURS = dict(zip(CAUSES, (BLUE, SKY, ORANGE, PINK, RED, GREY), strict=True))
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from chaos_lightning.lab.fleet.traces import HOUR_S, Change, Trace
+from chaos_lightning.lab.fleet.traces import Change, Trace
 from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.planning.pipelines.choice import (
     MOVE,
@@ -31,6 +31,7 @@ from chaos_lightning.planning.pipelines.choice import (
 from chaos_lightning.planning.pipelines.formation import EqualFleet, EqualOptions, Formation
 from chaos_lightning.planning.pipelines.history import LossHistory
 from chaos_lightning.planning.pipelines.policies import decide
+from chaos_lightning.planning.quantities import HOUR_S
 
 CAUSES = ("train", "redo", "move", "reload", "void", "wait")
 """To what time is charged: training that counts, open steps done again, transitions, checkpoints read, training since a

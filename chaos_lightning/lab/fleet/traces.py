@@ -19,8 +19,8 @@ from typing import NamedTuple, NoReturn
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning.pipelines.job import MOST_DEVICES
+from chaos_lightning.planning.quantities import HOUR_S
 
-HOUR_S = 3600.0
 KINDS = "`milliseconds,add|remove,node` (such as 60000,remove,node-3) or `hours,count` (such as 0.5,32)"
 
 

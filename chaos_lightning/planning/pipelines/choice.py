@@ -27,6 +27,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from chaos_lightning.planning.quantities import HOUR_S
+
 KINDS = KEEP, FILL, MOVE, RESTART = "keep", "fill", "move", "restart"
 """What a candidate does: goes on with what is there, seats newcomers, moves layers, or goes back to a checkpoint."""
 
@@ -211,9 +213,13 @@ def _more(value: float, other: float) -> str:
     return f"{value / other - 1:.1%} more samples" if other > 0 else "samples at all"
 
 
+def _long(seconds: float) -> str:
+    return f"{seconds / HOUR_S:.3g} hours" if seconds >= HOUR_S else f"{seconds:.3g} s"
+
+
 def _why(best: PlanCandidate, fitting: list[PlanCandidate], outlook: Outlook) -> str:
     changes, what = outlook.rate + outlook.returns, "loss or return" if outlook.returns else "loss"
-    until = f"until the next {what}, in {1 / changes:.3g} s on average" if changes else "while nothing is lost"
+    until = f"until the next {what}, in {_long(1 / changes)} on average" if changes else "while nothing is lost"
     others = [c for c in fitting if c is not best]
     if not others:
         return f"{best.kind} by {best.policy}: nothing else fits"
