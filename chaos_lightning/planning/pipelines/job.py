@@ -202,7 +202,7 @@ class MemoryRules:
     boundaries: bool = True
     """Boundary tensors that were sent are kept until the step is committed; those of the next step may be there."""
     in_flight_extra: int = 0
-    """Micro-batches in flight beyond those of 1F1B, as far as memory allows."""
+    """Micro-batches in flight beyond those of 1F1B, at each stage; plans without memory for them do not fit."""
 
     def __post_init__(self) -> None:
         check_number("memory: flat_buffers", self.flat_buffers, least=0)
