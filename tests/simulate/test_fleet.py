@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -45,9 +47,9 @@ def losing(*lost: tuple[float, tuple[int, ...]], hours: float = 2.0) -> Trace:
     return Trace(tuple(range(DEVICES)), changes, hours * HOUR_S, "by hand")
 
 
-def told(fleet: EqualFleet, trace: Trace, policy: str, **more: object) -> tuple[Outcome, list[Decision]]:
+def told(fleet: EqualFleet, trace: Trace, policy: str, **more: Any) -> tuple[Outcome, list[Decision]]:
     decisions: list[Decision] = []
-    run = FleetRun(fleet, trace, policy, record=True, told=lambda _, d: decisions.append(d), **more)  # type: ignore[arg-type]
+    run = FleetRun(fleet, trace, policy, record=True, told=lambda _, d: decisions.append(d), **more)
     return run.run(), decisions
 
 
@@ -240,9 +242,9 @@ def test_command_looks_at_the_kind_of_picture_before_it_runs(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("write", [write_events, write_steps])
-def test_command_runs_a_trace(tmp_path: Path, write: object) -> None:
+def test_command_runs_a_trace(tmp_path: Path, write: Callable[[Trace, Path], None]) -> None:
     path = tmp_path / "trace"
-    write(generate(Chance(devices=16, hours=3, rate=0.2, repair_hours=0.2), 1), path)  # type: ignore[operator]
+    write(generate(Chance(devices=16, hours=3, rate=0.2, repair_hours=0.2), 1), path)
     done = command("--trace", str(path), "--policy", "adaptive")
     assert done.exit_code == 0, done.output
 

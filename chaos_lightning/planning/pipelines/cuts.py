@@ -88,7 +88,17 @@ def reduce_s(nbytes: float, owners: int, link: LinkRate, hop_s: float = 0.0) -> 
     """Seconds of an all-reduce among `owners` over trees whose slowest link is `link`."""
     if owners < 2 or not nbytes:
         return 0.0
-    return 2 * (link.latency_s + hop_s) + 2 * (owners - 1) / owners * 8.0 * nbytes / link.rate_bps
+    return reduce_latency_s(link, hop_s) + byte_s(owners, link) * nbytes
+
+
+def reduce_latency_s(link: LinkRate, hop_s: float) -> float:
+    """Of an all-reduce, up the trees and down."""
+    return 2 * (link.latency_s + hop_s)
+
+
+def byte_s(owners: int, link: LinkRate) -> float:
+    """Seconds of an all-reduce per byte."""
+    return 2 * (owners - 1) / owners * 8.0 / link.rate_bps
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +167,7 @@ class Tables:
             found = self._hops[link.kind] = [job.overheads.hop_s + link.time_s(x) for x in job.costs.outputs]
         return found
 
-    def exposed_s(self, speed: float, share: float, latency_s: float, first: int, end: int) -> float:
+    def exposed_s(self, speed: float, byte_s: float, latency_s: float, first: int, end: int) -> float:
         """How long after the backward unit of layers [first, end) their gradients are sent.
 
         The layers up to any one become ready at that one's end or later, and leave one after the other. So it is the
@@ -165,7 +175,7 @@ class Tables:
 
         Args:
             speed: Of the device.
-            share: Seconds per byte of gradients.
+            byte_s: Of the all-reduce of one byte.
             latency_s: Of each all-reduce; layers without gradients have none.
             first: First layer.
             end: Behind the last layer.
@@ -175,11 +185,11 @@ class Tables:
         first = self._reduced[first]
         if first >= end:
             return 0.0
-        row = self._peaks.get((speed, share, first))
+        row = self._peaks.get((speed, byte_s, first))
         if row is None:
-            late = (share * gradients[i + 1] - backward[i] for i in range(first, self.job.costs.count))
-            row = self._peaks[speed, share, first] = list(accumulate(late, max))
-        return max(0.0, latency_s + row[end - first - 1] - share * gradients[first] + hidden)
+            late = (byte_s * gradients[i + 1] - backward[i] for i in range(first, self.job.costs.count))
+            row = self._peaks[speed, byte_s, first] = list(accumulate(late, max))
+        return max(0.0, latency_s + row[end - first - 1] - byte_s * gradients[first] + hidden)
 
     def kept(self, flight: int) -> list[int]:
         """Sums over layers of the bytes that a stage keeps, but for workspace and boundaries."""
@@ -204,6 +214,7 @@ class DeviceRow:
         self.stages = len(devices)
         self.count = self.job.costs.count
         self.unit_s = self.job.overheads.unit_s
+        self.latency_s = reduce_latency_s(reduce, self.job.overheads.hop_s)
         self.extra = self.job.memory.in_flight_extra
         self.rooms = tuple(d.memory_nbytes for d in devices)
         self.speeds = tuple(d.speed for d in devices)
@@ -238,7 +249,8 @@ class DeviceRow:
         optimizer = self.scaled[k].optimizer
         found = optimizer[end] - optimizer[first]
         if pipelines > 1:
-            found += self.tables.exposed_s(self.speeds[k], self.share(pipelines), self.latency_s, first, end)
+            sent_s = byte_s(pipelines, self.reduce)
+            found += self.tables.exposed_s(self.speeds[k], sent_s, self.latency_s, first, end)
         return found
 
     def least_tail_s(self, k: int, first: int, end: int, pipelines: int) -> float:
@@ -249,15 +261,6 @@ class DeviceRow:
     def least_reduce_s(self, pipelines: int) -> float:
         """The all-reduce of the layer with the fewest gradients."""
         return reduce_s(self.tables.least_gradient_nbytes, pipelines, self.reduce, self.job.overheads.hop_s)
-
-    @property
-    def latency_s(self) -> float:
-        """Of an all-reduce, up the trees and down."""
-        return 2 * (self.reduce.latency_s + self.job.overheads.hop_s)
-
-    def share(self, pipelines: int) -> float:
-        """Seconds of an all-reduce per byte of gradients."""
-        return 2 * (pipelines - 1) / pipelines * 8.0 / self.reduce.rate_bps
 
     def memory(self, k: int, first: int, end: int, m: int) -> int:
         """Peak bytes of stage `k`, in flight as 1F1B has it (`job.stage_memory` says what they are for)."""
@@ -466,17 +469,17 @@ class DeviceRow:
         stage = late.index(max(late))
         path = done.path(stage)
         first, end = at[stage : stage + 2]
-        backward, share = list(path.backward), self.share(pipelines)
+        backward, sent_s = list(path.backward), byte_s(pipelines, self.reduce)
         still, own = self.least_reduce_s(pipelines), self.scaled[stage].backward
         # Of two parts of the tail that are sums over layers, the larger: one layer to reduce, or all without the last.
-        most = share * (self.job.costs.gradients[end] - self.job.costs.gradients[first]) - own[end] + own[first]
+        most = sent_s * (self.job.costs.gradients[end] - self.job.costs.gradients[first]) - own[end] + own[first]
         if pipelines > 1 and self.tables.least_gradient_nbytes and self.latency_s + most > still:
             still = self.latency_s
             backward[stage] -= 1
         else:
-            share = 0.0
+            sent_s = 0.0
         stages = tuple(zip(path.forward, backward, (k == stage for k in range(self.stages)), strict=True))
-        found = _Critical(self, stages, path.hops, share)
+        found = _Critical(self, stages, path.hops, sent_s)
         units = (path.forward[k] + path.backward[k] for k in range(self.stages))
         return replace(found, still_s=still + self.unit_s * sum(units))
 
@@ -492,8 +495,8 @@ class _Critical:
     One backward unit less where the path ends: all-reduces begin while the last one runs.
     """
     hops: tuple[int, ...]
-    share: float
-    """Seconds of all-reduce per byte of gradients."""
+    byte_s: float
+    """Of the all-reduce of one byte."""
     still_s: float = 0.0
     """What no border changes."""
 
@@ -512,7 +515,7 @@ class _Critical:
         forward, backward, last = self.stages[k]
         found = forward * scaled.forward[x] + backward * scaled.backward[x]
         if last:
-            found += scaled.optimizer[x] + self.share * self.row.job.costs.gradients[x]
+            found += scaled.optimizer[x] + self.byte_s * self.row.job.costs.gradients[x]
         return found
 
     def length_s(self, at: tuple[int, ...]) -> float:

@@ -115,13 +115,10 @@ class Shapes:
     Args:
         cutter: Cuts pipelines of such devices.
         micro_batches: Of a step.
-        longest: Stages of a pipeline at most; 0: `LONGEST`, or more where memory asks for more.
         only: Which lengths are looked at; None: all.
     """
 
-    def __init__(
-        self, cutter: Cutter, micro_batches: int, longest: int = 0, only: Callable[[int], bool] | None = None
-    ) -> None:
+    def __init__(self, cutter: Cutter, micro_batches: int, only: Callable[[int], bool] | None = None) -> None:
         self.cutter, self.total, self.only = cutter, micro_batches, only
         self._lines: dict[int, _Line | None] = {}
         self._exact = self._by_steps(self.time_s)
@@ -129,8 +126,8 @@ class Shapes:
         self.splitter = self._exact[-1]
         self._asked = defaultdict[object, dict[int, int]](dict)
         """By search: by length: how many steps were taken to find out its capacity."""
-        self.longest = min(cutter.count, longest or LONGEST)
-        if not longest and not any(self._line(p) for p in range(1, self.longest + 1)):
+        self.longest = min(cutter.count, LONGEST)
+        if not any(self._line(p) for p in range(1, self.longest + 1)):
             self.longest = cutter.count
 
     # ------------------------------------------------------------------------------------------------ times
@@ -330,7 +327,7 @@ class Shapes:
     def _looked_up(
         self,
         most: Caps,
-        steps: Sequence[Callable[[int], int]],
+        capacities: Sequence[Callable[[int], int]],
         fill: Callable[[Caps], list[int] | None],
         asked: dict[int, int],
     ) -> tuple[list[int] | None, Caps, dict[int, int]]:
@@ -338,7 +335,7 @@ class Shapes:
 
         Args:
             most: By length: no capacity is larger.
-            steps: Capacities of a length, each at most the one before and dearer to find out; the last one is right.
+            capacities: Of a length; each is at most the one before and dearer to find out, and the last one is right.
             fill: Chooses lengths, or none.
             asked: By length: how many steps are taken at once, as an earlier call had to; kept up to date.
 
@@ -349,9 +346,9 @@ class Shapes:
         unknown = [p for p, k in taken.items() if k]
         while True:
             for p in unknown:
-                caps[p] = min(caps[p], steps[taken[p] - 1](p))
+                caps[p] = min(caps[p], capacities[taken[p] - 1](p))
             found = fill({p: c for p, c in caps.items() if c})
-            unknown = [p for p in set(found or ()) if taken[p] < len(steps)]
+            unknown = [p for p in set(found or ()) if taken[p] < len(capacities)]
             if not unknown:
                 return found, caps, taken
             for p in unknown:

@@ -161,7 +161,7 @@ def all_reduces(
     hosts = {d.device for d in plan.detours}
     waiting = []
     for group, owners in zip(plan.groups, plan.owners, strict=True) if groups is None else groups:
-        # By speed: when the last owner has the layer before which nothing is left, were there layers down to 0.
+        # By speed: when the last owner would be through with its layers, were there some down to 0.
         through: dict[float, float] = {}
         kept = 0.0
         for name in owners:
@@ -172,39 +172,34 @@ def all_reduces(
                 through[speed] = max(through.get(speed, 0.0), done)
             elif name in hosts:  # layers that it keeps, and of which it ran guests
                 kept = max(kept, ends.get(name, 0.0))
-        ready = [_ready_s(job, through, kept, x) for x in (group.start, group.stop - 1)]
-        waiting.append((ready[0], -group.start, ready[1], group, owners, through, kept))
+        backward = job.costs.backward
+        ready = [max([kept, *(done - backward[x] / speed for speed, done in through.items())]) for x in group]
+        waiting.append((ready[0], -group.start, group, owners, ready))
     free: dict[str, float] = {}
     found = []
-    for ready_s, _, first_s, group, owners, through, kept in sorted(waiting, key=lambda x: x[:2]):
-        sent_s, alone_s = _sent_s(job, group, owners, through, kept)
+    for ready_s, _, group, owners, ready in sorted(waiting, key=lambda x: x[:2]):
+        sent_s, alone_s = _sent_s(job, group, owners, ready)
         ends_of = {name: max(free.get(name, 0.0) + alone_s, sent_s) for name in owners}
         last = max(owners, key=lambda name: ends_of[name])
-        start_s = max(first_s, free.get(last, 0.0))
+        start_s = max(ready[-1], free.get(last, 0.0))
         free |= ends_of
         found.append(Reduce(group.start, group.stop, len(owners), ready_s, start_s, ends_of[last], alone_s))
     return found
 
 
-def _ready_s(job: TrainingJob, through: Mapping[float, float], kept_s: float, layer: int) -> float:
-    """When all owners have a layer's gradients."""
-    return max([kept_s, *(done - job.costs.backward[layer] / speed for speed, done in through.items())])
+def _sent_s(job: TrainingJob, group: range, owners: Sequence[str], ready_s: Sequence[float]) -> tuple[float, float]:
+    """When the all-reduce of a group ends if links are free, and what it takes once everything is ready.
 
-
-def _sent_s(
-    job: TrainingJob, group: range, owners: Sequence[str], through: Mapping[float, float], kept_s: float
-) -> tuple[float, float]:
-    """When the all-reduce of a group ends if links are free, and what it takes once everything is ready."""
-    gradients = job.costs.gradients
-    link = slowest_link(job, owners)
-
-    def alone_s(end: int) -> float:
-        return reduce_s(gradients[end] - gradients[group.start], len(owners), link, job.overheads.hop_s)
-
-    whole_s = alone_s(group.stop)
-    if len(owners) < 2:
-        return _ready_s(job, through, kept_s, group.start), whole_s
-    return max(_ready_s(job, through, kept_s, x) + alone_s(x + 1) for x in group), whole_s
+    Args:
+        job: The job.
+        group: Its layers.
+        owners: Of these layers.
+        ready_s: By layer of the group: when all owners have its gradients.
+    """
+    gradients, link = job.costs.gradients, slowest_link(job, owners)
+    sizes = (gradients[x + 1] - gradients[group.start] for x in group)
+    alone_s = [reduce_s(nbytes, len(owners), link, job.overheads.hop_s) for nbytes in sizes]
+    return max(r + s for r, s in zip(ready_s, alone_s, strict=True)), alone_s[-1]
 
 
 def slowest_link(job: TrainingJob, owners: Sequence[str]) -> LinkRate:

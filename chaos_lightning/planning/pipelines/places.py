@@ -57,8 +57,7 @@ def seated(
     Returns:
         The plan with the shortest step, what it costs, and which of its layers would be lost with one host.
     """
-    plan, fates = spread(job, place(job, shapes, shape, "hosts"))
-    cost = estimate(job, plan)
+    plan, cost, fates = spread(job, place(job, shapes, shape, "hosts"))
     if not hosts_matter:
         return plan, cost, fates
     apart, apart_s = fates, cost.step_s
@@ -121,15 +120,16 @@ def _take(free: dict[str, list[str]], count: int, *, packed: bool) -> list[str]:
     return taken
 
 
-def spread(job: TrainingJob, plan: PipelinePlan) -> tuple[PipelinePlan, tuple[SharedFate, ...]]:
+def spread(job: TrainingJob, plan: PipelinePlan) -> tuple[PipelinePlan, StepEstimate, tuple[SharedFate, ...]]:
     """Gives layers whose owners are all on one host an owner elsewhere, where no step gets longer by it.
 
     Returns:
-        The plan, and what could not be mended for nothing. Plans of one pipeline have one owner for each layer anyhow.
+        The plan, what it costs, and what could not be mended for nothing. Plans of one pipeline have one owner for
+        each layer anyhow.
     """
+    cost, tries, fates = estimate(job, plan), EXCHANGES, list[SharedFate]()
     if len(plan.pipelines) < 2 or len({d.place for d in job.devices}) < 2:
-        return plan, ()
-    step_s, tries, fates = estimate(job, plan).step_s, EXCHANGES, []
+        return plan, cost, ()
     for group, host in on_one_host(job, plan):
         cheapest, now = math.inf, [g for g, _ in on_one_host(job, plan)]
         if group not in now:
@@ -140,14 +140,14 @@ def spread(job: TrainingJob, plan: PipelinePlan) -> tuple[PipelinePlan, tuple[Sh
             then = [g for g, _ in on_one_host(job, other)]
             if group in then or len(then) >= len(now):
                 continue
-            cost = estimate(job, other).step_s - step_s
-            cheapest = min(cheapest, cost)
-            if cost <= 1e-9 * step_s:
-                plan = other
+            new = estimate(job, other)
+            cheapest = min(cheapest, new.step_s - cost.step_s)
+            if new.step_s <= cost.step_s * (1 + SAME):
+                plan, cost = other, new
                 break
         else:
             fates.append(SharedFate(group.start, group.stop, host, cheapest))
-    return plan, tuple(fates)
+    return plan, cost, tuple(fates)
 
 
 def on_one_host(job: TrainingJob, plan: PipelinePlan) -> list[tuple[range, str]]:

@@ -153,9 +153,8 @@ class Planner:
         if not plans:
             raise NoPlanError(nearest(job))
         plan = min(plans, key=lambda plan: estimate(job, plan).step_s)
-        plan, fates = spread(job, plan)
-        cost = estimate(job, plan)
-        gap = max(0.0, 1 - (mixed.bound_s() + cost.commit_s) / cost.step_s)
+        plan, cost, fates = spread(job, plan)
+        gap = max(0.0, 1 - (mixed.bound_s() + job.overheads.commit_s) / cost.step_s)
         sure = "the best there is" if gap <= SAME else f"the best of a search, {_at_most(gap)}"
         return PlannedPipelines(plan, cost, gap <= SAME, gap if gap > SAME else 0.0, f"{_rows(plan)}; {sure}", fates)
 
@@ -176,19 +175,21 @@ class Planner:
         if best is None:
             return None
         best = self._on_one_host(names, best) or best
-        best = min([best, *self._simpler(names)], key=lambda x: x.estimate.step_s)
+        best = min([best, *self._simpler(names, shape)], key=lambda x: x.estimate.step_s)
         bound_s = self._bound_s(len(names), shape.charged_s if shape else math.inf)
         gap = max(0.0, 1 - bound_s / best.estimate.step_s)
         exact = gap <= SAME
         sure = "the best there is" if exact else f"the best that was found, {_at_most(gap)}"
         return replace(best, exact=exact, gap=0.0 if exact else gap, why=f"{_rows(best.plan)}; {sure}")
 
-    def _simpler(self, names: Sequence[str]) -> Iterator[PlannedPipelines]:
+    def _simpler(self, names: Sequence[str], than: PlanShape | None) -> Iterator[PlannedPipelines]:
         """The first answer, one device alone, and the shapes of a few devices less: what is charged is not all."""
-        count = len(names)
+        count, shapes = len(names), self.shapes
         fewer = range(max(1, count - FEWER), count) if count <= COUNTED else ()
-        for shape in (self.shapes.first(count), self.shapes.over(count, [1]), *map(self.shapes.exact, fewer)):
-            if shape is not None and math.isfinite(shape.charged_s):
+        found = (shapes.first(count), shapes.over(count, [1]), *map(shapes.exact, fewer))
+        known = {shape.rows: shape for shape in found if shape is not None and math.isfinite(shape.charged_s)}
+        for rows, shape in known.items():
+            if than is None or rows != than.rows:
                 yield self.seated(replace(shape, devices=count), names)
 
     def _bound_s(self, devices: int, near_s: float) -> float:

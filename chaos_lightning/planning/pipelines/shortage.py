@@ -1,4 +1,4 @@
-"""Why no plan fits: the layer that fits on no device, or the pipeline that comes closest and what it lacks."""
+"""The pipeline that comes closest to fitting, and why no plan fits where that one does not."""
 
 from __future__ import annotations
 

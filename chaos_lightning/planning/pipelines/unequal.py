@@ -141,7 +141,8 @@ class Mixed:
             improve: Move devices about; False: take the best starts.
 
         Returns:
-            What a plan is charged in seconds, and the plan; the best one first. None where none was found that fits.
+            What a plan is charged in seconds, and the plan; the one that is charged least first. Empty where none was
+            found that fits.
         """
         looked: dict[tuple[Names, ...], float] = {}
         for rows in dict.fromkeys(self._starts()):

@@ -379,7 +379,7 @@ def test_a_host_that_many_layers_share_is_told_when_the_tries_are_spent(monkeypa
     job = replace(job, devices=fleet)
     stages = [[PlanStage("d0", 0, 2), PlanStage("d1", 2, 4)], [PlanStage("d2", 0, 2), PlanStage("d3", 2, 4)]]
     plan = PipelinePlan(4, tuple(Pipeline(tuple(x), 4) for x in stages), idle=("d4", "d5"))
-    same, fates = spread(job, plan)
+    same, _, fates = spread(job, plan)
     assert same == plan
     assert [(x.first, x.end, x.host, x.cost_s) for x in fates] == [(0, 2, "near", math.inf), (2, 4, "near", math.inf)]
 
