@@ -30,6 +30,7 @@ from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.registry import known
+from chaos_lightning.planning.documents import read_yaml
 
 
 class Action(enum.StrEnum):
@@ -282,9 +283,7 @@ class FaultPlan:
                 )
             text = path.read_text(encoding="utf-8")
             if path.suffix in (".yaml", ".yml"):
-                import yaml
-
-                return cls.load(yaml.safe_load(text))
+                return cls.load(read_yaml(text, f"fault plan file {str(path)!r}"))
             return cls.parse(text)
         if isinstance(source, str):
             return cls.parse(source)

@@ -19,13 +19,13 @@ change so that the trees do not fit, `planning.trees.plan_for` decides.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError, PlanError
+from chaos_lightning.planning.documents import read_json, read_yaml
 from chaos_lightning.planning.trees import check_plan, expand
 from chaos_lightning.protocol.types import PlanSpec, Span, TreeSpec
 
@@ -148,11 +148,4 @@ def _load(path: Path) -> object:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{name} cannot be read: {error}") from error
-    try:
-        if path.suffix == ".json":
-            return json.loads(text)
-        import yaml
-
-        return yaml.safe_load(text)
-    except Exception as error:  # yaml's errors are known only once it is imported
-        raise ConfigurationError(f"{name} cannot be understood: {error}") from error
+    return (read_json if path.suffix == ".json" else read_yaml)(text, name)

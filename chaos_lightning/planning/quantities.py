@@ -52,6 +52,8 @@ def size_nbytes(text: str) -> int:
     number, unit = _split(text)
     if unit not in _SIZES:
         raise ValueError(f"{text!r}: expected a size such as '80 GiB' or '500 MB' (B, kB, MB, GB, TB, KiB to TiB)")
+    if number * _SIZES[unit] > 1e30:
+        raise ValueError(f"{text!r} is more than any memory; expected a size such as '80 GiB'")
     return round(number * _SIZES[unit])
 
 

@@ -19,7 +19,6 @@ named here by its line.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any, NoReturn
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.edge.topology import Change, Condition, EdgeNode, Link, Pair, SchemaError, Topology
+from chaos_lightning.planning.documents import compose_yaml, read_json
 from chaos_lightning.planning.quantities import rate_bps, seconds
 
 _MAX_DEPTH = 8
@@ -53,24 +53,11 @@ def load_topology(source: str | Path) -> Topology:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"topology file {str(path)!r} cannot be read: {error}") from error
-    spot = _read_json(path, text) if path.suffix == ".json" else _read_yaml(path, text)
+    spot = _plain(read_json(text, str(path)), "", str(path)) if path.suffix == ".json" else _read_yaml(path, text)
     return _Reader(str(path)).topology(spot, path.stem)
 
 
 # --- trees of spots -----------------------------------------------------------------------------------------------
-
-
-def _read_json(path: Path, text: str) -> Spot:
-    def pairs(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-        for key, _ in entries:
-            if sum(key == other for other, _ in entries) > 1:
-                raise ConfigurationError(f"{path}: key {key!r} is there twice in one object; expected it once")
-        return dict(entries)
-
-    try:
-        return _plain(json.loads(text, object_pairs_hook=pairs), "", str(path))
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{path}:{error.lineno}: no JSON: {error.msg}") from error
 
 
 def _plain(value: Any, path: str, source: str, depth: int = 0) -> Spot:
@@ -86,12 +73,7 @@ def _plain(value: Any, path: str, source: str, depth: int = 0) -> Spot:
 def _read_yaml(path: Path, text: str) -> Spot:
     import yaml
 
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f":{mark.line + 1}" if mark is not None else ""
-        raise ConfigurationError(f"{path}{where}: no YAML: {getattr(error, 'problem', None) or error}") from error
+    root = compose_yaml(text, str(path))
 
     def spot(node: Any, place: str, depth: int) -> Spot:
         line = node.start_mark.line + 1
@@ -103,14 +85,6 @@ def _read_yaml(path: Path, text: str) -> Spot:
             return Spot([spot(v, f"{place}[{i}]", depth + 1) for i, v in enumerate(node.value)], place, line)
         found: dict[str, Spot] = {}
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise ConfigurationError(f"{path}:{line}: {place or 'top'}: a key that is no plain text")
-            if key.value in found:
-                at = key.start_mark.line + 1
-                raise ConfigurationError(
-                    f"{path}:{at}: {_below(place, key.value)}: the key is there twice (before in line "
-                    f"{found[key.value].line}); expected it once"
-                )
             found[key.value] = spot(value, _below(place, key.value), depth + 1)
         return Spot(found, place, line)
 

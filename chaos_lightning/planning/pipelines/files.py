@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.planning.documents import read_json, read_yaml
 from chaos_lightning.planning.pipelines.decoder import Decoder, read_model
 from chaos_lightning.planning.pipelines.job import (
     CLOSED,
@@ -45,7 +46,6 @@ from chaos_lightning.planning.quantities import rate_bps, seconds, size_nbytes
 
 MOST_ERRORS = 8
 _MAX_DEPTH = 8
-_EXPONENT = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)[eE][+-]?\d+")
 _UNITS: dict[str, tuple[Callable[[str], float], str]] = {
     "_s": (seconds, "seconds, as a number or as in '2.5 ms'"),
     "_nbytes": (size_nbytes, "bytes, as a whole number or as in '80 GiB'"),
@@ -260,7 +260,11 @@ def read_job(path: str | Path, devices: int | None = None) -> TrainingJob:
         text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"{source}: cannot be read: {error}; expected a job as YAML or JSON") from None
-    return job_of(_from_json(source, text) if source.suffix == ".json" else _from_yaml(source, text), source, devices)
+    try:
+        about = (read_json if source.suffix == ".json" else read_yaml)(text, str(source))
+    except ConfigurationError as error:
+        raise JobError(str(error)) from None
+    return job_of(about, source, devices)
 
 
 def job_of(about: Any, source: str | Path = "job", devices: int | None = None) -> TrainingJob:
@@ -296,50 +300,6 @@ def _adapter() -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(JobFile)
-
-
-def _once(pairs: Sequence[tuple[Any, Any]], where: str) -> dict[Any, Any]:
-    """A mapping of these; a key that is there twice is refused."""
-    found: dict[Any, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise JobError(f"{where}: the key {key!r} is there twice in one mapping; expected it once")
-        found[key] = value
-    return found
-
-
-def _from_json(path: Path, text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, str(path)))
-    except json.JSONDecodeError as error:
-        raise JobError(f"{path}:{error.lineno}: no JSON: {error.msg}") from None
-    except RecursionError:
-        raise JobError(f"{path}: nested too deep") from None
-
-
-def _from_yaml(path: Path, text: str) -> Any:
-    import yaml
-
-    class _Strict(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        """`yaml.safe_load`, but for keys that are there twice."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [(str(key.value), None) for key, _ in node.value]
-            _once(keys, f"{path}:{node.start_mark.line + 1}")
-            made: dict[Any, Any] = super().construct_mapping(node, deep)
-            return made
-
-    # YAML 1.1 takes 1e9 for a text; 1.2 does not.
-    _Strict.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-.0123456789"))
-    try:
-        return yaml.load(text, _Strict)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f":{mark.line + 1}" if mark is not None else ""
-        problem = " ".join(str(getattr(error, "problem", None) or error).split())  # of characters: two lines
-        raise JobError(f"{path}{where}: no YAML: {problem}") from None
-    except RecursionError:
-        raise JobError(f"{path}: nested too deep") from None
 
 
 def _in_numbers(value: Any, path: str, problems: list[str], depth: int = 0) -> Any:

@@ -206,9 +206,9 @@ def test_each_thing_that_is_wrong_has_a_line() -> None:
     ("name", "text", "words"),
     [
         ("a.yaml", "micro_batches: [", ":2: no YAML: "),
-        ("a.yaml", "micro_batches: 4\nmicro_batches: 5\n", ":1: the key 'micro_batches' is there twice in one mapping"),
+        ("a.yaml", "micro_batches: 4\nmicro_batches: 5\n", ":2: the key 'micro_batches' is there twice in one mapping"),
         ("a.yaml", "layers:\n- {name: a, name: b}\n", ":2: the key 'name' is there twice in one mapping"),
-        ("a.yaml", "&a [*a]", ": "),
+        ("a.yaml", "&a [*a]", ":1: an anchor that contains itself"),
         ("a.yaml", "micro_batches: 4\0", ": no YAML: "),
         ("a.yaml", "[" * 5000, ":2: no YAML"),
         ("a.json", "[" * 100_000, ": nested too deep"),
@@ -217,6 +217,8 @@ def test_each_thing_that_is_wrong_has_a_line() -> None:
         ("a.json", '{"a": 1, "a": 2}', ": the key 'a' is there twice in one mapping; expected it once"),
         ("a.json", '{"micro_batches": NaN}', ": micro_batches is NaN; expected a whole number"),
         ("a.yaml", "\xff", ": the file is "),
+        ("a.yaml", f"micro_batches: {'9' * 5000}", ": a value cannot be read: "),
+        ("a.json", f'{{"micro_batches": {"9" * 5000}}}', ": a value cannot be read: "),
     ],
 )
 def test_what_is_no_file_of_a_job(tmp_path: Path, name: str, text: str, words: str) -> None:

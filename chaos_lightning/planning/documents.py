@@ -1,0 +1,140 @@
+"""Reads YAML and JSON that a person wrote: each key once, and never more values than a file can mean.
+
+Theory of operation. YAML becomes nodes first (`yaml.compose`). Anchors make a graph of them, in which 800 bytes can
+stand for billions of values, or for a list that contains itself. So the values are counted before any is made, each
+node once. Then the safe constructor makes them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from chaos_lightning.errors import ConfigurationError
+
+MOST_VALUES = 1_000_000
+"""Number of values a text may stand for, with each anchor counted wherever it is used."""
+_EXPONENT = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)[eE][+-]?\d+")
+
+
+def read_json(text: str, source: str) -> Any:
+    """Returns what `json.loads` does.
+
+    Args:
+        text: The file's text.
+        source: Name of the file, for errors.
+
+    Raises:
+        ConfigurationError: The text is no JSON, has a key twice in one object, or has a number of too many digits.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ConfigurationError(f"{source}: the key {key!r} is there twice in one mapping; expected it once")
+            found[key] = value
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(f"{source}:{error.lineno}: no JSON: {error.msg}") from None
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        raise ConfigurationError(f"{source}: a value cannot be read: {error}") from None
+    except RecursionError:
+        raise ConfigurationError(f"{source}: nested too deep") from None
+
+
+def read_yaml(text: str, source: str) -> Any:
+    """Returns mappings, lists and scalars as `yaml.safe_load` does; 1e9 is a number, as in YAML 1.2.
+
+    Args:
+        text: The file's text.
+        source: Name of the file, for errors.
+
+    Raises:
+        ConfigurationError: The text is no YAML, has a key twice in one mapping, or stands for more than MOST_VALUES
+            values; names the line.
+    """
+    import yaml
+
+    root = compose_yaml(text, source)
+    if root is None:
+        return None
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_document(root)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(_no_yaml(error, source)) from None
+    except ValueError as error:  # an integer of more digits than Python converts, a date that does not exist
+        raise ConfigurationError(f"{source}: a value cannot be read: {error}") from None
+    finally:
+        loader.dispose()
+
+
+def compose_yaml(text: str, source: str) -> Any:
+    """Returns the text's root node, with lines, or None for an empty text; refuses what `read_yaml` refuses."""
+    import yaml
+
+    class _Yaml12(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        """Reads 1e9 as a number, as YAML 1.2 does; 1.1 takes it for a text."""
+
+    _Yaml12.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-.0123456789"))
+    try:
+        root = yaml.compose(text, _Yaml12)
+        _count(root, source, {})
+    except yaml.YAMLError as error:
+        raise ConfigurationError(_no_yaml(error, source)) from None
+    except RecursionError:
+        raise ConfigurationError(f"{source}: nested too deep") from None
+    return root
+
+
+def _count(node: Any, source: str, known: dict[int, int]) -> int:
+    """Returns how many values the node stands for; `known` has 0 for nodes that are being counted."""
+    if node is None or isinstance(node.value, str):
+        return 1
+    found = known.get(id(node))
+    line = node.start_mark.line + 1
+    if found == 0:
+        raise ConfigurationError(f"{source}:{line}: an anchor that contains itself; expected a tree of values")
+    if found is None:
+        known[id(node)] = 0
+        found = 1
+        seen: dict[str, int] = {}
+        for child in node.value:
+            if isinstance(child, tuple):
+                _demand_once(child[0], seen, source)
+                found += _count(child[0], source, known)
+                child = child[1]
+            found += _count(child, source, known)
+        if found > MOST_VALUES:
+            raise ConfigurationError(
+                f"{source}:{line}: anchors make this more than {MOST_VALUES:,} values; write out what is needed"
+            )
+        known[id(node)] = found
+    return found
+
+
+def _demand_once(key: Any, seen: dict[str, int], source: str) -> None:
+    """Raises ConfigurationError if the mapping has this key already; notes its line."""
+    line, name = key.start_mark.line + 1, key.value
+    if not isinstance(name, str):
+        raise ConfigurationError(f"{source}:{line}: a key is a list or mapping; expected plain text")
+    if name in seen:
+        raise ConfigurationError(
+            f"{source}:{line}: the key {name!r} is there twice in one mapping (before in line {seen[name]}); "
+            "expected it once"
+        )
+    seen[name] = line
+
+
+def _no_yaml(error: Exception, source: str) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f":{mark.line + 1}" if mark is not None else ""
+    problem = " ".join(str(getattr(error, "problem", None) or error).split())
+    return f"{source}{where}: no YAML: {problem}"
