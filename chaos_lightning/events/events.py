@@ -39,6 +39,7 @@ from typing import Any
 from chaos_lightning.events.compact import SHORTENED, Before, Line
 from chaos_lightning.events.reader import Record, Tail, log_files, part_of, read_events
 from chaos_lightning.events.registry import FORMAT, Event
+from chaos_lightning.events.regular import open_to_append
 
 __all__ = ["EVENTS", "EventLog", "Record", "Tail", "read_events"]
 
@@ -310,12 +311,12 @@ class EventLog:
     def _open(self, path: Path) -> None:
         """Goes on in this file; raises OSError if it cannot be opened."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_to_append(path)
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self.path, self._size = fd, path, os.fstat(fd).st_size
         # A predecessor that was killed while the disk was full may have left half a line.
-        self._torn = _ends_torn(path)
+        self._torn = _ends_torn(fd, self._size)
         self._before.clear()
         line = self._stamp() | {"member": self._member, **({"node": self._node} if self._node else {})}
         line |= {"name": "opened", "pid": os.getpid(), "host": socket.gethostname(), "role": self._role}
@@ -405,13 +406,5 @@ def _whose(path: Path) -> tuple[Path, str]:
     return path.parent, part_of(path)[0].stem.rpartition("-")[0]
 
 
-def _ends_torn(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size == 0:
-                return False
-            file.seek(size - 1)
-            return file.read(1) != b"\n"
-    except OSError:
-        return False
+def _ends_torn(file: int, nbytes: int) -> bool:
+    return nbytes > 0 and os.pread(file, 1, nbytes - 1) != b"\n"

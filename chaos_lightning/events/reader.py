@@ -30,6 +30,7 @@ from typing import Any
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events import registry
 from chaos_lightning.events.compact import COMMITTED, SHORTENED, Before, Line
+from chaos_lightning.events.regular import open_to_read
 
 logger = logging.getLogger("chaos_lightning.events")
 
@@ -210,14 +211,16 @@ def read_files(paths: Iterable[Path], *, source: str) -> Iterator[Record]:
     """The events that one process wrote, in their order; lines that are no events are skipped.
 
     Raises:
-        ConfigurationError: The file was written in another format.
+        ConfigurationError: A file was written in another format, is no regular file, or may not be read.
     """
     lines = _Lines(source)
     for path in paths:
         try:
-            file = path.open("rb")
+            file = os.fdopen(open_to_read(path), "rb")
         except FileNotFoundError:  # its writer has deleted it, which the next file's numbers tell
             continue
+        except OSError as error:
+            raise ConfigurationError(f"event log {path} cannot be read: {error.strerror}") from error
         with file:
             for number, text in enumerate(file, 1):
                 for record in lines.take(text, number):
@@ -303,7 +306,15 @@ class Tail:
             place = self._places[path] = _Place(inode=status.st_ino)
         if place.unreadable or status.st_size <= place.offset:
             return
-        with path.open("rb") as file:
+        try:
+            opened = open_to_read(path)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            logger.warning("event log %s is left out: %s", path, error.strerror)
+            place.unreadable = True
+            return
+        with os.fdopen(opened, "rb") as file:
             file.seek(place.offset)
             while place.offset < status.st_size and (text := file.readline()).endswith(b"\n"):
                 place.offset += len(text)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog, Tail, read_events
 from chaos_lightning.events.reader import parse_line
 from chaos_lightning.events.registry import problems
@@ -251,3 +252,48 @@ def test_parse_line_refuses_what_is_no_event() -> None:
     record = parse_line('{"name":"x","t":1,"mono":2}')
     assert record is not None
     assert (record.member, record.by, record.node) == ("", "", "")
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / f"member-a-{os.getpid()}.jsonl").symlink_to(victim)
+    with EventLog.in_directory(tmp_path / "logs", "a") as log:
+        log.emit("joined")
+    assert victim.read_text() == "precious"
+    assert "a link or special file is there; remove it, or name another log_dir" in caplog.text
+
+
+def test_a_planted_second_name_is_not_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / f"member-a-{os.getpid()}.jsonl").hardlink_to(victim)
+    EventLog.in_directory(tmp_path, "a").close()
+    assert victim.read_text() == "precious"
+    assert "has 2 names" in caplog.text
+
+
+@pytest.mark.parametrize("reader", [False, True])
+def test_a_planted_pipe_holds_nobody_up(tmp_path: Path, reader: bool, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / f"member-a-{os.getpid()}.jsonl"
+    os.mkfifo(path)
+    held = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if reader else -1
+    EventLog.in_directory(tmp_path, "a").close()
+    assert "a link or special file is there" in caplog.text
+    with pytest.raises(ConfigurationError, match=r"\.jsonl cannot be read: no regular file"):
+        list(read_events(tmp_path))
+    assert Tail(tmp_path).poll() == []
+    if reader:
+        assert os.read(held, 1) == b""
+        os.close(held)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_another_users_file_is_not_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / f"member-a-{os.getpid()}.jsonl"
+    path.write_text("")
+    os.chown(path, 12345, -1)
+    EventLog.in_directory(tmp_path, "a").close()
+    assert path.read_text() == ""
+    assert "belongs to user 12345" in caplog.text
