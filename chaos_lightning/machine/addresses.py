@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import socket
+from functools import cache
 
 from chaos_lightning.errors import ConfigurationError
+
+logger = logging.getLogger("chaos_lightning.machine")
 
 DEFAULT_PORT = 29400
 WILDCARDS = ("0.0.0.0", "::", "")
@@ -14,7 +18,15 @@ WILDCARDS = ("0.0.0.0", "::", "")
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """(host, port) of "HOST:PORT", "HOST" (port 29400) or "[IPv6]:PORT"; brackets are taken off."""
+    """Returns (host, port) of "HOST:PORT", "HOST" (port 29400) or "[IPv6]:PORT", without brackets.
+
+    This machine's own name becomes the address at which others reach it, where it resolves to loopback here.
+    """
+    host, port = _parse(endpoint)
+    return _beyond_loopback(host), port
+
+
+def _parse(endpoint: str) -> tuple[str, int]:
     text = endpoint.strip()
     host, colon, port = text.rpartition(":")
     if not colon or (text.startswith("[") and text.endswith("]")):
@@ -39,7 +51,7 @@ def split_announced(text: str) -> tuple[str, int]:
     bare = text.strip()
     bare = f"[{bare}]" if bare.count(":") > 1 and "[" not in bare else bare
     named = not bare.endswith("]") and ":" in bare
-    host, port = split_endpoint(bare if named else f"{bare}:0")
+    host, port = _parse(bare if named else f"{bare}:0")
     if host in WILDCARDS or (named and not port):
         raise ConfigurationError(f"nobody can call {text!r}; name an address that other members reach, as HOST[:PORT]")
     return host, port
@@ -85,6 +97,41 @@ def addresses(host: str) -> tuple[str, ...]:
             f"host {host!r} cannot be resolved ({error}); give an address or a known name"
         ) from error
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+@cache
+def _beyond_loopback(host: str) -> str:
+    """Returns `host`, or this machine's address on its network if `host` is its own name and means loopback here.
+
+    Debian writes the own name into /etc/hosts at 127.0.1.1; other machines look it up elsewhere, and dial the network.
+    """
+    own = socket.gethostname().lower()
+    if host.lower() not in (own, own.partition(".")[0]) or own.partition(".")[0] == "localhost":
+        return host
+    with contextlib.suppress(ConfigurationError):
+        if not is_loopback(host):
+            return host
+        here = ", ".join(addresses(host))
+        try:
+            found = _source("192.0.2.1", 9)  # TEST-NET-1 (RFC 5737): takes the default route
+        except OSError:
+            logger.warning(
+                "this machine's own name %s resolves to %s here, which no other machine reaches, and there is no route "
+                "to others: only processes of this machine can join. Give the endpoint as an address if that is wrong",
+                host,
+                here,
+            )
+            return host
+        logger.warning(
+            "this machine's own name %s resolves to %s here (see /etc/hosts), which no other machine reaches; %s is "
+            "taken in its place. For another address, give the endpoint as that address; for this machine alone, as "
+            "127.0.0.1",
+            host,
+            here,
+            found,
+        )
+        return found
+    return host
 
 
 def is_loopback(host: str) -> bool:
