@@ -8,6 +8,7 @@ line here: the name, where the function is, and one line for `--help`.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -180,9 +181,17 @@ def _say(error: ChaosError) -> None:
         print(printable(line), file=sys.stderr)
 
 
+def _warn_of_variables() -> None:
+    """Warns of mistyped settings in the environment, of which there are none most of the time."""
+    if any(name.startswith("CHAOS_") for name in os.environ):
+        warn_of_unknown = importlib.import_module("chaos_lightning.variables").warn_of_unknown
+        warn_of_unknown()
+
+
 def main() -> None:
     """Entry point: errors of ours are one line, not a traceback. Exit codes: 1 failed, 2 wrong usage."""
     try:
+        _warn_of_variables()
         app()
     except ConfigurationError as error:
         _say(error)

@@ -41,6 +41,7 @@ from chaos_lightning.outer.session import Boundary, OuterSession, agreement_of, 
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import Covered, JobProgress
 from chaos_lightning.protocol.types import Span
+from chaos_lightning.variables import warn_of_unknown
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -78,6 +79,7 @@ class DiLoCo:
         seed: int = 0,
         **settings: Any,
     ) -> None:
+        warn_of_unknown()
         mine, rules = declared(ClusterOptions), {f.name for f in fields(OuterSettings)}
         if unknown := sorted(set(settings) - set(mine) - rules):
             raise ConfigurationError(f"unknown settings {unknown}; expected some of {sorted({*mine, *rules})}")

@@ -60,6 +60,7 @@ from chaos_lightning.replication.payload import decode_payload, encode_payload
 from chaos_lightning.replication.replay import NEVER, ModuleReplay
 from chaos_lightning.replication.saving import put_in_place, save_for_all
 from chaos_lightning.settings import EngineConfig
+from chaos_lightning.variables import warn_of_unknown
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -126,6 +127,7 @@ class Trainer:
 
     def __init__(self, **settings: Any) -> None:
         _close_what_was_left_open()
+        warn_of_unknown()
         self.engine = Engine(EngineConfig.build(settings))
         self._state: ModuleState | None = None
         self._optimizer: Optimizer | None = None

@@ -46,6 +46,7 @@ from chaos_lightning.strategies.outer_refusals import OUTER_TABLE, refuse_inner,
 from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders
 from chaos_lightning.strategies.session import DataMode
 from chaos_lightning.strategies.strategy import ChaosStrategy
+from chaos_lightning.variables import warn_of_unknown
 
 NAME = "chaos_diloco"
 MARGIN_S = 60.0
@@ -132,6 +133,7 @@ class ClusterStrategy(Strategy):
         self._come_in(fit)
 
     def _come_in(self, fit: OuterFit) -> None:
+        warn_of_unknown()
         settings, options = build(self.options, self._given, batch=fit.batch)
         replica = replica_of(fit.trainer.lightning_module)
         words = words_of(fit.trainer)

@@ -39,6 +39,7 @@ from chaos_lightning.strategies.refusals import check_host_version, refuse, refu
 from chaos_lightning.strategies.saving import save, with_loaders
 from chaos_lightning.strategies.schedules import go_by_step
 from chaos_lightning.strategies.session import DataMode, FitSession
+from chaos_lightning.variables import warn_of_unknown
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -188,6 +189,7 @@ class ChaosStrategy(ParallelStrategy):
         ]
 
     def _config(self) -> EngineConfig:
+        warn_of_unknown()
         return EngineConfig.build({**self._given, **self.options.for_engine()})
 
     def _evaluate(self) -> None:

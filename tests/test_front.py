@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import chaos_lightning
 from chaos_lightning import cli
 from chaos_lightning.errors import EXTRAS
 
@@ -23,7 +24,8 @@ def test_version_is_an_option_and_a_command_and_the_package_can_be_run() -> None
     option, command = (python("-m", "chaos_lightning", word) for word in ("--version", "version"))
     assert option.returncode == 0, option.stderr
     assert option.stdout == command.stdout
-    assert option.stdout.startswith("chaos-lightning ")
+    assert option.stdout.splitlines()[0] == f"chaos-lightning {chaos_lightning.__version__}"
+    assert "__version__" in dir(chaos_lightning)
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name, entry in cli.COMMANDS.items() if not entry.whole)])

@@ -41,6 +41,7 @@ from chaos_lightning.machine.orphan import VARIABLE, agent_mark
 from chaos_lightning.rendezvous.options import RendezvousOptions, read_options
 from chaos_lightning.rendezvous.polite import PoliteExit
 from chaos_lightning.security.credentials import Credentials, check_bind
+from chaos_lightning.variables import warn_of_unknown
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
 
@@ -185,6 +186,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
 
 def create_handler(params: RendezvousParameters) -> ChaosRendezvousHandler:
     """Makes the handler from torchrun's parameters."""
+    warn_of_unknown()
     options = read_options(
         endpoint=params.endpoint,
         run_id=params.run_id,

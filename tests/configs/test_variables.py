@@ -1,0 +1,58 @@
+"""A mistyped setting in the environment is told."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chaos_lightning.variables import known, unknown, warn_of_unknown
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_mistyped_setting_is_told_with_the_one_that_was_meant() -> None:
+    (line,) = unknown({"CHAOS_ENDPIONT": "a:1", "CHAOS_PLAN": "tree", "PATH": "/bin"})
+    assert line == "environment variable CHAOS_ENDPIONT is no setting and changes nothing; did you mean CHAOS_ENDPOINT?"
+    (line,) = unknown({"CHAOS_MONKEY": "1"})
+    assert line.endswith("see docs/settings.md for those that are")
+
+
+def test_what_kubernetes_adds_for_a_service_is_no_mistake() -> None:
+    names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT_29400_TCP", "PORT_29400_TCP_ADDR", "PORT"]
+    assert unknown({f"CHAOS_{more}{name}": "x" for more in ("", "SCHEDULER_") for name in names}) == []
+
+
+def test_every_variable_that_the_product_names_is_known() -> None:
+    for folder in ("chaos_lightning", "strategies", "callbacks", "configs"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name != "variables.py":
+                assert set(re.findall(r"[\"'](CHAOS_[A-Z_]*[A-Z])[\"'=]", path.read_text())) <= known(), path
+
+
+def test_seed_is_no_variable() -> None:
+    assert unknown({"CHAOS_SEED": "3"})
+
+
+def test_each_way_to_start_tells_it_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CHAOS_ENDPIONT", "a:1")
+    warn_of_unknown.cache_clear()
+    warn_of_unknown()
+    warn_of_unknown()
+    assert caplog.text.count("did you mean CHAOS_ENDPOINT") == 1
+    warn_of_unknown.cache_clear()
+
+
+def test_the_command_tells_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "chaos_lightning", "plan", "--help"],
+        env={"CHAOS_LOGDIR": "/x", "PATH": "/usr/bin:/bin", "HOME": "/nowhere"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "CHAOS_LOGDIR is no setting and changes nothing; did you mean CHAOS_LOG_DIR?" in done.stderr
