@@ -33,6 +33,7 @@ from chaos_lightning.errors import (
 )
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import read_ports, split_endpoint
+from chaos_lightning.machine.fits import Fit
 from chaos_lightning.machine.orphan import watch_parent
 from chaos_lightning.member.choice import TransferChoice
 from chaos_lightning.member.control_stream import ControlStream
@@ -46,6 +47,7 @@ from chaos_lightning.member.shell import Shell
 from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.member.waiting import Waiting
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.peers import FIT
 from chaos_lightning.membership.slots import fitting
 from chaos_lightning.planning.assignment import ruling_view
 from chaos_lightning.planning.plans import check_bytes
@@ -143,6 +145,7 @@ class Engine:
         self._hello: Hello | None = None
         self._replay: Replay | None = None
         self._loaded = False
+        self._fit: Fit | None = None
         self._unserved: Header | None = None
         self._closed = False
 
@@ -220,12 +223,13 @@ class Engine:
         deadline = started + self.config.join_timeout_s
         if not self._links.port:  # they outlive a rejoin, the agent does not
             self._start_network(made.shell)
+        self._fit = self._fit or Fit(self.config.job, self.config.endpoint)
         self._hello = hello(
             self.config,
             port=self._links.port,
             quota=quota,
             accumulate=accumulate,
-            fingerprint=fingerprint,
+            fingerprint={**fingerprint, FIT: str(self._fit.number)},
             layout=made.accumulation.layout,
             no_replay=no_replay(self.config, replay),
         )
@@ -563,6 +567,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        if self._fit is not None and (self.role or self.leaving):  # one that was refused may be tried again
+            self._fit.over()
         self._control.close()
         if self._links.port:
             self._loop.call_and_wait(self._links.close, 2.0)

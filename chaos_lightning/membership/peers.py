@@ -35,6 +35,9 @@ NAMED_DIFFERENCES = 3
 _MISSING = "(missing)"
 _HASH = re.compile("[0-9a-f]{16,}")
 
+FIT = "fit"
+"""Name in the fingerprint of the number of the job's fit in the member's script, from 1 on."""
+
 UNKNOWN_LEARNERS = (-1, ("?",))
 """What a member was told by a scheduler that is gone."""
 
@@ -169,6 +172,13 @@ def difference(hello: Hello | JobTerms, reference: JobTerms | None) -> str:
     differing = [pair for pair in pairs if pair[1] != pair[2]]
     if not differing:
         return ""
+    if mine.get(FIT, "1") != theirs.get(FIT, "1"):  # all else that differs may follow from it
+        return (
+            f"{hello.name} begins fit {mine.get(FIT, 1)} of this job in its script, the job (from {reference.name}) is "
+            f"in fit {theirs.get(FIT, 1)}: fits of different numbers may train on different samples, as folds do. Give "
+            "each fit a job name of its own (job=...), and skip those that are over; a member that is restarted then "
+            "joins the fit that runs"
+        )
     # A hash says that something differs; what it is, other entries tell.
     named = [pair for pair in differing if not any(_HASH.fullmatch(value) for value in pair[1:])] or differing
     named.sort(key=lambda pair: _MISSING in pair)  # another optimizer has other settings, but has another name first
