@@ -17,8 +17,9 @@ gradients over all members, clips the average and steps the optimizer. A member 
 inside `update`, which then steps nothing.
 
 Each batch has one `update`, since the others wait for it: who asks for the next batch without it gets an error. A batch
-that `trainer.idle` marks stands in for "no samples left for me": its gradient weighs nothing, and a loop that goes on
-to the next batch takes part all the same.
+that has an `update` and no backward pass weighs nothing, and its samples count as used. One that `trainer.idle` marks
+stands in for "no samples left for me": its gradient weighs nothing, and a loop that goes on to the next batch takes
+part all the same.
 
 With `accumulate=N` a step is made of N batches of each member: `update` returns whether it has stepped. Each loss
 counts by its samples, which `trainer.backward` sees to. It also scales the loss where a `scaler` is given.
@@ -374,7 +375,7 @@ class Trainer:
             raise ConfigurationError(
                 "the next batch was asked for, and the present one had no trainer.update(): all members wait for each "
                 "other's. Write `trainer.update()` after the backward pass, in place of `optimizer.step()`, for every "
-                "batch, also before `continue`"
+                "batch, also before `continue`; a batch that had no backward pass then weighs nothing"
             )
         if self.update() and self._optimizer is not None:
             self._optimizer.zero_grad()
@@ -398,6 +399,9 @@ class Trainer:
     def update(self) -> bool:
         """Averages the gradients over all members, clips the average and steps the optimizer.
 
+        A batch that had no backward pass weighs nothing: others' gradients make the step, and its samples count as
+        used.
+
         Returns:
             Whether a step was made. With `accumulate=N` it is with the last batch of each step. It is not if this
             member was out and has joined again: nothing was stepped, the next batch is a fresh one. A step that the
@@ -408,7 +412,7 @@ class Trainer:
         current = self._present("update()")
         if not self._open:
             raise ConfigurationError("update() was called twice for one batch; it makes the batch's step")
-        self._micro_batches.end(last=current.last)
+        skipped = self._micro_batches.end(last=current.last)
         self._open = False
         if not current.last:
             return False
@@ -417,6 +421,8 @@ class Trainer:
         assert self._state is not None
         weight = self._micro_batches.total
         try:
+            if skipped:  # armed with its weight; nothing of it was sent
+                self.engine.arm(coefficient=weight, empty=weight == 0)
             with _wish.end_the_wait(self.engine):  # the others may be too few, and the step may never come
                 header = self.engine.step(
                     weight=weight,
@@ -438,6 +444,7 @@ class Trainer:
         self._stepped = (header.step, header.hash)
         self._boundary_asked |= header.boundary
         self._apply(header, self._optimizer)
+        self._micro_batches.stepped()
         return True
 
     def _apply(self, header: Header, optimizer: Optimizer) -> None:
@@ -650,6 +657,7 @@ class Trainer:
             del _open[thread]
         if self._loader is not None:
             self._loader.close()
+        self._micro_batches.close()
         self.engine.close()
         self._switch_as_before()
         _wish.forget()

@@ -62,6 +62,20 @@ class Weighing:
                         param.grad.mul_(late)
         return self._parts * self._weights[-1] / total if total else 1.0
 
+    def skip(self, params: Iterable[Tensor], *, closed: bool) -> None:
+        """The newest micro-batch has no gradient: it weighs nothing.
+
+        Args:
+            params: Whose gradients these are.
+            closed: `close` was called with its weight, which earlier gradients were divided by.
+        """
+        before, self._weights[-1] = self.total, 0.0
+        if closed and self.total:
+            with torch.no_grad():
+                for param in params:
+                    if param.grad is not None:
+                        param.grad.mul_(before / self.total)
+
     def forget(self) -> None:
         """The next micro-batch begins a new accumulation."""
         self._weights, self._unit = [], 0.0

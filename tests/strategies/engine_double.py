@@ -105,10 +105,11 @@ class EngineDouble:
 
     def step(self, *, weight: float, coefficient: float, spent: Sequence[Spent] = (), section: int = 0, hyper: str = "",
              state_hash: str = "", yields: bool = False, payload: bytes = b"") -> Header:  # fmt: skip
-        if weight:
-            for _, param in self.layout_params(section):
-                if param.grad is not None:
-                    param.grad.mul_(coefficient / weight)
+        for _, param in self.layout_params(section):
+            if not weight:
+                param.grad = None  # nobody had a sample, so there is no average
+            elif param.grad is not None:
+                param.grad.mul_(coefficient / weight)
         self.steps.append({"weight": weight, "coefficient": coefficient, "section": section, "spent": tuple(spent),
                            "hyper": hyper, "state_hash": state_hash})  # fmt: skip
         answers = (payload,) if payload else ()

@@ -118,3 +118,31 @@ def fails_writing(spec: dict[str, Any]) -> None:
     except Exception as error:
         torch.save({"error": f"{type(error).__name__}: {error}"}, Path(spec["out"]) / f"{spec['name']}.pt")
         raise
+
+
+def leaves_batches_out(spec: dict[str, Any]) -> None:
+    """A member that makes steps of lr 1 with the loss mean(w x), x the same number throughout, so that a step moves w
+    by the average of x over the samples that count. It reports how far each one did.
+
+    Args:
+        spec: name, port, out, x, and `out_at` {step: "zeroed" or "stale"}: the batches that it leaves out, and whether
+            gradients were zeroed before, or still hold the last step's average.
+    """
+    torch.set_num_threads(1)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = torch.utils.data.TensorDataset(torch.full((24, 1), spec["x"]))
+    loader, moved = torch.utils.data.DataLoader(data, 4), []
+    with Trainer(name=spec["name"], endpoint=f"127.0.0.1:{spec['port']}", join_timeout_s=40.0) as trainer:
+        for (x,) in trainer.prepare(model, optimizer, loader, data="local"):
+            before = float(model.weight.detach())
+            how = spec["out_at"].get(trainer.step)
+            if how != "stale":
+                optimizer.zero_grad()
+            if how is None:
+                model(x).mean().backward()
+            assert trainer.update()
+            moved.append(before - float(model.weight.detach()))
+            trainer.check_state_replication()
+    torch.save({"moved": moved}, Path(spec["out"]) / f"{spec['name']}.pt")

@@ -108,6 +108,98 @@ def test_calls_before_prepare_are_named(chaos: Trainer) -> None:
             call()
 
 
+# --- batches that are left out ---
+
+
+def test_a_batch_that_is_left_out_weighs_nothing(chaos: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+    """`.grad` still holds the step before. Its samples are spent, nothing moves, and the warning comes once."""
+    model, optimizer, loader = parts()
+    for number, batch in enumerate(chaos.prepare(model, optimizer, loader)):
+        before = model.weight.detach().clone()
+        if number in (2, 3):
+            assert chaos.update()
+            assert torch.equal(model.weight, before)
+            continue
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        chaos.update()
+        assert not torch.equal(model.weight, before)
+    assert [step["weight"] for step in chaos.engine.steps] == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+    assert all(step["spent"] for step in chaos.engine.steps)
+    assert chaos.engine.armed == (1.0, 0, False)
+    assert caplog.text.count("this batch weighs nothing in its step") == 1
+
+
+@pytest.mark.parametrize("scaler", [False, True])
+@pytest.mark.parametrize("out", [{0}, {2}, {1, 2}, {2, 5}, {0, 1, 2}, {9}])
+def test_batches_that_are_left_out_of_an_accumulation(chaos: Trainer, out: set[int], scaler: bool) -> None:
+    """Steps of three batches, the last one of one: each is the mean of the samples that count."""
+    model, optimizer, loader = parts(samples=38, momentum=0.0)
+    reference, other, _ = parts(momentum=0.0)
+    x, y = loader.dataset.tensors
+    for batches in (range(3), range(3, 6), range(6, 9), range(9, 10)):
+        counted = [i for b in batches if b not in out for i in range(4 * b, min(4 * b + 4, 38))]
+        if counted:
+            other.zero_grad()
+            loss_of(reference, (x[counted], y[counted])).backward()
+            other.step()
+    arguments = {"scaler": torch.amp.GradScaler("cpu", init_scale=4.0)} if scaler else {}
+    for number, batch in enumerate(chaos.prepare(model, optimizer, loader, accumulate=3, **arguments)):
+        if number not in out:
+            chaos.backward(loss_of(model, batch))
+        if chaos.update():
+            optimizer.zero_grad()
+    assert chaos.step == 4
+    torch.testing.assert_close(model.weight, reference.weight)
+
+
+def test_a_gradient_that_was_assigned_counts(chaos: Trainer) -> None:
+    """As with `torch.func.grad`: no backward pass reaches a parameter."""
+    model, optimizer, loader = parts()
+    for batch in chaos.prepare(model, optimizer, loader):
+        found = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
+        for param, grad in zip(model.parameters(), found, strict=True):
+            param.grad = grad
+        chaos.update()
+    assert [step["weight"] for step in chaos.engine.steps] == [1.0] * 6
+
+
+def test_gradients_of_the_last_step_that_are_changed_in_place_are_no_batch(chaos: Trainer) -> None:
+    model, optimizer, loader = parts()
+    batches = chaos.prepare(model, optimizer, loader)
+    loss_of(model, next(batches)).backward()
+    chaos.update()
+    next(batches)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(ConfigurationError, match=r"without a backward pass: the gradient of 'weight' was written to"):
+        chaos.update()
+    optimizer.zero_grad(set_to_none=False)
+    assert chaos.update()
+    assert chaos.engine.steps[-1]["weight"] == 0.0
+
+
+@pytest.mark.parametrize("zeroed", ["never", "in front", "behind"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_backward_pass_of_ones_own_on_gradients_that_were_not_zeroed(
+    chaos: Trainer, zeroed: str, to_none: bool
+) -> None:
+    model, optimizer, loader = parts()
+    batches = chaos.prepare(model, optimizer, loader)
+    for number, batch in enumerate(batches):
+        if zeroed == "in front":
+            optimizer.zero_grad(set_to_none=to_none)
+        loss_of(model, batch).backward()
+        if zeroed == "never" and number:
+            with pytest.raises(UnsupportedError, match="has added to the last step's gradient of 'weight'"):
+                chaos.update()
+            return
+        chaos.update()
+        if zeroed == "behind":
+            optimizer.zero_grad(set_to_none=to_none)
+    assert zeroed != "never"
+    assert chaos.step == 6
+
+
 # --- accumulation ---
 
 

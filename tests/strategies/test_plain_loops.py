@@ -119,6 +119,18 @@ def test_a_death_in_mid_accumulation_leaves_equal_survivors(job: Job) -> None:
     same([a, c])
 
 
+def test_a_batch_without_backward_weighs_nothing_and_sends_nothing(job: Job) -> None:
+    """Also where `.grad` still holds the last step's average, as in loops that zero it in front of the backward
+    pass."""
+    job.fresh(min_nodes=2)
+    start(job, "a", plain_members.leaves_batches_out, x=1.0, out_at={4: "stale"})
+    start(job, "b", plain_members.leaves_batches_out, x=3.0, out_at={1: "zeroed", 3: "stale", 4: "stale"})
+    a, b = job.finish("a", "b")
+    assert a["moved"] == b["moved"] == [2.0, 1.0, 2.0, 1.0, 0.0, 2.0]
+    last = [r for r in job.harness.records if r.name == "committed" and r.node == "a"][-1]
+    assert last["step"] == 6, "steps without a batch count"
+
+
 def test_members_that_clip_otherwise_are_told_both_values(job: Job) -> None:
     start(job, "a", gates={2: job.gate("a")})
     job.harness.wait_step(2)
