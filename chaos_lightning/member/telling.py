@@ -22,6 +22,7 @@ import time
 from collections.abc import Collection, Mapping
 
 from chaos_lightning.machine.terminal import printable
+from chaos_lightning.machine.units import amount, duration, part
 from chaos_lightning.protocol.types import Progress, View
 
 console = logging.getLogger("chaos_lightning.console")
@@ -45,6 +46,8 @@ def lines(before: View | None, after: View, me: str, *, carried: bool, replays: 
     new = after.ids()
     old = before.ids() if before is not None else tuple(m for m in new if m != me or me not in after.joiners)
     size = f"{len(new)} member{'s' if len(new) != 1 else ''}"
+    if (batch := global_batch(after)) != (global_batch(before) if before is not None else 0):
+        size += f", {batch} sample{'s' if batch != 1 else ''} a step"
     said = [f"{m} {'left' if carried else _lost(m, after.reason)}: {size}" for m in old if m not in new]
     for m in new:
         if m not in old:
@@ -56,12 +59,17 @@ def lines(before: View | None, after: View, me: str, *, carried: bool, replays: 
     return said
 
 
+def global_batch(view: View) -> int:
+    """Returns the samples of a full step of all members of a view."""
+    return sum(m.quota for m in view.members) * view.accumulate
+
+
 def batch_line(before: View | None, after: View) -> str:
     """What becomes of batch and learning rate, if this change of views changes the batch; "" if not.
 
     Each member takes batches of the size that its loader has (protocol.md 10, 25), so that a step has all of theirs.
     """
-    now = sum(m.quota for m in after.members) * after.accumulate
+    now = global_batch(after)
     old = before.members if before is not None else [m for m in after.members if m.id not in after.joiners]
     then = sum(m.quota for m in old) * after.accumulate
     if now == then:
@@ -83,22 +91,18 @@ def progress_line(now: Progress) -> str:
     if now.phase == "replay":
         return f"replaying what the others train: {now.lag} step{'s' if now.lag != 1 else ''} behind"
     sources = ", ".join(s.member for s in now.sources)
-    rate = f" at {_mib(now.rate_bps / 8)} MiB/s" if now.rate_bps > 0 else ""
+    rate = f" at {amount(now.rate_bps / 8)}/s" if now.rate_bps > 0 else ""
     left = f", about {now.remaining_s:.0f} s left" if math.isfinite(now.remaining_s) else ""
-    amount = f"{_mib(now.done_nbytes)} of {_mib(now.total_nbytes)} MiB"
-    return f"fetching the training state: {amount}{' from ' + sources if sources else ''}{rate}{left}"
+    done = part(now.done_nbytes, now.total_nbytes)
+    return f"fetching the training state: {done}{' from ' + sources if sources else ''}{rate}{left}"
 
 
 def fetched_line(by_source: Mapping[str, int], skipped: int, seconds: float) -> str:
     """A newcomer has the state."""
-    here = f", {_mib(skipped)} MiB were here" if skipped else ""
+    here = f", {amount(skipped)} were here" if skipped else ""
     sources = ", ".join(source for source, nbytes in by_source.items() if nbytes)
-    amount = f"{_mib(sum(by_source.values()))} MiB{' from ' + sources if sources else ''}"
-    return f"the training state is here: {amount} in {seconds:.1f} s{here}"
-
-
-def _mib(nbytes: float) -> str:
-    return f"{nbytes / (1 << 20):.1f}"
+    came = f"{amount(sum(by_source.values()))}{' from ' + sources if sources else ''}"
+    return f"the training state is here: {came} in {duration(seconds)}{here}"
 
 
 class Teller:

@@ -16,10 +16,10 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from chaos_lightning.machine.terminal import printable
+from chaos_lightning.machine.units import amount, duration, time_unit
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.fields import node_of
 from chaos_lightning.observe.timeline import Life, Timeline
-from chaos_lightning.observe.units import amount, duration, time_unit
 
 Facts = TypeVar("Facts")
 

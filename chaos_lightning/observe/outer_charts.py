@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from chaos_lightning.machine.terminal import printable
+from chaos_lightning.machine.units import duration
 from chaos_lightning.observe import charts
 from chaos_lightning.observe.charts import BLUE, DONORS, GREEN, GREY, INK, ORANGE, PINK, RED, SKY
 from chaos_lightning.observe.outer_fold import FrozenPush
 from chaos_lightning.observe.outer_tables import OuterFacts, cluster_of
-from chaos_lightning.observe.units import duration
 from chaos_lightning.outer.types import PushAnswer
 
 _ANSWERS = {

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from chaos_lightning.machine.tables import FittingTable
 from chaos_lightning.machine.terminal import printable
-from chaos_lightning.observe.units import amount, duration
+from chaos_lightning.machine.units import amount, duration
 from chaos_lightning.planning.pipelines.choice import Decision
 from chaos_lightning.planning.pipelines.estimate import StepEstimate, timelines
 from chaos_lightning.planning.pipelines.job import Layer, TrainingJob

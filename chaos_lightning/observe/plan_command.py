@@ -257,7 +257,7 @@ def _console() -> Console:
 
 def _head(job: TrainingJob, title: str) -> str:
     from chaos_lightning.machine.terminal import printable
-    from chaos_lightning.observe.units import amount
+    from chaos_lightning.machine.units import amount
 
     kinds = sorted({d.memory_nbytes for d in job.devices})
     memory = amount(kinds[0]) if len(kinds) == 1 else f"{amount(kinds[0])} to {amount(kinds[-1])}"
@@ -270,8 +270,8 @@ def _head(job: TrainingJob, title: str) -> str:
 
 
 def _show_answer(console: Console, job: TrainingJob, answer: PricedPlan, *, explain: bool) -> None:
+    from chaos_lightning.machine.units import duration
     from chaos_lightning.observe import pipelines
-    from chaos_lightning.observe.units import duration
 
     e = answer.estimate
     # Which pipelines, then how good that is: a line each.
@@ -288,8 +288,8 @@ def _show_answer(console: Console, job: TrainingJob, answer: PricedPlan, *, expl
 
 
 def _explain(console: Console, job: TrainingJob, plan: PipelinePlan, e: StepEstimate) -> None:
+    from chaos_lightning.machine.units import duration
     from chaos_lightning.observe import pipelines
-    from chaos_lightning.observe.units import duration
 
     for words, table in (
         ("each layer, for one micro-batch", pipelines.layer_table(job)),

@@ -26,10 +26,10 @@ from rich.text import Text
 from chaos_lightning.machine.process_table import short_host
 from chaos_lightning.machine.tables import Figures, FittingTable
 from chaos_lightning.machine.terminal import printable
+from chaos_lightning.machine.units import amount, duration, part, rate
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.timeline import Life, ProgressFact, SlotFact, Timeline
-from chaos_lightning.observe.units import amount, duration, part, rate
 
 _COLOURS = {
     "training": "green",

@@ -17,12 +17,12 @@ from pathlib import Path
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.reader import Record, read_events
 from chaos_lightning.machine.terminal import printable
+from chaos_lightning.machine.units import amount, duration, part
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import charts, folds
 from chaos_lightning.observe.fields import node_of
 from chaos_lightning.observe.jobs import jobs, latest
 from chaos_lightning.observe.timeline import Life, Timeline
-from chaos_lightning.observe.units import amount, duration, part
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #f5f7f9; --sheet: #fff; --ink: #1f2933; --soft: #5f6b78; --line: #e4e8ec; }

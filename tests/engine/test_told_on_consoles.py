@@ -55,7 +55,7 @@ def test_a_newcomer_shows_how_far_it_is(job: Job, way: str) -> None:
     fetching = [line for line in said if line.startswith("chaos: fetching the training state: ")]
     assert [line for line in fetching if " MiB from " in line], said
     (here,) = [number for number, line in enumerate(said) if line.startswith("chaos: the training state is here: ")]
-    joins = said.index(f"chaos: I join by {way}: 3 members")
+    joins = next(n for n, line in enumerate(said) if line.startswith(f"chaos: I join by {way}: 3 members"))
     assert (joins < here) == (way == "pause"), "a learner has the state before it is let in"
 
 

@@ -41,21 +41,29 @@ def test_each_change_is_one_line_and_ranks_follow() -> None:
     three = view("a~1", "b~2", "c~3")
     assert lines(None, three, "b~2", carried=False) == ["I am rank 1 of 3"]
     assert lines(view("a~1", "b~2"), three, "b~2", carried=True, replays={"c~3"}) == [
-        "c~3 joins by replay: 3 members",
+        "c~3 joins by replay: 3 members, 3 samples a step",
         "I am rank 1 of 3",
     ]
-    assert lines(three, view("b~2", "c~3"), "b~2", carried=True) == ["a~1 left: 2 members", "I am rank 0 of 2"]
+    assert lines(three, view("b~2", "c~3"), "b~2", carried=True) == [
+        "a~1 left: 2 members, 2 samples a step",
+        "I am rank 0 of 2",
+    ]
     died = view("a~1", reason="b~2: no heartbeat for 0.34 s (limit 0.3 s); nobody holds all: reduced again")
     assert lines(view("a~1", "b~2"), died, "a~1", carried=False) == [
-        "b~2 is out (no heartbeat for 0.34 s (limit 0.3 s)): 1 member",
+        "b~2 is out (no heartbeat for 0.34 s (limit 0.3 s)): 1 member, 1 sample a step",
         "I am rank 0 of 1",
     ]
 
 
 def test_a_newcomer_says_how_it_comes_in() -> None:
     came = view("a~1", "b~2", joiners=("b~2",))
-    assert lines(None, came, "b~2", carried=False) == ["I join by pause: 2 members", "I am rank 1 of 2"]
-    assert lines(None, came, "b~2", carried=False, replays=["b~2"])[0] == "I join by replay: 2 members"
+    assert lines(None, came, "b~2", carried=False) == [
+        "I join by pause: 2 members, 2 samples a step",
+        "I am rank 1 of 2",
+    ]
+    assert lines(None, came, "b~2", carried=False, replays=["b~2"])[0].startswith("I join by replay: 2 members")
+    other = view("b~2", "c~3")
+    assert lines(view("a~1", "b~2"), other, "b~2", carried=True)[0] == "a~1 left: 2 members"
 
 
 def test_what_becomes_of_the_batch_is_said_if_it_changes() -> None:
@@ -78,13 +86,14 @@ def test_who_comes_or_goes_is_named_once(old: list[str], new: list[str]) -> None
 def test_a_newcomer_says_how_far_it_is() -> None:
     sources = (SourceProgress("a~1", 1, 1.0), SourceProgress("b~2", 1, 1.0))
     now = Progress("pull", 120 << 20, 512 << 20, (392 << 20) * 8 / 8, sources=sources)
-    line = "fetching the training state: 120.0 of 512.0 MiB from a~1, b~2 at 49.0 MiB/s, about 8 s left"
+    line = "fetching the training state: 120 of 512 MiB from a~1, b~2 at 49 MiB/s, about 8 s left"
     assert progress_line(now) == line
-    assert progress_line(Progress("prove", 0, 1 << 19, 0.0)) == "fetching the training state: 0.0 of 0.5 MiB"
+    assert progress_line(Progress("prove", 0, 1 << 19, 0.0)) == "fetching the training state: 0 of 512 KiB"
     assert progress_line(Progress("replay", 7, 7, 0.0, 3)) == "replaying what the others train: 3 steps behind"
-    there = "the training state is here: 512.0 MiB from a~1, b~2 in 3.2 s"
+    there = "the training state is here: 512 MiB from a~1, b~2 in 3.2 s"
     assert fetched_line({"a~1": 256 << 20, "b~2": 256 << 20, "c~3": 0}, 0, 3.2) == there
-    assert fetched_line({"a~1": 1 << 20}, 2 << 20, 0.1).endswith("1.0 MiB from a~1 in 0.1 s, 2.0 MiB were here")
+    assert fetched_line({"a~1": 1 << 20}, 2 << 20, 0.1).endswith("1 MiB from a~1 in 0.1 s, 2 MiB were here")
+    assert fetched_line({"a~1": 5000}, 0, 0.002) == "the training state is here: 4.883 KiB from a~1 in 2 ms"
 
 
 def test_a_console_that_nobody_reads_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from observe_synthetic import Script
 from test_observe_shown import lines_of
 
 from chaos_lightning.events.events import read_events
+from chaos_lightning.machine.units import rate
 from chaos_lightning.observe.render import LINKS_SHOWN, Dashboard, LinkRow, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
-from chaos_lightning.observe.units import rate
 
 
 def test_board_tells_what_links_carry_and_can_carry(tmp_path: Path) -> None:

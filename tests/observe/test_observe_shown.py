@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 from chaos_lightning.errors import ConfigurationError, SchedulerUnreachableError
 from chaos_lightning.events.events import read_events
 from chaos_lightning.events.reader import log_files
+from chaos_lightning.machine.units import amount, duration, time_unit
 from chaos_lightning.observe import charts, commands, following, report
 from chaos_lightning.observe.render import Dashboard, Row, draw, from_status, from_timeline, with_logs
 from chaos_lightning.observe.timeline import Timeline
-from chaos_lightning.observe.units import amount, duration, time_unit
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from observe_synthetic import Script
 from rich.console import Console
 
 from chaos_lightning.events.events import read_events
+from chaos_lightning.machine.units import part
 from chaos_lightning.observe import report
 from chaos_lightning.observe.render import PULLS_SHOWN, Dashboard, Row, draw
 from chaos_lightning.observe.timeline import ProgressFact, Timeline
-from chaos_lightning.observe.units import part
 
 
 def words(logs: Path) -> str:

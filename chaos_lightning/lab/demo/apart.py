@@ -26,8 +26,8 @@ from chaos_lightning.lab.demo.far_proof import Plot, prove
 from chaos_lightning.lab.demo.nodes import places_for
 from chaos_lightning.lab.demo.stage import Accelerator, Directory, Keep, Pace, Quick, Scenario, Stage, play, words_of
 from chaos_lightning.lab.edge.runner import prepare
+from chaos_lightning.machine.units import duration
 from chaos_lightning.observe.fields import integer
-from chaos_lightning.observe.units import duration
 from chaos_lightning.outer.control_client import fetch_facts
 from chaos_lightning.outer.types import Round
 

@@ -34,8 +34,8 @@ from chaos_lightning.lab.edge.runner import Lab, LabConfig, prepare
 from chaos_lightning.lab.edge.topology import Topology, next_change_s, rate_text
 from chaos_lightning.lab.edge.topology_file import load_topology
 from chaos_lightning.lab.processes import importable
+from chaos_lightning.machine.units import duration
 from chaos_lightning.observe.fields import number
-from chaos_lightning.observe.units import duration
 
 TOPOLOGY = Path(__file__).with_name("edge_topology.json")
 REST_S = 12.0

@@ -23,7 +23,7 @@ from chaos_lightning.lab.demo.nodes import Cast, places_for
 from chaos_lightning.lab.demo.proof import Check, Evidence
 from chaos_lightning.lab.demo.stage import Accelerator, Directory, Keep, Quick, Scenario, Stage, play, words_of
 from chaos_lightning.lab.edge.runner import prepare
-from chaos_lightning.observe.units import duration
+from chaos_lightning.machine.units import duration
 
 FOUNDERS = ("edge-1", "edge-2", "edge-3")
 JOINS, JOINS_TOO, KILLED = "edge-4", "edge-5", "edge-2"

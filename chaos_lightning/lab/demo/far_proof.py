@@ -18,12 +18,12 @@ from chaos_lightning.events.events import Record
 from chaos_lightning.lab.demo import FINAL, LOSS
 from chaos_lightning.lab.demo.proof import Check, Evidence
 from chaos_lightning.lab.demo.stage import words_of
+from chaos_lightning.machine.units import amount, duration
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe.fields import number
 from chaos_lightning.observe.outer_audit import audit_folder, discarded_steps
 from chaos_lightning.observe.outer_fold import ClusterLog, Fetch, FrozenPush, HeardAnswer, InnerSteps, OuterRun, split
 from chaos_lightning.observe.outer_tables import ClusterRow, OuterFacts, cluster_of, lost_in, spent_share
-from chaos_lightning.observe.units import amount, duration
 from chaos_lightning.outer.supervisor import LEADER, SPARE
 from chaos_lightning.outer.types import PushAnswer, Removed
 

@@ -33,9 +33,9 @@ from chaos_lightning.lab.demo.stage import (
 )
 from chaos_lightning.lab.edge.runner import prepare
 from chaos_lightning.lab.faults import Action, Fault, FaultPlan
+from chaos_lightning.machine.units import amount, duration
 from chaos_lightning.observe.charts import HOW
 from chaos_lightning.observe.fields import integer, node_of, number
-from chaos_lightning.observe.units import amount, duration
 
 
 @dataclass(frozen=True, kw_only=True)

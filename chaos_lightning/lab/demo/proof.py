@@ -23,11 +23,11 @@ from rich.text import Text
 from chaos_lightning.events.events import Record, read_events
 from chaos_lightning.lab.demo import LOSS
 from chaos_lightning.lab.demo.nodes import before
+from chaos_lightning.machine.units import amount, duration
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.fields import node_of, number
 from chaos_lightning.observe.timeline import Life, SlotFact, Timeline
-from chaos_lightning.observe.units import amount, duration
 
 
 class Check(NamedTuple):

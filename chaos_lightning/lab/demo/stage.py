@@ -35,11 +35,11 @@ from chaos_lightning.errors import ChaosError, ConfigurationError, DeadlineError
 from chaos_lightning.events.events import Record, Tail
 from chaos_lightning.lab.demo.proof import Check, Evidence, table
 from chaos_lightning.lab.faults import Fault, FaultPlan, Schedule
+from chaos_lightning.machine.units import duration
 from chaos_lightning.observe.fields import integer
 from chaos_lightning.observe.outer_board import OuterBoard
 from chaos_lightning.observe.render import draw, from_timeline
 from chaos_lightning.observe.timeline import SlotFact, Timeline
-from chaos_lightning.observe.units import duration
 
 Directory = Annotated[
     Path | None, typer.Option("--dir", help="Folder for logs and report; default: a new one in ./runs.", metavar="DIR")

@@ -8,8 +8,8 @@ from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.edge.topology import Pair, Topology, links_of, next_change_s, rate_text
+from chaos_lightning.machine.units import duration, time_unit
 from chaos_lightning.observe.charts import figure
-from chaos_lightning.observe.units import duration, time_unit
 
 _DPI = 120
 _MAX_CHANGES = 400

@@ -35,7 +35,7 @@ from chaos_lightning.lab.edge.network import Edge, choose_backend
 from chaos_lightning.lab.edge.topology import Topology, rate_text, story
 from chaos_lightning.lab.edge.topology_file import load_topology
 from chaos_lightning.lab.processes import Child, Mark, start_command
-from chaos_lightning.observe.units import duration
+from chaos_lightning.machine.units import duration
 
 PLACES = ("node", "index", "endpoint", "neighbours", "nodes", "folder")
 """What may stand in braces in a command: {node}, {index} (from 0), {endpoint}, {neighbours} (by commas), {nodes}

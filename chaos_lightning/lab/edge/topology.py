@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.observe.units import duration
+from chaos_lightning.machine.units import duration
 from chaos_lightning.planning.graph import connected_parts, neighbours
 
 NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,56}")
