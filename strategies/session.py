@@ -688,6 +688,7 @@ class FitSession:
         self._keep_due = False
         if self.outer and not self.gone and self._is_last:
             self.outer.leave()
+        self.stepper.put_back()
         with self.alone():
             self.engine.keep(KeptState(self.state, self.elastic.uncommitted, ended=ended))
 

@@ -22,6 +22,7 @@ averaged after each backward pass is told in `manual.py`.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ from chaos_lightning.data.source import MicroBatch
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.training import proof, reduced_buffers
+from chaos_lightning.member.watching import Watch
 from chaos_lightning.member.weighing import Weighing, refuse_kept
 from chaos_lightning.protocol.types import Header, Kind, Spent
 from chaos_lightning.replication.access import StateAccess
@@ -106,10 +108,10 @@ class Stepper:
         self._trained = {id(p) for s in self.sections for _, p in s.params}
         names = getattr(self._module, "chaos_buffers", ())
         self.buffers = reduced_buffers(self._module, names, named_by="chaos_buffers")
-        reduced = {id(buffer) for _, buffer in self.buffers}
-        self._watched = [(n, b) for n, b in self._module.named_buffers() if id(b) not in reduced]
-        self._watch_params = 2
         automatic = bool(self._module.automatic_optimization)
+        # Under manual optimization training_step itself steps the optimizers.
+        self._watch = Watch(self._module, self.buffers, named_by="chaos_buffers", parameters=automatic)
+        self._told = False
         self.manual = None if automatic else ManualGradients(self.sections, pass_is_over)
         self._accumulation = Weighing(trainer.accumulate_grad_batches)
         self._present = 0.0
@@ -138,7 +140,9 @@ class Stepper:
                     if idle:
                         output, would_sync = self._run_idle(run)
                     else:
+                        self._watch.begin()
                         output = run()
+                        self._tell_of_changes()
                         self._engine.losses.add(_loss_of(output), self._present)
         self._collectives.leave_step(
             self._trainer.fit_loop.epoch_loop._results, always=would_sync, stood_in=idle and self.manual is None
@@ -149,8 +153,9 @@ class Stepper:
         """`part` is None if this member is idle."""
         output = None
         if part is not None:
-            with self._watch():
-                output = run()
+            self._watch.begin()
+            output = run()
+            self._watch.check("training_step")
         if output is None:
             if part is not None:
                 Closure.warning_cache.warn(_CAME_TO_NOTHING)
@@ -179,23 +184,17 @@ class Stepper:
             raise ConfigurationError(f"chaos_weight returned {weight}; expected a finite number that is not negative")
         return weight
 
-    @contextlib.contextmanager
-    def _watch(self) -> Iterator[None]:
-        """What forward passes change must be averaged, or members drift apart."""
-        watched = list(self._watched)
-        if self._watch_params > 0:
-            self._watch_params -= 1
-            watched += list(self._module.named_parameters())
-        before = [t._version for _, t in watched]
-        yield
-        changed = [n for (n, t), v in zip(watched, before, strict=True) if t._version != v]
-        if changed:
-            raise UnsupportedError(
-                f"{', '.join(changed[:5])} changed within training_step; members see different batches (or "
-                "none), so they "
-                "would drift apart. Name buffers in `chaos_buffers = [...]` of the module to have them "
-                "averaged with each "
-                "step, or change them in on_train_batch_end, which runs on all members"
+    def _tell_of_changes(self) -> None:
+        """Under manual optimization members without samples run training_step, too, so what it does to a buffer is the
+        same everywhere unless it depends on the batch."""
+        changed = self._watch.changed()
+        if changed and not self._told:
+            self._told = True
+            warnings.warn(
+                f"{', '.join(changed[:5])} changed within training_step. If what is written there depends on the "
+                "batch, members drift apart: name such buffers in `chaos_buffers = [...]` of the module to have them "
+                "averaged with each step",
+                stacklevel=2,
             )
 
     # ------------------------------------------------------------------ backward
@@ -212,7 +211,10 @@ class Stepper:
         if self._skip_backward:
             self._start_scaler(loss)
             return loss
-        return run(loss if factor == 1.0 else loss * factor)
+        done = run(loss if factor == 1.0 else loss * factor)
+        if self._watch.closely:  # hooks that step an optimizer do so in each batch
+            self._watch.check("backward")
+        return done
 
     def _close_accumulation(self) -> float:
         """Before the last pass; returns the factor of its loss."""
@@ -247,6 +249,7 @@ class Stepper:
             yields: See `Engine.step`.
         """
         self._check_layout(self._trainer.optimizers[number])
+        self._watch.put_back()
         weight = self._accumulation.total if self.manual is None else self._present
         header = self._engine.step(
             weight=weight,
@@ -300,6 +303,10 @@ class Stepper:
 
     # ------------------------------------------------------------------ what else may happen
 
+    def put_back(self) -> None:
+        """Before the state is kept: averaged buffers that were assigned anew are those that the engine knows again."""
+        self._watch.put_back()
+
     def nothing(self) -> Tensor | None:
         """What a closure returns that came to nothing."""
         return torch.zeros((), device=self._module.device) if self.manual is None else None
@@ -310,8 +317,9 @@ class Stepper:
         self._engine.losses.tell(0)
 
     def reset(self) -> None:
-        """The member joined again: nothing is open."""
+        """The member joins again: nothing is open."""
         self.forget_accumulation()
+        self._watch.put_back()
         if self.manual is not None:
             self.manual.reset()
 

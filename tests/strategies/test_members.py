@@ -66,6 +66,7 @@ def test_newcomer_has_the_same_counters(job: Job, step: int) -> None:
         ("Regression", {"scaler": True, "trainer": {"gradient_clip_val": 1.0}}),
         ("WithMetrics", {}),
         ("Gan", {}),
+        ("AssignsBuffer", {"model_args": {"averaged": ["centre"]}, "trainer": {"accumulate_grad_batches": 2}}),
     ],
     ids=str,
 )

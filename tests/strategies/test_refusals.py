@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from strategy_models import Regression, data, loader, trainer, weights
+from strategy_models import AssignsBuffer, Gan, Regression, data, loader, trainer, weights
 from torch import nn
 
 import chaos_lightning  # noqa: F401
@@ -153,6 +153,59 @@ def test_buffer_that_a_forward_pass_changes_is_named(tmp_path: Path) -> None:
     model.chaos_buffers = ["center"]
     with pytest.raises(StateError, match="center"):
         trainer(tmp_path).fit(model, loader())
+
+
+def test_buffer_that_is_assigned_anew_is_named_or_averaged(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"centre changed within training_step.*chaos_buffers"):
+        trainer(tmp_path).fit(AssignsBuffer(), loader())
+    ours, usual = AssignsBuffer(["centre"]), AssignsBuffer()
+    trainer(tmp_path).fit(ours, loader())
+    assert ours.centre is ours.first
+    trainer(tmp_path, strategy="auto").fit(usual, loader())
+    assert torch.allclose(ours.centre, usual.centre)
+    assert ours.centre.any()
+
+
+class ClampsLate(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 4:
+            with torch.no_grad():
+                self.net[0].weight.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class StepsInBackward(Regression):
+    def on_fit_start(self) -> None:
+        def step(param: torch.Tensor) -> None:
+            param.detach().add_(param.grad, alpha=-0.1)
+
+        self.net[0].weight.register_post_accumulate_grad_hook(step)
+
+
+@pytest.mark.parametrize(("model", "where"), [(ClampsLate, "training_step"), (StepsInBackward, "backward")])
+def test_parameter_that_a_batch_changes_is_named(tmp_path: Path, model: type[Regression], where: str) -> None:
+    """A member without samples in this micro-batch would not change it."""
+    with pytest.raises(UnsupportedError, match=rf"net\.0\.weight changed within {where}.*on_train_batch_end"):
+        trainer(tmp_path).fit(model(), loader())
+
+
+def test_buffer_that_manual_optimization_changes_is_warned_about_once(tmp_path: Path) -> None:
+    class Counts(Gan):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.count = self.count + 1
+            super().training_step(batch, batch_idx)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(tmp_path).fit(Counts(), loader())
+    said = [str(w.message) for w in caught if "changed within training_step" in str(w.message)]
+    assert len(said) == 1
+    assert said[0].startswith("count changed within training_step")
+    assert "chaos_buffers" in said[0]
 
 
 def test_parameter_that_is_thawed_later_is_named(tmp_path: Path) -> None:
