@@ -6,7 +6,8 @@ each interval once, when the next slot shows that it is over. A scheduler's stat
 `METRICS` declares every metric once: both exporters and docs/metrics.md are made of it.
 
 A counter falls to 0 when the exporter is started again and rises at once to what the logs say, as any restarted
-process's does; Prometheus' `rate` and `increase` know that.
+process's does; Prometheus' `rate` and `increase` know that. Where jobs were logged one after the other, the latest one
+counts, and counters begin at 0 with it; the label `chaos_job` has its name.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ REASONS = ("silent", "closed", "asked", "process")
 """What deaths are sorted by: the first of these words in the evidence; else "other"."""
 
 COUNTER, GAUGE = "counter", "gauge"
+JOB_LABEL = "chaos_job"
+"""Label of all metrics: the job's name. Prometheus itself calls what it scrapes `job`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("chaos_lightning_joins_total", COUNTER, "Members that came in.", ("role",)),
     Metric("chaos_lightning_leaves_total", COUNTER, "Members that left as they should."),
     Metric("chaos_lightning_deaths_total", COUNTER, _DEATHS, ("reason",)),
-    Metric("chaos_lightning_fenced_total", COUNTER, "Members that learned that they had been put out."),
+    Metric("chaos_lightning_fenced_total", COUNTER, "Members that had joined and learned that they were put out."),
     Metric("chaos_lightning_pauses_total", COUNTER, _PAUSES, ("cause",)),
     Metric("chaos_lightning_pause_seconds_total", COUNTER, "Lost to that, beyond a usual step.", ("cause",), "s"),
     Metric("chaos_lightning_link_bytes_total", COUNTER, "Bytes on links between members.", ("direction",), "By"),
@@ -97,8 +100,10 @@ def _zero() -> dict[str, dict[Labels, float]]:
 
 @dataclass(slots=True)
 class RunTotals:
-    """Numbers of everything that was logged into one folder; takes events in order."""
+    """Numbers of the latest job that was logged into one folder; takes events in order."""
 
+    job: str = ""
+    """Its name; "" until a member or leader has told it."""
     values: dict[str, dict[Labels, float]] = field(default_factory=_zero)
     """Short name -> label values -> number."""
     _latest: Latest = field(init=False)
@@ -108,6 +113,7 @@ class RunTotals:
     _carried: dict[tuple[str, str, str, str], int] = field(default_factory=dict)
     """(source, member, peer, direction) -> bytes of that link as told last."""
     _dead: set[str] = field(default_factory=set)
+    _joined: set[str] = field(default_factory=set)
     _round: int = 0
 
     def __post_init__(self) -> None:
@@ -117,8 +123,10 @@ class RunTotals:
         """One more event."""
         fresh = str(r.get("header", "")) not in self._latest.timeline.slots
         if self._latest.take(r):
-            self._dead, self._round = set(), 0
+            self._begin()
         own = r.own and r.by == r.member
+        if r.name in ("joined", "outer_leader_started") and r.get("job"):
+            self.job = str(r["job"])
         if r.name == "lost":
             self._add("log_lines_lost_total", f.number(r.get("count")))
         elif r.name == "death" and r.member not in self._dead:
@@ -130,17 +138,23 @@ class RunTotals:
         elif own and r.name == "committed":
             self._commit(r, fresh)
         elif own and r.name == "joined":
+            self._joined.add(r.member)
             self._add("joins_total", 1, str(r.get("role", "")))
         elif own and r.name == "left":
             self._add("leaves_total", 1)
         elif own and r.name == "finished":
             self._finish()
-        elif own and r.name == "fenced":
+        elif own and r.name == "fenced" and r.member in self._joined:  # others say hello anew beside a kept state
             self._add("fenced_total", 1)
         elif own and r.name == "pull_done":
             self._add("state_bytes_total", f.number(r.get("nbytes")))
         elif own and r.name == "links":
             self._links(r)
+
+    def _begin(self) -> None:
+        """Forgets the job before."""
+        self.values, self.job, self._committed = _zero(), "", 0.0
+        self._dead, self._joined, self._round = set(), set(), 0
 
     def _add(self, short: str, amount: float, *labels: str) -> None:
         self.values[short][labels] += amount
@@ -198,30 +212,44 @@ class RunTotals:
                     self._add("pauses_total", 1, interval.cause)
                     self._add("pause_seconds_total", interval.lost, interval.cause)
 
-    def shown(self, now: float) -> dict[str, dict[Labels, float]]:
-        """All values as of now, wall time in s."""
+    def shown(self, now: float) -> Shown:
+        """Returns all values as of now, wall time in s."""
         self._book(self._latest.timeline)
         self.values["up"][()] = 1
         if self._committed:
             self.values["last_commit_age_seconds"][()] = max(0.0, now - self._committed)
-        return self.values
+        return Shown(self.job, {short: dict(each) for short, each in self.values.items()})
 
 
-Source = Callable[[], Mapping[str, Mapping[Labels, float]]]
-"""Gives all values as of now, by short name and label values."""
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """All values of a job at one time.
+
+    Attributes:
+        job: Its name; "" if it is not known.
+        values: By short name and label values.
+    """
+
+    job: str
+    values: Mapping[str, Mapping[Labels, float]]
+
+
+DOWN: Mapping[str, Mapping[Labels, float]] = {"up": {(): 0}}
+Source = Callable[[], Shown]
+"""Gives all values as of now."""
 
 
 def follow_logs(logs: Path, since: float = 0.0) -> Source:
     """Of a log directory, which may appear later: until then it says that nothing is up."""
     tail, totals, lock = Tail(logs, since), RunTotals(), threading.Lock()
 
-    def now() -> Mapping[str, Mapping[Labels, float]]:
+    def now() -> Shown:
         if not log_files(logs):
-            return {"up": {(): 0}}
+            return Shown("", DOWN)
         with lock:  # a scrape and the regular look may meet
             for record in tail.new():
                 totals.take(record)
-            return {short: dict(each) for short, each in totals.shown(time.time()).items()}
+            return totals.shown(time.time())
 
     return now
 
@@ -232,16 +260,23 @@ def ask_scheduler(endpoint: str, token_file: str = "", keys_dir: str = "", timeo
 
     asked = AskedJob(endpoint, Credentials.load(keys_dir, token_file), timeout_s, follow_logs)
 
-    def now() -> Mapping[str, Mapping[Labels, float]]:
+    def now() -> Shown:
         try:
-            machine = asked.facts().get("machine") or {}
+            facts = asked.facts()
         except ChaosError:
-            return {**(asked.logged() if asked.logged is not None else {}), "up": {(): 0}}
-        logged = asked.logged() if asked.logged is not None else {}
+            before = asked.logged() if asked.logged is not None else Shown("", {})
+            return Shown(before.job, {**before.values, **DOWN})
+        machine = facts.get("machine") or {}
+        logged = asked.logged().values if asked.logged is not None else {}
         members = [m for m in f.rows(machine.get("members")) if isinstance(m, Mapping)]
         # Members seldom tell a scheduler their step.
         steps = [*logged.get("step", {}).values(), *(f.integer(m.get("step")) for m in members)]
-        return {**logged, "up": {(): 1}, "world_size": {(): len(members)}, "step": {(): max(steps, default=0)}}
+        told: dict[str, Mapping[Labels, float]] = {
+            "up": {(): 1},
+            "world_size": {(): len(members)},
+            "step": {(): max(steps, default=0)},
+        }
+        return Shown(str(facts.get("job", "")), {**logged, **told})
 
     return now
 
@@ -259,12 +294,13 @@ class Scraped:
         """All metrics that have a value."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        for short, each in self._source().items():
+        shown = self._source()
+        for short, each in shown.values.items():
             metric = _BY_NAME[short]
             made = CounterMetricFamily if metric.kind == COUNTER else GaugeMetricFamily
-            family = made(metric.name, metric.help, labels=metric.labels)
+            family = made(metric.name, metric.help, labels=(JOB_LABEL, *metric.labels))
             for labels, value in each.items():
-                family.add_metric(labels, value)
+                family.add_metric((shown.job, *labels), value)
             yield family
 
 
@@ -312,8 +348,10 @@ def pushed(source: Source, otlp: str, interval_s: float) -> Iterator[None]:
 
     def callback(short: str, labels: tuple[str, ...]) -> Callable[[CallbackOptions], Sequence[Observation]]:
         def observe(_: CallbackOptions) -> Sequence[Observation]:
-            each = source().get(short, {})
-            return [Observation(value, dict(zip(labels, values, strict=True))) for values, value in each.items()]
+            shown = source()
+            each = shown.values.get(short, {}).items()
+            names = (JOB_LABEL, *labels)
+            return [Observation(value, dict(zip(names, (shown.job, *found), strict=True))) for found, value in each]
 
         return observe
 
@@ -357,7 +395,7 @@ def metrics(
         if otlp:
             stack.enter_context(pushed(source, otlp, interval))
         # The first look reads what there is already; a scrape meanwhile waits for its end.
-        if not source()["up"][()]:
+        if not source().values["up"][()]:
             nothing = f"no event log in {logs}" if logs is not None else f"no scheduler answers at {endpoint}"
             typer.echo(f"{nothing}: chaos_lightning_up is 0 until that changes", err=True)
         where = join_endpoint(split_endpoint(listen)[0], port)

@@ -19,7 +19,7 @@ from engine_job import Job
 from engine_members import UNTIL_ENOUGH
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.observe.exporter import METRICS, ask_scheduler, follow_logs, pushed, served
+from chaos_lightning.observe.exporter import JOB_LABEL, METRICS, Shown, ask_scheduler, follow_logs, pushed, served
 from chaos_lightning.observe.fields import spent
 from chaos_lightning.observe.spans import size
 
@@ -40,7 +40,9 @@ def read(url: str) -> Values:
     known = {m.name.removesuffix("_total"): m.kind for m in METRICS}
     assert {name: kind for name, kind in kinds.items() if not name.endswith("_created")}.items() <= known.items()
     assert all(f.documentation for f in families)
-    return {(s.name, tuple(s.labels.values())): s.value for f in families for s in f.samples}
+    samples = [s for f in families for s in f.samples]
+    assert all(JOB_LABEL in s.labels for s in samples)
+    return {(s.name, tuple(v for k, v in s.labels.items() if k != JOB_LABEL)): s.value for s in samples}
 
 
 def of(values: Values, short: str, *labels: str) -> float:
@@ -54,8 +56,9 @@ def test_without_arguments_the_schedulers_job_is_followed_here(
     now = ask_scheduler(job.endpoint)
     for name in "ab":
         job.start(name, settings={"min_nodes": 2, "log_dir": "auto"}, epochs=UNTIL_ENOUGH)
-    job.harness.wait_until(lambda: now().get("samples_total", {}).get((), 0) > 0, "what members log")
-    values = now()
+    job.harness.wait_until(lambda: now().values.get("samples_total", {}).get((), 0) > 0, "what members log")
+    assert now().job == "default"
+    values = now().values
     assert (values["up"], values["world_size"]) == ({(): 1}, {(): 2})
     assert values["step"][()] > 0
     (tmp_path / "enough").touch()
@@ -149,25 +152,22 @@ def test_a_collector_is_pushed_the_same(tmp_path: Path) -> None:
     service.add_MetricsServiceServicer_to_server(Collector(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    values = {"up": {(): 1.0}, "joins_total": {("founder",): 2.0}}
+    values = Shown("mine", {"up": {(): 1.0}, "joins_total": {("founder",): 2.0}})
     with pushed(lambda: values, f"http://127.0.0.1:{port}", 0.2):
         assert came.wait(30)
     server.stop(0)
     assert got["chaos_lightning_up"].gauge.data_points[0].as_double == 1.0
     (point,) = got["chaos_lightning_joins"].sum.data_points
-    assert (point.as_double, point.attributes[0].key, point.attributes[0].value.string_value) == (
-        2.0,
-        "role",
-        "founder",
-    )
+    assert point.as_double == 2.0
+    assert {a.key: a.value.string_value for a in point.attributes} == {JOB_LABEL: "mine", "role": "founder"}
 
 
 def test_a_port_that_is_taken_is_named() -> None:
     pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
     with (
-        served(lambda: {"up": {(): 1.0}}, "127.0.0.1:0") as port,
+        served(lambda: Shown("", {"up": {(): 1.0}}), "127.0.0.1:0") as port,
         pytest.raises(ConfigurationError, match=rf"--listen 127.0.0.1:{port}: .*in use"),
-        served(lambda: {}, f"127.0.0.1:{port}"),
+        served(lambda: Shown("", {}), f"127.0.0.1:{port}"),
     ):
         pass
 
@@ -200,12 +200,12 @@ def test_a_folder_without_logs_is_not_up_until_there_is_one(tmp_path: Path) -> N
     ],
 )
 def test_where_and_how_often_to_push_is_checked(otlp: str, interval_s: float, told: str) -> None:
-    with pytest.raises(ConfigurationError, match=told), pushed(lambda: {}, otlp, interval_s):
+    with pytest.raises(ConfigurationError, match=told), pushed(lambda: Shown("", {}), otlp, interval_s):
         pass
 
 
 def test_a_scheduler_that_does_not_answer_is_down() -> None:
-    assert ask_scheduler("127.0.0.1:9")() == {"up": {(): 0}}
+    assert ask_scheduler("127.0.0.1:9")() == Shown("", {"up": {(): 0}})
 
 
 def test_the_page_lists_every_metric() -> None:

@@ -20,12 +20,12 @@ def test_a_finished_job_is_no_job_that_stands_still(tmp_path: Path) -> None:
     run.found(["a", "b"])
     run.steps(5)
     now = follow_logs(run.write(tmp_path))
-    values = now()
+    values = now().values
     assert values["last_commit_age_seconds"][()] > 0
     assert values["world_size"] == {(): 2}
     run.close()
     run.write(tmp_path)
-    values = now()
+    values = now().values
     assert "last_commit_age_seconds" not in values
     assert values["world_size"] == {(): 0}
     assert values["step"] == {(): 5}
@@ -34,7 +34,7 @@ def test_a_finished_job_is_no_job_that_stands_still(tmp_path: Path) -> None:
 def test_the_job_after_a_finished_one_can_stand_still(tmp_path: Path) -> None:
     for run in two_jobs():
         run.write(tmp_path)
-    values = follow_logs(tmp_path)()
+    values = follow_logs(tmp_path)().values
     assert values["last_commit_age_seconds"][()] > 0
     assert values["world_size"] == {(): 2}
 
@@ -62,20 +62,23 @@ def test_a_long_history_is_not_held_in_memory(tmp_path: Path, follow: Callable[[
     assert peak < 2e6, "the files have 8 MB"
 
 
-def test_pauses_of_a_job_before_count_if_both_are_read_at_once(tmp_path: Path) -> None:
+def test_counters_begin_anew_with_the_next_job(tmp_path: Path) -> None:
     first, second = Script(), Script(pid=2)
     first.found(["a", "b", "c"])
     first.steps(5)
     first.kill("c~1")
     first.steps(5)
     now = follow_logs(first.write(tmp_path))
-    paused = now()["pauses_total"]
-    assert paused["recovery",] == 1
+    assert now().values["pauses_total"]["recovery",] == 1
     second.now = first.now + 3.0
     second.found(["a", "b"])
     second.steps(5)
     second.write(tmp_path)
-    assert now()["pauses_total"] == follow_logs(tmp_path)()["pauses_total"] == paused
+    both = [now().values, follow_logs(tmp_path)().values]
+    for values in both:
+        assert "pauses_total" not in values
+        assert values["steps_total"] == {(): 5}
+        assert values["joins_total"] == {("founder",): 2}
 
 
 def test_what_follows_a_run_of_days_keeps_its_latest_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +91,22 @@ def test_what_follows_a_run_of_days_keeps_its_latest_slots(tmp_path: Path, monke
         most = max(most, len(latest.timeline.slots))
     assert most == 41
     assert [slot.step for slot in latest.timeline.slots.values()][-20:] == list(range(81, 101))
+
+
+def test_who_says_hello_anew_beside_a_kept_state_is_not_counted_as_put_out(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a", "b"])
+    run.steps(3)
+    run.say("b~1", "fenced", reason="no heartbeat", rejoin=True)
+    source = run.process("c")
+    run.welcome("c~3", source, "founder")
+    run.say("c~3", "fenced", reason="a training state was kept on its machine: it says hello anew", rejoin=True)
+    assert follow_logs(run.write(tmp_path))().values["fenced_total"] == {(): 1}
+
+
+def test_the_jobs_name_is_told(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a"])
+    run.say("a~1", "joined", role="joiner", rank=0, job="mine", endpoint="127.0.0.1:1")
+    run.steps(1)
+    assert follow_logs(run.write(tmp_path))().job == "mine"
