@@ -28,10 +28,11 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 
 from chaos_lightning.errors import DisagreementError, UnsupportedError
+from chaos_lightning.member.calls import users_line
 from chaos_lightning.replication.payload import decode_payload, encode_payload
 from chaos_lightning.strategies import results
 
-Gather = Callable[[str, bytes], list[tuple[str, bytes]] | None]
+Gather = Callable[[str, bytes, str], list[tuple[str, bytes]] | None]
 
 _SKIPPED = ("strategy.py", "collectives.py", "parallel.py", "apply_func.py", "contextlib.py")
 LOG_DIR = "trainer.py:log_dir"
@@ -90,7 +91,8 @@ class Collectives:
     """See the module.
 
     Args:
-        gather: Exchanges bytes under a name; None if this member is not in the job.
+        gather: Exchanges bytes under a name, for a line of the user's code ("": the one that calls now); None if this
+            member is not in the job.
         device: Where tensors of answers go.
     """
 
@@ -99,6 +101,8 @@ class Collectives:
         self._device = device
         self._in_step = False
         self._waiting: list[tuple[str, Tensor]] = []
+        self._line = ""
+        """Line of the user's code that was the first one in this hook to ask for a reduce."""
         self._hook = ""
         self.syncs: set[str] = set()
         """Of "training_step" and "validation_step", those in which somebody has asked for a reduce; then each batch has
@@ -107,7 +111,7 @@ class Collectives:
 
     # ------------------------------------------------------------------ plain collectives
 
-    def exchange(self, name: str, value: Any) -> list[Any] | None:
+    def exchange(self, name: str, value: Any, line: str = "") -> list[Any] | None:
         """Everybody's value in rank order; None if this member is not in the job."""
         if self._in_step:
             raise UnsupportedError(
@@ -115,7 +119,7 @@ class Collectives:
                 "sync_dist=True) is), since "
                 "members without samples do not run it; move it to on_train_batch_end or to the end of the epoch"
             )
-        answers = self._gather(name, encode_payload(value))
+        answers = self._gather(name, encode_payload(value), line)
         if answers is None:
             return None
         if any(not data for _, data in answers) and name not in _LOGGED.values():
@@ -128,7 +132,7 @@ class Collectives:
 
     def meet(self, name: str) -> set[str] | None:
         """Who is here: the ids of all members that came; None if this member is not in the job."""
-        answers = self._gather(name, b"")
+        answers = self._gather(name, b"", "")
         return None if answers is None else {member for member, _ in answers}
 
     def barrier(self, name: str | None) -> None:
@@ -151,6 +155,7 @@ class Collectives:
             kept = value.detach()
             if op.lower() in ("mean", "avg") and not kept.dtype.is_floating_point:
                 kept = kept.to(torch.get_default_dtype())
+            self._line = self._line or users_line()
             self._waiting.append((op, kept))
             return kept
         answers = self.exchange(f"reduce {op} at {call_site()}", value)
@@ -184,7 +189,7 @@ class Collectives:
         return self._in_step
 
     def enter_step(self, hook: str) -> None:
-        self._in_step, self._hook, self._waiting = True, hook, []
+        self._in_step, self._hook, self._waiting, self._line = True, hook, [], ""
 
     @contextmanager
     def inside(self, hook: str) -> Iterator[None]:
@@ -209,7 +214,7 @@ class Collectives:
             self._owed = (self._hook, collection) if stood_in else None
             return
         mine = [[op, tensor, results.key_of(collection, tensor)] for op, tensor in waiting]
-        answers = self.exchange(_LOGGED[self._hook], mine)
+        answers = self.exchange(_LOGGED[self._hook], mine, self._line)
         if answers is not None:
             self._take(self._hook, collection, waiting, answers)
 

@@ -545,22 +545,25 @@ class FitSession:
         """Whether a step may be taken although this member is out of the job: the others take it, too."""
         return self.departed and not self.void and self.stepper.holds_average(number)
 
-    def gather(self, name: str, payload: bytes, *, lets_go: bool = False) -> list[tuple[str, bytes]] | None:
+    def gather(
+        self, name: str, payload: bytes, *, lets_go: bool = False, line: str = ""
+    ) -> list[tuple[str, bytes]] | None:
         """Everybody's payload; None if this member is not in the job.
 
         Args:
             name: Which collective.
             payload: What this member brings.
             lets_go: It is no part of a validation: members may go with it.
+            line: Of the user's code that it is for; "": the one that calls now.
         """
         if not self.in_job:
             return None
         before = self.members
         try:
-            answers = self.engine.gather(name, payload, yields=self.collectives.owes, lets_go=lets_go)
+            answers = self.engine.gather(name, payload, yields=self.collectives.owes, lets_go=lets_go, line=line)
             while self.engine.header.name != name:
                 self._went_along(self.engine.header)
-                answers = self.engine.gather(name, payload, yields=True, lets_go=lets_go)
+                answers = self.engine.gather(name, payload, yields=True, lets_go=lets_go, line=line)
             self.collectives.settled()
         except FencedError as error:
             self.fenced(error)

@@ -331,8 +331,8 @@ class ChaosStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------ collectives
 
-    def _gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]] | None:
-        return self.session.gather(name, payload) if self.session is not None else None
+    def _gather(self, name: str, payload: bytes, line: str) -> list[tuple[str, bytes]] | None:
+        return self.session.gather(name, payload, line=line) if self.session is not None else None
 
     def _early(self) -> None:
         """Members meet at the first batch: whoever asks the others before is told that it asked nobody."""

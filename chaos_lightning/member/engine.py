@@ -35,6 +35,7 @@ from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import read_ports, split_endpoint
 from chaos_lightning.machine.fits import Fit
 from chaos_lightning.machine.orphan import watch_parent
+from chaos_lightning.member.calls import users_line
 from chaos_lightning.member.choice import TransferChoice
 from chaos_lightning.member.control_stream import ControlStream
 from chaos_lightning.member.entrance import Entrance, no_replay
@@ -389,7 +390,7 @@ class Engine:
         return header
 
     def gather(
-        self, name: str, payload: bytes, *, yields: bool = False, lets_go: bool = False
+        self, name: str, payload: bytes, *, yields: bool = False, lets_go: bool = False, line: str = ""
     ) -> list[tuple[str, bytes]]:
         """A numbered collective: every member's payload, in rank order (protocol.md 28).
 
@@ -399,6 +400,7 @@ class Engine:
             yields: If the others make one by another name first, this member goes along with theirs; the header tells
                 its name.
             lets_go: Members that wait for it may go with it, this one included; equal at all members.
+            line: Of the user's code that it is for; "": the one that calls now.
 
         Returns:
             (member id, payload) of all contributors; b"" of one that yielded.
@@ -406,7 +408,8 @@ class Engine:
         Raises:
             DisagreementError: At all members: they make different calls, or their payloads are too large together.
         """
-        header = self._slot(Kind.GATHER, name=name, payload=fitting(payload), yields=yields, lets_go=lets_go)
+        said = fitting(payload)
+        header = self._slot(Kind.GATHER, line, name=name, payload=said, yields=yields, lets_go=lets_go)
         self._prepared().accumulation.move(self.header.seq + 1)
         return [(s.member, a) for s, a in zip(header.contributors, header.answers, strict=True)]
 
@@ -442,7 +445,7 @@ class Engine:
         if header is not None and not self.out:
             self._transfer.snapshot(header, self.view, state, self._prepared().accumulation.layout)
 
-    def _slot(self, kind: Kind, **fields: object) -> Header:
+    def _slot(self, kind: Kind, line: str = "", **fields: object) -> Header:
         """Contributes to the next slot and waits until it is committed."""
         self._raise_pending()
         if kind is not Kind.STEP:
@@ -455,6 +458,7 @@ class Engine:
             step=self.header.step,
             prev_hash=self.header.hash,
             layout_hash=self.layout_hash,
+            line=line or users_line(),
             **fields,  # type: ignore[arg-type]
         )
         shell = self._prepared().shell

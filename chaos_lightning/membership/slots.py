@@ -45,12 +45,40 @@ def disagreement(contributions: Sequence[Contribution]) -> str:
             if other.yields and name in _yielded(reference, other):
                 continue
             given = getattr(other, name)
-            if given != expected:
-                return (
-                    f"slot {reference.seq}: {other.member} has {name} {str(given)!r}, {reference.member} has "
-                    f"{str(expected)!r}; both must be equal at every member: compare their scripts and settings"
-                )
+            if given == expected:
+                continue
+            if name in ("kind", "name") and (reference.kind, other.kind) != (Kind.STEP, Kind.STEP):
+                return _at_different_calls(reference, other)
+            return (
+                f"slot {reference.seq}: {other.member} has {name} {str(given)!r}, {reference.member} has "
+                f"{str(expected)!r}; both must be equal at every member: compare their scripts and settings"
+            )
     return ""
+
+
+def _at_different_calls(one: Contribution, other: Contribution) -> str:
+    """Words for two members that meet in different slots, and what to do about it."""
+    remedy = (
+        "move the call out of `if rank == 0:`, `if trainer.is_global_zero:` and the like. A checkpoint is written by "
+        "one member though all ask for it, and a value that one member alone logs needs no sync_dist=True"
+        if Kind.GATHER in (one.kind, other.kind)
+        else "decide to stop by a value that all members have, such as one that they have gathered or reduced"
+    )
+    return (
+        f"slot {one.seq}: {_doing(one)}, and {_doing(other)}. All members must make the same calls in the same order, "
+        f"whatever their rank and their own values: {remedy}"
+    )
+
+
+def _doing(contribution: Contribution) -> str:
+    """Words about what a member does in this slot, and by which line of its code."""
+    does = {
+        Kind.STEP: "goes on to its next step",
+        Kind.GATHER: f"makes the collective {contribution.name!r}",
+        Kind.BOUNDARY: "goes on to let newcomers in",
+        Kind.CLOSING: "has ended its training",
+    }[contribution.kind]
+    return f"{contribution.member} {does}" + (f" ({contribution.line})" if contribution.line else "")
 
 
 def _yielded(reference: Contribution, other: Contribution) -> tuple[str, ...]:

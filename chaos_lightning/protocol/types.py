@@ -184,6 +184,8 @@ class Contribution:
     """Whatever kind of slot the others close, this member goes along: it is on its way out, or has no samples."""
     lets_go: bool = False
     """Of a GATHER: it is no part of a validation, so that members may go with it as with a step (protocol.md 2)."""
+    line: str = ""
+    """Line of the member's own code that asked for this slot, such as "save() at train.py:31"; not compared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ def closed(contributions: dict[str, object], waiting: View | None = None):  # ty
     ("field", "value"),
     [
         ("prev_hash", "feed"),
-        ("kind", Kind.GATHER),
         ("name", "other"),
         ("step", 7),
         ("layout_hash", "1234"),
@@ -48,6 +47,30 @@ def test_disagreement_names_member_field_and_both_values(field: str, value: obje
     assert header.ledger == GENESIS.ledger
     assert header.contributors == ()
     assert header.next_view == VIEW.id
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        (Kind.STEP, "section 0", "goes on to its next step"),
+        (Kind.GATHER, "its own", "makes the collective 'its own'"),
+        (Kind.BOUNDARY, "boundary", "goes on to let newcomers in"),
+        (Kind.CLOSING, "closing", "has ended its training"),
+    ],
+)
+def test_members_in_different_slots_are_told_both_calls_and_lines(kind: Kind, name: str, words: str) -> None:
+    contributions = box("gather", name="barrier before saving", line="save() at train.py:31")
+    contributions["c~3"] = replace(contributions["c~3"], kind=kind, name=name, line="update() at train.py:29")
+    header = closed(contributions)
+    assert "a~1 makes the collective 'barrier before saving' (save() at train.py:31)" in header.error
+    assert f"c~3 {words} (update() at train.py:29)" in header.error
+    assert "move the call out of `if rank == 0:`" in header.error
+
+
+def test_lines_are_not_compared() -> None:
+    contributions = box("gather")
+    contributions["c~3"] = replace(contributions["c~3"], line="save() at another.py:7")
+    assert closed(contributions).error == ""
 
 
 @pytest.mark.parametrize("who", IDS)
@@ -82,7 +105,7 @@ def test_who_has_no_samples_goes_along_with_a_collective_that_it_did_not_foresee
 def test_a_collective_yields_to_collectives_only() -> None:
     contributions = box("step")
     contributions["c~3"] = contribution(VIEW, GENESIS, "gather", "c~3", name="values", yields=True)
-    assert "kind" in closed(contributions).error
+    assert "c~3 makes the collective 'values'" in closed(contributions).error
 
 
 def test_when_nobody_has_samples_they_are_in_the_middle_of_a_batch_and_let_nobody_in() -> None:

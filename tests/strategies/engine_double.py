@@ -119,7 +119,7 @@ class EngineDouble:
         return [(self.layout.slots[i].name, self.layout.slots[i].tensor) for i in self.layout.section_slots[section]]
 
     def gather(
-        self, name: str, payload: bytes, *, yields: bool = False, lets_go: bool = False
+        self, name: str, payload: bytes, *, yields: bool = False, lets_go: bool = False, line: str = ""
     ) -> list[tuple[str, bytes]]:
         self._commit(Kind.GATHER, name, 0.0, answers=(payload,))
         return [(self.member_id, payload)]

@@ -97,7 +97,7 @@ class Members:
         self.gone = False
         self.sent: list[Any] = []
 
-    def gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]] | None:
+    def gather(self, name: str, payload: bytes, line: str) -> list[tuple[str, bytes]] | None:
         if self.gone:
             return None
         self.names.append(name)

@@ -1,0 +1,67 @@
+"""A member asks the others for something that they do not foresee: all are told the call, the line, and what to do."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import odd_members
+import pytest
+from strategy_job import Job
+
+
+def line_of(function: Any, words: str) -> str:
+    """`odd_members.py:31`: the line of this function that has these words."""
+    lines, first = inspect.getsourcelines(function)
+    return f"odd_members.py:{first + next(i for i, line in enumerate(lines) if words in line)}"
+
+
+def told(job: Job, run: Any, asks: str) -> str:
+    """What both members end with; they are started with one script."""
+    job.fresh(min_nodes=2)
+    for name in "ab":
+        spec = {"name": name, "port": job.port, "out": str(job.out), "asks": asks}
+        job.harness.start_function(name, run, spec)
+    job.harness.declare("a", "b")
+    assert [job.harness.wait_exit(name) for name in "ab"] == [1, 1]
+    ends = [next(line for line in job.harness.children[name].tail().splitlines() if "slot " in line) for name in "ab"]
+    assert len({line.partition("slot ")[2] for line in ends}) == 1
+    remedy = (
+        "decide to stop by a value that all" if asks in ("break", "stop") else "move the call out of `if rank == 0:`"
+    )
+    assert remedy in ends[0]
+    return ends[0]
+
+
+def test_who_saves_alone_in_a_plain_loop(job: Job) -> None:
+    words = told(job, odd_members.saves_alone, "save")
+    assert (
+        f"makes the collective 'barrier before saving' (save() at {line_of(odd_members.saves_alone, '.save(')})"
+        in words
+    )
+    update = line_of(odd_members.saves_alone, "trainer.update()")
+    assert f"goes on to its next step (update() at {update})" in words
+
+
+@pytest.mark.slow
+def test_who_breaks_alone_out_of_a_plain_loop(job: Job) -> None:
+    words = told(job, odd_members.saves_alone, "break")
+    assert "has ended its training (at odd_members.py:" in words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asks", "function", "line"),
+    [
+        ("save_checkpoint", odd_members.Alone.on_train_batch_end, "self.trainer.save_checkpoint("),
+        ("log", odd_members.Alone.training_step, "self.log("),
+    ],
+)
+def test_who_asks_alone_under_lightning(job: Job, asks: str, function: Any, line: str) -> None:
+    assert f"({asks}() at {line_of(function, line)})" in told(job, odd_members.alone, asks)
+
+
+@pytest.mark.slow
+def test_who_stops_alone_under_lightning(job: Job) -> None:
+    """By `trainer.should_stop = True`."""
+    assert "has ended its training, and b" in told(job, odd_members.alone, "stop")
