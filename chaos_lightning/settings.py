@@ -205,8 +205,14 @@ class EngineConfig:
         "What the last member does with the training state when it goes before the job is finished: checkpoint, none, "
         "or a folder. checkpoint keeps it beside the chain's file (by default in "
         "~/.local/state/chaos-lightning/JOB-PORT), a folder keeps it there, in JOB-PORT, none lets it go. Whoever "
-        "founds the job again goes on from it, and says so, unless its script has loaded a checkpoint.",
+        "founds the job again goes on from it, and says so.",
         absolute=partial(absolute_path, words=("", *ON_LAST_EXIT)),
+    )
+    resume_from: str = setting(
+        "newest",
+        "Which state counts if the last member has kept one that goes on from a checkpoint that the script loads. "
+        "newest: the kept state; checkpoint: the checkpoint, so that a job can go back on purpose.",
+        check=one_of(("newest", "checkpoint")),
     )
 
     def __post_init__(self) -> None:

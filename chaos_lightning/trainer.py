@@ -53,6 +53,7 @@ from chaos_lightning.errors import ConfigurationError, DepartedError, FencedErro
 from chaos_lightning.machine.signals import ExitSignals, aside, say
 from chaos_lightning.member import checkpoints, training
 from chaos_lightning.member.engine import Engine
+from chaos_lightning.member.keeping import LoadedCheckpoint, remembered
 from chaos_lightning.member.micro_batches import MicroBatches
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.protocol.types import Header, Kind
@@ -222,9 +223,9 @@ class Trainer:
                 needs none; what it has loaded is replaced by the others' state.
             extra: Further state that newcomers receive (schedulers, averaged copies).
             reduced_buffers: Names of buffers that forward passes change (BatchNorm's are found by themselves).
-            loaded: Model and optimizer hold a checkpoint, which no state that the last member kept (`on_last_exit`) may
-                replace. None: with `resume`, or if the optimizer's state has steps; weights alone may be what a
-                training begins with.
+            loaded: Model and optimizer hold a checkpoint. A state that the last member kept (`on_last_exit`) replaces
+                it only if it goes on from the file of `resume` (and `resume_from` is "newest"). None: with `resume`,
+                or if the optimizer's state has steps; weights alone may be what a training begins with.
 
         Raises:
             ConfigurationError: These arguments do not fit each other, or the file of `resume` does not fit them.
@@ -246,8 +247,9 @@ class Trainer:
         engine = self.engine
         elastic = ElasticLoader(loader, mode=data, seed=seed, source=engine)
         state = ModuleState(model, optimizer, self._extra_state(extra, scaler))
+        found = None
         if resume is not None:
-            checkpoints.restore(checkpoints.read(Path(resume)), Path(resume), state, elastic)
+            found = checkpoints.restore(checkpoints.read(Path(resume)), Path(resume), state, elastic)
         self._micro_batches = MicroBatches(named, accumulate, scaler, buffers)
         self._state, self._optimizer, self._loader, self._scaler = state, optimizer, elastic, scaler
         self._extra = bool(extra or scaler is not None or module_extra(model))
@@ -255,11 +257,18 @@ class Trainer:
         engine.prepare(sections=[Section("optimizer 0", named)], buffers=buffers)
         if loaded is None:
             loaded = resume is not None or has_stepped(optimizer)
-        self._join(state, elastic, accumulate, {"epochs": str(epochs)}, loaded=loaded)
+        self._join(
+            state, elastic, accumulate, {"epochs": str(epochs)}, (found or LoadedCheckpoint()) if loaded else None
+        )
         return self._batches(elastic, state, epochs)
 
     def _join(
-        self, state: ModuleState, loader: ElasticLoader, accumulate: int, words: dict[str, str], *, loaded: bool
+        self,
+        state: ModuleState,
+        loader: ElasticLoader,
+        accumulate: int,
+        words: dict[str, str],
+        loaded: LoadedCheckpoint | None,
     ) -> None:
         """Waits until this member is in the job; if it was asked to leave meanwhile, it is out and there are no
         batches."""
@@ -549,6 +558,7 @@ class Trainer:
             exchange=exchange,
             stays_unsaved=lambda: self._fenced or (engine.out and not alone),
         )
+        self._start.checkpoints = remembered(self._start.checkpoints, head)
 
     def check_state_replication(self) -> None:
         """If somebody waits to join, lets them in and makes the state available to them (Listing 1)."""
@@ -572,7 +582,7 @@ class Trainer:
     def _depart(self) -> None:
         """Let go by no header; the state stands on the last one."""
         if self._state is not None:
-            self.engine.keep(self._state)
+            self.engine.keep(self._state, self._checkpoints())
         self.engine.out = True
 
     def _rejoin(self, state: ModuleState) -> None:
@@ -621,7 +631,7 @@ class Trainer:
         except DepartedError:
             pass  # let go at once: nobody is left who would need another step
         if state is not None and current:
-            engine.keep(state)
+            engine.keep(state, self._checkpoints())
         if engine.leaving and engine.header.kind is not Kind.CLOSING:
             engine.out = True
         if not engine.out:
@@ -639,6 +649,10 @@ class Trainer:
                 with contextlib.suppress(FencedError, DepartedError):  # the coming step meets them again
                     self.engine.arm(coefficient=0.0, empty=True)
         self._open = False
+
+    def _checkpoints(self) -> list[str]:
+        """Returns header hashes of the checkpoints that the present state goes on from, one of this step included."""
+        return remembered(self._start.checkpoints, self._stepped[1])
 
     def _await_release(self) -> None:
         """Others may need what the header that let this member go commits, until they have entered its view."""

@@ -62,6 +62,8 @@ def save(
         stays_unsaved=lambda: session is not None and session.says_unsaved(path),
         writes_here=session is None or session.writes,
     )
+    if session is not None and session.entered and not (session.void or session.gone):
+        session.checkpoints.heads = session.checkpoints.at(session.stepped[1])
 
 
 def write(
@@ -77,6 +79,7 @@ def write(
         step, head = session.stepped
         mark = f"{step}-{head}"
         ours |= {"step": step, "head": head, "view": str(session.engine.header.next_view)}
+        ours["checkpoints"] = session.checkpoints.at(head)
         session.note_checkpoint(str(filepath))
     if ours:
         checkpoint[KEY] = ours

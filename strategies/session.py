@@ -33,6 +33,7 @@ from chaos_lightning.errors import DepartedError, FencedError, RefusedError, Uns
 from chaos_lightning.machine.signals import ExitSignals, aside, say
 from chaos_lightning.member import training
 from chaos_lightning.member.engine import Engine
+from chaos_lightning.member.keeping import LoadedCheckpoint, SavedCheckpoints
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
@@ -94,6 +95,7 @@ class FitSession:
         writer: Whether this member logs and writes files.
         lengths: How long an epoch is.
         stepped: Number and header hash of the last committed optimizer step.
+        checkpoints: Those that the present state goes on from.
         terminated: SIGTERM has asked this member to leave.
         closed: fit is over.
     """
@@ -115,6 +117,7 @@ class FitSession:
         self.in_job = False
         self.departed = self.gone = self.terminated = self.closed = False
         self.stepped = (0, "")
+        self.checkpoints = SavedCheckpoints()
         self._options = options
         self._data = data
         self._assigns_validation = assigns_validation
@@ -224,6 +227,7 @@ class FitSession:
             "files": lambda: list(self.writer.told),
             "clock": lambda: self.outer.clock.manifest() if self.outer else {},
             "through": lambda: self.through,
+            "checkpoints": lambda: self.checkpoints.heads,
         }
         outer = self.outer
         batch = self.elastic.batch * trainer.accumulate_grad_batches
@@ -257,7 +261,8 @@ class FitSession:
                 accumulate=trainer.accumulate_grad_batches,
                 state=self._state,
                 replay=None if outer else LightningReplay(trainer),  # a version is no function of gradients
-                loaded=trainer.ckpt_path is not None or trainer.global_step > 0,
+                loaded=self.checkpoints.loaded
+                or (LoadedCheckpoint() if trainer.ckpt_path is not None or trainer.global_step > 0 else None),
             )
         except RefusedError as error:
             raise RefusedError(f"{error}{advice(str(error), self.config)}") from error
@@ -318,6 +323,7 @@ class FitSession:
         self.stepper.adopt_gradients(extra["gradients"])
         self.writer.told = LogPlace(*extra["files"])
         self.through = extra["through"]
+        self.checkpoints.heads = extra["checkpoints"]
         if self.outer:
             self.outer.clock.adopt(extra["clock"])
 
@@ -693,7 +699,9 @@ class FitSession:
             self.outer.leave()
         self.stepper.put_back()
         with self.alone():
-            self.engine.keep(KeptState(self.state, self.elastic.uncommitted, ended=ended))
+            self.engine.keep(
+                KeptState(self.state, self.elastic.uncommitted, ended=ended), self.checkpoints.at(self.stepped[1])
+            )
 
     def end_epoch(self) -> None:
         """This member has left, and the epoch's end is not judged: there is no safe point after its last batch."""

@@ -36,7 +36,7 @@ from chaos_lightning.strategies.outer_refusals import RANKS_TABLE
 from chaos_lightning.strategies.place import Place, end_evaluating, place_to_evaluate
 from chaos_lightning.strategies.preparing import DataTurn
 from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders, warn_ignored
-from chaos_lightning.strategies.saving import save, with_loaders
+from chaos_lightning.strategies.saving import KEY, save, with_loaders
 from chaos_lightning.strategies.schedules import go_by_step
 from chaos_lightning.strategies.session import DataMode, FitSession
 from chaos_lightning.variables import warn_of_unknown
@@ -389,7 +389,10 @@ class ChaosStrategy(ParallelStrategy):
         save(self, self.session, checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return with_loaders(super().load_checkpoint(*args, **kwargs))
+        checkpoint = with_loaders(super().load_checkpoint(*args, **kwargs))
+        if self.session is not None:
+            self.session.checkpoints.load(checkpoint.get(KEY, {}))
+        return checkpoint
 
     # ------------------------------------------------------------------ the end
 

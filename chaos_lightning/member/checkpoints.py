@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import ConfigurationError, StateError
+from chaos_lightning.member.keeping import LoadedCheckpoint, remembered
 from chaos_lightning.replication.access import ModuleState
 
 KEY = "chaos_lightning"
@@ -28,22 +29,24 @@ _PARTS = {KEY, "model", "optimizer", "extra"}
 
 
 class Start:
-    """What a job goes on from. It is the same for all of the job's life.
+    """What a job goes on from. It is the same for all of the job's life, but for the checkpoints that are saved.
 
     Attributes:
         step: Of the checkpoint; 0 if the job began from none.
         data: Where the data stood, as `ElasticLoader.state_dict` says it; None if the job began from none.
+        checkpoints: Header hashes of the checkpoints that the state goes on from; this alone grows while the job runs.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.data: dict[str, Any] | None = None
+        self.checkpoints: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "data": self.data}
+        return {"step": self.step, "data": self.data, "checkpoints": self.checkpoints}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step, self.data = state["step"], state["data"]
+        self.step, self.data, self.checkpoints = state["step"], state["data"], list(state.get("checkpoints", ()))
 
 
 def content(state: ModuleState, loader: ElasticLoader, job: str, step: int, head: str) -> dict[str, Any]:
@@ -58,6 +61,7 @@ def content(state: ModuleState, loader: ElasticLoader, job: str, step: int, head
     """
     (optimizer,) = state.optimizers
     ours = {"version": _VERSION, "job": job, "step": step, "head": head, "optimizer": type(optimizer).__qualname__}
+    ours["checkpoints"] = remembered(state.extra[KEY].state_dict()["checkpoints"], head)
     return {
         KEY: {**ours, "data": loader.state_dict()},
         "model": state.module.state_dict(),
@@ -114,7 +118,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def restore(checkpoint: Mapping[str, Any], path: Path, state: ModuleState, loader: ElasticLoader) -> None:
+def restore(checkpoint: Mapping[str, Any], path: Path, state: ModuleState, loader: ElasticLoader) -> LoadedCheckpoint:
     """Puts a checkpoint in the place of this state; what does not fit is refused before anything is changed.
 
     Args:
@@ -122,6 +126,9 @@ def restore(checkpoint: Mapping[str, Any], path: Path, state: ModuleState, loade
         path: Its file, for messages.
         state: Of the loop that goes on, its `Start` included.
         loader: Its data. It is told where it stands once it is known whether this member's start is the job's.
+
+    Returns:
+        Which checkpoint of a job it is.
 
     Raises:
         ConfigurationError: It is of another model, optimizer or data.
@@ -156,6 +163,7 @@ def restore(checkpoint: Mapping[str, Any], path: Path, state: ModuleState, loade
     state.module.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     state.extra[KEY].load_state_dict(ours)
+    return LoadedCheckpoint(ours["step"], ours["head"])
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, Any]:

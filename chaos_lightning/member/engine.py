@@ -40,7 +40,7 @@ from chaos_lightning.member.choice import TransferChoice
 from chaos_lightning.member.control_stream import ControlStream
 from chaos_lightning.member.entrance import Entrance, no_replay
 from chaos_lightning.member.hello import hello, listening_address, warn_of_rules
-from chaos_lightning.member.keeping import Keeping
+from chaos_lightning.member.keeping import Keeping, LoadedCheckpoint
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.losses import Losses
 from chaos_lightning.member.mailbox import Mailbox
@@ -145,7 +145,7 @@ class Engine:
         self._made: _Made | None = None
         self._hello: Hello | None = None
         self._replay: Replay | None = None
-        self._loaded = False
+        self._loaded: LoadedCheckpoint | None = None
         self._fit: Fit | None = None
         self._unserved: Header | None = None
         self._closed = False
@@ -199,7 +199,7 @@ class Engine:
         accumulate: int,
         state: StateAccess,
         replay: Replay | None = None,
-        loaded: bool = False,
+        loaded: LoadedCheckpoint | None = None,
     ) -> Header:
         """Enters the job: hello, links, view, and the state if others already have it.
 
@@ -209,7 +209,8 @@ class Engine:
             accumulate: Micro-batches per optimizer step; must equal the job's.
             state: The training state that a newcomer receives, a founder publishes.
             replay: How this member's steps are replayed; without it, it comes in by a pause.
-            loaded: `state` holds a checkpoint already, which no state that a last member kept may replace (14c).
+            loaded: `state` holds this checkpoint already; of the states that a last member kept, only one that goes on
+                from it may replace it (14c).
 
         Returns:
             The header that this member's state stands on (GENESIS for a new job).
@@ -291,7 +292,7 @@ class Engine:
     def _make_hello(self) -> Hello:
         assert self._hello is not None
         said = replace(self._hello, **self._prepared().shell.machine.knowledge())
-        return said if said.view != NO_VIEW else replace(said, kept=self._keeping.offer(said, loaded=self._loaded))
+        return said if said.view != NO_VIEW else replace(said, kept=self._keeping.offer(said, self._loaded))
 
     def _admission(self, made: _Made, state: StateAccess, deadline: float) -> Header:
         """Waits until this member stands in a view; a joiner gets the state on the way."""
@@ -505,12 +506,13 @@ class Engine:
                 mail.changed.wait(left_s)
             return bool(mail.left or mail.lost)
 
-    def keep(self, state: StateAccess) -> None:
+    def keep(self, state: StateAccess, checkpoints: Sequence[str] = ()) -> None:
         """This member goes, and no header lets it go: others that hold the state may be gone, too. So it keeps its own
         in a file, from which the job can be founded again (protocol.md 14c).
 
         Args:
             state: It stands on `header`; what forward passes since then did to reduced buffers is undone here.
+            checkpoints: Header hashes of the checkpoints that it goes on from.
         """
         mail = self._mail
         with mail.changed:
@@ -520,7 +522,7 @@ class Engine:
             return
         assert self._hello is not None
         self._prepared().accumulation.restore()
-        kept = self._keeping.keep(self.header, self.view, self.member_id, self._hello, state)
+        kept = self._keeping.keep(self.header, self.view, self.member_id, self._hello, state, checkpoints)
         if kept is not None:
             self._control.send(kept)
 

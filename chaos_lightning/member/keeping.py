@@ -4,10 +4,11 @@ Theory of operation. The folder is the job's on this machine: beside the chain's
 Each keeper has a folder of its own in there, so that two that go at once do not write over each other. Views compare
 within a chain only, so each run removes nothing but its own states, and a hello names one of the chain that this
 process was told of, else of the one that was kept last. It is the newest that fits: written for this job by the same
-program with the same settings. What does not fit is named on the terminal, once, and left alone; so are all where the
-script has loaded a checkpoint of its own. A state stays until a newer one of its chain is kept or that job is finished:
-the scheduler sees to it that only one of its own chain is gone on from, and that nobody takes an older one for the
-newest.
+program with the same settings. What does not fit is named on the terminal, once, and left alone. A script that has
+loaded a checkpoint goes on from a kept state only if that state stands on this very checkpoint, which is then older: a
+record names the checkpoints that were saved before it, by the hashes of their headers. A state stays until a newer one
+of its chain is kept or that job is finished: the scheduler sees to it that only one of its own chain is gone on from,
+and that nobody takes an older one for the newest.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import logging
 import os
 import re
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,50 @@ from chaos_lightning.settings import ON_LAST_EXIT, EngineConfig
 _log = logging.getLogger("chaos_lightning")
 
 
+MAX_CHECKPOINTS = 1000
+"""Number of checkpoints that a job remembers; the oldest ones are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCheckpoint:
+    """A checkpoint that the script has loaded before it joins.
+
+    Attributes:
+        step: Its step.
+        head: Hash of its header (protocol.md 4a); "" if the file does not say.
+    """
+
+    step: int = 0
+    head: str = ""
+
+
+def remembered(checkpoints: Sequence[str], head: str) -> list[str]:
+    """Returns header hashes of checkpoints that were saved so far, with one that is saved now."""
+    return [*(h for h in checkpoints if h != head), head][-MAX_CHECKPOINTS:]
+
+
+class SavedCheckpoints:
+    """Checkpoints that the present state goes on from.
+
+    Attributes:
+        heads: Hashes of their headers.
+        loaded: The one that the script has loaded.
+    """
+
+    def __init__(self) -> None:
+        self.heads: list[str] = []
+        self.loaded: LoadedCheckpoint | None = None
+
+    def load(self, said: Mapping[str, Any]) -> None:
+        """The script loads a checkpoint that says this of itself."""
+        self.loaded = LoadedCheckpoint(int(said.get("step", 0)), str(said.get("head", "")))
+        self.heads = list(said.get("checkpoints", ()))
+
+    def at(self, head: str) -> list[str]:
+        """Returns the hashes with that of the present header, at which a checkpoint may be saved, too."""
+        return remembered(self.heads, head)
+
+
 def folder_of(config: EngineConfig) -> Path | None:
     """Where this job's last state is kept on this machine; None if it is not."""
     if config.on_last_exit == "none":
@@ -49,16 +96,19 @@ class Keeping:
     def __init__(self, config: EngineConfig, events: EventLog) -> None:
         self._job = config.job
         self._folder = folder_of(config)
+        self._goes_back = config.resume_from == "checkpoint"
         self._events = events
         self._told: set[str] = set()
         self._offered: tuple[Kept, files.StateOnDisk] | None = None
 
     # ------------------------------------------------------------------ coming
 
-    def offer(self, hello: Hello, *, loaded: bool = False) -> Kept | None:
-        """The newest state on this machine that fits what this process would train.
+    def offer(self, hello: Hello, loaded: LoadedCheckpoint | None = None) -> Kept | None:
+        """Returns the newest state on this machine that fits what this process would train.
 
-        None if its script has `loaded` a state of its own: what the user asked for by name counts.
+        Args:
+            hello: Tells what that is.
+            loaded: The checkpoint that the script has loaded. It counts instead, unless the state goes on from it.
         """
         found = []
         for record in self._records():
@@ -66,22 +116,41 @@ class Keeping:
                 found.append((self._checked(record, hello), record))
             except ChaosError as error:
                 self._warn(f"{error}; it is not used. Remove {record.folder} to be rid of it")
-        if not found:
-            self._offered = None
+        self._offered = None
+        goes_on = [f for f in found if loaded is None or self._goes_on_from(loaded, f[1])]
+        if not goes_on:
+            if found and loaded is not None:
+                self._warn_of_checkpoint(loaded, *max(found, key=lambda f: float(f[1].said.get("time", 0.0))))
             return None
+        found = goes_on
         # Views of different chains do not compare: the chain that this process was told of, else the one kept last.
         chains = [kept.chain for kept, _ in sorted(found, key=lambda f: float(f[1].said.get("time", 0.0)))]
         chain = hello.chain if hello.chain in chains else chains[-1]
         mine = [f for f in found if f[0].chain == chain]
         kept, record = self._offered = max(mine, key=lambda f: (f[0].header.view, f[0].header.seq))
-        if loaded:
-            self._offered = None
+        if loaded is not None:
             self._warn(
-                f"this process starts from what its script has loaded; the state that {kept.member} kept at step "
-                f"{kept.header.step} ({record.path}) is not used. To go on from it, start without a checkpoint"
+                f"the state that {kept.member} kept at step {kept.header.step} ({record.path}) goes on from the "
+                f"checkpoint of step {loaded.step} that this script has loaded, so it counts. To go back to the "
+                "checkpoint: resume_from='checkpoint' (CHAOS_RESUME_FROM)"
             )
-            return None
         return kept
+
+    def _goes_on_from(self, loaded: LoadedCheckpoint, record: files.StateOnDisk) -> bool:
+        """Whether this state counts: the checkpoint is its ancestor, and the user does not go back on purpose."""
+        return not self._goes_back and bool(loaded.head) and loaded.head in record.said.get("checkpoints", ())
+
+    def _warn_of_checkpoint(self, loaded: LoadedCheckpoint, kept: Kept, record: files.StateOnDisk) -> None:
+        if self._goes_back:
+            why = "by resume_from='checkpoint'"
+        elif loaded.head:
+            why = "for that state does not go on from this checkpoint"
+        else:
+            why = "for it does not say of which step of this job it is"
+        self._warn(
+            f"this process starts from what its script has loaded, {why}; the state that {kept.member} kept at step "
+            f"{kept.header.step} ({record.path}) is not used. To go on from it, start without a checkpoint"
+        )
 
     def load(self, header: Header, state: StateAccess) -> None:
         """This member founds the job from the state that it offered.
@@ -113,8 +182,20 @@ class Keeping:
 
     # ------------------------------------------------------------------ going
 
-    def keep(self, last: Header, view: View, member: str, hello: Hello, state: StateAccess) -> Kept | None:
-        """Writes the state at header `last` down; None if it is not to be kept, or cannot be."""
+    def keep(
+        self,
+        last: Header,
+        view: View,
+        member: str,
+        hello: Hello,
+        state: StateAccess,
+        checkpoints: Sequence[str] = (),
+    ) -> Kept | None:
+        """Writes the state at header `last` down, with the header hashes of the checkpoints that it goes on from.
+
+        Returns:
+            None if it is not to be kept, or cannot be.
+        """
         if self._folder is None:
             _log.warning(
                 "%s: the training state of job %s at step %d ends with this process, by on_last_exit='none'",
@@ -129,6 +210,7 @@ class Keeping:
             "time": time.time(),
             "step": last.step,
             "header": encode(header).hex(),
+            "checkpoints": list(checkpoints),
             **_terms(hello),
         }
         folder = self._folder / re.sub(r"[^A-Za-z0-9._~-]", "_", member)

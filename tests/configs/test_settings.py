@@ -49,6 +49,7 @@ def other(made: Setting) -> Any:
         "announce": "10.0.0.5:6",
         "chunk_nbytes": 8192,
         "join_by": "pause",
+        "resume_from": "checkpoint",
         "transfer": "even",
         "transfer_folder": str(ROOT),
         "links": "checksum",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from chaos_lightning.control.resetting import reset_job
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import StateError
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.member.keeping import Keeping, folder_of
+from chaos_lightning.member.keeping import MAX_CHECKPOINTS, Keeping, LoadedCheckpoint, folder_of, remembered
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Hello, Kept, Member, Settings, View, ViewId
 from chaos_lightning.replication import ModuleState, StateAccess
@@ -40,13 +40,15 @@ def values(of: StateAccess) -> list[torch.Tensor]:
     return [tensor.clone() for _, tensor in of.tensors()]
 
 
-def keeping() -> Keeping:
-    return Keeping(EngineConfig(endpoint=ENDPOINT), EventLog(None))
+def keeping(resume_from: str = "newest") -> Keeping:
+    return Keeping(EngineConfig(endpoint=ENDPOINT, resume_from=resume_from), EventLog(None))
 
 
-def keep(what: StateAccess, chain: str = "chain", member: str = "a~1", view: int = 1) -> Kept | None:
+def keep(
+    what: StateAccess, chain: str = "chain", member: str = "a~1", view: int = 1, checkpoints: Sequence[str] = ()
+) -> Kept | None:
     stood = View(ViewId(1, view), NO_VIEW, (MEMBER,), chain=chain)
-    return keeping().keep(GENESIS, stood, member, said(), what)
+    return keeping().keep(GENESIS, stood, member, said(), what, checkpoints)
 
 
 def said() -> Hello:
@@ -89,12 +91,41 @@ def test_jobs_of_one_name_do_not_share_a_folder(monkeypatch: pytest.MonkeyPatch)
     assert [str(p) for p in stored] == ["/data/a.sqlite-kept", "/data/b.sqlite-kept"]
 
 
-def test_what_the_script_has_loaded_counts(caplog: pytest.LogCaptureFixture) -> None:
-    """Also where it is older: who asks for a checkpoint by name gets it."""
-    kept = keep(state(1))
+def test_a_kept_state_counts_before_a_checkpoint_that_it_goes_on_from(caplog: pytest.LogCaptureFixture) -> None:
+    kept = keep(state(1), checkpoints=["h20", "h40"])
+    assert keeping().offer(said(), LoadedCheckpoint(20, "h20")) == kept
     with caplog.at_level(logging.WARNING):
-        assert keeping().offer(said(), loaded=True) is None
-    assert "this process starts from what its script has loaded; the state that a~1 kept at step 0" in caplog.text
+        assert keeping().offer(said(), LoadedCheckpoint(40, "h40")) == kept
+    assert "goes on from the checkpoint of step 40 that this script has loaded, so it counts" in caplog.text
+    assert "To go back to the checkpoint: resume_from='checkpoint'" in caplog.text
+    assert keeping("checkpoint").offer(said(), LoadedCheckpoint(40, "h40")) is None
+    assert "starts from what its script has loaded, by resume_from='checkpoint'" in caplog.text
+    assert keeping().offer(said(), LoadedCheckpoint(60, "h60")) is None, "the job went on after the state was kept"
+    assert "for that state does not go on from this checkpoint" in caplog.text
+
+
+def test_of_several_kept_states_the_one_counts_that_goes_on_from_the_checkpoint() -> None:
+    ours = keep(state(1), chain="day1", checkpoints=["h40"])
+    keep(state(2), chain="day2", member="b~1", checkpoints=["other"])
+    assert keeping().offer(said(), LoadedCheckpoint(40, "h40")) == ours
+
+
+def test_a_job_remembers_so_many_checkpoints_and_each_once() -> None:
+    heads: list[str] = []
+    for number in range(MAX_CHECKPOINTS + 5):
+        heads = remembered(heads, f"h{number}")
+    assert len(heads) == MAX_CHECKPOINTS
+    assert remembered(heads, "h900")[-2:] == [f"h{MAX_CHECKPOINTS + 4}", "h900"]
+    assert len(remembered(heads, "h900")) == MAX_CHECKPOINTS
+
+
+def test_a_checkpoint_of_an_unknown_step_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """Whether it is older than the kept state cannot be known."""
+    kept = keep(state(1), checkpoints=["", "h40"])
+    with caplog.at_level(logging.WARNING):
+        assert keeping().offer(said(), LoadedCheckpoint()) is None
+    assert "starts from what its script has loaded, for it does not say of which step of this job it is" in caplog.text
+    assert "the state that a~1 kept at step 0" in caplog.text
     assert "is not used. To go on from it, start without a checkpoint" in caplog.text
     assert keeping().offer(said()) == kept
 

@@ -74,18 +74,25 @@ def goes_on(job: Job, tmp_path: Path, way: str, stop: int, **trainer: Any) -> No
     assert not list((tmp_path / "kept").rglob("kept.json"))  # the job is finished
 
 
-def test_a_checkpoint_that_the_script_names_is_what_fit_starts_from(job: Job, tmp_path: Path) -> None:
-    """Not a state that the last member kept, whichever is newer."""
-    spec: dict[str, Any] = {"callbacks": ("steps",), "options": {"on_last_exit": str(tmp_path / "kept")}}
+@pytest.mark.parametrize("resume_from", ["newest", "checkpoint"])
+def test_a_kept_state_counts_before_the_checkpoint_that_it_goes_on_from(
+    job: Job, tmp_path: Path, resume_from: str
+) -> None:
+    """Steps after the checkpoint are lost only to those who ask for that."""
+    options = {"on_last_exit": str(tmp_path / "kept"), "resume_from": resume_from}
+    spec: dict[str, Any] = {"callbacks": ("steps",), "options": options}
     job.start("a", **spec, gates={7: job.gate("a")})
     job.harness.wait_step(7)
     job.harness.terminate("a")
     job.harness.wait_for("leave")
     job.open("a")
     assert job.harness.wait_exit("a") == 0
-    assert job.harness.wait_for("kept", node="a")["step"] >= 7
+    kept = job.harness.wait_for("kept", node="a")["step"]
+    assert kept >= 7
     job.start("b", **spec, ckpt=str(job.out / "ckpt" / "step=5.ckpt"))
     (second,) = job.finish("b", audit=False)
-    assert job.harness.wait_for("resumed", node="b")["step"] == 5
-    assert "starts from what its script has loaded" in job.harness.children["b"].log.read_text()
+    goes_on = resume_from == "newest"
+    assert job.harness.wait_for("resumed_kept" if goes_on else "resumed", node="b")["step"] == (kept if goes_on else 5)
+    said = "from the checkpoint of step 5 that this script" if goes_on else "starts from what its script has loaded, by"
+    assert said in job.harness.children["b"].log.read_text()
     assert second["step"] == 18
