@@ -38,7 +38,7 @@ COMMANDS: dict[str, Command] = {
     "scheduler": Command(
         "chaos_lightning.control.scheduler_main:scheduler", "Run a job's scheduler in the foreground.", whole=True
     ),
-    "status": Command("chaos_lightning.control.commands:status", "Show who is in a job, and what it waits for."),
+    "status": Command("chaos_lightning.observe.status:status", "Show who is in a job, and what it waits for."),
     "drain": Command("chaos_lightning.control.commands:drain", "Ask a node to leave politely."),
     "reset": Command("chaos_lightning.control.commands:reset", "End a dead job, so that the next one can begin."),
     "link": Command("chaos_lightning.control.commands:link", "Add or remove a link between two members."),

@@ -11,7 +11,6 @@ import platform
 import signal
 import sys
 import threading
-import time
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from pathlib import Path
@@ -23,9 +22,7 @@ from chaos_lightning.control.options import SchedulerOptions, check_settings
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import split_endpoints
-from chaos_lightning.machine.process_table import short_host
 from chaos_lightning.machine.terminal import print_json, printable
-from chaos_lightning.membership.peers import short
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.security.credentials import Credentials
 from chaos_lightning.settings import DEFAULT_ENDPOINT, EngineConfig
@@ -41,132 +38,6 @@ TokenFile = Annotated[str, _option("token_file")]
 KeysDir = Annotated[str, _option("keys_dir")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for scripts.")]
 Endpoint = Annotated[str, _option("endpoint", "The scheduler.", envvar="CHAOS_ENDPOINT", show_default=True)]
-
-
-def status(
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    token_file: TokenFile = "",
-    keys_dir: KeysDir = "",
-    as_json: AsJson = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 5.0,
-    here: Annotated[
-        bool, typer.Option("--here", help="Of the scheduler at this very endpoint, also if another one leads.")
-    ] = False,
-) -> None:
-    """Show who is in a job, who leads it if several schedulers stand by for each other, and what it waits for.
-
-    Exit code 1 if no scheduler answers; training may go on all the same, it needs none between events.
-    """
-    from chaos_lightning.control.channel import fetch_status
-
-    facts = fetch_status(endpoint, Credentials.load(keys_dir, token_file), timeout, follow=not here)
-    if as_json:
-        print_json(facts)
-        return
-    _show(printable(facts))
-
-
-USUAL = {"connected": True, "loaded": True, "leaving": "", "dead": "", "way": "", "progress": "", "step_time_s": 0.0}
-"""Columns that `status` leaves out while every member has this value: a line per member fits 80 columns."""
-CUT = ("id", "progress", "leaving")
-FIRST_TO_GO = ("host", "seq", "view", "step_time", "way", "loaded", "connected", "standing", "silent")
-"""What a narrower terminal does not show; `--json` has it."""
-
-
-def _show(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    from chaos_lightning.machine.tables import FittingTable
-
-    console = Console(markup=False, highlight=False)
-    machine = facts.get("machine", {})
-    if facts.get("owed"):
-        console.print(f"owes: {facts['owed']}")
-    if facts.get("role") == "standby":
-        console.print(f"job {facts['job']} at {facts['endpoint']}: stands by")
-        _show_candidacy(console, facts)
-        return
-    console.print(
-        f"job {facts['job']} at {facts['endpoint']}: {machine.get('phase', '?')}, "
-        f"view {machine.get('view', '-')} (term {facts['term']}{_chain_of(machine)}), "
-        f"{facts['min_nodes']} to {facts['max_nodes']} members",
-    )
-    if machine.get("reason"):
-        console.print(f"because: {machine['reason']}")
-    _show_candidacy(console, facts)
-    rows = [*machine.get("members", ()), *machine.get("others", ())]
-    if not rows:
-        console.print("nobody is here yet")
-        return
-    columns = [
-        key
-        for key in dict.fromkeys(key for row in rows for key in row)
-        if key not in USUAL or any(row.get(key) != USUAL[key] for row in rows)
-    ]
-    names = [column.removesuffix("_s") for column in columns]
-    goes = [name for name in FIRST_TO_GO if name in names]
-    table = FittingTable([f"{name}~" if name in CUT else name for name in names], goes, gap=1)
-    for row in rows:
-        table.add_row(
-            *(
-                short_host(str(row.get(column) or "")) if column == "host" else _cell(row.get(column))
-                for column in columns
-            )
-        )
-    console.print(table)
-    _show_links(console, machine)
-
-
-def _show_candidacy(console: Any, facts: dict[str, Any]) -> None:
-    """Of several schedulers: which one leads, since when and why, which stand by, and what this one waits for."""
-    if "leader" not in facts:
-        return
-    leader = facts["leader"]
-    if leader:
-        since = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(facts["led_since"]))
-        words = f"leads: {leader}{since}, because {facts['led_because'] or '?'}"
-    else:
-        words = "leads: nobody"
-    console.print(words)
-    others = [place for place in facts.get("candidates", ()) if place != leader]
-    if facts.get("store_error"):
-        console.print(f"stand by: unknown ({facts['store_error']})")
-    else:
-        console.print(f"stand by: {', '.join(others) or 'nobody'}")
-    if facts.get("waits_for"):
-        console.print(f"waits for: {facts['waits_for']}")
-
-
-def _chain_of(machine: dict[str, Any]) -> str:
-    chain = machine.get("chain")
-    return f", chain {short(chain)}" if chain else ""
-
-
-def _show_links(console: Any, machine: dict[str, Any]) -> None:
-    """The plan, and a line for each link that is not simply there or was measured."""
-    from chaos_lightning.machine.tables import FittingTable
-
-    plan, links = machine.get("plan") or {}, machine.get("links") or ()
-    if plan.get("kind"):
-        trees = f", {plan['trees']} trees" if plan.get("trees") else ""
-        console.print(f"plan: {plan['kind']}{trees}; {plan.get('reason', '')}")
-    told = [row for row in links if row["state"] != "in use" or row["there_bps"] is not None]
-    if not told:
-        return
-    table = FittingTable(["link~", "Mbps there>", "back>", "ms>", "state~"], ["ms", "state", "back"], gap=1)
-    for row in told:
-        rates = [f"{row[k] / 1e6:.4g}" if row[k] is not None else "" for k in ("there_bps", "back_bps")]
-        latency = f"{row['latency_s'] * 1e3:.3g}" if row["latency_s"] is not None else ""
-        table.add_row(_cell(f"{row['a']} {row['b']}"), *rates, latency, _cell(row["state"]))
-    console.print(table)
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.2f}"
-    return "" if value is None else str(value)
 
 
 def drain(

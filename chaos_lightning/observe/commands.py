@@ -93,6 +93,9 @@ def ask(
             if asked.logged is not None:
                 last = with_logs(last, asked.logged())
         except ChaosError as error:
+            outer = asked.outer()
+            if outer is not None:
+                return outer
             if must_answer:
                 raise
             last.lines = [(0.0, "scheduler", f"{error} (training needs none between events)")]

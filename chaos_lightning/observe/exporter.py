@@ -264,6 +264,9 @@ def ask_scheduler(endpoint: str, token_file: str = "", keys_dir: str = "", timeo
         try:
             facts = asked.facts()
         except ChaosError:
+            outer = asked.outer()
+            if outer is not None:
+                return outer
             before = asked.logged() if asked.logged is not None else Shown("", {})
             return Shown(before.job, {**before.values, **DOWN})
         machine = facts.get("machine") or {}

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from chaos_lightning.control.options import state_folder
-from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.control.options import log_folder, state_folder
+from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.reader import Record
 from chaos_lightning.machine.addresses import split_endpoint, split_endpoints
 from chaos_lightning.observe.jobs import Live
 from chaos_lightning.observe.timeline import Timeline
+from chaos_lightning.settings import DEFAULT_ENDPOINT
 
 if TYPE_CHECKING:
     from chaos_lightning.security.credentials import Secret
 
 T = TypeVar("T")
+
+
+def outer_job(endpoint: str, secret: Secret, timeout_s: float) -> dict[str, Any] | None:
+    """Returns what the leader of this machine's outer job says, where the user has named no scheduler.
+
+    Args:
+        endpoint: Where no scheduler answered.
+        secret: Cluster token, or credentials.
+        timeout_s: For the answer.
+    """
+    from chaos_lightning.outer.control_client import fetch_facts
+    from chaos_lightning.outer.options import DEFAULT_SERVER, VARIABLE
+
+    if endpoint == DEFAULT_ENDPOINT:
+        with contextlib.suppress(ChaosError):
+            return fetch_facts(os.environ.get(VARIABLE) or DEFAULT_SERVER, secret, timeout_s)
+    return None
+
 
 FRESH_S = 600.0
 """A log in which nothing was written for so long is of another run; of this one only what is new is read."""
@@ -66,6 +86,7 @@ class AskedJob(Generic[T]):
     timeout_s: float
     follow: Callable[[Path, float], Callable[[], T]]
     logged: Callable[[], T] | None = None
+    _outer: Callable[[], T] | None = None
 
     def facts(self) -> dict[str, Any]:
         """What it answers; raises as `fetch_status` does."""
@@ -77,3 +98,14 @@ class AskedJob(Generic[T]):
             with contextlib.suppress(ConfigurationError):  # without a home nobody logs there
                 self.logged = self.follow(state_folder(str(facts.get("job")), port) / "events", time.time() - FRESH_S)
         return facts
+
+    def outer(self) -> T | None:
+        """Returns what the processes of this machine's outer job log, where no scheduler answers; None for no job."""
+        facts = outer_job(self.endpoint, self.secret, self.timeout_s)
+        if facts is None:
+            return None
+        if self._outer is None:
+            port = split_endpoint(str(facts["endpoint"]))[1]
+            folder = log_folder("auto", f"outer-{facts['job']}", port, beside=True)
+            self._outer = None if folder is None else self.follow(folder, time.time() - FRESH_S)
+        return None if self._outer is None else self._outer()

@@ -83,7 +83,7 @@ def status(arguments: Sequence[str]) -> int:
     if given.json:
         print(json.dumps(facts, indent=2))
     else:
-        _show(printable(facts))
+        show_outer(printable(facts))
     return EXIT_OK
 
 
@@ -99,7 +99,8 @@ def end(arguments: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _show(facts: dict[str, Any]) -> None:
+def show_outer(facts: dict[str, Any]) -> None:
+    """Prints what a leader says of an outer job."""
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
