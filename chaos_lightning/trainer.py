@@ -45,9 +45,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from chaos_lightning.collectives.canonical import run_words
 from chaos_lightning.collectives.hyper import default_words, hyper_words
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.data.parts import part_of
 from chaos_lightning.data.source import MicroBatch
 from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError, UnsupportedError
 from chaos_lightning.machine.signals import ExitSignals, aside, say
@@ -201,6 +203,8 @@ class Trainer:
         extra: Mapping[str, Stateful | nn.Module] | None = None,
         reduced_buffers: Sequence[str] = (),
         loaded: bool | None = None,
+        hparams: Mapping[str, Any] | None = None,
+        own_hparams: Sequence[str] = (),
     ) -> Iterator[Any]:
         """Joins the job, then yields this member's batches until the epochs are spent.
 
@@ -226,6 +230,9 @@ class Trainer:
             loaded: Model and optimizer hold a checkpoint. A state that the last member kept (`on_last_exit`) replaces
                 it only if it goes on from the file of `resume` (and `resume_from` is "newest"). None: with `resume`,
                 or if the optimizer's state has steps; weights alone may be what a training begins with.
+            hparams: What this run is configured with beside the optimizer's defaults, such as `vars(args)`: a member of
+                another run, as of a sweep, is refused by the name of what differs (docs/compat.md).
+            own_hparams: Names of these, and of the model's layers, that may differ between machines.
 
         Raises:
             ConfigurationError: These arguments do not fit each other, or the file of `resume` does not fit them.
@@ -257,9 +264,13 @@ class Trainer:
         engine.prepare(sections=[Section("optimizer 0", named)], buffers=buffers)
         if loaded is None:
             loaded = resume is not None or has_stepped(optimizer)
-        self._join(
-            state, elastic, accumulate, {"epochs": str(epochs)}, (found or LoadedCheckpoint()) if loaded else None
-        )
+        words = {
+            "epochs": str(epochs),
+            "extra state": ", ".join(f"{name} {type(value).__name__}" for name, value in sorted((extra or {}).items())),
+            **({"training data": part_of(getattr(loader, "dataset", None))} if data == "shared" else {}),
+            **run_words(model, {"hyperparameter": hparams or {}}, own_hparams),
+        }
+        self._join(state, elastic, accumulate, words, (found or LoadedCheckpoint()) if loaded else None)
         return self._batches(elastic, state, epochs)
 
     def _join(

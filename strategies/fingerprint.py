@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.callbacks.timer import Interval
-from torch.utils.data import Subset, TensorDataset
 
-from chaos_lightning.collectives.hyper import default_words, hyper_word
+from chaos_lightning.collectives.canonical import plain_name, run_words
+from chaos_lightning.collectives.hyper import default_words
 from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.data.parts import part_of
 from chaos_lightning.planning.ledger import SHARED
 from chaos_lightning.replication.access import module_tensors
 from chaos_lightning.replication.table import layout_hash
@@ -46,7 +47,7 @@ def fingerprint_of(trainer: Trainer, loader: ElasticLoader, *, assigns_validatio
     return {
         "lightning": ".".join(version("lightning").split(".")[:2]),
         "torch": ".".join(torch.__version__.split(".")[:2]),
-        "model": layout_hash(module_tensors(module)),
+        "model": layout_hash([(plain_name(name), tensor) for name, tensor in module_tensors(module)]),
         "optimizers": ", ".join(type(o).__name__ for o in trainer.optimizers),
         "schedulers": ", ".join(
             f"{name_of(c.scheduler)} each {c.frequency} {c.interval}" for c in trainer.lr_scheduler_configs
@@ -64,37 +65,25 @@ def fingerprint_of(trainer: Trainer, loader: ElasticLoader, *, assigns_validatio
             for name, value in _cadence(c).items()
         },
         **_validation(trainer, loader.stream, assigns_validation=assigns_validation),
-        **({"training data": _part_of(getattr(loader.loader, "dataset", None))} if loader.stream == SHARED else {}),
+        **({"training data": part_of(getattr(loader.loader, "dataset", None))} if loader.stream == SHARED else {}),
         **default_words(trainer.optimizers),
-        **_hyperparameters(module),
+        **run_words(module, _hyperparameters(trainer), _own(trainer)),
         **loader.order_fingerprint,
     }
 
 
-_MACHINES = re.compile(
-    r"(batch_size|num_workers|workers|pin_memory|prefetch_factor|devices?|accelerator|name|rank|.*_?(dir|path|root|file|folder))"
-)
-"""Names of hyperparameters that are each machine's own affair."""
-
-
-def _hyperparameters(module: LightningModule) -> dict[str, str]:
-    """What tells two runs apart that share script, port and job name, as in a sweep: what `save_hyperparameters` kept,
-    and settings of torch's own layers that have no parameters, such as a dropout's rate.
-
-    Left out are values that have no short words, or are a machine's own by their name, by being the path of something,
-    or because the module says so in `chaos_own_hparams`.
-    """
-    own = set(getattr(module, "chaos_own_hparams", ()))
-    found = {}
-    for name, value in module.hparams.items():
-        text = hyper_word(value)
-        if text and name not in own and not _MACHINES.fullmatch(name) and os.sep not in text:
-            found[f"hyperparameter {name}"] = text
-    for name, child in module.named_modules():
-        bare = not any(True for _ in child.parameters(recurse=False))
-        if bare and type(child).__module__.startswith("torch.nn.") and (settings := child.extra_repr()):
-            found[f"layer {name}"] = f"{type(child).__name__}({settings})"
+def _hyperparameters(trainer: Trainer) -> dict[str, Mapping[str, Any]]:
+    """What `save_hyperparameters` kept, by kind."""
+    found: dict[str, Mapping[str, Any]] = {"hyperparameter": trainer.lightning_module.hparams}
+    if trainer.datamodule is not None:
+        found["data hyperparameter"] = trainer.datamodule.hparams
     return found
+
+
+def _own(trainer: Trainer) -> set[str]:
+    """Names of hyperparameters and layers that the user says are each machine's own."""
+    given = (getattr(part, "chaos_own_hparams", ()) for part in (trainer.lightning_module, trainer.datamodule))
+    return {name for names in given for name in names}
 
 
 def advice(refusal: str, config: EngineConfig) -> str:
@@ -148,27 +137,11 @@ def _validation(trainer: Trainer, stream: str, *, assigns_validation: bool) -> d
         if not assigned and stream != SHARED:
             continue  # each member evaluates data of its own
         words[f"validation loader {number} samples"] = _length(getattr(loader, "dataset", None))
-        words[f"validation loader {number} data"] = _part_of(getattr(loader, "dataset", None))
+        words[f"validation loader {number} data"] = part_of(getattr(loader, "dataset", None))
         words[f"validation loader {number} batches"] = _length(loader)
         if assigned:
             words[f"validation loader {number} batch size"] = str(loader.batch_sampler.batch_size)
     return words
-
-
-def _part_of(dataset: Any) -> str:
-    """Which part of which data this is, as far as it can be told cheaply: members that were given different parts (cut
-    by rank, say) would each lose what the others have. Only for data sets whose samples are what they keep."""
-    if isinstance(dataset, Subset):
-        inner = _part_of(dataset.dataset)
-        return f"samples {_hash(repr(list(dataset.indices)).encode())} of {inner}" if len(dataset) else "nothing"
-    if isinstance(dataset, TensorDataset) and len(dataset):
-        ends = [tensor[[0, -1]].detach().cpu().reshape(-1).tolist() for tensor in dataset.tensors]
-        return f"tensors {_hash(repr(ends).encode())}"
-    return type(dataset).__name__
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _length(data: Any) -> str:

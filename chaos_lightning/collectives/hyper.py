@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from chaos_lightning.collectives.canonical import Words
 from chaos_lightning.errors import StateError
 
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -27,24 +28,13 @@ def default_words(optimizers: Iterable[Optimizer]) -> dict[str, str]:
     Schedulers move the groups' values and leave these alone, so a newcomer's are the job's however late it comes.
     Tensors are left out: groups share them, and so schedulers move them, too.
     """
-    return {
-        f"optimizer {number} {key}": words
-        for number, optimizer in enumerate(optimizers)
-        for key, value in optimizer.defaults.items()
-        if key not in _IMPLEMENTATION and (words := hyper_word(value))
-    }
-
-
-def hyper_word(value: object) -> str:
-    """A flag, number, text or tuple of these, equal numbers in equal words; "" for anything else."""
-    if isinstance(value, bool | str):
-        return str(value)
-    if isinstance(value, int | float):
-        return f"{float(value)!r}".removesuffix(".0")
-    if isinstance(value, tuple):
-        words = [hyper_word(one) for one in value]
-        return f"({', '.join(words)})" if all(words) else ""
-    return ""
+    words = Words(of_machines=False)
+    for number, optimizer in enumerate(optimizers):
+        for key, value in optimizer.defaults.items():
+            parts = value if isinstance(value, tuple | list) else (value,)
+            if key not in _IMPLEMENTATION and not any(isinstance(part, Tensor) for part in parts):
+                words.add(f"optimizer {number}", key, value)
+    return words.words
 
 
 def hyper_words(optimizers: Iterable[Optimizer]) -> str:

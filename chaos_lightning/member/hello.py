@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 
+from chaos_lightning.collectives.canonical import plain_name
 from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, facing, split_announced, split_endpoint
@@ -103,7 +104,7 @@ def hello(
 ) -> Hello:
     """A first Hello. Each parameter's type and shape is part of the fingerprint, so that a refusal can name it."""
     address, reached = reachable_at(config, port)
-    shapes = {f"parameter {s.name}": f"{s.tensor.dtype} {tuple(s.tensor.shape)}" for s in layout.slots}
+    shapes = {f"parameter {plain_name(s.name)}": f"{s.tensor.dtype} {tuple(s.tensor.shape)}" for s in layout.slots}
     return Hello(
         job=config.job,
         name=config.name,

@@ -56,6 +56,38 @@ def trained(chaos: Trainer, steps: int, file: Any = None, **arguments: Any) -> n
     return model
 
 
+# --- two runs of a sweep are not one job ---
+
+
+@pytest.mark.parametrize(
+    ("layer", "arguments", "names"),
+    [
+        (nn.Dropout(0.5), {}, ["layer 1"]),
+        (nn.Dropout(0.1), {"hparams": {"model": {"name": "org/b"}, "data_dir": "/b"}}, ["hyperparameter model.name"]),
+        (nn.Dropout(0.1), {"hparams": {"mine": 1}, "own_hparams": ["mine"]}, ["hyperparameter model.name"]),
+        (nn.Dropout(0.1), {"schedule": optim.lr_scheduler.CosineAnnealingLR}, ["extra state"]),
+        (nn.Dropout(0.1), {"samples": slice(1, 24)}, ["data.length", "data.order", "training data"]),
+        (torch.compile(nn.Dropout(0.1), backend="eager"), {}, ["compiled"]),
+    ],
+    ids=["layer", "hyperparameter", "own", "schedule", "data", "compiled"],
+)
+def test_a_plain_loop_says_what_it_is_as_a_trainer_does(layer: Any, arguments: Any, names: list[str]) -> None:
+    found: list[dict[str, str]] = []
+    first = {"hparams": {"model": {"name": "org/a"}, "data_dir": "/a"}}
+    for made, given in ((nn.Dropout(0.1), first), (layer, {**first, **arguments})):
+        rest = dict(given)
+        schedule, part = rest.pop("schedule", optim.lr_scheduler.StepLR), rest.pop("samples", slice(0, 24))
+        model = nn.Sequential(nn.Linear(4, 1), made)
+        optimizer = optim.SGD(model.parameters(), 0.1)
+        data = torch.utils.data.TensorDataset(*(t[part] for t in models.data(24).tensors))
+        with Trainer(name="a") as chaos:
+            extra = {"schedule": schedule(optimizer, 5)}
+            chaos.prepare(model, optimizer, torch.utils.data.DataLoader(data, 4), extra=extra, **rest)
+        found.append(EngineDouble.made[-1].fingerprint)
+    mine, its = found
+    assert sorted({name for name, _ in {*mine.items()} ^ {*its.items()}}) == names
+
+
 # --- each batch has one update ---
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import odd_members
 import pytest
 import torch
@@ -23,8 +24,9 @@ from chaos_lightning.strategies.fingerprint import advice
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "width": (
         {"model_args": {"width": 16}},
-        r"parameter net\.0\.bias of width is torch\.float32 \(16,\), the job's \(from a\) is torch\.float32 \(8,\); "
-        r"parameter net\.0\.weight is torch\.float32 \(16, 4\) instead of torch\.float32 \(8, 4\); parameter net\.1",
+        r"layer net\.0 of width is Linear\(in_features=4, out_features=16, bias=True\), the job's \(from a\) is "
+        r"Linear\(in_features=4, out_features=8, bias=True\); layer net\.1 .*; "
+        r"parameter net\.0\.bias is torch\.float32 \(16,\) instead of torch\.float32 \(8,\); 2 more differ: start",
     ),
     "optimizer": (
         {"model_args": {"optimizer": "SGD"}},
@@ -110,7 +112,13 @@ class Swept(Regression):
     """Two runs of a sweep differ in nothing but what this is made with."""
 
     def __init__(
-        self, rate: float, margin: float = 1.0, batch_size: int = 4, data_dir: str = "/a", mine: int = 0
+        self,
+        rate: float = 0.1,
+        margin: Any = 1.0,
+        batch_size: int = 4,
+        data_dir: str = "/a",
+        mine: int = 0,
+        name: str = "org/a",
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -118,19 +126,37 @@ class Swept(Regression):
         self.chaos_own_hparams = ["mine"]
 
 
+class SweptData(pl.LightningDataModule):
+    """Training data that say what they were made with."""
+
+    def __init__(self, split: Any = 0, data_dir: str = "/a", mine: int = 0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.chaos_own_hparams = ["mine"]
+
+    def train_dataloader(self) -> DataLoader:
+        return loader()
+
+
 @pytest.mark.parametrize(
-    ("second", "names"),
+    ("model", "data", "names"),
     [
-        ({"rate": 0.5}, ["hyperparameter rate", "layer net.3"]),
-        ({"rate": 0.1, "margin": 2.0}, ["hyperparameter margin"]),
-        ({"rate": 0.1, "batch_size": 8, "data_dir": "/b", "mine": 1}, []),
+        ({"rate": 0.5}, {}, ["hyperparameter rate", "layer net.3"]),
+        ({"margin": 2.0}, {}, ["hyperparameter margin"]),
+        ({"margin": {"a": [1, {"b": 2}]}}, {}, ["hyperparameter margin", "hyperparameter margin.a"]),
+        ({"margin": torch.ones(3)}, {}, ["hyperparameter margin"]),
+        ({"name": "org/b"}, {}, ["hyperparameter name"]),
+        ({}, {"split": {"fold": 1}}, ["data hyperparameter split", "data hyperparameter split.fold"]),
+        ({"batch_size": 8, "data_dir": "/b", "mine": 1}, {"data_dir": "/b", "mine": 2}, []),
     ],
-    ids=["layer", "saved", "own affairs"],
+    ids=["layer", "saved", "nested", "tensor", "name", "data module", "own affairs"],
 )
-def test_two_runs_of_a_sweep_are_not_one_job(tmp_path: Path, double: Any, second: Any, names: list[str]) -> None:
-    for settings in ({"rate": 0.1}, second):
+def test_two_runs_of_a_sweep_are_not_one_job(
+    tmp_path: Path, double: Any, model: Any, data: Any, names: list[str]
+) -> None:
+    for settings in (({}, {}), (model, data)):
         fit = trainer(tmp_path, max_epochs=1, limit_val_batches=0, strategy=ChaosStrategy(job="sweep", name="b"))
-        fit.fit(Swept(**settings), loader())
+        fit.fit(Swept(**settings[0]), datamodule=SweptData(**settings[1]))
     a, b = (tuple(sorted(engine.fingerprint.items())) for engine in double.made)
     hello = Hello("sweep", "b", "here", "127.0.0.1", 1, 1, 1, 4, 1, "1.0", b)
     refusal = difference(hello, JobTerms.of(replace(hello, name="a", fingerprint=a)))
@@ -138,9 +164,17 @@ def test_two_runs_of_a_sweep_are_not_one_job(tmp_path: Path, double: Any, second
     assert bool(refusal) == bool(names)
     for name in names:
         assert name in refusal
-        assert f"{dict(b)[name]}" in refusal
-        assert f"{dict(a)[name]}" in refusal
+        assert f"{dict(b).get(name, '(missing)')}" in refusal
+        assert f"{dict(a).get(name, '(missing)')}" in refusal
     assert ("another run, as of a sweep" in advice(refusal, double.made[0].config)) == bool(names)
+
+
+def test_what_has_no_canonical_form_is_named_once(tmp_path: Path, double: Any) -> None:
+    fit = trainer(tmp_path, max_epochs=1, limit_val_batches=0, strategy=ChaosStrategy(job="sweep", name="b"))
+    with pytest.warns(UserWarning, match=r"hyperparameter margin\.f \(object\)") as told:
+        fit.fit(Swept(margin={"f": object(), "g": 1}), datamodule=SweptData())
+    assert len([w for w in told if "canonical" in str(w.message)]) == 1
+    assert double.made[0].fingerprint["hyperparameter margin.g"] == "1"
 
 
 class Idle(Regression):
