@@ -86,8 +86,6 @@ class Companion(pl.Callback):
             "the training epoch",
             trainer.strategy.reduce,
         )
-        if len(session.members) > 1:
-            results.count_as_updated(session.trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began = time.monotonic()

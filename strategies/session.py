@@ -59,6 +59,7 @@ from chaos_lightning.strategies.loops import (
     start_clocks,
     uncount,
 )
+from chaos_lightning.strategies.metrics import MetricRoute
 from chaos_lightning.strategies.place import Place
 from chaos_lightning.strategies.replay import LightningReplay
 from chaos_lightning.strategies.schedules import SampleCount
@@ -92,6 +93,7 @@ class FitSession:
         departed: This member left.
         gone: It did, and others go on without it.
         evaluation: Whom validation is divided among.
+        metrics: Torchmetrics of this process, from set-up to the end of fit.
         writer: Whether this member logs and writes files.
         lengths: How long an epoch is.
         stepped: Number and header hash of the last committed optimizer step.
@@ -123,6 +125,7 @@ class FitSession:
         self._assigns_validation = assigns_validation
         self.collectives = collectives
         self.evaluation = Evaluation(trainer, collectives, lambda: self.members, lambda: self.engine.member_id)
+        self.metrics = MetricRoute(trainer, collectives.exchange, lambda: self.in_job)
         self.writer = Writer(trainer, environment, lambda: self.in_job, self.alone)
         self.lengths = Lengths(trainer, config.min_nodes, local=data == "local")
         self._source = EngineSource(config.name)
@@ -587,6 +590,7 @@ class FitSession:
         """A slot committed, or this member came in: who is it now?"""
         engine = self.engine
         self.writer.logs.stable()
+        self.metrics.forget_computed()
         self._samples.committed(engine.header.ledger)
         self._boundary_asked |= engine.header.boundary
         if self.outer and engine.header.kind is not Kind.STEP:
@@ -784,6 +788,7 @@ class FitSession:
         """Idempotent."""
         self.closed = True
         self.abandon()
+        self.metrics.remove()
         forget_agreement(self.trainer)
         if self._stepper is not None:
             self._stepper.close()

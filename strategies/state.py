@@ -36,6 +36,7 @@ from chaos_lightning.replication.table import StateTable
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import adopt_loops, loops_manifest, rolled_back
+from chaos_lightning.strategies.metrics import is_metrics
 
 PRIVATE: dict[type[Callback], tuple[str, ...]] = {
     ModelCheckpoint: (
@@ -87,7 +88,11 @@ class LightningState:
         found = {}
         for place, callback in enumerate(self._trainer.callbacks):
             for name, value in vars(callback).items():
-                if isinstance(value, nn.Module) and value is not self._trainer.lightning_module:
+                if (
+                    isinstance(value, nn.Module)
+                    and value is not self._trainer.lightning_module
+                    and not is_metrics(value)
+                ):
                     found[f"callback{place}.{name}"] = value
         return found
 

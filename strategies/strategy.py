@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.settings import ChaosOptions, EngineConfig
-from chaos_lightning.strategies import results
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
 from chaos_lightning.strategies.companion import Companion, Launcher
 from chaos_lightning.strategies.elastic import ElasticPart, OuterTerms, refuse_ranks
@@ -100,11 +99,10 @@ class ChaosStrategy(ParallelStrategy):
         """Of this process among those that evaluate before fit."""
         self._has_fitted = False
         self._assign_validation: bool | None = None
-        self._unroute: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a Trainer has no part in the job."""
-        return {**super().__getstate__(), "session": None, "_unroute": None, "_place": None}
+        return {**super().__getstate__(), "session": None, "_place": None}
 
     # ------------------------------------------------------------------ where this process runs
 
@@ -226,7 +224,7 @@ class ChaosStrategy(ParallelStrategy):
             super().setup(trainer)
         go_by_step(trainer.lr_scheduler_configs)
         refuse(session.trainer, early=False)
-        self._unroute = results.route_metrics(session.trainer, self.collectives.exchange, lambda: self.in_job)
+        session.metrics.install()
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Loaders of fit are divided among members; those of validate, test and predict run on this process alone."""
@@ -407,9 +405,6 @@ class ChaosStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         self._turn.end()
-        if self._unroute is not None:
-            self._unroute()
-            self._unroute = None
         if self.session is not None:
             self.session.close()
             trainer = self.session.trainer

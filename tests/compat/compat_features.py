@@ -19,6 +19,7 @@ is written into docs/compat.md.
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import re
@@ -26,8 +27,9 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import compat_run
@@ -194,18 +196,31 @@ class Batches(BatchSampler):
 
 @dataclass(frozen=True)
 class Place:
-    """Whose loader is made: member `member` of `world`; the batch is its part of the global one."""
+    """Whose loader is made: member `member` of `world`; the batch is its part of the global one. For ddp the sampler is
+    given, since Lightning's own would shuffle."""
 
     member: int
     world: int
+    ddp: bool = False
 
     @property
     def batch(self) -> int:
         return GLOBAL_BATCH // self.world
 
+    def sampler(self, data: TensorDataset) -> Sampler:
+        """Goes through the data in order."""
+        return DistributedSampler(data, self.world, self.member, shuffle=False) if self.ddp else SequentialSampler(data)
+
 
 def sequential(place: Place) -> DataLoader:
-    return DataLoader(dataset(), batch_size=place.batch)
+    data = dataset()
+    return DataLoader(data, batch_size=place.batch, sampler=place.sampler(data))
+
+
+def held_out(place: Place) -> DataLoader:
+    """The data of validation."""
+    data = dataset(24)
+    return DataLoader(data, batch_size=4, sampler=place.sampler(data))
 
 
 def uneven(place: Place) -> DataLoader:
@@ -225,6 +240,9 @@ class Feature:
         data: The strategy's.
         plain: Whether Lightning's own strategy has the same order of samples.
         parts: Half precision: one process makes the members' micro-batches.
+        ddp: Whether two ranks of Lightning's ddp are compared, too.
+        datamodule: Makes what gives the data, if not loaders.
+        ends: All members end with an error of the job, and it has these words.
     """
 
     name: str
@@ -235,6 +253,9 @@ class Feature:
     data: str = "shared"
     plain: bool = True
     parts: bool = False
+    ddp: bool = False
+    datamodule: Callable[[Place], pl.LightningDataModule] | None = None
+    ends: str = ""
 
 
 def _clipped(value: float, algorithm: str) -> Callable[[Path], dict[str, Any]]:
@@ -381,21 +402,26 @@ FEATURES: tuple[Feature, ...] = (
 # ------------------------------------------------------------------------------------------------------- training
 
 
-def trained(feature: Feature, strategy: Any, place: Place, folder: Path, *, parts: int = 1) -> dict[str, Any]:
+def trained(
+    feature: Feature, strategy: Any, place: Place, folder: Path, *, parts: int = 1, **more: Any
+) -> dict[str, Any]:
     """What a user sees at the end of one fit."""
     made: dict[str, Any] = {
         "accelerator": "cpu", "max_epochs": EPOCHS, "logger": False, "enable_progress_bar": False,
         "enable_model_summary": False, "enable_checkpointing": False, "log_every_n_steps": 1,
         "default_root_dir": str(folder), "precision": feature.numbers, "strategy": strategy,
-        "accumulate_grad_batches": parts, **feature.settings(folder),
+        "accumulate_grad_batches": parts, **more, **feature.settings(folder),
     }  # fmt: skip
     if "plugins" in made:
         del made["precision"]
     trainer = pl.Trainer(**made)
     model = feature.model()
     model.parts = parts
-    loader = feature.loader(Place(place.member, place.world * parts))
-    trainer.fit(model, loader, DataLoader(dataset(24), batch_size=4))
+    where = replace(place, world=place.world * parts)
+    if feature.datamodule is not None:
+        trainer.fit(model, datamodule=feature.datamodule(where))
+    else:
+        trainer.fit(model, feature.loader(where), held_out(where))
     facts: dict[str, Any] = {
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).double().tolist(),
         "steps": trainer.global_step,
@@ -420,13 +446,15 @@ def files(folder: Path) -> dict[str, Any]:
     return found
 
 
-def one_process(folder: str, ports: Mapping[int, int]) -> None:
+def one_process(folder: str, ports: Mapping[int, int], table: str) -> None:
     """The references: Lightning's own strategy, and one member."""
     from chaos_lightning.strategies import ChaosStrategy
 
     _quiet()
     for number in ports:
-        feature = FEATURES[number]
+        feature = importlib.import_module(table).FEATURES[number]
+        if feature.ends:
+            continue
         for world in WORLDS if feature.parts else (1,):
             parts = world if feature.parts else 1
             strategies: dict[str, Any] = {"plain": "auto"} if feature.plain else {}
@@ -439,13 +467,24 @@ def one_process(folder: str, ports: Mapping[int, int]) -> None:
                 _report(out, feature, lambda f, s=strategy, o=out, p=parts: trained(f, s, Place(0, 1), o, parts=p))
 
 
-def member(folder: str, ports: Mapping[int, int], index: int, world: int) -> None:
+def rank(folder: str, numbers: Sequence[int], table: str, index: int, port: int) -> None:
+    """One of two ranks of ddp, for the rows that are compared with it."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", LOCAL_RANK=str(index))
+    _quiet()
+    for number in numbers:
+        feature = importlib.import_module(table).FEATURES[number]
+        out = Path(folder, f"ddp-1-{number}") if index == 0 else Path(folder, f"second-rank-{number}")
+        more = {"accelerator": "cpu", "devices": 2, "use_distributed_sampler": False}
+        _report(out, feature, lambda f, o=out, m=more: trained(f, "ddp", Place(index, 2, True), o, **m))
+
+
+def member(folder: str, ports: Mapping[int, int], table: str, index: int, world: int) -> None:
     """One member of each row's job."""
     from chaos_lightning.strategies import ChaosStrategy
 
     _quiet()
     for number in ports:
-        feature = FEATURES[number]
+        feature = importlib.import_module(table).FEATURES[number]
         strategy = ChaosStrategy(
             endpoint=f"127.0.0.1:{ports[number]}", job=f"row-{number}", name=f"m{index}", min_nodes=world,
             data=feature.data, options={"join_timeout_s": ROW_DEADLINE_S, "step_timeout_s": ROW_DEADLINE_S},
@@ -467,7 +506,7 @@ def _report(folder: Path, feature: Feature, run: Callable[[Feature], dict[str, A
     except Exception as error:
         ours = [e for e in causes(error) if isinstance(e, ChaosError)]
         refused = next((str(e) for e in ours if isinstance(e, UnsupportedError)), "")
-        result = {"refused": refused, "error": f"{type(error).__name__}: {error}"}
+        result = {"refused": refused, "error": f"{type(error).__name__}: {error}", "named": bool(ours)}
         if isinstance(error, ModuleNotFoundError):
             result["missing"] = str(error)
     torch.save(result, folder / "result.pt")
@@ -509,9 +548,11 @@ def judged(folder: Path, number: int, feature: Feature, world: int) -> Row:
     """Compares the members of one job with one process, each fact of each member."""
     members = [_read(folder / f"members-{world}-{number}" / str(index)) for index in range(world)]
     kind = world if feature.parts else 1
+    if feature.ends:
+        return Row(feature, world, *_ended(feature, members))
     references = {
         how: found
-        for how in ("plain", "chaos")
+        for how in ("plain", "chaos", "ddp")
         if (path := folder / f"{how}-{kind}-{number}").exists() and (found := _read(path))
     }
     if any("missing" in result for result in members):
@@ -538,6 +579,15 @@ def judged(folder: Path, number: int, feature: Feature, world: int) -> Row:
     return Row(feature, world, f"equal ({gap:.0e})", True, gap)
 
 
+def _ended(feature: Feature, members: Sequence[dict[str, Any]]) -> tuple[str, bool]:
+    """What the first of members that must end with an error of the job says, and whether all do."""
+    errors = [result.get("error", "none") for result in members]
+    held = all(result.get("named") and feature.ends in result["error"] for result in members)
+    if not held:
+        return f"does not end as it must: {'; '.join(errors)}", False
+    return "ends by name: " + max(errors, key=len).partition(": ")[2], True
+
+
 def said(refusal: str) -> str:
     """The part of a refusal that names the feature and the reason."""
     lines = [line.removeprefix("- ") for line in refusal.splitlines() if line.startswith("- ")]
@@ -551,22 +601,39 @@ def absent(words: str) -> str:
     return f"not tried: needs {needed}, which chaos-lightning does not need and is not installed here"
 
 
-def rows(folder: Path, deadline_s: float, only: str = "") -> list[Row]:
-    """Trains every feature whose name has `only` in it, one job after the other in the same processes, and compares."""
-    numbers = [number for number, feature in enumerate(FEATURES) if re.search(only, feature.name)]
+def rows(
+    folder: Path, deadline_s: float, only: str = "", table: str = "compat_features", worlds: Sequence[int] = WORLDS
+) -> list[Row]:
+    """Trains every feature whose name has `only` in it, one job after the other in the same processes, and compares.
+
+    Args:
+        folder: For what the processes leave behind.
+        deadline_s: For all rows of one size of job, in seconds.
+        only: Regular expression.
+        table: Name of the module with the rows, as `FEATURES`.
+        worlds: Sizes of jobs.
+    """
+    features: Sequence[Feature] = importlib.import_module(table).FEATURES
+    numbers = [number for number, feature in enumerate(features) if re.search(only, feature.name)]
     state = {"XDG_STATE_HOME": str(folder / "state")}
     with Harness(folder / "processes", deadline_s=deadline_s, env=state) as harness:
-        for world in (1, *WORLDS):
+        with_ddp = [number for number in numbers if features[number].ddp]
+        (meeting,) = free_ports(1)
+        for index in range(2 if with_ddp else 0):
+            harness.start_function(f"rank-{index}", rank, str(folder), with_ddp, table, index, meeting)
+        for index in range(2 if with_ddp else 0):
+            harness.wait_exit(f"rank-{index}")
+        for world in (1, *worlds):
             ports = dict(zip(numbers, free_ports(len(numbers)), strict=True))
             names = [f"of-{world}-{index}" for index in range(world)]
             for index, name in enumerate(names):
                 if world == 1:
-                    harness.start_function(name, one_process, str(folder), ports)
+                    harness.start_function(name, one_process, str(folder), ports, table)
                 else:
-                    harness.start_function(name, member, str(folder), ports, index, world)
+                    harness.start_function(name, member, str(folder), ports, table, index, world)
             for name in names:
                 harness.wait_exit(name)
-    return [judged(folder, number, FEATURES[number], world) for number in numbers for world in WORLDS]
+    return [judged(folder, number, features[number], world) for number in numbers for world in worlds]
 
 
 def described(found: Sequence[Row]) -> str:
@@ -589,18 +656,19 @@ def described(found: Sequence[Row]) -> str:
     return "\n".join(out)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(table: ModuleType) -> int:
+    """Runs the rows of a module, and writes its part of the document."""
+    parser = argparse.ArgumentParser(description=(table.__doc__ or "").splitlines()[0])
     parser.add_argument("--deadline", type=float, default=900.0, help="seconds for all rows of one size of job")
     parser.add_argument("--keep", type=Path, help="folder for what the processes leave behind")
     parser.add_argument("--only", default="", help="regular expression: these features, and the page stays as it is")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="compat-") as scratch:
-        found = rows(given.keep or Path(scratch), given.deadline, given.only)
+        found = rows(given.keep or Path(scratch), given.deadline, given.only, table.__name__)
     for row in found:
         print(f"{row.feature.name}, {row.world} members: {row.words}")
     if not given.only:
-        compat_run.put(described(found), MARK, COMMAND)
+        compat_run.put(table.described(found), table.MARK, table.COMMAND)
     return 0 if all(row.held for row in found) else 1
 
 
@@ -609,4 +677,4 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import compat_features
 
-    sys.exit(compat_features.main())
+    sys.exit(compat_features.main(compat_features))

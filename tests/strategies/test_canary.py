@@ -33,7 +33,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from strategy_models import loader
-from torchmetrics import MeanSquaredError
+from torchmetrics import MeanSquaredError, Metric
+from torchmetrics.metric import jit_distributed_available
 
 
 @pytest.fixture
@@ -117,7 +118,8 @@ def test_trainer_has(bare: Trainer, path: str) -> None:
         (TQDMProgressBar(), ("_train_progress_bar", "enable", "disable")),
         (RichProgressBar(), ("progress", "train_progress_bar_id", "enable", "disable")),
         (MeanSquaredError(), ("distributed_available_fn", "_sync_dist", "_reductions", "_copy_state_dict")),
-        (MeanSquaredError(), ("_update_count", "_computed")),
+        (MeanSquaredError(), ("_update_count", "_computed", "_defaults", "process_group")),
+        (Metric, ("sync", "update_called", "__setattr__")),
         (_ResultCollection(training=True), ("batch", "batch_size")),
         (StrategyRegistry, ("register", "available_strategies")),
         (_AutomaticOptimization, ("run", "_training_step", "_optimizer_step")),
@@ -145,6 +147,17 @@ def test_results_have_the_fields_that_travel() -> None:
     metric = _ResultMetric(_Metadata("training_step", "x", _sync=_Sync()), True)
     assert metric.has_reset is False
     assert metric._forward_cache is None
+
+
+def test_a_metric_looks_its_sync_up_on_its_class() -> None:
+    """What `compute` calls was wrapped when the metric was made; our `sync` takes its place later."""
+    metric, asked = MeanSquaredError(), []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Metric, "sync", lambda *_, **__: asked.append(True))
+        metric.update(torch.ones(1), torch.ones(1))
+        metric.compute()
+    assert asked == [True]
+    assert metric.distributed_available_fn is jit_distributed_available
 
 
 def test_combined_loader_keeps_its_limits_and_iterator() -> None:

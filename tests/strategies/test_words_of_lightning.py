@@ -391,5 +391,3 @@ def test_a_trainer_can_be_pickled_before_and_after_fit(tmp_path: Path) -> None:
     assert again.strategy.session is None
     assert isinstance(again.train_dataloader, DataLoader)
     assert isinstance(again.val_dataloaders, DataLoader)
-    assert model.val_mse.distributed_available_fn is not None
-    assert "_sync_dist" not in vars(model.val_mse)

@@ -1,0 +1,283 @@
+"""torchmetrics in a job: every metric of the process syncs through the members, wherever it was made.
+
+Theory of operation. A metric syncs in `Metric.sync`, which its wrapped `compute` looks up on the class each time: by
+itself only if torch.distributed runs, and else it shows this process's part in silence. For the time of fit the class
+has our `sync`, so a metric is known at the moment it is used, whether it is an attribute of the module, stands in a
+plain dict, or was made a moment ago. All its states travel in one slot, whose name says which metric it is: a member
+that computes one which the others do not compute is told so by name.
+
+A metric that was made with a `distributed_available_fn` or a `dist_sync_fn` of the user's keeps them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
+from torchmetrics.utilities import dim_zero_cat
+
+from chaos_lightning.errors import DisagreementError, UnsupportedError
+from chaos_lightning.strategies.lightning_types import Trainer
+
+Exchange = Callable[[str, Any], "list[Any] | None"]
+
+_DEPTH = 3
+"""Containers within containers in which metrics are looked for, to name them."""
+_ROOMS = ("torchmetrics", "torch", "lightning", "chaos_lightning", "contextlib", "functools")
+
+
+class MetricRoute:
+    """Makes the metrics of this process sync through the job, from `install` to `remove`.
+
+    Args:
+        trainer: In fit.
+        exchange: Gathers everybody's value under a name.
+        in_job: Whether it reaches other members.
+    """
+
+    def __init__(self, trainer: Trainer, exchange: Exchange, in_job: Callable[[], bool]) -> None:
+        self._trainer = trainer
+        self._exchange = exchange
+        self._in_job = in_job
+        self._before: dict[str, Any] = {}
+        self._synced: dict[int, weakref.ref[Metric]] = {}
+
+    def install(self) -> None:
+        """Takes the place of torchmetrics' own functions."""
+        route, mine = self, {}
+        real, real_dist, called = Metric.sync, Metric._sync_dist, Metric.update_called
+
+        def sync(
+            metric: Metric,
+            dist_sync_fn: Any = None,
+            process_group: Any = None,
+            should_sync: bool = True,
+            distributed_available: Any = None,
+        ) -> None:
+            asked = distributed_available or metric.distributed_available_fn
+            if asked is not jit_distributed_available or not should_sync or not route._in_job():
+                real(metric, dist_sync_fn, process_group, should_sync, distributed_available)
+                return
+            if process_group is not None or metric.process_group is not None:
+                raise UnsupportedError(
+                    f"{route.name_of(metric)} has a process_group, and a job has no groups of members; leave it out"
+                )
+            try:
+                real(metric, dist_sync_fn or route.gather, None, True, _always)
+            except (RuntimeError, ValueError) as error:
+                if "process group" not in str(error):
+                    raise
+                raise UnsupportedError(
+                    f"{route.name_of(metric)} asks torch.distributed itself where it syncs, and a job has no process "
+                    f"group ({error}). Compute it after fit, in one process"
+                ) from error
+
+        def sync_dist(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+            if dist_sync_fn == route.gather:
+                route.sync(metric)
+            else:
+                real_dist(metric, dist_sync_fn, process_group)
+
+        def update_called(metric: Metric) -> bool:
+            # A member without samples has updated nothing, but others have: computing is right there, too.
+            return called.fget(metric) or route._in_job()
+
+        mine = {"sync": sync, "_sync_dist": sync_dist, "update_called": property(update_called)}
+        self._before = {name: vars(Metric)[name] for name in mine}
+        for name, function in mine.items():
+            setattr(Metric, name, function)
+
+    def remove(self) -> None:
+        """Puts torchmetrics' own functions back."""
+        for name, function in self._before.items():
+            setattr(Metric, name, function)
+        self._before = {}
+
+    def forget_computed(self) -> None:
+        """Drops cached values. Where one member has updated a metric and another had no samples, either both compute it
+        anew or they are at different slots."""
+        for key, ref in list(self._synced.items()):
+            metric = ref()
+            if metric is None:
+                del self._synced[key]
+            else:
+                metric._computed = None
+
+    # ------------------------------------------------------------------ one metric
+
+    def name_of(self, metric: Metric) -> str:
+        """Says which metric it is, in the same words at all members."""
+        kind = type(metric).__name__
+        found = next((name for name, other in metrics_of(self._trainer) if other is metric), "")
+        return f"metric {found} ({kind})" if found else f"metric {kind} at {_users_site()}"
+
+    def sync(self, metric: Metric) -> None:
+        """Gathers all members' states of one metric, and reduces them as the metric says."""
+        self._synced[id(metric)] = weakref.ref(metric)
+        name = self.name_of(metric)
+        try:
+            everybody = self._exchange(name, packed(metric))
+        except DisagreementError as error:
+            raise DisagreementError(
+                f"{name} is computed by this member, and not by all: {error}. In a job compute() asks all members: "
+                "make the metric at all of them and compute it on all ranks, as under ddp"
+            ) from error
+        if everybody is not None:
+            reduce_states(name, metric, everybody)
+
+    def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        """Has torchmetrics' signature of a `dist_sync_fn`, for metrics that gather by it themselves."""
+        everybody = self._exchange(f"tensor of a metric at {_users_site()}", tensor)
+        return [tensor] if everybody is None else [other.to(tensor.device) for other in everybody]
+
+
+def _always() -> bool:
+    return True
+
+
+def _users_site() -> str:
+    """`file.py:function` of the code that has the metric computed."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _ROOMS:
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_name}"
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+def packed(metric: Metric) -> dict[str, Any]:
+    """The states as they travel; none of a metric that is as it was made."""
+    states: dict[str, Any] = {}
+    for state, reduction in metric._reductions.items():
+        value = getattr(metric, state)
+        if isinstance(value, list) and reduction is dim_zero_cat and len(value) > 1:
+            value = [dim_zero_cat(value)]
+        states[state] = value
+    empty = metric._update_count == 0 and all(_same(states[s], metric._defaults[s]) for s in states)
+    return {"states": dict.fromkeys(states) if empty else states, "empty": empty}
+
+
+def _same(value: Any, default: Any) -> bool:
+    if isinstance(value, list) or isinstance(default, list):
+        return isinstance(value, list) and not value
+    return value.shape == default.shape and torch.equal(value, default.to(value.device, value.dtype))
+
+
+def reduce_states(name: str, metric: Metric, everybody: Sequence[Mapping[str, Any]]) -> None:
+    """Puts the members' states together, without those that have nothing."""
+    expected = list(everybody[0]["states"])
+    if any(list(other["states"]) != expected for other in everybody):
+        raise DisagreementError(
+            f"{name} has other states at other members ({sorted({s for o in everybody for s in o['states']})} in all); "
+            "make it with the same arguments everywhere"
+        )
+    full = [other["states"] for other in everybody if not other["empty"]]
+    if not full:
+        warnings.warn(f"{name} is computed before any member has updated it", stacklevel=2)
+        return
+    for state, reduction in metric._reductions.items():
+        mine = getattr(metric, state)
+        device = mine.device if isinstance(mine, Tensor) else metric.device
+        values = [_moved(states[state], device) for states in full]
+        if len({tuple(v.shape) if isinstance(v, Tensor) else None for v in values}) > 1:
+            raise DisagreementError(
+                f"{name} has a state {state!r} of other shapes at other members "
+                f"({sorted({str(list(v.shape)) for v in values if isinstance(v, Tensor)})}); make it with the same "
+                "arguments everywhere"
+            )
+        if isinstance(values[0], list):
+            joined = [item for value in values for item in value]
+            setattr(metric, state, [dim_zero_cat(joined)] if reduction is dim_zero_cat and joined else joined)
+            continue
+        stacked = torch.stack(values)
+        setattr(metric, state, reduction(stacked) if callable(reduction) else stacked)
+
+
+def _moved(value: Any, device: Any) -> Any:
+    """Back to where the metric keeps it: answers come to the strategy's device, and a metric in a plain list may be
+    elsewhere."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return [_moved(item, device) for item in value] if type(value) is list else value
+
+
+# --- metrics by name -------------------------------------------------------------------------------------------------
+
+
+def metrics_of(trainer: Trainer) -> list[tuple[str, Metric]]:
+    """torchmetrics that module, data and callbacks hold, by name: as submodules, and in containers."""
+    module = trainer.lightning_module
+    owners: list[tuple[str, object]] = [("", module), ("datamodule", trainer.datamodule)]
+    owners += [(type(callback).__name__, callback) for callback in trainer.callbacks]
+    found: list[tuple[str, Metric]] = []
+    seen: set[int] = set()
+    for name, owner in owners:
+        if owner is not None:
+            _collect(name, owner, found, seen, own=True)
+    return found
+
+
+def _collect(
+    path: str, value: object, found: list[tuple[str, Metric]], seen: set[int], *, own: bool = False, depth: int = 0
+) -> None:
+    if id(value) in seen or isinstance(value, _ResultMetric):
+        return
+    if isinstance(value, nn.Module):
+        for name, module in value.named_modules(prefix=path):
+            if id(module) in seen or isinstance(module, _ResultMetric):
+                continue
+            seen.add(id(module))
+            if isinstance(module, Metric):
+                found.append((name, module))
+            for key, other in vars(module).items():
+                if not key.startswith("_") and isinstance(other, dict | list | tuple):
+                    _collect(f"{name}.{key}".lstrip("."), other, found, seen, depth=depth + 1)
+    elif own:
+        seen.add(id(value))
+        for key, other in vars(value).items():
+            if isinstance(other, nn.Module | dict | list | tuple):
+                _collect(f"{path}.{key}", other, found, seen, depth=depth + 1)
+    elif isinstance(value, dict | list | tuple) and depth <= _DEPTH:
+        for key, other in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(other, nn.Module | dict | list | tuple):
+                _collect(f"{path}.{key}", other, found, seen, depth=depth + 1)
+
+
+def is_metrics(module: nn.Module) -> bool:
+    """Whether this is a metric, or a collection of nothing else."""
+    children = list(module.children())
+    return isinstance(module, Metric) or (bool(children) and all(is_metrics(child) for child in children))
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Metrics that are updated inside have the states of before afterwards, wherever they live: the first thing that an
+    update does is to set an attribute of its metric."""
+    kept: dict[int, tuple[Metric, dict[str, Any], int, Any]] = {}
+    real = Metric.__setattr__
+
+    def setattr_(metric: Metric, name: str, value: Any) -> None:
+        if name in ("_computed", "_update_count") and id(metric) not in kept and "_update_count" in vars(metric):
+            kept[id(metric)] = (metric, metric._copy_state_dict(), metric._update_count, metric._computed)
+        real(metric, name, value)
+
+    Metric.__setattr__ = setattr_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Metric.__setattr__ = real  # type: ignore[method-assign]
+        for metric, states, count, computed in kept.values():
+            for name, value in states.items():
+                setattr(metric, name, value)
+            metric._update_count, metric._computed = count, computed
