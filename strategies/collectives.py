@@ -7,8 +7,9 @@ leaving, between being fenced and joining again) every collective answers with t
 
 Inside `training_step` things differ: a member without samples in a micro-batch does not run `training_step` at all,
 so a collective there would find some members and miss others. What `self.log(..., on_step=True, sync_dist=True)`
-reduces is therefore put aside and exchanged once, when every member is past its `training_step`; the tensors that
-`log` holds are filled in place. Other collectives inside `training_step` are refused by name.
+reduces is therefore put aside and exchanged once, when every member is past its `training_step`, by the keys under
+which it was logged; the tensors that `log` holds are filled in place. Other collectives inside `training_step` are
+refused by name.
 
 A member without samples cannot know whether the others log anything there for the first time. What it contributes next
 therefore yields (`owes`): if the others exchange logged values first, it goes along, and contributes again.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -94,11 +95,13 @@ class Collectives:
         gather: Exchanges bytes under a name, for a line of the user's code ("": the one that calls now); None if this
             member is not in the job.
         device: Where tensors of answers go.
+        reduce: The strategy's, with which `self.log` reduces.
     """
 
-    def __init__(self, gather: Gather, device: Callable[[], torch.device]) -> None:
+    def __init__(self, gather: Gather, device: Callable[[], torch.device], reduce: Callable[..., Any]) -> None:
         self._gather = gather
         self._device = device
+        self._reduce = reduce
         self._in_step = False
         self._waiting: list[tuple[str, Tensor]] = []
         self._line = ""
@@ -213,34 +216,46 @@ class Collectives:
         if not waiting and not always and self._hook not in self.syncs:
             self._owed = (self._hook, collection) if stood_in else None
             return
-        mine = [[op, tensor, results.key_of(collection, tensor)] for op, tensor in waiting]
+        mine, anonymous = {}, 0
+        for op, tensor in waiting:
+            key, described = results.found(collection, tensor)
+            if not key:  # no value that `self.log` keeps: a reduce of the user's own
+                key, anonymous = f"#{anonymous}", anonymous + 1
+            mine[key] = [op, tensor, described]
         answers = self.exchange(_LOGGED[self._hook], mine, self._line)
         if answers is not None:
-            self._take(self._hook, collection, waiting, answers)
+            self._take(self._hook, collection, mine, answers)
 
     def _take(
         self,
         hook: str,
         collection: _ResultCollection,
-        waiting: Sequence[tuple[str, Tensor]],
-        answers: Sequence[list[Any] | None],
+        mine: Mapping[str, list[Any]],
+        answers: Sequence[Mapping[str, list[Any]] | None],
     ) -> None:
-        """Puts what the exchange gave where it was logged."""
+        """Puts what the exchange gave where it was logged: each key's value is that of the members who logged it."""
         logged = [answer for answer in answers if answer]
         if logged:
             self.syncs.add(hook)
-        counts = {len(answer) for answer in logged}
-        if len(counts) > 1:
+        unnamed = [sorted(key for key in answer if key.startswith("#")) for answer in logged]
+        if any(keys != unnamed[0] for keys in unnamed):
             raise DisagreementError(
-                f"members logged {sorted(counts)} values with sync_dist=True in one {hook}; "
-                "every member that has samples must log the same ones"
+                f"members reduced {sorted({len(keys) for keys in unnamed})} values in one {hook}, besides what they "
+                "logged; every member that has samples must reduce the same ones"
             )
-        for place, (op, _, key) in enumerate(logged[0] if logged else ()):
-            value = reduced([answer[place][1] for answer in logged], op)
-            if waiting:
-                waiting[place][1].copy_(value)
-            else:
-                results.fill(collection, key, value)
+        for key in dict.fromkeys(key for answer in logged for key in answer):
+            parts = [answer[key] for answer in logged if key in answer]
+            ops = {op for op, _, _ in parts}
+            if len(ops) > 1:
+                raise DisagreementError(
+                    f"{key!r} is logged in {hook} with different reductions by different members: {sorted(ops)}; "
+                    "log it with one reduce_fx"
+                )
+            value = reduced([tensor for _, tensor, _ in parts], parts[0][0])
+            if key in mine:
+                mine[key][1].copy_(value)
+            elif parts[0][2] is not None:
+                results.fill(collection, key, parts[0][2], value, self._reduce)
 
     @property
     def owes(self) -> bool:
@@ -254,7 +269,7 @@ class Collectives:
                 f"the others are at {name!r}, where this member, which had no samples in this micro-batch, is not; all "
                 "members must make the same collectives in the same order, except in training_step"
             )
-        self._take(*self._owed, (), [decode_payload(data, self._device()) for data in payloads if data])
+        self._take(*self._owed, {}, [decode_payload(data, self._device()) for data in payloads if data])
 
     def settled(self) -> None:
         """What this member contributed was what the others closed: they are past their step."""

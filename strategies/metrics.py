@@ -54,8 +54,8 @@ class MetricRoute:
 
     def install(self) -> None:
         """Takes the place of torchmetrics' own functions."""
-        route, mine = self, {}
-        real, real_dist, called = Metric.sync, Metric._sync_dist, Metric.update_called
+        route = self
+        real, real_dist = Metric.sync, Metric._sync_dist
 
         def sync(
             metric: Metric,
@@ -90,9 +90,9 @@ class MetricRoute:
 
         def update_called(metric: Metric) -> bool:
             # A member without samples has updated nothing, but others have: computing is right there, too.
-            return called.fget(metric) or route._in_job()
+            return metric._update_count > 0 or route._in_job()
 
-        mine = {"sync": sync, "_sync_dist": sync_dist, "update_called": property(update_called)}
+        mine: dict[str, Any] = {"sync": sync, "_sync_dist": sync_dist, "update_called": property(update_called)}
         self._before = {name: vars(Metric)[name] for name in mine}
         for name, function in mine.items():
             setattr(Metric, name, function)
@@ -272,7 +272,7 @@ def untouched() -> Iterator[None]:
             kept[id(metric)] = (metric, metric._copy_state_dict(), metric._update_count, metric._computed)
         real(metric, name, value)
 
-    Metric.__setattr__ = setattr_  # type: ignore[method-assign]
+    Metric.__setattr__ = setattr_  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

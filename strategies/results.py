@@ -76,10 +76,7 @@ def adopt_results(
 
 
 def _make(trainer: Trainer, key: str, given: Mapping[str, Any], reduce: Callable[..., Any]) -> _ResultMetric:
-    meta = _Metadata(**{name: given[name] for name in _META}, reduce_fx=getattr(torch, given["reduce_fx"]))
-    should, rank_zero_only, op = given["sync"]
-    meta.sync = _Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only, _op=op)
-    item = _ResultMetric(meta, given["is_tensor"])
+    item = _item(given, reduce)
     if not given["is_tensor"]:
         metric = _find_metric(trainer.lightning_module, given["metric_attribute"])
         if metric is None:
@@ -90,6 +87,13 @@ def _make(trainer: Trainer, key: str, given: Mapping[str, Any], reduce: Callable
         item.value = metric
         item._forward_cache = None
     return item.to(trainer.strategy.root_device)
+
+
+def _item(given: Mapping[str, Any], reduce: Callable[..., Any]) -> _ResultMetric:
+    meta = _Metadata(**{name: given[name] for name in _META}, reduce_fx=getattr(torch, given["reduce_fx"]))
+    should, rank_zero_only, op = given["sync"]
+    meta.sync = _Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only, _op=op)
+    return _ResultMetric(meta, given["is_tensor"])
 
 
 def _find_metric(module: LightningModule, attribute: str | None) -> Metric | None:
@@ -111,19 +115,26 @@ def agree(
     adopt_results(trainer, collection, union, reduce)
 
 
-def key_of(collection: _ResultCollection, tensor: Tensor) -> str:
-    """The key under which `self.log` keeps this very tensor as its latest value; "" if it does not."""
-    return next((key for key, item in collection.items() if item._forward_cache is tensor), "")
+def found(collection: _ResultCollection, tensor: Tensor) -> tuple[str, dict[str, Any] | None]:
+    """The key under which `self.log` keeps this very tensor as its latest value, and how it was logged; ("", None) if
+    it does not."""
+    for key, item in collection.items():
+        if item._forward_cache is tensor:
+            return key, _describe(item)
+    return "", None
 
 
-def fill(collection: _ResultCollection, key: str, value: Tensor) -> None:
-    """The latest value of a key, for a member that had no samples to log it with."""
+def fill(
+    collection: _ResultCollection, key: str, given: Mapping[str, Any], value: Tensor, reduce: Callable[..., Any]
+) -> None:
+    """The latest value of a key, for a member that had no samples to log it with, or logged other keys."""
     item = collection.get(key)
-    if item is not None:
-        item._forward_cache = value
-        item.has_reset = False
-        if not item.meta.on_epoch:
-            item.value = value
+    if item is None:
+        item = collection[key] = _item(given, reduce).to(value.device)
+    item._forward_cache = value
+    item.has_reset = False
+    if not item.meta.on_epoch:
+        item.value = value
 
 
 def reduce_all(collection: _ResultCollection) -> None:

@@ -93,7 +93,7 @@ class ChaosStrategy(ParallelStrategy):
         self.session: FitSession | None = None
         self.outer: OuterTerms | None = None
         """Set before fit, the members are ranks of one cluster of outer sync (diloco.py)."""
-        self.collectives = Collectives(self._gather, self._device)
+        self.collectives = Collectives(self._gather, self._device, self.reduce)
         self._turn = DataTurn(self.environment)
         self._place: Place | None = None
         """Of this process among those that evaluate before fit."""

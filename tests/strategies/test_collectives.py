@@ -106,7 +106,7 @@ class Members:
 
 
 def collectives(members: Members) -> Collectives:
-    return Collectives(members.gather, lambda: torch.device("cpu"))
+    return Collectives(members.gather, lambda: torch.device("cpu"), max)
 
 
 def test_names_say_who_asked() -> None:
@@ -140,13 +140,35 @@ def test_outside_a_job_everything_is_local() -> None:
     assert made.decide(False, every=True) is False
 
 
-def test_values_logged_in_a_step_are_exchanged_after_it() -> None:
-    members = Members([["mean", torch.tensor(3.0), "k"]])
+def log(collection: _ResultCollection, made: Collectives, key: str, value: float, **more: Any) -> Any:
+    """As `self.log(on_step=True, sync_dist=True)`; what it shows of the step."""
+
+    def reduce(value: Any, *, reduce_op: str, group: Any = None) -> Any:
+        return made.reduce(value, reduce_op)
+
+    how: dict[str, Any] = {"on_step": True, "on_epoch": False, "batch_size": 1, "sync_dist": True, **more}
+    collection.log("training_step", key, torch.tensor(value), sync_dist_fn=reduce, **how)
+    return collection[f"training_step.{key}"]._forward_cache
+
+
+def said(**values: float) -> dict[str, Any]:
+    """What another member brings that logged these."""
+    collection, members = _ResultCollection(training=True), Members()
     made = collectives(members)
     made.enter_step("training_step")
-    value = made.reduce(torch.tensor(1.0), "mean")
+    for key, value in values.items():
+        log(collection, made, key, value)
+    made.leave_step(collection)
+    return members.sent[0]
+
+
+def test_values_logged_in_a_step_are_exchanged_after_it() -> None:
+    members = Members(said(k=3.0))
+    made, collection = collectives(members), _ResultCollection(training=True)
+    made.enter_step("training_step")
+    value = log(collection, made, "k", 1.0)
     assert value == 1
-    made.leave_step(_ResultCollection(training=True))
+    made.leave_step(collection)
     assert value == 2
     assert made.syncs == {"training_step"}
     made.enter_step("training_step")
@@ -154,12 +176,41 @@ def test_values_logged_in_a_step_are_exchanged_after_it() -> None:
     assert len(members.names) == 2, "from now on every batch has an exchange, also at a member that had no samples"
 
 
-def test_members_that_logged_differently_are_told() -> None:
-    made = collectives(Members([["mean", torch.tensor(3.0), "k"], ["mean", torch.tensor(3.0), "l"]]))
+def test_each_key_is_the_mean_of_those_who_logged_it() -> None:
+    made, collection = collectives(Members(said(b=0.7, c=4.0), said(c=2.0, d=9.0))), _ResultCollection(training=True)
     made.enter_step("training_step")
-    made.reduce(torch.tensor(1.0), "mean")
+    mine = {key: log(collection, made, key, value) for key, value in (("c", 3.0), ("a", 0.5))}
+    made.leave_step(collection)
+    assert {key: value.item() for key, value in mine.items()} == {"c": 3.0, "a": 0.5}
+    shown = {item.meta.name: round(item._forward_cache.item(), 6) for item in collection.values()}
+    assert shown == {"c": 3.0, "a": 0.5, "b": 0.7, "d": 9.0}
+    assert collection.metrics(on_step=True)["log"].keys() == {"a", "b", "c", "d"}
+
+
+def test_a_key_that_members_reduce_in_different_ways_is_named() -> None:
+    made, collection = collectives(Members(said(k=3.0))), _ResultCollection(training=True)
+    made.enter_step("training_step")
+    log(collection, made, "k", 1.0, reduce_fx=torch.max)
+    with pytest.raises(DisagreementError, match=r"'training_step.k' is logged .* \['max', 'mean'\]"):
+        made.leave_step(collection)
+
+
+def test_members_that_reduce_other_numbers_of_values_are_told() -> None:
+    theirs = {f"#{n}": ["mean", torch.tensor(3.0), None] for n in range(2)}
+    made = collectives(Members(theirs))
+    made.enter_step("training_step")
+    value = made.reduce(torch.tensor(1.0), "mean")
     with pytest.raises(DisagreementError, match=r"\[1, 2\] values"):
         made.leave_step(_ResultCollection(training=True))
+    assert value == 1
+
+
+def test_a_reduce_of_the_users_own_goes_by_its_place() -> None:
+    made = collectives(Members({"#0": ["mean", torch.tensor(3.0), None]}))
+    made.enter_step("training_step")
+    value = made.reduce(torch.tensor(1.0), "mean")
+    made.leave_step(_ResultCollection(training=True))
+    assert value == 2
 
 
 @pytest.mark.parametrize("call", ["barrier", "broadcast", "all_gather", "decide"])
