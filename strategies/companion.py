@@ -90,7 +90,7 @@ class Companion(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began = time.monotonic()
         if self._session is not None:
-            refit_limits(self._session.trainer)
+            refit_limits(self._session.trainer, self._session.evaluation)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All members are past their batches: from here on they do the same again."""

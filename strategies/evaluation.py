@@ -12,6 +12,11 @@ What cannot be assigned this way (iterables, shuffled loaders, subclasses of Dat
 evaluated in full by every member, as is everything with `Trainer(use_distributed_sampler=False)`. A loader
 with a DistributedSampler of the user's own asks to be divided; all of its data are then, with either setting.
 
+The steps of validation are divided. Of loaders that follow each other, or of one, a step is a batch; each loader is
+divided by itself, with a meeting at its end. Where a CombinedLoader draws from several loaders at once ("max_size",
+"min_size", "max_size_cycle"), a step is one of its combined batches, so that each batch has the partners that it has on
+one machine; if one of the loaders cannot be assigned, none is.
+
 Lightning asks for a length to know the last batch. Here the last batch is followed by the meeting, which must not come
 before that batch has been evaluated; so the length that Lightning's fetcher gets is one more, and ours ends the pass.
 """
@@ -19,9 +24,10 @@ before that batch has been evaluated; so the length that Lightning's fetcher get
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -85,7 +91,7 @@ class Evaluation:
         me: This member's id.
 
     Attributes:
-        assigning: The loader that is being divided at the moment.
+        assigning: The pass that is being divided at the moment.
     """
 
     def __init__(
@@ -99,7 +105,7 @@ class Evaluation:
         self.collectives = collectives
         self.members = members
         self.me = me
-        self.assigning: EvalLoader | None = None
+        self.assigning: Division | None = None
 
     def step(self, run: Callable[[], Any]) -> Any:
         """The user's validation step; what it logged per step is exchanged after it, if this loader is divided."""
@@ -107,9 +113,130 @@ class Evaluation:
             return run()
         with self.collectives.inside("validation_step"):
             output = run()
-        collection = self.trainer.fit_loop.epoch_loop.val_loop._results
-        self.collectives.leave_step(collection, always=self.assigning.may_differ)
+        self.collectives.leave_step(self.loop._results, always=self.assigning.may_differ)
         return output
+
+    @property
+    def loop(self) -> _EvaluationLoop:
+        """Lightning's, of validation within fit."""
+        return self.trainer.fit_loop.epoch_loop.val_loop
+
+    def divides(self, steps: int) -> bool:
+        """Whether a validation of so many steps that began now would be divided."""
+        members = self.members()
+        return len(members) > 1 and steps >= len(members)
+
+    def shares(self, steps: int) -> dict[str, list[int]]:
+        """Numbers of the steps of each member."""
+        members = self.members()
+        return {m: list(range(place, steps, len(members))) for place, m in enumerate(members)}
+
+    def combined_steps(self) -> int:
+        """Combined batches of a pass that divides them, and that begins now; 0 if none does."""
+        combined = self.loop._combined_loader
+        if combined is None or combined._mode == "sequential":
+            return 0
+        totals = [loader.total if isinstance(loader, EvalLoader) else 0 for loader in combined.flattened]
+        steps = (min if combined._mode == "min_size" else max)(totals) if all(totals) else 0
+        return steps if self.divides(steps) else 0
+
+    def own(self, steps: int) -> int:
+        """Steps of this member in a validation that began now."""
+        return len(self.shares(steps)[self.me()]) if self.divides(steps) else steps
+
+
+class Division:
+    """One pass over steps that are divided among members.
+
+    Args:
+        evaluation: Of this fit.
+        steps: Of the job.
+        draw: Fetches the batches of these steps of this member's, in order.
+        extend: Tells Lightning of so many more.
+
+    Attributes:
+        steps: Steps of this member so far.
+    """
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        steps: int,
+        draw: Callable[[Sequence[int]], None],
+        extend: Callable[[int], None],
+    ) -> None:
+        self._evaluation = evaluation
+        self._draw, self._extend = draw, extend
+        self._members = evaluation.members()
+        self._share = evaluation.shares(steps)
+        self._left = self._rounds = self._uneven = 0
+        self.steps = 0
+        self._deal(self._share)
+
+    def _deal(self, share: Mapping[str, Sequence[int]]) -> None:
+        self._rounds = max(len(numbers) for numbers in share.values())
+        # So many of the last steps some members do not have.
+        self._uneven = self._rounds - min(len(numbers) for numbers in share.values())
+        mine = share[self._evaluation.me()]
+        self._draw(mine)
+        self._left = len(mine)
+
+    @property
+    def may_differ(self) -> bool:
+        """In this step members cannot tell from their own log calls whether the others log anything: it is the first
+        one, or some members have none."""
+        return self.steps == 1 or self._rounds < self._uneven
+
+    def advance(self) -> bool:
+        """Goes on to this member's next step. Whether there is one; at their end all members meet."""
+        while not self._left:
+            if not self._meet():
+                return False
+        self.steps += 1
+        self._left -= 1
+        self._rounds -= 1
+        return True
+
+    def _meet(self) -> bool:
+        """The end of this member's steps. Whether anybody has more of them."""
+        evaluation, collectives = self._evaluation, self._evaluation.collectives
+        collection = evaluation.loop._results
+        while self._rounds > 0:
+            # Others have one step more, and may reduce what they log in it.
+            self._rounds -= 1
+            collectives.enter_step("validation_step")
+            collectives.leave_step(collection, always=True)
+        here = collectives.meet(f"end of validation ({len(self._members)} members)")
+        if here is None:
+            return False
+        lost = [member for member in self._members if member not in here]
+        if lost:
+            self._assign_again(lost)
+            return True
+        trainer = evaluation.trainer
+        results.agree(trainer, collection, collectives.exchange, "validation", trainer.strategy.reduce)
+        results.reduce_all(collection)
+        return False
+
+    def _assign_again(self, lost: Sequence[str]) -> None:
+        """The dead's steps go to those who are left."""
+        numbers = sorted(number for member in lost for number in self._share[member])
+        self._members = tuple(m for m in self._members if m not in lost)
+        _log.warning("%s died during validation; %d batches are evaluated again", ", ".join(lost), len(numbers))
+        again = {m: numbers[place :: len(self._members)] for place, m in enumerate(self._members)}
+        for member, share in again.items():
+            self._share[member] += share
+        for member in lost:
+            del self._share[member]
+        self._deal(again)
+        self._extend(self._left)
+
+
+def _drawn(loader: DataLoader[Any], numbers: Sequence[int]) -> Iterator[Any]:
+    """Batches of these numbers of a loader, in order."""
+    assert loader.batch_sampler is not None
+    every = list(loader.batch_sampler)
+    return iter(DataLoader(loader.dataset, batch_sampler=[every[number] for number in numbers], **alike(loader)))
 
 
 class EvalLoader:
@@ -121,17 +248,9 @@ class EvalLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], evaluation: Evaluation) -> None:
-        self._loader = loader
-        self._trainer = evaluation.trainer
+        self.loader = loader
         self._evaluation = evaluation
-        self._members: tuple[str, ...] = ()
-        self._share: dict[str, list[int]] = {}
-        self._left = 0
-        self._rounds = 0
-        self._uneven = 0
-        """How many of the last batches some members do not have."""
-        self.steps = 0
-        """Batches of this pass so far."""
+        self._division: Division | None = None
         self._batches: Iterator[Any] = iter(())
 
     # ------------------------------------------------------------------ how much
@@ -139,120 +258,120 @@ class EvalLoader:
     @property
     def total(self) -> int:
         """Batches that the job evaluates, `limit_val_batches` considered."""
-        return int(_parse_num_batches(RunningStage.VALIDATING, len(self._loader), self._trainer.limit_val_batches))
+        limit = self._evaluation.trainer.limit_val_batches
+        return int(_parse_num_batches(RunningStage.VALIDATING, len(self.loader), limit))
 
     @property
     def assigned(self) -> bool:
-        """Whether a validation that began now would be divided."""
-        members = self._evaluation.members()
-        return len(members) > 1 and self.total >= len(members)
+        """Whether a validation that began now would divide this loader by itself."""
+        combined = self._evaluation.loop._combined_loader
+        return (combined is None or combined._mode == "sequential") and self._evaluation.divides(self.total)
 
     def own(self) -> int:
         """Batches of this member in a validation that began now."""
-        return len(self._assignment()[self._evaluation.me()]) if self.assigned else self.total
+        return self._evaluation.own(self.total) if self.assigned else self.total
 
     def __len__(self) -> int:
-        return self.own() + 1 if self.assigned else len(self._loader)
-
-    def _assignment(self) -> dict[str, list[int]]:
-        members = self._evaluation.members()
-        return {m: list(range(place, self.total, len(members))) for place, m in enumerate(members)}
+        return self.own() + 1 if self.assigned else len(self.loader)
 
     # ------------------------------------------------------------------ a pass
 
     def __iter__(self) -> Iterator[Any]:
-        self.steps = 0
-        self._evaluation.assigning = None
+        evaluation = self._evaluation
+        evaluation.assigning = self._division = None
         if not self.assigned:
-            return iter(self._loader)
-        self._evaluation.assigning = self
-        self._members, self._share = self._evaluation.members(), self._assignment()
-        self._rounds = max(len(share) for share in self._share.values())
-        self._uneven = self._rounds - min(len(share) for share in self._share.values())
-        self._draw(self._share[self._evaluation.me()])
+            return iter(() if evaluation.combined_steps() else self.loader)
+        evaluation.assigning = self._division = Division(evaluation, self.total, self._draw, self._extend)
         return self
 
     def __next__(self) -> Any:
-        if self._left:
-            self.steps += 1
-            self._left -= 1
-            self._rounds -= 1
-            return next(self._batches)
-        while self._meet():
-            if self._left:
-                return next(self)
-        raise StopIteration
+        if self._division is None or not self._division.advance():
+            raise StopIteration
+        return next(self._batches)
 
-    @property
-    def may_differ(self) -> bool:
-        """In this batch members cannot tell from their own log calls whether the others log anything: it is the first
-        one, or some members have none."""
-        return self.steps == 1 or self._rounds < self._uneven
+    def _draw(self, numbers: Sequence[int]) -> None:
+        self._batches = _drawn(self.loader, numbers)
 
-    def _draw(self, wanted: Sequence[int]) -> None:
-        """Fetches these batches, in order."""
-        loader = self._loader
-        assert loader.batch_sampler is not None
-        every = list(loader.batch_sampler)
-        batches = [every[number] for number in wanted]
-        self._batches = iter(DataLoader(loader.dataset, batch_sampler=batches, **alike(loader)))
-        self._left = len(wanted)
-
-    def _meet(self) -> bool:
-        """The end of this member's batches. Whether anybody has more of them."""
-        collectives = self._evaluation.collectives
-        collection = self._trainer.fit_loop.epoch_loop.val_loop._results
-        while self._rounds > 0:
-            # Others have one batch more, and may reduce what they log in it.
-            self._rounds -= 1
-            collectives.enter_step("validation_step")
-            collectives.leave_step(collection, always=True)
-        here = collectives.meet(f"end of validation ({len(self._members)} members)")
-        if here is None:
-            return False
-        lost = [member for member in self._members if member not in here]
-        if lost:
-            self._assign_again(lost)
-            return True
-        reduce = self._trainer.strategy.reduce
-        results.agree(self._trainer, collection, collectives.exchange, "validation", reduce)
-        results.reduce_all(collection)
-        return False
-
-    def _assign_again(self, lost: Sequence[str]) -> None:
-        """The dead's batches go to those who are left."""
-        numbers = sorted(number for member in lost for number in self._share[member])
-        self._members = tuple(m for m in self._members if m not in lost)
-        _log.warning("%s died during validation; %d batches are evaluated again", ", ".join(lost), len(numbers))
-        again = {m: numbers[place :: len(self._members)] for place, m in enumerate(self._members)}
-        for member, share in again.items():
-            self._share[member] += share
-        for member in lost:
-            del self._share[member]
-        self._rounds = max(len(share) for share in again.values())
-        self._uneven = self._rounds - min(len(share) for share in again.values())
-        mine = again[self._evaluation.me()]
-        self._draw(mine)
-        val_loop = self._trainer.fit_loop.epoch_loop.val_loop
-        combined, fetcher = val_loop._combined_loader, val_loop._data_fetcher
+    def _extend(self, more: int) -> None:
+        combined, fetcher = self._evaluation.loop._combined_loader, self._evaluation.loop._data_fetcher
         if combined is not None and combined._iterator is not None and fetcher is not None:
             assert combined._iterator.limits is not None
             assert fetcher.length is not None
             place = next(i for i, loader in enumerate(combined.flattened) if loader is self)
-            combined._iterator.limits[place] += len(mine)
-            fetcher.length += len(mine)
+            combined._iterator.limits[place] += more
+            fetcher.length += more
 
     def __reduce__(self) -> Any:
         """A copy is the user's loader: it has no part in the job."""
-        return themselves, (self._loader,)
+        return themselves, (self.loader,)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self.loader, name)
 
 
-def refit_limits(trainer: Trainer) -> None:
+class CombinedSteps:
+    """What a CombinedLoader draws from in a pass whose combined batches are divided, in place of its own iterator.
+
+    Args:
+        combined: Of any mode but "sequential", over loaders that can all be assigned.
+        evaluation: Of this fit.
+    """
+
+    def __init__(self, combined: CombinedLoader, evaluation: Evaluation) -> None:
+        self.limits = combined.limits
+        self._loaders = [loader.loader for loader in combined.flattened]
+        self._cycles = combined._mode == "max_size_cycle"
+        self._evaluation = evaluation
+        self._batches: list[Iterator[Any]] = []
+        self._steps: Iterator[int] = iter(())
+        self._at = 0
+        total = evaluation.combined_steps()
+        self._length = evaluation.own(total) + 1
+        self._division = evaluation.assigning = Division(evaluation, total, self._draw, self._extend)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> CombinedSteps:
+        return self
+
+    def __next__(self) -> tuple[list[Any], int, int]:
+        if not self._division.advance():
+            raise StopIteration
+        step = next(self._steps)
+        drawn = [
+            next(batches) if self._number(loader, step) is not None else None
+            for loader, batches in zip(self._loaders, self._batches, strict=True)
+        ]
+        self._at += 1
+        return drawn, self._at - 1, 0
+
+    def _number(self, loader: DataLoader[Any], step: int) -> int | None:
+        """Number of a loader's batch in a step; None if the loader is exhausted by then."""
+        length = len(loader)
+        return step % length if self._cycles else step if step < length else None
+
+    def _draw(self, steps: Sequence[int]) -> None:
+        self._steps = iter(steps)
+        self._batches = [
+            _drawn(loader, [number for step in steps if (number := self._number(loader, step)) is not None])
+            for loader in self._loaders
+        ]
+
+    def _extend(self, more: int) -> None:
+        self._length += more
+        fetcher = self._evaluation.loop._data_fetcher
+        if fetcher is not None and fetcher.length is not None:
+            fetcher.length += more
+
+    def reset(self) -> None:
+        """Ends the pass."""
+        self._batches = []
+
+
+def refit_limits(trainer: Trainer, evaluation: Evaluation) -> None:
     """Before a validation of fit: limits follow the members. Lightning counts batches once, when loaders are made."""
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     combined: CombinedLoader | None = val_loop._combined_loader
@@ -264,6 +383,10 @@ def refit_limits(trainer: Trainer) -> None:
         if isinstance(loader, EvalLoader):
             shown[place] = loader.own()
             limits[place] = loader.own() + 1 if loader.assigned else loader.total
+    if steps := evaluation.combined_steps():
+        combined._iterator = CombinedSteps(combined, evaluation)  # type: ignore[assignment]
+        shown = [evaluation.own(steps)] * len(shown)
+        limits = [own + 1 for own in shown]
     val_loop._max_batches = shown
     combined.limits = limits
     if combined._iterator is not None:

@@ -129,6 +129,8 @@ def _validation(trainer: Trainer, stream: str, *, assigns_validation: bool) -> d
     combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     loaders = combined.flattened if combined is not None else []
     words = {"validation loaders": str(len(loaders))}
+    if combined is not None and len(loaders) > 1:
+        words["validation loaders are combined"] = combined._mode
     if loaders:
         words["use_distributed_sampler"] = str(assigns_validation)
     for number, loader in enumerate(loaders):

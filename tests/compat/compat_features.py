@@ -39,6 +39,7 @@ from compat_plugin import causes
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -47,6 +48,7 @@ from torch.utils.data import (
     IterableDataset,
     Sampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -165,6 +167,21 @@ class Manual(Model):
         return [torch.optim.SGD(self.net[place].parameters(), self.lr, momentum=0.9) for place in (0, 2)]
 
 
+class Pairs(Model):
+    """Judges what a CombinedLoader gives, by whose batch came with whose."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        sums = [part[0].sum() for part in batch if part is not None]
+        self.log("pairs", torch.stack(sums).prod(), batch_size=1)
+        self.log("val_loss", self.loss(batch[0] or batch[1]), batch_size=1)
+
+
+def combined(mode: Any) -> Callable[[Place], CombinedLoader]:
+    """Five batches, and three."""
+    data = dataset(24)
+    return lambda place: CombinedLoader([DataLoader(Subset(data, range(n)), batch_size=4) for n in (12, 19)], mode)
+
+
 class Rows(IterableDataset):
     """A stream of this member's part of each global batch."""
 
@@ -235,6 +252,7 @@ class Feature:
         name: As a reader looks for it.
         model: Makes the module.
         loader: Makes the training loader.
+        validation: Makes that of validation.
         settings: Makes further arguments of the Trainer, given a folder.
         numbers: The precision, as the Trainer has it.
         data: The strategy's.
@@ -248,6 +266,7 @@ class Feature:
     name: str
     model: Callable[[], Model] = Model
     loader: Callable[[Place], Any] = sequential
+    validation: Callable[[Place], Any] = held_out
     settings: Callable[[Path], dict[str, Any]] = field(default=lambda folder: {})
     numbers: str = "64-true"
     data: str = "shared"
@@ -375,6 +394,10 @@ FEATURES: tuple[Feature, ...] = (
         loader=lambda p: DataLoader(Rows(p.member, p.world), batch_size=p.batch),
         data="local",
     ),
+    *(
+        Feature(name=f'CombinedLoader(..., "{mode}") in validation', model=Pairs, validation=combined(mode))
+        for mode in ("max_size", "min_size", "max_size_cycle")
+    ),
     Feature(name="CSVLogger, metrics with sync_dist=True", settings=_csv),
     Feature(name="TensorBoardLogger", settings=_tensorboard),
     Feature(name="EarlyStopping", settings=_with(lambda: cb.EarlyStopping("val_loss", min_delta=0.05, patience=0))),
@@ -421,7 +444,7 @@ def trained(
     if feature.datamodule is not None:
         trainer.fit(model, datamodule=feature.datamodule(where))
     else:
-        trainer.fit(model, feature.loader(where), held_out(where))
+        trainer.fit(model, feature.loader(where), feature.validation(where))
     facts: dict[str, Any] = {
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).double().tolist(),
         "steps": trainer.global_step,
