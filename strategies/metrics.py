@@ -11,8 +11,6 @@ A metric that was made with a `distributed_available_fn` or a `dist_sync_fn` of 
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,13 +25,13 @@ from torchmetrics.metric import jit_distributed_available
 from torchmetrics.utilities import dim_zero_cat
 
 from chaos_lightning.errors import DisagreementError, UnsupportedError
+from chaos_lightning.member.calls import users_line
 from chaos_lightning.strategies.lightning_types import Trainer
 
 Exchange = Callable[[str, Any], "list[Any] | None"]
 
 _DEPTH = 3
 """Containers within containers in which metrics are looked for, to name them."""
-_ROOMS = ("torchmetrics", "torch", "lightning", "chaos_lightning", "contextlib", "functools")
 
 
 class MetricRoute:
@@ -119,25 +117,19 @@ class MetricRoute:
         """Says which metric it is, in the same words at all members."""
         kind = type(metric).__name__
         found = next((name for name, other in metrics_of(self._trainer) if other is metric), "")
-        return f"metric {found} ({kind})" if found else f"metric {kind} at {_users_site()}"
+        return f"metric {found} ({kind})" if found else f"metric {kind} {_script()}"
 
     def sync(self, metric: Metric) -> None:
         """Gathers all members' states of one metric, and reduces them as the metric says."""
         self._synced[id(metric)] = weakref.ref(metric)
         name = self.name_of(metric)
-        try:
-            everybody = self._exchange(name, packed(metric))
-        except DisagreementError as error:
-            raise DisagreementError(
-                f"{name} is computed by this member, and not by all: {error}. In a job compute() asks all members: "
-                "make the metric at all of them and compute it on all ranks, as under ddp"
-            ) from error
+        everybody = self._exchange(name, packed(metric))
         if everybody is not None:
             reduce_states(name, metric, everybody)
 
     def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """Has torchmetrics' signature of a `dist_sync_fn`, for metrics that gather by it themselves."""
-        everybody = self._exchange(f"tensor of a metric at {_users_site()}", tensor)
+        everybody = self._exchange(f"tensor of a metric {_script()}", tensor)
         return [tensor] if everybody is None else [other.to(tensor.device) for other in everybody]
 
 
@@ -145,12 +137,9 @@ def _always() -> bool:
     return True
 
 
-def _users_site() -> str:
-    """`file.py:function` of the code that has the metric computed."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _ROOMS:
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_name}"
+def _script() -> str:
+    """`at train.py`: without the line's number, since the name must be equal at all members."""
+    return users_line().rpartition(":")[0]
 
 
 # --- states ----------------------------------------------------------------------------------------------------------

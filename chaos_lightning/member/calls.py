@@ -24,4 +24,4 @@ def users_line() -> str:
             return ""
         frame = frame.f_back
     place = f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-    return place if called.startswith("_") else f"{called}() {place}"
+    return place if called.startswith(("_", "wrap")) else f"{called}() {place}"
