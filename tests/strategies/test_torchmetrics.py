@@ -78,7 +78,7 @@ def test_one_made_a_moment_ago_that_no_attribute_leads_to(fit: SimpleNamespace, 
     others.has(updated(tm.MeanMetric(), 7.0, 8.0))
     mine = updated(tm.MeanMetric(), 12.0)
     assert mine.compute() == 9.0
-    assert others.names == ["metric MeanMetric at test_metrics.py"]
+    assert others.names == ["metric MeanMetric at test_torchmetrics.py"]
     assert mine.mean_value == 12.0
 
 
