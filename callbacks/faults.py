@@ -76,8 +76,8 @@ class FaultInjectorCallback(Callback):
         self._pass(trainer, LoopPhase.FORWARD)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        # No on_after_backward here: overriding it tells the strategy that gradients change there, so that it sends them
-        # later than it would without this callback.
+        # No on_after_backward here: overriding it tells the strategy that somebody looks at gradients there, so that it
+        # averages them before that hook.
         for fault in self._due(trainer, LoopPhase.BACKWARD):
             self._arm_backward(trainer, pl_module, fault)
         if any(f.phase is LoopPhase.ALLREDUCE for f in self._inside.open):

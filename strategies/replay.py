@@ -47,6 +47,7 @@ BETWEEN = (
     "on_validation_batch_start",
     "on_validation_batch_end",
     "lr_scheduler_step",
+    "optimizer_zero_grad",
 )
 """Hooks between one optimizer step and the next accumulation's forward passes."""
 
@@ -221,7 +222,7 @@ TABLE: tuple[Obstacle, ...] = (
     Obstacle(_kept_models, "a copy of the model that a callback keeps changes outside of the optimizer", False),
     Obstacle(_overridden("optimizer_step", "configure_gradient_clipping"), "it decides itself what is done in a step"),
     Obstacle(
-        _overridden("on_before_optimizer_step", "on_before_zero_grad"),
+        _overridden("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
         "it runs between the average and the next accumulation, and may change gradients or weights",
     ),
     Obstacle(_writing, "it seems to write tensors between two steps"),

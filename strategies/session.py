@@ -143,6 +143,9 @@ class FitSession:
         """This fit's part in an outer job, if the members are ranks of one of its clusters."""
         self._first = ""
         """Who was rank 0 after the slot before."""
+        self._within: bool | None = None
+        """Whether the closure that runs has averaged (True) or its step does not take place; None: it has not come to
+        that."""
         self._outer_due: Header | None = None
         """A step of which that has yet to be told."""
         self.through = False
@@ -486,9 +489,12 @@ class FitSession:
         Raises:
             NoStep: This member was fenced meanwhile or let go, or its state has drifted from the others'.
         """
+        self._within = None
         with self.stepper.stepping():
             result = closure()
-        if self.stepper.must_average(number):
+        if self._within is False:
+            raise NoStep
+        if self._within is None and self.stepper.must_average(number):
             self._average(number)
         self.stepper.stepped(number)
         # A scaler fails where there is no gradient; None is what tells it, as it does without the strategy.
@@ -528,16 +534,36 @@ class FitSession:
         self._observe()
         self.collectives.went_along(header.name or str(header.kind), header.answers)
 
-    def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """One backward pass, or none if this member has been fenced."""
+    def backward(
+        self, loss: Tensor, run: Callable[[Tensor], Tensor], hooks: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """One backward pass, or none if this member has been fenced.
+
+        Args:
+            loss: Of the micro-batch.
+            run: Makes the pass.
+            hooks: Runs what sees gradients after it: an accumulation's last pass ends with the average, before these.
+                All members run them then; if nobody had samples, there are no gradients, and none does.
+        """
+        if not self.in_job:
+            return loss
         try:
-            if self.in_job:
-                return self.stepper.backward(loss, run)
+            loss = self.stepper.backward(loss, run)
         except FencedError as error:
             self.fenced(error)
         except DepartedError:
             self._depart()
-        return loss
+        if hooks is None or not self.in_job:
+            return loss
+        if not self.stepper.is_last:
+            return hooks(loss) if self.stepper.has_passed else loss
+        try:
+            self._average(0)
+        except NoStep:  # Lightning's closure must come to its end
+            self._within = False
+            return loss
+        self._within = True
+        return hooks(loss) if self.engine.header.total_weight > 0 else loss
 
     def manual_backward(self, run: Callable[[], None]) -> None:
         """One backward pass of manual optimization and its average, or none if this member is out of the job."""

@@ -11,7 +11,9 @@ the gradient of the mean over all samples, however they were assigned. Lightning
 member's coefficient is its weight w = sum of n_m, which also makes reduced buffers a weighted mean.
 
 Averaging comes after the closure and before everything that the precision plugin does with gradients (unscaling,
-clipping, `on_before_optimizer_step`), so these see the same averaged gradients on all members.
+clipping, `on_before_optimizer_step`), so these see the same averaged gradients on all members. If somebody has
+`on_after_backward`, it comes within the closure, after the last backward pass and before that hook, as with DDP. Then
+members without samples run the hook, too, since it may change what the optimizer uses.
 
 An idle micro-batch under automatic optimization does not run the user's `training_step`: it gives a loss without graph,
 and backward does nothing. Under manual optimization only the user's code knows which optimizers step, so it runs on a
@@ -85,6 +87,7 @@ class Stepper:
 
     Attributes:
         manual: The gradients of manual optimization; None under automatic optimization.
+        hooked: Somebody has `on_after_backward`, and so sees gradients, or changes them, before the optimizer's step.
     """
 
     def __init__(
@@ -120,8 +123,7 @@ class Stepper:
         self._stepping = False
         self._proof = ""
         hooks = [self._module, *trainer.callbacks]
-        self._late = any(is_overridden("on_after_backward", hook) for hook in hooks)
-        """Someone changes gradients after backward: they must not be sent before."""
+        self.hooked = any(is_overridden("on_after_backward", hook) for hook in hooks)
 
     # ------------------------------------------------------------------ one micro-batch
 
@@ -219,8 +221,7 @@ class Stepper:
     def _close_accumulation(self) -> float:
         """Before the last pass; returns the factor of its loss."""
         factor, total = self._accumulation.close(p for _, p in self.sections[0].params), self._accumulation.total
-        with self._engine.hold() if self._late else contextlib.nullcontext():
-            self._engine.arm(coefficient=total, section=0, empty=total == 0)
+        self._engine.arm(coefficient=total, section=0, empty=total == 0)
         return factor
 
     def _start_scaler(self, loss: Tensor) -> None:
@@ -230,6 +231,16 @@ class Stepper:
             scaler.scale(loss)
 
     # ------------------------------------------------------------------ the step
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the present micro-batch has a backward pass."""
+        return not self._skip_backward
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the accumulation's last micro-batch is under way."""
+        return self._stepping
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:

@@ -302,6 +302,8 @@ class ChaosStrategy(ParallelStrategy):
             return parent(closure_loss, optimizer, *args, **kwargs)
         if session.stepper.manual is not None:
             return self._manual_backward(session, closure_loss, optimizer, *args, **kwargs)
+        if session.stepper.hooked:
+            return self._hooked_backward(session, closure_loss, optimizer, *args, **kwargs)
         return session.backward(closure_loss, lambda loss: parent(loss, optimizer, *args, **kwargs))
 
     def _manual_backward(
@@ -312,6 +314,19 @@ class ChaosStrategy(ParallelStrategy):
         scaled = precision.pre_backward(loss, module)
         session.manual_backward(lambda: precision.backward(scaled, module, optimizer, *args, **kwargs))
         return precision.post_backward(scaled, module)
+
+    def _hooked_backward(
+        self, session: FitSession, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """As the parent's, with the average of a step's last pass before `on_after_backward`, as DDP has it."""
+        module, precision = session.trainer.lightning_module, self.precision_plugin
+
+        def run(given: Tensor) -> Tensor:
+            scaled = precision.pre_backward(given, module)
+            precision.backward(scaled, module, optimizer, *args, **kwargs)
+            return scaled
+
+        return session.backward(loss, run, lambda given: precision.post_backward(given, module))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

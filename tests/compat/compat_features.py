@@ -182,6 +182,36 @@ def combined(mode: Any) -> Callable[[Place], CombinedLoader]:
     return lambda place: CombinedLoader([DataLoader(Subset(data, range(n)), batch_size=4) for n in (12, 19)], mode)
 
 
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+class ClipsAfterBackward(Model):
+    def on_after_backward(self) -> None:
+        clip(self)
+
+
+class ClipsBeforeStep(Model):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        clip(self)
+
+
+class OwnClipping(Model):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        clip(self)
+
+
+class OwnBackward(Model):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward()
+
+
+class Clipper(pl.Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        clip(pl_module)
+
+
 class Rows(IterableDataset):
     """A stream of this member's part of each global batch."""
 
@@ -353,6 +383,16 @@ FEATURES: tuple[Feature, ...] = (
         name="clipping by norm, manual, after `loss.backward()`",
         model=lambda: Manual({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}, every=2, plain=True),
     ),
+    Feature(name="`on_after_backward` that clips", model=ClipsAfterBackward),
+    Feature(
+        name="`on_after_backward` of a callback that clips, the last batch is smaller",
+        model=lambda: Model(on_step=False),
+        loader=uneven,
+        settings=_with(Clipper),
+    ),
+    Feature(name="`on_before_optimizer_step` that clips", model=ClipsBeforeStep),
+    Feature(name="`configure_gradient_clipping` of the module's own", model=OwnClipping),
+    Feature(name="`backward` of the module's own", model=OwnBackward),
     Feature(name="StepLR by epochs", model=_scheduled(lambda o, t: _lr.StepLR(o, 1, 0.5))),
     Feature(name="StepLR by steps", model=_scheduled(_by_step(lambda o: _lr.StepLR(o, 4, 0.5)))),
     Feature(name="OneCycleLR over trainer.estimated_stepping_batches", model=_scheduled(_one_cycle)),

@@ -313,6 +313,7 @@ def member(spec: dict[str, Any]) -> None:
             "epochs": getattr(model, "epochs", []),
             "counter": getattr(model, "counter", 0),
             "logged": getattr(model, "logged", []),
+            "found": getattr(model, "found", {}),
             "setup_ranks": founding.ranks,
             "zero": founding.zero,
             "moved": getattr(model, "moved", []),

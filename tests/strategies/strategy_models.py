@@ -76,6 +76,79 @@ class AssignsBuffer(Regression):
         return loss
 
 
+class Looks(Regression):
+    """Notes the gradient that each hook sees, by hook and by (step, micro-batch of the step, whether it is the last).
+
+    Args:
+        manual: Manual optimization.
+    """
+
+    def __init__(self, manual: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = not manual
+        self.found: dict[str, dict[tuple[int, int, bool], Tensor]] = {}
+        weight = self.net[0].weight
+        weight.register_hook(lambda grad: self.note("Tensor.register_hook", grad))
+        weight.register_post_accumulate_grad_hook(lambda p: self.note("register_post_accumulate_grad_hook", p.grad))
+
+    def note(self, hook: str, grad: Tensor | None = None) -> None:
+        grad = self.net[0].weight.grad if grad is None else grad
+        if grad is not None:
+            parts = self.trainer.accumulate_grad_batches
+            part = (self.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1) % parts
+            last = part == parts - 1 or self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+            self.found.setdefault(hook, {})[(self.trainer.global_step, part, last)] = grad.detach().clone()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.note("manual_backward")
+            optimizer.step()
+        return loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        self.note("backward")
+
+    def on_after_backward(self) -> None:
+        self.note("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("on_before_optimizer_step")
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        self.note("configure_gradient_clipping")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.note("on_before_zero_grad")
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.note("optimizer_step")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note("on_train_batch_end")
+
+
+class ClipsAfterBackward(Regression):
+    """Clips in the hook; counts its calls, which are as many as steps on each member."""
+
+    counter = 0
+
+    def on_after_backward(self) -> None:
+        self.counter += 1
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class ClipsInBackward(Regression):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
 class AsksForItsFolder(Regression):
     """As Lightning's documentation of `trainer.log_dir` has it; notes what it was told, by the step."""
 

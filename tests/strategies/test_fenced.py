@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from strategy_models import Gan, Regression, loader, trainer, weights
+from strategy_models import ClipsAfterBackward, Gan, Regression, loader, trainer, weights
 
 import chaos_lightning  # noqa: F401
 from chaos_lightning.errors import FencedError
@@ -19,14 +20,16 @@ CASES: dict[str, dict[str, Any]] = {
     "steps": {"max_steps": 9, "max_epochs": -1},
     "accumulation": {"max_epochs": 2, "accumulate_grad_batches": 2},
     "manual": {"max_epochs": 2},
+    "hook": {"max_epochs": 2, "accumulate_grad_batches": 2},
 }
+MODELS: dict[str, Callable[[], Any]] = {"manual": Gan, "hook": lambda: ClipsAfterBackward(sync=True)}
 
 
 def run(tmp_path: Path, double: Any, case: str, fence_at: int) -> tuple[Any, Any, Any]:
     double.setting.clear()
     double.setting["fence_at"] = fence_at
     double.made.clear()
-    model = Gan() if case == "manual" else Regression(sync=True)
+    model = MODELS.get(case, lambda: Regression(sync=True))()
     callbacks: list[Any] = [ModelCheckpoint(dirpath=tmp_path / f"at{fence_at}", monitor="val_loss", save_last=True)]
     if case != "manual":
         callbacks.append(EarlyStopping("val_loss", patience=9))
@@ -48,6 +51,7 @@ def places(slots: list[str]) -> list[int]:
         pytest.param("steps", marks=pytest.mark.slow),
         "accumulation",
         "manual",
+        pytest.param("hook", marks=pytest.mark.slow),
     ],
 )
 def test_fenced_at_any_slot(tmp_path: Path, double: Any, case: str) -> None:

@@ -244,6 +244,12 @@ class Norms(Regression):
         self.norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
 
 
+class Zeroes(Regression):
+    def on_after_backward(self) -> None:
+        for param in self.parameters():
+            param.grad.nan_to_num_(0.0)
+
+
 class VouchedNorms(Norms):
     chaos_replay = True
 
@@ -330,6 +336,7 @@ REFUSED: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], dict[str
     "optimizer_step": (OwnStep, dict, "OwnStep.optimizer_step: it decides itself"),
     "clipping": (OwnClipping, dict, "OwnClipping.configure_gradient_clipping: it decides itself"),
     "on_before_zero_grad": (ClipsWeights, dict, "ClipsWeights.on_before_zero_grad: it runs between"),
+    "on_after_backward": (Zeroes, dict, "Zeroes.on_after_backward: it runs between"),
     "on_before_optimizer_step": (Norms, dict, "Norms.on_before_optimizer_step: it runs between"),
     "a callback's": (Regression, lambda: {"callbacks": [Sifts()]}, "Sifts.on_before_optimizer_step: it runs between"),
     "weights written by a callback": (
