@@ -219,7 +219,7 @@ class ElasticPart:
         said = hashlib.sha256(OUTER.encode(cluster.agreement)).hexdigest()[:16]
         return {
             "outer sync": f"cluster {options.name} of job {options.job} at {','.join(options.endpoints)}, "
-            f"overlap {options.overlap}, {said}"
+            f"overlap {options.overlap}, ahead_steps {options.ahead_steps}, {said}"
         }
 
     def entered(self) -> None:

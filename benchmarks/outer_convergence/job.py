@@ -175,7 +175,7 @@ class FollowerShell:
 
     def __init__(self, job: VirtualJob, name: str) -> None:
         self.job, self.conn = job, job.connect(self.hear)
-        self.machine = FollowerMachine(name, f"{name} begins")
+        self.machine = FollowerMachine(name, f"{name} begins", endpoint=f"{name}:1")
         self.state: OuterState | None = None
         self.versions: dict[VersionId, Part] = {}
         self._parts: dict[PushId, Part] = {}

@@ -6,6 +6,10 @@ answers (O10a). It adopts when all its pushes are answered, and then the newest 
 last answer (O8): what it trained since the freezing stays, on top of the new base. A rejection takes the version
 outright and discards that, too. After a void its base stands, and the next push covers the progress of both.
 
+Where steps are short, many of them would be trained while one version is under way, on a base that gets older and
+older. So a cluster trains at most `ahead_steps` beyond a push, and then waits for the version (O9a). While the server
+is away it trains on.
+
 An accepted push is *kept*, since followers may have to fetch it again, until the leader frees it (O5). A rollback makes
 kept pushes unanswered again: they are offered anew, in order, before the open one (O5a).
 
@@ -244,7 +248,7 @@ LAST_S = 60.0
 """For so long after the job's end a cluster tries to get the last version; followers serve it as long."""
 _AWAY, _CONNECTED, _WELCOME = range(3)
 """How a cluster stands with the leader; a welcome is an answer to its hello."""
-_GIVEN = frozenset({"name", "nonce", "agreement", "overlap", "_hello", "shared", "_out", "_resting"})
+_GIVEN = frozenset({"name", "nonce", "agreement", "overlap", "ahead_steps", "_hello", "shared", "_out", "_resting"})
 """What a machine is made with, or holds during an event alone."""
 
 
@@ -258,6 +262,8 @@ class ClusterMachine:
         agreement: What it must have in common with the others.
         process: Of its first rank.
         overlap: Whether it trains on while a push is under way; else it waits for the answer and the version.
+        ahead_steps: With overlap: so many steps at most beyond a push, while the server is there; 0: as many as from
+            one push to the next.
     """
 
     def __init__(
@@ -269,13 +275,14 @@ class ClusterMachine:
         *,
         process: ProcessPlace = ProcessPlace(),
         overlap: bool = True,
+        ahead_steps: int = 0,
     ) -> None:
         self.name, self.nonce = name, nonce
         self.agreement = agreement
         self._hello = ClusterHello(name, place, nonce, 0, None, NO_VERSION, NO_VERSION, agreement, process)
         self.job_id = ""
         """Of the job that it was let into; "" before."""
-        self.overlap = overlap
+        self.overlap, self.ahead_steps = overlap, ahead_steps
         self.inner_steps = self._usual_steps = OuterSettings.of_words(agreement.settings).inner_steps
         """From one push to the next, at least."""
         self.phase = Phase.WAITING
@@ -295,9 +302,8 @@ class ClusterMachine:
         self.job = JobProgress()
         """The job's, with the base."""
         self.rate = self.step_rate = 0.0
-        self.leaving = False
-        self.verdict = ""
-        """Why its own loop is over."""
+        self.leaving, self.verdict = False, ""
+        """Whether it was asked to leave; why its own loop is over."""
         self._reopened: list[PushId] = []
         """Kept, and unanswered again; in order."""
         self._freezing: PushId | None = None
@@ -317,7 +323,8 @@ class ClusterMachine:
         self._last: tuple[VersionId, str, int] | None = None
         """The job is over: with this version, why, and how many heartbeats may go by until it is here."""
         self._resting = True
-        self._stream = _AWAY
+        self._stream, self._whole = _AWAY, True
+        """How it stands with the leader, and whether all followers are there, as told last."""
         self._founded = True
         self._out: list[ClusterEffect] = []
 
@@ -408,6 +415,8 @@ class ClusterMachine:
             return "the job's last version"
         if self.phase is not Phase.TRAINING:
             return "the newest version" if self.base != NO_VERSION or self.fetching != NO_VERSION else "a first version"
+        if self.overlap and self.waits:
+            return f"the next version: it is {self.unpushed.steps} steps ahead of its last push (ahead_steps)"
         if self.open is not None:
             return f"the answer to push {self.open.push}"
         if self.verdict:
@@ -426,9 +435,17 @@ class ClusterMachine:
         return self._covered
 
     @property
+    def may_be_ahead(self) -> int:
+        """Inner steps that it may train beyond a push before it has the version (O9a)."""
+        return (self.ahead_steps or self.inner_steps) if self.overlap else 0
+
+    @property
     def waits(self) -> bool:
-        """Without overlap: a push is under way, or its version is to be adopted."""
-        return not self.overlap and (self._freezing is not None or bool(self._unanswered()) or self._due is not None)
+        """A push is under way, or its version is to be adopted, and no step may be trained before that."""
+        under_way = self._freezing is not None or bool(self._unanswered()) or self._due is not None
+        if not under_way or (self.overlap and not (self._stream == _WELCOME and self._whole)):
+            return False
+        return self.unpushed.steps >= self.may_be_ahead
 
     @property
     def dry(self) -> bool:
@@ -516,6 +533,7 @@ class ClusterMachine:
                 self._on_welcome(message.incarnation, message.first)
                 self._on_served(message.version, message.progress)
             case Holders(_, holders):
+                self._whole = all(holder.endpoint for holder in holders)
                 self._out.append(ReachHolders(holders))
             case Eldest(_, incarnation):
                 self.oldest = incarnation
@@ -741,7 +759,10 @@ class ClusterMachine:
     def anew(self) -> Self:
         """With which the same process comes in again: its pushes are kept for whoever needs them (O3a, O3b)."""
         me = self._hello
-        found = type(self)(self.name, me.place, self.nonce, self.agreement, process=me.process, overlap=self.overlap)
+        found = type(self)(
+            self.name, me.place, self.nonce, self.agreement, process=me.process, overlap=self.overlap,
+            ahead_steps=self.ahead_steps,
+        )  # fmt: skip
         found.job_id = self.job_id
         found.term, found.newest, found.verdict, found.leaving = self.term, self.newest, self.verdict, self.leaving
         found.kept, found._in = dict(self.kept), dict(self._in)

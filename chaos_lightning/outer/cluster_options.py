@@ -46,6 +46,12 @@ class ClusterOptions:
         check=one_of(("shared", "local")),
     )
     overlap: bool = setting(True, "Train on while a push travels and is judged. Off: wait for its version.")
+    ahead_steps: int = setting(
+        0,
+        "Inner steps that this cluster trains at most beyond a push whose version is under way, while the server is "
+        "there; then it waits. Without overlap it trains none. 0: as many as from one push to the next.",
+        check=at_least(0, "a number of steps, or 0"),
+    )
     block: int = setting(
         1 << 16,
         "Elements of a block, by which hashes, shards and scales go.",

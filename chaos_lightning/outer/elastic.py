@@ -275,7 +275,10 @@ class ElasticCluster:
         # No process stands for the cluster, so none is named: the death of one proves nothing.
         options = self.options
         place = f"{options.name} (elastic)"
-        return RanksMachine(ClusterMachine(options.name, place, nonce, self.agreement, overlap=options.overlap))
+        machine = ClusterMachine(
+            options.name, place, nonce, self.agreement, overlap=options.overlap, ahead_steps=options.ahead_steps
+        )
+        return RanksMachine(machine)
 
     def forget(self) -> None:
         """This rank was put out; `begin` comes when it has the others' state again."""

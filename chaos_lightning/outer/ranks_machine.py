@@ -130,6 +130,7 @@ class MachineFacts:
     _here: VersionId
     _last: tuple[VersionId, str, int] | None
     _stream: int
+    _whole: bool
     _founded: bool
 
 

@@ -159,8 +159,9 @@ class OuterSession:
         here = ProcessPlace(host_identity(), os.getpid(), start_time(os.getpid()))
         place = f"{options.name} (pid {here.pid})"
         machine = ClusterMachine(
-            options.name, place, os.urandom(8).hex(), agreement, process=here, overlap=options.overlap
-        )
+            options.name, place, os.urandom(8).hex(), agreement, process=here, overlap=options.overlap,
+            ahead_steps=options.ahead_steps,
+        )  # fmt: skip
         self._life = self._live(machine)
 
     def _live(self, machine: ClusterMachine) -> _Life:
@@ -212,7 +213,7 @@ class OuterSession:
         """
         with self._changed:
             machine = self._life.machine
-            due = machine.inner_steps - machine.unpushed.steps
+            due = min(machine.inner_steps, machine.may_be_ahead or machine.inner_steps) - machine.unpushed.steps
             most = int(seconds * machine.step_rate)
             return max(1, min(most, due) if due > 0 else most)
 

@@ -6,8 +6,18 @@ import pytest
 
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer.cluster import ClusterMachine
-from chaos_lightning.outer.effects import Connected, Say, TimePassed, Told
-from chaos_lightning.outer.messages import Beat, JobFinished, OnDisk, PushAnswered, Reopened, Served, Welcomed
+from chaos_lightning.outer.effects import Connected, Disconnected, Say, TimePassed, Told
+from chaos_lightning.outer.messages import (
+    Beat,
+    Holder,
+    Holders,
+    JobFinished,
+    OnDisk,
+    PushAnswered,
+    Reopened,
+    Served,
+    Welcomed,
+)
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
@@ -26,10 +36,10 @@ V1, V2, V3 = (VersionId(number, f"hash {number}") for number in (1, 2, 3))
 RULES = OuterSettings(inner_steps=2, batch=1)
 
 
-def training(*, overlap: bool) -> ClusterMachine:
+def training(*, overlap: bool, ahead_steps: int = 0) -> ClusterMachine:
     """A cluster that has adopted the first version and trained one step on it."""
     agreement = Agreement((TensorSpec("w", "float32", (4,)),), settings=RULES.words)
-    machine = ClusterMachine("home", "here", "nonce", agreement, overlap=overlap)
+    machine = ClusterMachine("home", "here", "nonce", agreement, overlap=overlap, ahead_steps=ahead_steps)
     machine.on(Connected())
     assert fetched(machine.on(Told(Welcomed(1, WHO, 1, V1, True, JobProgress())))) == [V1]
     assert cl.Adopt(V1, True) in machine.on(cl.Got(V1))
@@ -112,6 +122,50 @@ def test_without_overlap_a_version_is_taken_between_two_rounds_alone() -> None:
     assert adopted(machine.on(cl.Got(V3))) == [V3]
     assert machine.base == V3
     assert machine.may_train
+
+
+def ahead(machine: ClusterMachine, steps: int) -> ClusterMachine:
+    """Its first push is under way, and it has trained so many steps since."""
+    push = PushId(WHO, 1)
+    assert any(effect == cl.Freeze(push, V1) for effect in machine.on(cl.Trained(1)))
+    machine.on(cl.Frozen(push, "manifest"))
+    for _ in range(steps):
+        assert machine.may_train
+        machine.on(cl.Trained(1))
+    return machine
+
+
+@pytest.mark.parametrize(("given", "most"), [(0, 2), (1, 1), (5, 5)])
+def test_beyond_a_push_it_trains_so_many_steps_and_then_waits_for_the_version(*, given: int, most: int) -> None:
+    """Steps of a millisecond went on without bound, hundreds of them on one base (O9a)."""
+    machine = ahead(training(overlap=True, ahead_steps=given), most)
+    assert not machine.may_train
+    assert machine.waits_for == f"the next version: it is {most} steps ahead of its last push (ahead_steps)"
+    machine.on(Told(PushAnswered(1, PushId(WHO, 1), PushAnswer.ACCEPTED, V2, "why")))
+    assert not machine.may_train, "the answer is there, and its version is not"
+    machine.on(Told(Served(1, V2, JobProgress())))
+    assert adopted(machine.on(cl.Got(V2))) == [V2]
+    assert machine.may_train
+
+
+@pytest.mark.parametrize(
+    ("goes", "comes"),
+    [
+        (Disconnected(), Told(Welcomed(2, WHO, 2, V1, True, JobProgress()))),
+        (Told(Holders(1, (Holder("f0", ""),))), Told(Holders(1, (Holder("f0", "127.0.0.1:1"),)))),
+    ],
+    ids=["leader", "follower"],
+)
+def test_while_the_server_is_away_it_trains_on(*, goes: cl.ClusterEvent, comes: cl.ClusterEvent) -> None:
+    machine = ahead(training(overlap=True), 2)
+    assert not machine.may_train
+    machine.on(goes)
+    for _ in range(10):
+        assert machine.may_train
+        machine.on(cl.Trained(1))
+    machine.on(comes)
+    assert not machine.may_train
+    assert machine.anew().ahead_steps == machine.ahead_steps
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -161,6 +161,9 @@ BUGS = {
     ),
     "O7-terms": Bug("O7", "the store does not compare terms", Machines(store=bad.OpenStore), "frozen"),
     "O9-merged": Bug("O9", "the base is the merged parameters", Machines(merges=False)),
+    "O9a-boundless": Bug(
+        "O9a", "a cluster trains on, however long a version takes", Machines(cluster=bad.BoundlessCluster), "far"
+    ),
     "O10-kept": Bug(
         "O10", "what was trained before a rejection is pushed all the same", Machines(discards=False), "poisoned"
     ),

@@ -466,6 +466,14 @@ class ChasingCluster(ClusterMachine):
         super()._turn_idle()
 
 
+class BoundlessCluster(ClusterMachine):
+    """It trains on, however long a version takes."""
+
+    @property
+    def waits(self) -> bool:
+        return not self.overlap and super().waits
+
+
 class NewestBaseCluster(ClusterMachine):
     """Its pushes are deltas to the newest version."""
 

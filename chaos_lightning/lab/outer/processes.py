@@ -22,7 +22,15 @@ from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.grid import Shard
 from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import ClusterHello, FollowerHello, Offered, PushAnswered, PushProduct
+from chaos_lightning.outer.messages import (
+    ClusterHello,
+    FollowerHello,
+    Holders,
+    Offered,
+    PushAnswered,
+    PushProduct,
+    Welcomed,
+)
 from chaos_lightning.outer.recut_steps import Steps, recut_steps
 from chaos_lightning.outer.serving import ServedVersions
 from chaos_lightning.outer.settings import OuterSettings
@@ -392,7 +400,7 @@ class FollowerProcess(Client):
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job, name)
         self.disk = job.disks[name]
-        self.machine = job.machines.follower(name, f"{name}-{job.number()}", self.disk.found())
+        self.machine = job.machines.follower(name, f"{name}-{job.number()}", self.disk.found(), f"{name}:1")
         self.content = ""
         self.versions = ServedVersions[str](lambda version, content: None, lambda version, content: None)
         self.parts: dict[PushId, StagedPart] = {}
@@ -610,6 +618,8 @@ class ClusterProcess(Client):
         self._getting = VersionFetch(job, spec.fetch_s)
         self.seeks_since = math.inf
         """It has wanted a newer version since then."""
+        self._welcome = self._whole = False
+        """It stands with a leader; all followers are there."""
         self.timer(TICK_S, self._tick)
         self._train(0)
         self.connect()
@@ -632,11 +642,17 @@ class ClusterProcess(Client):
         self.feed(fx.Connected())
 
     def ended(self) -> None:
+        self._welcome = False
         self.feed(fx.Disconnected())
 
     def hear(self, message: object) -> None:
-        if isinstance(message, PushAnswered):
-            self.job.oracle.told(message)
+        match message:
+            case PushAnswered():
+                self.job.oracle.told(message)
+            case Welcomed():
+                self._welcome = True
+            case Holders(_, holders):
+                self._whole = all(holder.endpoint for holder in holders)
         self.feed(fx.Told(message))  # type: ignore[arg-type]
 
     def say(self, message: object) -> None:
@@ -747,6 +763,8 @@ class ClusterProcess(Client):
         spans = self._share()
         if machine.phase is Phase.TRAINING and machine.may_train and spans is not None:
             self._busy = True
+            if machine.overlap and self._welcome and self._whole and len(self.content.live) >= machine.inner_steps:
+                raise Violation(f"{self.name} trains {len(self.content.live) + 1} steps beyond its push (O9a)")
             self.timer(pace_s, lambda: self._trained(life, *spans))
         else:
             self.timer(pace_s, lambda: self._train(life) if life == self._life else None)
