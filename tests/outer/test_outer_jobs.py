@@ -267,7 +267,9 @@ def test_a_codec_of_a_users_own_is_imported_by_followers(tmp_path: Path) -> None
         follower_main.run(FollowerOptions(codecs="no_such_module"))
 
 
-SHARED = OuterSettings(inner_steps=4, batch=8, epochs=2, heartbeat_s=1.0, reconnect_s=30.0, lease_ahead_s=2.0)
+SHARED = OuterSettings(
+    inner_steps=4, batch=8, epochs=2, heartbeat_s=1.0, reconnect_s=30.0, lease_ahead_s=2.0, gate_cosine=-1.0
+)
 LENGTH = 1600
 RULES = {
     "robust": SHARED,
