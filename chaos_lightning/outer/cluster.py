@@ -248,7 +248,7 @@ LAST_S = 60.0
 """For so long after the job's end a cluster tries to get the last version; followers serve it as long."""
 _AWAY, _CONNECTED, _WELCOME = range(3)
 """How a cluster stands with the leader; a welcome is an answer to its hello."""
-_GIVEN = frozenset({"name", "nonce", "agreement", "overlap", "ahead_steps", "_hello", "shared", "_out", "_resting"})
+_GIVEN = frozenset({"agreement", "ahead_steps", "_hello", "_out", "_resting"})
 """What a machine is made with, or holds during an event alone."""
 
 
@@ -277,12 +277,12 @@ class ClusterMachine:
         overlap: bool = True,
         ahead_steps: int = 0,
     ) -> None:
-        self.name, self.nonce = name, nonce
         self.agreement = agreement
         self._hello = ClusterHello(name, place, nonce, 0, None, NO_VERSION, NO_VERSION, agreement, process)
         self.job_id = ""
         """Of the job that it was let into; "" before."""
-        self.overlap, self.ahead_steps = overlap, ahead_steps
+        self.ahead_steps = ahead_steps if overlap else None
+        """Beyond a push; None: without overlap."""
         self.inner_steps = self._usual_steps = OuterSettings.of_words(agreement.settings).inner_steps
         """From one push to the next, at least."""
         self.phase = Phase.WAITING
@@ -329,6 +329,21 @@ class ClusterMachine:
         self._out: list[ClusterEffect] = []
 
     # ------------------------------------------------------------------ questions
+
+    @property
+    def name(self) -> str:
+        """The cluster's."""
+        return self._hello.cluster
+
+    @property
+    def nonce(self) -> str:
+        """As drawn at the start of its process."""
+        return self._hello.nonce
+
+    @property
+    def overlap(self) -> bool:
+        """Whether it trains on while a push is under way."""
+        return self.ahead_steps is not None
 
     def free_spans(self) -> dict[int, tuple[Span, ...]]:
         """Positions that it may train next, by epoch."""
@@ -437,7 +452,7 @@ class ClusterMachine:
     @property
     def may_be_ahead(self) -> int:
         """Inner steps that it may train beyond a push before it has the version (O9a)."""
-        return (self.ahead_steps or self.inner_steps) if self.overlap else 0
+        return 0 if self.ahead_steps is None else self.ahead_steps or self.inner_steps
 
     @property
     def waits(self) -> bool:
@@ -761,7 +776,7 @@ class ClusterMachine:
         me = self._hello
         found = type(self)(
             self.name, me.place, self.nonce, self.agreement, process=me.process, overlap=self.overlap,
-            ahead_steps=self.ahead_steps,
+            ahead_steps=self.ahead_steps or 0,
         )  # fmt: skip
         found.job_id = self.job_id
         found.term, found.newest, found.verdict, found.leaving = self.term, self.newest, self.verdict, self.leaving
