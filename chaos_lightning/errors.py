@@ -106,3 +106,7 @@ class PlanError(ConfigurationError):
 
 class StoreError(ChaosError):
     """The coordination store refused or failed."""
+
+
+class OversizeError(StoreError):
+    """A record is larger than the coordination store takes."""

@@ -22,6 +22,7 @@ import base64
 import json
 import threading
 import time
+import zlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,12 +30,15 @@ from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.etcd_address import read_address
 from chaos_lightning.control.etcd_client import CompactedError, EtcdClient, delete, open_client, put, same_revision
 from chaos_lightning.control.store import Appended, End, Store, StoreRecord, judge
-from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.errors import ConfigurationError, OversizeError, StoreError
 
 FORMAT = 3
 """Up to 2 there were entries of a job's chain, with fields of their own."""
 MAX_RECORD_NBYTES = 1 << 20
 """etcd takes requests of up to 1.5 MiB."""
+PACKED_NBYTES = 1 << 16
+"""Body (bytes) above which a record is compressed."""
+MAX_UNPACKED_NBYTES = 64 << 20
 _RACES = 20
 """So often a write is tried anew because somebody else wrote in between; then something is wrong."""
 
@@ -128,7 +132,10 @@ class EtcdStore(Store):
             kind, term, before = document["kind"], document["term"], document["before"]
             if type(term) is not int or not isinstance(kind, str) or not isinstance(before, str):
                 raise ValueError(f"kind {kind!r}, term {term!r}, before {before!r}")
-            return StoreRecord(int(name), kind, term, base64.b64decode(document["body"], validate=True), before)
+            body = base64.b64decode(document["body"], validate=True)
+            if document.get("packed"):
+                body = _unpacked(body)
+            return StoreRecord(int(name), kind, term, body, before)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{self.place}: record {name} is damaged: {error}") from error
 
@@ -188,7 +195,8 @@ class EtcdStore(Store):
     def _append(self, record: StoreRecord, seen: End, *, cut: bool) -> Appended:
         key, value = self._key(f"record/{record.position:016d}"), _record_bytes(record)
         if len(value) > MAX_RECORD_NBYTES:
-            raise StoreError(f"a record of kind {record.kind} has {len(value)} bytes, etcd takes {MAX_RECORD_NBYTES}")
+            words = f"a record of kind {record.kind} has {len(value)} bytes, etcd takes {MAX_RECORD_NBYTES}"
+            raise OversizeError(words)
         for _ in range(_RACES):
             fresh = self._known is None
             known = self._known or self._look()
@@ -267,6 +275,24 @@ def open_job(address: str, job: str) -> EtcdStore:
 
 
 def _record_bytes(record: StoreRecord) -> bytes:
-    body = base64.b64encode(record.body).decode()
+    """A record as JSON; a large body is compressed: the names of a model's tensors are much alike."""
+    packed = len(record.body) > PACKED_NBYTES
+    body = base64.b64encode(zlib.compress(record.body, 9) if packed else record.body).decode()
     head = {"format": FORMAT, "kind": record.kind, "term": record.term, "before": record.before, "wall": time.time()}
-    return json.dumps({**head, "body": body}).encode()
+    return json.dumps({**head, **({"packed": True} if packed else {}), "body": body}).encode()
+
+
+def _unpacked(body: bytes) -> bytes:
+    """The bytes that were compressed.
+
+    Raises:
+        ValueError: They are damaged, or more than any record has.
+    """
+    reader = zlib.decompressobj()
+    try:
+        data = reader.decompress(body, MAX_UNPACKED_NBYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if not reader.eof:
+        raise ValueError(f"it is cut off, or larger than {MAX_UNPACKED_NBYTES} bytes")
+    return data

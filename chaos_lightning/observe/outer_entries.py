@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -39,6 +40,9 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _rebuilt(wanted: Any, given: Any) -> Any:
     """A value of this type from what JSON made of it. Numbers stay as they are: the hash tells 1 from 1.0."""
+    if isinstance(wanted, types.UnionType):
+        some, _ = typing.get_args(wanted)  # or None
+        return None if given is None else _rebuilt(some, given)
     if is_dataclass(wanted):
         assert isinstance(wanted, type)
         names = [x.name for x in fields(wanted)]

@@ -21,6 +21,7 @@ from chaos_lightning.outer.types import (
     Joined,
     Offer,
     PacedCluster,
+    ProcessPlace,
     PushId,
     Removed,
     VersionId,
@@ -28,6 +29,10 @@ from chaos_lightning.outer.types import (
 
 MISSED = 3
 """Heartbeats that a cluster may miss (Di-PS 4.3)."""
+
+DEAD = "its process is dead"
+MOST_RATE = 1e12
+"""Samples or steps a second that a cluster is believed to make at most."""
 
 
 @dataclass(slots=True)
@@ -87,6 +92,8 @@ class Attendance:
         self._why = ""
         """Of the paces that were decided last."""
         self.clusters: dict[IncarnationId, ClusterState] = {}
+        self._dead: set[IncarnationId] = set()
+        """Incarnations without a stream whose process is known to be dead."""
 
     # ------------------------------------------------------------------ questions
 
@@ -186,7 +193,7 @@ class Attendance:
             return False
         cluster.heard_s = self._desk.now
         cluster.stands(self._desk.now, beat.base, beat.fetching)
-        cluster.rate, cluster.step_rate = beat.rate, beat.step_rate
+        cluster.rate, cluster.step_rate = (min(max(rate, 0.0), MOST_RATE) for rate in (beat.rate, beat.step_rate))
         cluster.left, cluster.pending, cluster.leaving = beat.left, beat.pending, beat.leaving
         if cluster.conn is not None or cluster.gone:
             return False
@@ -200,7 +207,23 @@ class Attendance:
         cluster = self.clusters.get(who) if who is not None else None
         if cluster is not None and cluster.conn == conn:  # it may be removed, or here again
             cluster.conn = None
-            cluster.gone = cluster.gone or ("its process is dead" if proof else "")
+            cluster.gone = cluster.gone or (DEAD if proof else "")
+
+    def absent(self) -> dict[IncarnationId, ProcessPlace]:
+        """Processes of those that are in by the chain, and have no stream."""
+        known = self._desk.chain.incarnations.items()
+        return {
+            who: incarnation.process
+            for who, incarnation in known
+            if incarnation.process is not None
+            and not incarnation.over
+            and (who not in self.clusters or self.clusters[who].conn is None)
+        }
+
+    def died(self, who: IncarnationId) -> None:
+        """Its process is seen to be dead."""
+        if who in self.absent():
+            self._dead.add(who)
 
     def forgive(self, gap_s: float) -> None:
         """The leader was away for so long."""
@@ -239,12 +262,17 @@ class Attendance:
                 words += ": give this one another name"
                 self._desk.send(conn, Dismissed(self._desk.term, words, again=False))
             elif not same:
-                return Joined(IncarnationId(name, chain.joined + 1), hello.place)
+                process = hello.process if hello.process.pid else None
+                return Joined(IncarnationId(name, chain.joined + 1), hello.place, process=process)
         return None
 
     def next_removal(self) -> Removed | None:
         """Who has gone, is rejected again and again, or was not heard for long (O14)."""
         desk, chain = self._desk, self._desk.chain
+        for who in sorted(self._dead):
+            self._dead.discard(who)
+            if not chain.incarnations[who].over:
+                return Removed(who, DEAD)
         for who in self.living():
             cluster = self.clusters[who]
             silent_s = desk.now - cluster.heard_s

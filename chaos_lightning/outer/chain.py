@@ -51,6 +51,7 @@ from chaos_lightning.outer.types import (
     Leased,
     Offer,
     PacedCluster,
+    ProcessPlace,
     PushAnswer,
     PushId,
     Removed,
@@ -92,6 +93,7 @@ class Incarnation:
         low: All numbers below it are answered.
         forgotten: So are those below it, and what was said is not known any more.
         tally: How many of each answer stand.
+        process: Its first process; None where it has several.
     """
 
     id: IncarnationId
@@ -103,6 +105,7 @@ class Incarnation:
     low: int = 0
     forgotten: int = 0
     tally: dict[PushAnswer, int] = field(default_factory=dict)
+    process: ProcessPlace | None = None
 
     @property
     def next(self) -> int:
@@ -404,8 +407,8 @@ class OuterChain:
                 self.cut = followers
                 if self.durable:  # of the former shards
                     self.durable = [(mark.version, mark.digests) for mark in durable]
-            case Joined(incarnation, place, first):
-                self.incarnations[incarnation] = Incarnation(incarnation, place, first)
+            case Joined(incarnation, place, first, process):
+                self.incarnations[incarnation] = Incarnation(incarnation, place, first, process=process)
                 self.joined = max(self.joined, incarnation.number)
                 if self.leases is not None:
                     self.leases.join(incarnation)

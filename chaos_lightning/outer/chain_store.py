@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from chaos_lightning.control.store import EMPTY, Appended, Store, StoreFactory
-from chaos_lightning.errors import StoreError
+from chaos_lightning.errors import OversizeError, StoreError
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.types import Entry, Summary
 from chaos_lightning.outer.vocabulary import body_bytes, entry_of
@@ -93,13 +93,17 @@ class ChainStore:
         """Compare-and-set: it is durable when this returns ok.
 
         Raises:
-            StoreError: The store has taken nothing for some seconds.
+            OversizeError: The store takes no record of this size.
+            StoreError: It has taken nothing for some seconds.
+            WireError: The entry fits into no record.
         """
         started, told = time.monotonic(), ""
         while True:
             try:
                 outcome = await self._in_thread(self._append, entry)
                 break
+            except OversizeError:
+                raise
             except StoreError as error:
                 if str(error) != told:
                     told = str(error)

@@ -44,7 +44,6 @@ from chaos_lightning.outer.messages import (
     Offered,
     OnDisk,
     Paced,
-    ProcessPlace,
     PushAnswered,
     Reopened,
     Served,
@@ -60,6 +59,7 @@ from chaos_lightning.outer.types import (
     IncarnationId,
     JobProgress,
     Offer,
+    ProcessPlace,
     PushAnswer,
     PushId,
     VersionId,
@@ -190,10 +190,17 @@ class TakeLast:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """This incarnation is over; `again`: the process comes in as a new one."""
+    """This incarnation is over.
+
+    Attributes:
+        reason: Why.
+        again: The process comes in as a new one.
+        failed: The cluster's part ends without the job's last version: its model is not the job's.
+    """
 
     reason: str
     again: bool
+    failed: bool = False
 
 
 ClusterEffect = Say | Freeze | FetchVersion | Adopt | Settle | Free | ReachHolders | TakeLast | Over | OuterNote
@@ -394,6 +401,11 @@ class ClusterMachine:
         vars(self).update(facts)
 
     @property
+    def was_in(self) -> bool:
+        """Whether it has had a part in the job, as this incarnation or as one before."""
+        return self.incarnation is not None or self.newest != NO_VERSION
+
+    @property
     def may_train(self) -> bool:
         """Whether an inner step may begin."""
         return self.phase is Phase.TRAINING and not self.leaving and not self.verdict and not self.waits
@@ -574,13 +586,15 @@ class ClusterMachine:
             case Granted(_, leased):
                 self.leased = {each.epoch: normalise(each.spans, what="leases") for each in leased}
             case Dismissed(_, reason, again):
-                self._end(reason, again=again)
+                self._end(reason, again=again, failed=not again)
             case JobFinished(_, version, reason):
                 self._on_finished(version, reason)
 
     def _on_finished(self, version: VersionId, reason: str) -> None:
-        if self.base == NO_VERSION or version == NO_VERSION:
-            self._end(reason, again=False)
+        if version == NO_VERSION:
+            self._end(f"the job has ended without a version: {reason}", again=False, failed=True)
+        elif not self.was_in:  # it may be about to begin the next job on the same server
+            self._end(f"the job has ended with {version}: {reason}", again=False, failed=True)
         elif self._last is None:
             beats = math.ceil(LAST_S / OuterSettings.of_words(self.agreement.settings).heartbeat_s)
             self.phase, self._last = Phase.ENDING, (version, reason, beats)
@@ -601,11 +615,11 @@ class ClusterMachine:
             self._out.append(TakeLast(version, steps, samples))
             self._end(reason, again=False)
         elif beats <= 0:
-            self._end(f"{reason}. Its last version, {version}, could not be had: this model is older", again=False)
+            self._end(f"{reason}. Its last version, {version}, could not be had", again=False, failed=True)
 
-    def _end(self, reason: str, *, again: bool) -> None:
+    def _end(self, reason: str, *, again: bool, failed: bool = False) -> None:
         self.phase = Phase.GONE
-        self._out.append(Over(reason, again))
+        self._out.append(Over(reason, again, failed))
 
     def _on_welcome(self, incarnation: IncarnationId, first: int) -> None:
         self._stream, self.leased = _WELCOME, {}

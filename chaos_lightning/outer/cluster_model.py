@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.outer.cluster import ClusterMachine
+from chaos_lightning.outer.cluster import ClusterMachine, Over
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.codec import Part, codec_of
 from chaos_lightning.outer.content import OuterContent
@@ -152,12 +152,12 @@ class ClusterModel:
             _log.warning("cluster %s: the job is over, and its last version, %s, lacks %d inner steps of this cluster",
                          self._options.name, version, steps)  # fmt: skip
 
-    def end(self, reason: str, *, again: bool) -> None:
-        """An incarnation is over; `again`: the next one begins, without a base."""
+    def end(self, over: Over) -> None:
+        """An incarnation is over; if the process comes in again, the next one begins without a base."""
         self.tell_steps()
-        self.tell("cluster_over", reason=reason, again=again, incarnation=self.who())
-        if again:
-            _log.warning("cluster %s comes in again: %s", self._options.name, reason)
+        self.tell("cluster_over", reason=over.reason, again=over.again, incarnation=self.who())
+        if over.again:
+            _log.warning("cluster %s comes in again: %s", self._options.name, over.reason)
             self.content.forget()
 
     # ------------------------------------------------------------------ what is judged

@@ -190,9 +190,12 @@ class ControlClient(threading.Thread):
             if self._stopping:
                 return
             if answered:
-                self._told = ""
                 self._reviver.answered()
                 self._on_disconnected(str(reason))
+                if isinstance(reason, RefusedError):
+                    self._tell(reason)
+                else:
+                    self._told = ""
             elif not isinstance(reason, StandbyError):
                 self._tell(reason)
             leader = reason.leader if isinstance(reason, StandbyError) else ""

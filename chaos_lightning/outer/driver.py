@@ -12,10 +12,12 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from chaos_lightning.errors import OversizeError, WireError
 from chaos_lightning.outer.chain_store import ChainStore
 from chaos_lightning.outer.effects import (
     Done,
     EntryStored,
+    HangUp,
     Heard,
     LeaderEffect,
     LeaderEvent,
@@ -84,10 +86,14 @@ class OuterDriver:
                     else:
                         self._carry_out(effect, streams, done)
             if self.done is not None:
-                self._tell_the_end(event, streams)
+                self._tell_the_end(event, streams, done)
 
     async def _keep(self, entry: Entry) -> EntryStored:
-        outcome = await self._store.append(entry)
+        try:
+            outcome = await self._store.append(entry)
+        except (OversizeError, WireError, TypeError) as error:
+            self._emit("error", text=str(error), where="store")
+            return EntryStored(False, str(error), unfit=True)
         return EntryStored(outcome.ok, outcome.detail)
 
     def _carry_out(self, effect: LeaderEffect, streams: ClientStreams, done: Callable[[Done], None]) -> None:
@@ -95,15 +101,16 @@ class OuterDriver:
             case SendTo(conn, message):
                 for to, what in self._keys.with_keys(conn, message):
                     streams.send(to, what)
+            case HangUp(conn, reason):
+                streams.hang_up(conn, reason)
             case OuterNote(name, fields):
                 self._emit(name, **dict(fields))
             case Done():
                 self.done = effect
                 done(effect)
 
-    def _tell_the_end(self, event: LeaderEvent, streams: ClientStreams) -> None:
+    def _tell_the_end(self, event: LeaderEvent, streams: ClientStreams, done: Callable[[Done], None]) -> None:
         assert self.machine is not None
         if isinstance(event, Heard) and isinstance(event.message, ClusterHello | FollowerHello):
-            told = self.machine.farewell(event.message)
-            if told is not None:
-                streams.send(event.conn, told)
+            for effect in self.machine.farewell(event.conn, event.message):
+                self._carry_out(effect, streams, done)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chaos_lightning.outer.messages import FromCluster, FromFollower, PushProduct, ToCluster, ToFollower
-from chaos_lightning.outer.types import NO_VERSION, Agreement, Entry, Offer, PushId, VersionId
+from chaos_lightning.outer.types import NO_VERSION, Agreement, Entry, IncarnationId, Offer, PushId, VersionId
 
 # ---------------------------------------------------------------------- the leader's events
 
@@ -27,11 +27,25 @@ class StreamClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessDied:
+    """The process of a cluster that is away is seen to be dead, on the leader's machine."""
+
+    incarnation: IncarnationId
+
+
+@dataclass(frozen=True, slots=True)
 class EntryStored:
-    """The entry that was to be stored is durable, or was refused: then another leader rules."""
+    """The entry that was to be stored is durable, or was refused.
+
+    Attributes:
+        ok: It is durable.
+        detail: Why it was refused.
+        unfit: It fits into no record. Otherwise another leader rules.
+    """
 
     ok: bool
     detail: str = ""
+    unfit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +60,7 @@ class EndAsked:
     reason: str
 
 
-LeaderEvent = Heard | StreamClosed | EntryStored | TimePassed | EndAsked
+LeaderEvent = Heard | StreamClosed | ProcessDied | EntryStored | TimePassed | EndAsked
 
 # ---------------------------------------------------------------------- the leader's effects
 
@@ -82,7 +96,15 @@ class Done:
     finished: bool
 
 
-LeaderEffect = StoreEntry | SendTo | OuterNote | Done
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """End this stream, behind what was said on it, and tell its client why it is refused."""
+
+    conn: int
+    reason: str
+
+
+LeaderEffect = StoreEntry | SendTo | HangUp | OuterNote | Done
 
 # ---------------------------------------------------------------------- the follower's (the cluster's: cluster.py)
 

@@ -47,6 +47,7 @@ from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.codec import Part
 from chaos_lightning.outer.fetching import fetch, version_name
 from chaos_lightning.outer.getting import Attempt, Sought, VersionGetter
+from chaos_lightning.outer.leaving import put_out
 from chaos_lightning.outer.messages import ClusterHello, Holder
 from chaos_lightning.outer.plain import read_text, text_of
 from chaos_lightning.outer.push_serving import FETCH_S, PushServing
@@ -168,7 +169,9 @@ class ElasticCluster:
         self._told: tuple[Any, Any] = (None, None)
         """What of these the last answer said."""
         self._me, self._ranks = "", 1
-        self._serving = PushServing(options, self._secret, self._model.grid, self._model.who, events.emit)
+        self._serving = PushServing(
+            options, self._secret, self._model.grid, lambda: self._model.who() or options.name, events.emit
+        )
         self._step = _Step()
         self._said = RankSays(), text_of(RankSays, RankSays())
         """What it said last."""
@@ -487,8 +490,8 @@ class ElasticCluster:
             case cl.TakeLast(version, steps, samples):
                 self._model.take_last(version, self._getter.take(version), steps, samples)
                 return Boundary(version, True, found.reset_optimizer)
-            case cl.Over(reason, again):
-                self._end_of_life(reason, again=again)
+            case cl.Over() as over:
+                self._end_of_life(over)
                 return Boundary(found.adopted, True, found.reset_optimizer)
             case fx.OuterNote(name, fields):
                 self._model.tell(name, **dict(fields))
@@ -640,9 +643,11 @@ class ElasticCluster:
         """The cluster is to go; ranks are to meet until `over`. Of several ranks the first one's word counts."""
         self.leaves = True
 
-    def _end_of_life(self, reason: str, *, again: bool) -> None:
-        self._model.end(reason, again=again)
-        if not again:
+    def _end_of_life(self, over: cl.Over) -> None:
+        self._model.end(over)
+        if over.failed and self.machine.was_in:
+            raise put_out(self.options.name, over.reason, was_in=True)
+        if not over.again:
             return
         for push in set(self._content.pushes) - set(self.machine.kept):
             self._free(push)

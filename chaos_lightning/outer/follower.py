@@ -64,7 +64,6 @@ from chaos_lightning.outer.messages import (
     Missing,
     Obey,
     OnItsWay,
-    ProcessPlace,
     PushProduct,
     ShardFile,
     Stage,
@@ -73,7 +72,17 @@ from chaos_lightning.outer.messages import (
     Trouble,
     Written,
 )
-from chaos_lightning.outer.types import NO_VERSION, Agreement, Entry, Offer, PushId, RolledBack, Round, VersionId
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    Agreement,
+    Entry,
+    Offer,
+    ProcessPlace,
+    PushId,
+    RolledBack,
+    Round,
+    VersionId,
+)
 
 
 class FollowerMachine:

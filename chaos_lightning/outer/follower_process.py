@@ -62,11 +62,11 @@ from chaos_lightning.outer.follower_options import has_port
 from chaos_lightning.outer.kernel import OuterState, RoundUpdate
 from chaos_lightning.outer.line_keys import LineKeyring
 from chaos_lightning.outer.lines import SERVING, DataListener
-from chaos_lightning.outer.messages import LineKey, ProcessPlace, PushProduct, ToFollower
+from chaos_lightning.outer.messages import LineKey, PushProduct, ToFollower
 from chaos_lightning.outer.serving import ServedVersions
 from chaos_lightning.outer.shard_files import ShardFiles
 from chaos_lightning.outer.staging import HeldShard, MeasuredPart, StagedPushes
-from chaos_lightning.outer.types import NO_VERSION, Counters, Entry, Founded, Round, VersionId
+from chaos_lightning.outer.types import NO_VERSION, Counters, Entry, Founded, ProcessPlace, Round, VersionId
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.security.credentials import Secret
 

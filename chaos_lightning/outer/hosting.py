@@ -26,7 +26,7 @@ from chaos_lightning.outer.chain_store import load_chain
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.control_client import WHAT, fetch_facts
 from chaos_lightning.outer.options import ServerOptions
-from chaos_lightning.outer.server_main import IN_USE
+from chaos_lightning.outer.server_main import gives_way
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
 from chaos_lightning.settings import absolute_log_dir
 
@@ -102,7 +102,7 @@ def ensure_server(
                 _compare(options, secret)
             return started if started is not None and _leads(started, secret) else None
         if found == "free" and now > spawn_at and (started is None or not started.alive()):
-            if started is not None and IN_USE not in last_words(started.log):
+            if started is not None and not _gave_way(started):
                 raise SchedulerUnreachableError(f"the {WHAT} ended at once; {last_words(started.log)}")
             spawn_at = now + _RACE_S
             started = _spawn(options, Credentials.of(secret), again=again, job_id=job_id)
@@ -114,12 +114,26 @@ def ensure_server(
             told = now
             what = f"the {WHAT} of the ended job does not end" if found == "ended" else "no answer"
             words = f"{what} at {options.listen}{named(options.listen)}"
-            words += f"; {last_words(started.log)}" if started is not None else ""
+            if started is not None and _gave_way(started):
+                words += "; another process of this machine starts it"
+            elif started is not None:
+                words += f"; {last_words(started.log)}"
             if left <= 0:
                 raise SchedulerUnreachableError(f"{words}; waited for {timeout_s:g} s")
             logger.warning("job %s waits for its %s: %s; gives up in %.0f s", options.job, WHAT, words, left)
         time.sleep(_LOOK_S)
     return None
+
+
+def _gave_way(started: HostedScheduler) -> bool:
+    """Whether the server that was started here has ended since another one uses its folder.
+
+    Servers of one folder write to one log, so these words need not be its last ones.
+    """
+    try:
+        return not started.alive() and gives_way(started.pid) in started.log.read_text(errors="replace")
+    except OSError:
+        return False
 
 
 def _compare(options: ServerOptions, secret: Secret) -> None:

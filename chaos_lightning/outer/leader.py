@@ -26,9 +26,11 @@ from chaos_lightning.outer.dealing import Dealer
 from chaos_lightning.outer.effects import (
     EndAsked,
     EntryStored,
+    HangUp,
     Heard,
     LeaderEffect,
     LeaderEvent,
+    ProcessDied,
     StreamClosed,
     TimePassed,
 )
@@ -48,7 +50,6 @@ from chaos_lightning.outer.messages import (
     FromCluster,
     FromFollower,
     Goodbye,
-    JobFinished,
     LoopEnded,
     Missing,
     Offered,
@@ -88,7 +89,17 @@ from chaos_lightning.outer.types import (
     Started,
     VersionId,
     Voided,
+    named_offers,
 )
+
+MOST_WORDS = 2000
+"""Characters of a reason that are recorded."""
+MOST_NAME = 1000
+"""Characters of a name, a place or a nonce."""
+MOST_ELEMENTS = 1 << 48
+"""Elements of a model."""
+MOST_LENGTH = 1 << 48
+"""Positions of an epoch."""
 
 
 class LeaderMachine:
@@ -108,6 +119,8 @@ class LeaderMachine:
         self.dealer = Dealer(desk, attendance)
         self.end = Ending(desk, attendance)
         self.summaries = Summaries(desk, attendance)
+        self._late: set[int] = set()
+        """Streams of clusters that came after the job's end."""
 
     # ------------------------------------------------------------------ questions
 
@@ -174,15 +187,21 @@ class LeaderMachine:
             case Heard(conn, message):
                 self._hear(conn, message)
             case StreamClosed(conn, proof):
+                self._late.discard(conn)
                 self.attendance.closed(conn, proof=proof)
                 if self.shards.closed(conn) in self.chain.cut:
                     self.attendance.tell_all(self.shards.holders())
-            case EntryStored(ok, detail):
-                self._on_stored(ok, detail)
+            case ProcessDied(incarnation):
+                self.attendance.died(incarnation)
+            case EntryStored(ok, detail, unfit):
+                if unfit:
+                    self._on_unfit(detail)
+                else:
+                    self._on_stored(ok, detail)
             case TimePassed():
                 pass
             case EndAsked(reason):
-                self.end.ask(reason)
+                self.end.ask(reason[:MOST_WORDS])
         if not desk.done and desk.persisting is None:
             self._turn()
         if not desk.done:
@@ -210,15 +229,14 @@ class LeaderMachine:
                     self._welcome(incarnation)
             case LoopEnded(incarnation, reason):
                 if incarnation in clusters:
-                    clusters[incarnation].verdict = reason
+                    clusters[incarnation].verdict = reason[:MOST_WORDS]
             case Goodbye(incarnation, reason):
                 if incarnation in clusters:
-                    clusters[incarnation].gone = f"it left: {reason}"
+                    clusters[incarnation].gone = f"it left: {reason[:MOST_WORDS]}"
             case Staged():
                 self.shards.on_staged(message)
             case Applied():
-                self.shards.on_applied(message)
-                self._serve()
+                self._on_applied(message)
             case Written(name, version, digest):
                 followers[name].disk[version] = digest
             case Missing(name, push):
@@ -231,6 +249,10 @@ class LeaderMachine:
 
     def _on_cluster(self, conn: int, hello: ClusterHello) -> None:
         desk, chain, who = self.desk, self.chain, hello.resume
+        if max(map(len, (hello.cluster, hello.place, hello.nonce))) > MOST_NAME:
+            words = f"its name, place or nonce is longer than {MOST_NAME} characters"
+            desk.send(conn, Dismissed(max(self.term, hello.term), words, again=False))
+            return
         if words := desk.stranger(hello.cluster, hello.job_id):
             self._turn_away(conn, hello, words)
             return
@@ -252,8 +274,8 @@ class LeaderMachine:
             desk.note("cluster_refused", of=hello.cluster, reason=reason)
             desk.send(conn, Dismissed(desk.term, reason, again=False))
             return
-        if (told := self.end.told()) is not None:
-            desk.send(conn, told)
+        if chain.ended is not None:
+            self._tell_end(conn)
         elif who is not None and (over := chain.over(who)):
             desk.send(conn, Dismissed(desk.term, over, again=True))
         elif who is not None:
@@ -262,18 +284,41 @@ class LeaderMachine:
             self.attendance.waits(conn, hello)
 
     def _turn_away(self, conn: int, hello: ClusterHello | FollowerHello, words: str) -> None:
-        """It is another job's, which may have had more leaders: it would not heed a lower term than it knows."""
+        """Refuses a process of another job.
+
+        A cluster trains on as if its server were away, and asks again: the folder of its own job may be put back here.
+        A follower would not heed a lower term than it knows, and its job may have had more leaders.
+        """
         if isinstance(hello, ClusterHello):
             self.desk.note("cluster_refused", of=hello.cluster, reason=words)
+            self.desk.out.append(HangUp(conn, words))
         else:
             self.desk.note("follower_refused", of=hello.follower, reason=words)
-        self.desk.send(conn, Dismissed(max(self.term, hello.term), words, again=False))
+            self.desk.send(conn, Dismissed(max(self.term, hello.term), words, again=False))
 
-    def farewell(self, hello: ClusterHello | FollowerHello) -> Dismissed | JobFinished | None:
-        """What somebody is told who comes after the job's end; None: it has not ended."""
+    def _tell_end(self, conn: int) -> None:
+        """Tells a cluster that comes after the job's end where its last version is, and then that this is the last."""
+        told = self.end.told()
+        assert told is not None, "the chain has its end"
+        self._late.add(conn)
+        self.desk.send(conn, self.shards.holders())
+        if told.version != NO_VERSION:
+            self.desk.send(conn, Served(self.term, told.version, self.chain.progress(told.version)))
+        self.desk.send(conn, told)
+
+    def farewell(self, conn: int, hello: ClusterHello | FollowerHello) -> list[LeaderEffect]:
+        """Answers a hello that comes after the job's end; nothing if the job has not ended."""
+        self.desk.out = []
+        if (told := self.end.told()) is None:
+            return []
         name = hello.cluster if isinstance(hello, ClusterHello) else hello.follower
-        told, words = self.end.told(), self.desk.stranger(name, hello.job_id)
-        return Dismissed(max(self.term, hello.term), words, again=False) if told is not None and words else told
+        if words := self.desk.stranger(name, hello.job_id):
+            self._turn_away(conn, hello, words)
+        elif isinstance(hello, ClusterHello):
+            self._tell_end(conn)
+        else:
+            self.desk.send(conn, told)
+        return self.desk.out
 
     def _take_over(self, conn: int, who: IncarnationId, hello: ClusterHello) -> None:
         """The stream of a known incarnation: all that it may have missed is said again."""
@@ -307,10 +352,31 @@ class LeaderMachine:
             self.desk.doubt(hello.follower, lacking)
             return
         self.shards.on_hello(conn, hello)
-        if (told := self.end.told()) is not None:
-            self.desk.send(conn, told)
+        if self.chain.ended is not None:
+            self._serve_last(hello.follower)
         if hello.follower in self.chain.cut:
             self.attendance.tell_all(self.shards.holders())
+
+    def _on_applied(self, applied: Applied) -> None:
+        self.shards.on_applied(applied)
+        if self.chain.ended is not None:
+            self._serve_last(applied.follower)
+        else:
+            self._serve()
+
+    def _serve_last(self, name: str) -> None:
+        """Has a follower load the last version of a job that has ended; one that serves it is told of the end.
+
+        No start is entered: nothing follows the end, and whoever shows it has the newest chain (O7, O16).
+        """
+        told, follower = self.end.told(), self.followers[name]
+        assert told is not None, "the chain has its end"
+        if follower.version != told.version and name in self.chain.cut:
+            self.shards.obey(name, ())
+            return
+        self.desk.send(follower.conn, told)
+        for conn in sorted(self._late):
+            self.desk.send(conn, self.shards.holders())
 
     # ------------------------------------------------------------------ turning
 
@@ -342,6 +408,20 @@ class LeaderMachine:
         )
 
     # ------------------------------------------------------------------ what was stored
+
+    def _on_unfit(self, words: str) -> None:
+        """Puts out whoever brought what fits into no record, so that another entry may be decided."""
+        entry, self.desk.persisting = self.desk.persisting, None
+        assert entry is not None, "nothing was to be stored"
+        offers = named_offers(entry.body)
+        for who in {offer.push.incarnation for offer in offers} & self.clusters.keys():
+            self.clusters[who].gone = f"what it offers fits into no record: {words}"
+        if isinstance(entry.body, JobOpened):
+            for conn, hello in self.attendance.again():
+                reason = f"{hello.cluster} cannot begin a job with {len(hello.agreement.tensors)} tensors: {words}"
+                self.desk.send(conn, Dismissed(self.term, reason, again=False))
+        elif not offers:
+            self.desk.end(f"an entry of kind {type(entry.body).__name__} fits into no record: {words}")
 
     def _on_stored(self, ok: bool, detail: str) -> None:
         desk = self.desk
@@ -448,7 +528,11 @@ def _impossible(agreement: Agreement) -> str:
     """Why no job can have this agreement; "" if one can."""
     try:
         OuterSettings.of_words(agreement.settings)
-        Grid(tuple(tensor.elements for tensor in agreement.tensors), agreement.block)
+        grid = Grid(tuple(tensor.elements for tensor in agreement.tensors), agreement.block)
     except ConfigurationError as error:
         return str(error)
-    return "" if agreement.length >= 0 else f"an epoch cannot have {agreement.length} positions"
+    if any(size < 0 for tensor in agreement.tensors for size in tensor.shape) or grid.elements > MOST_ELEMENTS:
+        return f"no model has {grid.elements} elements; expected 1 to {MOST_ELEMENTS}"
+    if not 0 <= agreement.length <= MOST_LENGTH:
+        return f"an epoch cannot have {agreement.length} positions; expected 0 to {MOST_LENGTH}"
+    return ""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from chaos_lightning.errors import DeadlineError, RefusedError
+from chaos_lightning.errors import ChaosError, ConfigurationError, DeadlineError, RefusedError, StateError
 from chaos_lightning.machine.signals import ExitSignals, Handler, aside, say
 
 TELL_S = 10.0
@@ -49,6 +49,19 @@ class Patience:
 def tell_refusal(who: str, error: RefusedError) -> None:
     """A cluster that is in is not let in again: it trains on, and says so before it waits for anything."""
     _log.warning("cluster %s trains on, and its parameter server does not let it in: %s", who, error)
+
+
+def put_out(who: str, reason: str, *, was_in: bool) -> ChaosError:
+    """The error with which a cluster ends that is out of the job, and whose model is not the job's last version.
+
+    Args:
+        who: Name of the cluster.
+        reason: Why it is out.
+        was_in: It has had a part in the job.
+    """
+    if not was_in:
+        return ConfigurationError(reason)
+    return StateError(f"cluster {who} is out of the job, and its model is not the job's last version: {reason}")
 
 
 def _nothing(number: signal.Signals, frame: FrameType | None) -> None:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from chaos_lightning.control.link_keys import levels
 from chaos_lightning.errors import ConfigurationError, RefusedError
 from chaos_lightning.outer.messages import (
+    ClusterHello,
     Dismissed,
     FollowerHello,
     FromCluster,
@@ -78,8 +79,11 @@ class LineKeyIssuer:
 
     def heard(self, conn: int, message: FromCluster | FromFollower) -> None:
         """A message came on this stream; call it before the leader's machine hears of it."""
-        if isinstance(message, FollowerHello):
-            self._followers[conn] = message.follower
+        match message:
+            case FollowerHello(follower=name):
+                self._followers[conn] = name
+            case ClusterHello(cluster=name):  # of one that comes after the job's end, and is not welcomed
+                self._clusters.setdefault(conn, name)
 
     def closed(self, conn: int) -> None:
         """This stream is gone."""

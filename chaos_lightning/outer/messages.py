@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from chaos_lightning.outer.types import (
+    NO_PROCESS,
     NO_VERSION,
     Agreement,
     Covered,
@@ -18,20 +19,11 @@ from chaos_lightning.outer.types import (
     IncarnationId,
     JobProgress,
     Offer,
+    ProcessPlace,
     PushAnswer,
     PushId,
     VersionId,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessPlace:
-    """Where a process runs, so that whoever shares its machine can see that it is gone."""
-
-    host: str = ""
-    pid: int = 0
-    pid_start: int = 0
-
 
 # ---------------------------------------------------------------------- a cluster says
 
@@ -64,7 +56,7 @@ class ClusterHello:
     base: VersionId
     newest: VersionId
     agreement: Agreement
-    process: ProcessPlace = ProcessPlace()
+    process: ProcessPlace = NO_PROCESS
     kept: tuple[PushId, ...] = ()
     job_id: str = ""
     fetching: VersionId = NO_VERSION
@@ -323,7 +315,7 @@ class FollowerHello:
     disk: tuple[ShardFile, ...]
     version: VersionId
     endpoint: str = ""
-    process: ProcessPlace = ProcessPlace()
+    process: ProcessPlace = NO_PROCESS
     job_id: str = ""
 
 

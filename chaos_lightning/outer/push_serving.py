@@ -41,7 +41,7 @@ class PushServing:
         options: Of the cluster.
         secret: Token or credentials.
         grid: Of what is pushed.
-        me: Tells the incarnation's name; "" while it has none.
+        me: Tells the incarnation's name; the cluster's while it has none.
         note: Takes events about connections.
 
     Attributes:
@@ -78,8 +78,7 @@ class PushServing:
     def reach(self, holders: tuple[Holder, ...]) -> None:
         """These hold the shards from now on."""
         self.holders = holders
-        if self._me():
-            self._lines.follow(holders)
+        self._lines.follow(holders)
 
     def share(self, ranks: int) -> None:
         """So many serve the same pushes; together they keep to the cluster's rate."""

@@ -15,6 +15,7 @@ from chaos_lightning.outer.attendance import Attendance
 from chaos_lightning.outer.chain import AHEAD
 from chaos_lightning.outer.leader_desk import LeaderDesk
 from chaos_lightning.outer.messages import Dismissed, DropPush, Freed, PushAnswered, Reopened
+from chaos_lightning.outer.offers import impossible, oversize
 from chaos_lightning.outer.rounds import Rounds
 from chaos_lightning.outer.shards import Shards
 from chaos_lightning.outer.types import (
@@ -76,6 +77,9 @@ class Pushes:
         cluster, known = self._attendance.clusters.get(who), desk.chain.incarnations.get(who)
         if cluster is None or known is None or known.over:
             return False
+        if words := oversize(offer):
+            cluster.gone = words
+            return False
         given = known.answers.get(number)
         if given is not None:
             if given.offer.manifest != offer.manifest:
@@ -132,11 +136,16 @@ class Pushes:
         if self._desk.chain.founded:
             return None
         for offer in self.staged():
-            if offer.base == NO_VERSION and all(f.staged[offer.push].finite for f in self._shards.up()):
-                return Founded(self._desk.chain.next_number, offer)
-            if offer.base == NO_VERSION:
+            if offer.base != NO_VERSION:
+                continue
+            chain, settings = self._desk.chain, self._desk.settings
+            words = impossible(offer, chain.counters, settings, shared=chain.leases is not None)
+            finite = all(f.staged[offer.push].finite for f in self._shards.up())
+            if finite and not words:
+                return Founded(chain.next_number, offer)
+            if not self._attendance.clusters[offer.push.incarnation].gone:
                 cluster = self._attendance.clusters[offer.push.incarnation]
-                cluster.gone = "its parameters are not finite: no job can begin with them"
+                cluster.gone = f"no job can begin with its push: {words or 'its parameters are not finite'}"
                 self._desk.send(cluster.conn, Dismissed(self._desk.term, cluster.gone, again=False))
         return None
 

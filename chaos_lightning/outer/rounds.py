@@ -22,6 +22,7 @@ from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.gates import MeasuredPush
 from chaos_lightning.outer.judging import judge
 from chaos_lightning.outer.messages import Staged
+from chaos_lightning.outer.offers import impossible
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import IncarnationId, Offer, PushId, Rejection, Round, VersionId, Voided
 from chaos_lightning.outer.window import Window
@@ -108,7 +109,12 @@ class Rounds:
     ) -> Round | Voided:
         """A round on these pushes; what must be rejected whatever it holds is no candidate."""
         chain = self._chain
-        refused = [Rejection(offer, words) for offer in offers if (words := self._objection(offer))]
+        shared = chain.leases is not None
+        refused = [
+            Rejection(offer, words)
+            for offer in offers
+            if (words := impossible(offer, chain.counters, settings, shared=shared) or self._objection(offer))
+        ]
         rest = [offer for offer in offers if offer.push not in {r.offer.push for r in refused}]
         names = [offer.push for offer in rest]
         leans = {name: _lean(rows[name], chain.newest) for name in names}

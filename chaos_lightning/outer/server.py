@@ -22,11 +22,12 @@ from chaos_lightning.control.store import StoreFactory
 from chaos_lightning.errors import ChaosError, StoreError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import join_endpoint
+from chaos_lightning.machine.process_table import host_identity, process_state
 from chaos_lightning.outer import service
 from chaos_lightning.outer.chain_store import ChainStore
 from chaos_lightning.outer.control_client import PULSE_S
 from chaos_lightning.outer.driver import OuterDriver
-from chaos_lightning.outer.effects import Done, EndAsked, TimePassed
+from chaos_lightning.outer.effects import Done, EndAsked, ProcessDied, TimePassed
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.line_keys import LineKeyIssuer
 from chaos_lightning.outer.outer_pb2_grpc import add_ParameterServerServicer_to_server
@@ -39,6 +40,8 @@ _log = logging.getLogger("chaos_lightning.outer")
 
 CANNOT_LEAD = "it was elected and cannot lead"
 _TICK_S = 0.1
+_LOOK_S = 1.0
+"""Processes of clusters that are away are looked for so often."""
 _LINGER_S = 60.0
 """After the end of the job clusters fetch its last version; a leader waits no longer for them than this."""
 _QUIET_S, _AWAY_S = 0.5, 5.0
@@ -132,6 +135,7 @@ class OuterServer:
             self._stand(self._standing)
         self.life.begin(self._tick(), "ticks")
         self.life.begin(self._pulse(), "pulses")
+        self.life.begin(self._look_for_dead(), "dead clusters")
         return self.port
 
     @property
@@ -242,6 +246,16 @@ class OuterServer:
             if self._driver.machine is not None:
                 self._driver.feed(TimePassed())
             self._look_for_idleness()
+
+    async def _look_for_dead(self) -> None:
+        """Clusters of this machine that are away, and whose process is gone, are not waited for (O14)."""
+        here = host_identity()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            absent = self._driver.machine.attendance.absent() if self._driver.machine is not None else {}
+            for who, process in absent.items():
+                if process.host == here and process_state(process.pid, process.pid_start) == "gone":
+                    self._driver.feed(ProcessDied(who))
 
     async def _pulse(self) -> None:
         while True:

@@ -39,8 +39,11 @@ Run a leader and followers of outer sync on this machine, with a warm spare.
 What dies is started again, on its files. Ctrl+C ends all of it; clusters train on, and the job goes on when the same
 command is given again. Usually not needed: the first training script on a machine starts one.
 """
-IN_USE = "another server uses"
-"""Begins the reason with which one ends whose folder is in use."""
+
+
+def gives_way(pid: int) -> str:
+    """Words with which the server of this process ends if another one uses its folder: its log may be shared."""
+    return f"pid {pid} gives way"
 
 
 @contextlib.contextmanager
@@ -56,7 +59,10 @@ def _held(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigurationError(f"{IN_USE} {folder}; end that one, or choose another --dir and port") from error
+            raise ConfigurationError(
+                f"another server uses {folder}, so {gives_way(os.getpid())}; if that one is not wanted end it, or "
+                "choose another --dir and port"
+            ) from error
         yield
 
 

@@ -37,7 +37,6 @@ from torch.optim import Optimizer
 from chaos_lightning.control.options import forget_logs
 from chaos_lightning.errors import (
     ChaosError,
-    ConfigurationError,
     DeadlineError,
     DepartedError,
     RefusedError,
@@ -54,8 +53,8 @@ from chaos_lightning.outer.codec import Part, codec_named
 from chaos_lightning.outer.control_client import ControlClient
 from chaos_lightning.outer.getting import Sought, VersionGetter
 from chaos_lightning.outer.hosting import host_for_cluster
-from chaos_lightning.outer.leaving import Patience, tell_refusal
-from chaos_lightning.outer.messages import Holder, ProcessPlace
+from chaos_lightning.outer.leaving import Patience, put_out, tell_refusal
+from chaos_lightning.outer.messages import Holder
 from chaos_lightning.outer.push_serving import PushServing
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.settings import OuterSettings
@@ -66,6 +65,7 @@ from chaos_lightning.outer.types import (
     Agreement,
     Covered,
     JobProgress,
+    ProcessPlace,
     PushId,
     VersionId,
 )
@@ -167,7 +167,7 @@ class OuterSession:
     def _live(self, machine: ClusterMachine) -> _Life:
         me = machine  # its name is known once it is welcomed
         serving = PushServing(
-            self.options, self._secret, self._model.grid, lambda: str(me.incarnation or ""), self._events.emit
+            self.options, self._secret, self._model.grid, lambda: str(me.incarnation or me.name), self._events.emit
         )
         return _Life(machine, serving)
 
@@ -246,8 +246,6 @@ class OuterSession:
         self._beats.start()
         self._getter.start()
         self._rest(self._is_in, timeout_s)
-        if self.over:
-            raise ConfigurationError(self.over)
         self._go_on()
         return self.progress
 
@@ -430,8 +428,8 @@ class OuterSession:
                 case cl.TakeLast(version, steps, samples):
                     self._take_last(version, part, steps, samples)
                     found = Boundary(version, True, found.reset_optimizer)
-                case cl.Over(reason, again):
-                    self._end_of_life(reason, again)
+                case cl.Over() as over:
+                    self._end_of_life(over)
                     found = Boundary(found.adopted, True, found.reset_optimizer)
 
     def _freeze(self, push: PushId, base: VersionId) -> None:
@@ -488,15 +486,17 @@ class OuterSession:
             self.progress = self._life.machine.job
             self._claimed.clear()
 
-    def _end_of_life(self, reason: str, again: bool) -> None:
+    def _end_of_life(self, over: cl.Over) -> None:
         old = self._life
-        if not again:
-            self._model.end(reason, again=False)
-            self.over = reason
+        if not over.again:
+            self._model.end(over)
+            self.over = over.reason
+            if over.failed:
+                raise put_out(self.options.name, over.reason, was_in=old.machine.was_in)
             return
         with self._changed:
             old.over = True
-            self._model.end(reason, again=True)
+            self._model.end(over)
             self._old.append(old)
             self._life = self._live(old.machine.anew())
             self._todo.clear()
@@ -528,7 +528,7 @@ class OuterSession:
 
         def trouble(error: ChaosError) -> None:
             self._trouble = str(error)
-            if isinstance(error, RefusedError) and life.machine.incarnation is None:
+            if isinstance(error, RefusedError) and not life.machine.was_in:
                 self._fail(error)
             elif isinstance(error, RefusedError):
                 tell_refusal(self.options.name, error)

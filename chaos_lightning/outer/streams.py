@@ -20,7 +20,8 @@ from chaos_lightning.machine.process_table import host_identity, process_state
 from chaos_lightning.outer import outer_pb2
 from chaos_lightning.outer.control_client import ENDED
 from chaos_lightning.outer.effects import Heard, LeaderEvent, StreamClosed
-from chaos_lightning.outer.messages import ClusterHello, FollowerHello, Offered, ProcessPlace
+from chaos_lightning.outer.messages import ClusterHello, FollowerHello, Offered
+from chaos_lightning.outer.types import ProcessPlace
 from chaos_lightning.outer.vocabulary import FROM_CLUSTER, FROM_FOLLOWER, TO_CLUSTER, TO_FOLLOWER
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
@@ -53,8 +54,8 @@ class ClientStream:
         self.name = ""
         """The cluster's or follower's, once it has said hello."""
         self.process = ProcessPlace()
-        self.end = ""
-        """Why it is ended from here; "" while it is not."""
+        self.end: tuple[grpc.StatusCode, str] | None = None
+        """Status and reason with which it is ended from here; None while it is not."""
         self.outbox: asyncio.Queue[Any] = asyncio.Queue()
         self.cut = asyncio.Event()
         self.from_client, self.to_client, self.pulse = _CALLS[call]
@@ -127,8 +128,17 @@ class ClientStreams:
     def end_all(self, reason: str) -> None:
         """Ends them behind what is queued, with the reason why nobody leads here any more."""
         for stream in self._standing.values():
-            stream.end = reason
-            stream.outbox.put_nowait(None)
+            self._hang_up(stream, ENDED, reason)
+
+    def hang_up(self, conn: int, reason: str) -> None:
+        """Ends one behind what is queued: its client is refused, for this reason."""
+        if (stream := self._standing.get(conn)) is not None:
+            self._hang_up(stream, grpc.StatusCode.NOT_FOUND, reason)
+
+    @staticmethod
+    def _hang_up(stream: ClientStream, status: grpc.StatusCode, reason: str) -> None:
+        stream.end = stream.end or (status, reason)
+        stream.outbox.put_nowait(None)
 
     def pulse(self) -> None:
         """Clients leave a leader that says nothing, for another may be elected by then."""
@@ -151,8 +161,8 @@ class ClientStreams:
             ):
                 if task.done():
                     task.result()
-            if stream.end:
-                await context.abort(ENDED, stream.end)
+            if stream.end is not None:
+                await context.abort(*stream.end)
         except WireError as error:
             self._refused(stream.peer, f"{error} ({call})")
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

@@ -31,6 +31,18 @@ class IncarnationId:
         return f"{self.cluster}~{self.number}"
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """Where a process runs, so that whoever shares its machine can see that it is gone."""
+
+    host: str = ""
+    pid: int = 0
+    pid_start: int = 0
+
+
+NO_PROCESS = ProcessPlace()
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class PushId:
     """One push. Its order is the order in which pushes of a round are summed, whatever order they came in."""
@@ -330,11 +342,19 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A cluster has come: its pushes count from this number on."""
+    """A cluster has come.
+
+    Attributes:
+        incarnation: Its name.
+        place: Where it runs, for people.
+        first: Number of its first push.
+        process: Its first process, whose death any leader on that machine can see; None where it has several.
+    """
 
     incarnation: IncarnationId
     place: str
     first: int = 1
+    process: ProcessPlace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,3 +539,17 @@ class Entry:
     def version(self) -> VersionId:
         """The version that it makes; NO_VERSION if it makes none."""
         return VersionId(self.body.number, self.hash) if isinstance(self.body, MAKES_VERSION) else NO_VERSION
+
+
+def named_offers(body: Body) -> tuple[Offer, ...]:
+    """All offers that an entry names, whatever it says of them."""
+    match body:
+        case Founded(_, offer) | Voided(offer):
+            return (offer,)
+        case Round() as decided:
+            weighed = tuple(weighed.offer for weighed in decided.accepted)
+            return (*weighed, *(refusal.offer for refusal in decided.rejected))
+        case Ended(voided=voided):
+            return voided
+        case _:
+            return ()

@@ -11,8 +11,8 @@ from chaos_lightning.outer.messages import FromCluster, FromFollower, ToCluster,
 from chaos_lightning.outer.types import Body, Entry, Summary
 from chaos_lightning.protocol.codec import Vocabulary
 
-MAX_ENTRY_NBYTES = 1 << 20
-"""What etcd takes; entries hold metadata only."""
+MAX_ENTRY_NBYTES = 48 << 20
+"""Fits into a message. An entry names all tensors of the model at most; etcd takes less (control/etcd_store.py)."""
 _BODIES = {cls.__name__: cls for cls in get_args(Body)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from chaos_lightning.lab.outer.processes import agreement, product
@@ -14,6 +15,7 @@ from chaos_lightning.outer.snapshot import snapshot
 from chaos_lightning.outer.types import (
     NO_VERSION,
     Covered,
+    Entry,
     IncarnationId,
     Offer,
     PushId,
@@ -29,6 +31,7 @@ class Rig:
     def __init__(self, length: int = 0, *, full: bool = False) -> None:
         self.full = full
         self.now = 1.0
+        self.stores: Callable[[Entry], fx.EntryStored] = lambda entry: fx.EntryStored(True)
         self.agreed = agreement(SETTINGS, length)
         self.machine = LeaderMachine(OuterChain(), 1, 1)
         self.notes: list[tuple[str, dict[str, Any]]] = []
@@ -42,8 +45,8 @@ class Rig:
         while waiting:
             for effect in self.machine.on(self.now, waiting.pop(0)):
                 match effect:
-                    case fx.StoreEntry():
-                        waiting.append(fx.EntryStored(True))
+                    case fx.StoreEntry(entry):
+                        waiting.append(self.stores(entry))
                     case fx.OuterNote(name, fields):
                         self.notes.append((name, dict(fields)))
                     case fx.SendTo(_, say.Keep(_, version)):

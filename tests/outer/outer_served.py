@@ -20,13 +20,22 @@ from chaos_lightning.outer import messages as say
 from chaos_lightning.outer.control_client import ControlClient
 from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.server import LeaderConfig, OuterServer
-from chaos_lightning.outer.types import NO_VERSION, Agreement, IncarnationId, Offer, PushId, TensorSpec, VersionId
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    Agreement,
+    IncarnationId,
+    Offer,
+    ProcessPlace,
+    PushId,
+    TensorSpec,
+    VersionId,
+)
 from chaos_lightning.security.credentials import Secret
 
 AGREEMENT = Agreement((TensorSpec("weight", "float32", (4,)),))
 ZERO = ExactSum.of(()).encode()
 ONE = ExactSum.of((1.0,)).encode()
-HERE = say.ProcessPlace(host_identity(), os.getpid(), start_time(os.getpid()))
+HERE = ProcessPlace(host_identity(), os.getpid(), start_time(os.getpid()))
 
 
 class OuterServed:
@@ -162,7 +171,7 @@ class ScriptedFollower(Scripted):
 class ScriptedCluster(Scripted):
     """Founds the job if it may; pushes when it is told to."""
 
-    def __init__(self, endpoints: str, name: str = "home", process: say.ProcessPlace = HERE, **more: Any) -> None:
+    def __init__(self, endpoints: str, name: str = "home", process: ProcessPlace = HERE, **more: Any) -> None:
         super().__init__(endpoints, "Attend", **more)
         self.name = name
         self.process = process
@@ -194,7 +203,7 @@ class ScriptedCluster(Scripted):
                     self._adopt(version)
             case say.PushAnswered(push=push):
                 self.number = max(self.number, push.number + 1)
-            case say.Served(version=version):
+            case say.Served(version=version) if self.me is not None:
                 self._adopt(version)
 
     def _adopt(self, version: VersionId) -> None:
@@ -204,7 +213,8 @@ class ScriptedCluster(Scripted):
     def push(self) -> None:
         assert self.me is not None
         push = PushId(self.me, self.number)
-        self.client.say(say.Offered(Offer(push, self.base, f"content of {push}", 64, 2)))
+        done = (64, 2) if self.base != NO_VERSION else (0, 0)
+        self.client.say(say.Offered(Offer(push, self.base, f"content of {push}", *done)))
 
     def beat(self) -> None:
         assert self.me is not None

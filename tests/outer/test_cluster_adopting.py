@@ -9,6 +9,7 @@ from chaos_lightning.outer.cluster import ClusterMachine
 from chaos_lightning.outer.effects import Connected, Disconnected, Say, TimePassed, Told
 from chaos_lightning.outer.messages import (
     Beat,
+    Dismissed,
     Holder,
     Holders,
     JobFinished,
@@ -221,7 +222,39 @@ def test_a_last_version_that_nobody_gives_is_waited_for_a_while() -> None:
         (*_, last) = machine.on(TimePassed()) or [None]
     assert beats == cl.LAST_S / RULES.heartbeat_s
     assert isinstance(last, cl.Over)
+    assert last.failed
     assert f"Its last version, {V3}, could not be had" in last.reason
+
+
+def test_who_was_away_at_the_end_of_the_job_takes_its_last_version() -> None:
+    """It came in anew, was told that the job is over, and ended well with what it had trained itself."""
+    before = training(overlap=True)
+    assert before.on(Told(Dismissed(1, "it was silent", again=True))) == [cl.Over("it was silent", again=True)]
+    machine = before.anew()
+    machine.on(Connected())
+    machine.on(Told(Served(1, V3, JobProgress(9, 9 * TICKS))))
+    assert machine.on(Told(JobFinished(1, V3, "it ends"))) == [cl.FetchVersion(V3)]
+    assert machine.on(cl.Got(V3)) == [cl.TakeLast(V3, 0, 0), cl.Over("it ends", again=False)]
+    assert machine.base == V3
+    assert machine.job.samples == 9
+
+
+@pytest.mark.parametrize(
+    "told", [Dismissed(1, "the name is taken", again=False), JobFinished(1, NO_VERSION, "it lost its first version")]
+)
+def test_an_end_without_the_jobs_last_version_is_no_success(told: Dismissed | JobFinished) -> None:
+    (over,) = training(overlap=True).on(Told(told))
+    assert isinstance(over, cl.Over)
+    assert over.failed
+
+
+def test_who_has_had_no_part_in_a_job_does_not_end_with_its_last_version() -> None:
+    """It may be the next fit of the same script, and the server that of the fit before."""
+    machine = ClusterMachine("home", "here", "nonce", training(overlap=True).agreement)
+    machine.on(Connected())
+    (over,) = machine.on(Told(JobFinished(1, V3, "it ends")))
+    assert isinstance(over, cl.Over)
+    assert over.failed
 
 
 def test_who_is_asked_to_leave_within_a_step_says_goodbye_after_it() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from leader_rig import Rig
 
 from chaos_lightning.lab.outer.processes import product
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.types import NO_VERSION, IncarnationId, Offer, PushAnswer, PushId
+from chaos_lightning.outer.leader import LeaderMachine
+from chaos_lightning.outer.types import NO_VERSION, IncarnationId, Offer, PushAnswer, PushId, VersionId
 
 
 def rolled_back_at_its_end(*, asked: bool) -> tuple[Rig, IncarnationId, Offer]:
@@ -50,6 +53,56 @@ def test_what_a_rollback_opens_again_is_answered_before_the_job_ends() -> None:
     rig.feed(fx.Heard(2, say.LoopEnded(home, "it is through")))
     assert chain.ended is not None
     assert (chain.ended.version, chain.ended.reason) == (chain.newest, "home~1 says: it is through")
+
+
+def ended(rig: Rig) -> VersionId:
+    """The version with which this job has ended."""
+    home = rig.comes("home", 2)
+    rig.push(home, 1)
+    rig.feed(fx.EndAsked("an operator asked"))
+    assert rig.machine.desk.done
+    assert rig.machine.chain.ended is not None
+    return rig.machine.chain.ended.version
+
+
+def said(effects: list[fx.LeaderEffect], conn: int) -> list[object]:
+    return [effect.message for effect in effects if isinstance(effect, fx.SendTo) and effect.conn == conn]
+
+
+def test_who_comes_after_the_end_is_told_where_the_last_version_is() -> None:
+    rig = Rig()
+    last = ended(rig)
+    hello = say.ClusterHello(
+        "away", "here", "n", 1, None, NO_VERSION, last, rig.agreed, job_id=rig.machine.chain.job_id
+    )
+    progress = rig.machine.chain.progress(last)
+    words = [rig.machine.shards.holders(), say.Served(1, last, progress), say.JobFinished(1, last, "an operator asked")]
+    assert said(rig.machine.farewell(9, hello), 9) == words
+    stranger = replace(hello, job_id="another")
+    (refused,) = (e for e in rig.machine.farewell(9, stranger) if not isinstance(e, fx.OuterNote))
+    assert isinstance(refused, fx.HangUp)
+
+
+def test_a_server_that_starts_after_the_end_has_the_last_version_loaded_for_who_comes() -> None:
+    """Its followers were told of the end at once, and ended: nobody had the version any more."""
+    rig = Rig()
+    last = ended(rig)
+    again = LeaderMachine(rig.machine.chain, 2, 1)
+    hello = say.ClusterHello(
+        "away", "here", "n", 1, None, NO_VERSION, last, rig.agreed, job_id=rig.machine.chain.job_id
+    )
+    told = said(again.on(1.0, fx.Heard(3, hello)), 3)
+    assert isinstance(told[-1], say.JobFinished)
+    file = say.ShardFile(last, "digest")
+    effects = again.on(1.1, fx.Heard(1, say.FollowerHello("f", "new", 1, (file,), NO_VERSION, "here:1", job_id="")))
+    (obey,) = (each for each in said(effects, 1) if isinstance(each, say.Obey))
+    assert (obey.nonce, obey.durable[-1]) == ("new", file)
+    effects = again.on(1.2, fx.Heard(1, say.Applied("f", last)))
+    assert say.JobFinished(2, last, "an operator asked") in said(effects, 1)
+    (holders,) = said(effects, 3)
+    assert isinstance(holders, say.Holders)
+    assert holders.holders[0].endpoint == "here:1"
+    assert again.chain.last == rig.machine.chain.last, "nothing is stored after the end"
 
 
 def test_an_operator_ends_a_job_that_was_rolled_back() -> None:

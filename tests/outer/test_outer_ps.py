@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from outer_served import AGREEMENT, ScriptedCluster, ScriptedFollower, at_once, 
 from recut_support import Stopped
 from until_support import until
 
+from chaos_lightning.control.hosting import HostedScheduler
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ChaosError, ConfigurationError, SchedulerUnreachableError, StoreError
 from chaos_lightning.events.events import read_events
@@ -28,6 +30,7 @@ from chaos_lightning.outer.chain_store import load_chain
 from chaos_lightning.outer.control_client import fetch_facts
 from chaos_lightning.outer.hosting import ensure_server
 from chaos_lightning.outer.options import ServerOptions
+from chaos_lightning.outer.server_main import gives_way
 from chaos_lightning.outer.supervisor import LEADER, SPARE
 from chaos_lightning.outer.types import JobOpened
 from chaos_lightning.outer.vocabulary import body_bytes
@@ -210,6 +213,28 @@ def test_a_server_that_cannot_run_says_why(tmp_path: Path) -> None:
     options = ServerOptions(listen=f"127.0.0.1:{free_port()}", dir=str(tmp_path / "job"))
     with pytest.raises(SchedulerUnreachableError, match="ended at once; its log"):
         ensure_server(options)
+
+
+def test_who_lost_the_race_for_a_server_waits_for_the_winner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both write to one log: the loser's words were not its last ones, so its cluster ended; or they were, and told
+    the user to end the winner."""
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as ended:
+        ended.wait()
+    log = tmp_path / "job.log"
+    log.write_text(f"error: another server uses it, so {gives_way(ended.pid)}\n" + "the winner is up\n" * 5)
+    options = ServerOptions(listen=f"127.0.0.1:{free_port()}", dir=str(tmp_path / "job"))
+    seen = iter(["free", *["silent"] * 3, "free", "serves"])
+    monkeypatch.setattr(hosting, "look", lambda *given: next(seen))
+    monkeypatch.setattr(hosting, "_RACE_S", 0.0)
+    monkeypatch.setattr(hosting, "TELL_S", 0.0)
+    monkeypatch.setattr(
+        hosting, "_spawn", lambda *given, **named: HostedScheduler(options.listen, ended.pid, 0, log, None)
+    )
+    assert ensure_server(options) is None
+    assert "another process of this machine starts it" in caplog.text
+    assert "another server uses" not in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ the supervisor

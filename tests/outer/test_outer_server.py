@@ -25,6 +25,7 @@ from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.outer import messages as say
 from chaos_lightning.outer import outer_pb2, server, streams
+from chaos_lightning.outer.attendance import DEAD
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.chain_store import load_chain
 from chaos_lightning.outer.control_client import ask_end, fetch_facts
@@ -38,6 +39,7 @@ from chaos_lightning.outer.types import (
     IncarnationId,
     JobOpened,
     Joined,
+    ProcessPlace,
     PushAnswer,
     PushId,
     Round,
@@ -363,12 +365,12 @@ def test_processes_of_another_job_are_sent_away_and_end_no_leader(begun: bool) -
                 cluster.start()
                 cluster.served(1)
             with at_once(old, f1):
-                for stranger in (old, f1):
-                    told = stranger.heard.wait_for(say.Dismissed)
-                    assert (told.term, told.again) == (9, False)
-                    assert f"{stranger.name} is of job 01234567, and this server has" in told.reason
-                    here = f"job {cluster.job_id[:8]}, which home at a test began" if begun else "no job yet"
-                    assert here in told.reason
+                told = f1.heard.wait_for(say.Dismissed)
+                assert (told.term, told.again) == (9, False)
+                refused = old.troubles.wait(lambda error: isinstance(error, RefusedError))
+                here = f"job {cluster.job_id[:8]}, which home at a test began" if begun else "no job yet"
+                for name, words in (("two", told.reason), ("old", str(refused))):
+                    assert f"{name} is of job 01234567, and this server has {here}" in words
             if not begun:
                 cluster.start()
                 cluster.served(1)
@@ -398,7 +400,7 @@ def test_who_knows_more_than_its_own_jobs_store_ends_the_leader_and_all_are_told
 
 def test_a_dead_process_of_this_machine_is_proof(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE) as child:
-        place = say.ProcessPlace(host_identity(), child.pid, start_time(child.pid))
+        place = ProcessPlace(host_identity(), child.pid, start_time(child.pid))
         with outer_serving() as served:
             follower, lives, dies = *a_job(served.endpoint), ScriptedCluster(served.endpoint, "dies", place)
             with at_once(follower, lives):
@@ -412,6 +414,37 @@ def test_a_dead_process_of_this_machine_is_proof(tmp_path: Path) -> None:
                     return [c["name"] for c in fetch_facts(served.endpoint, b"")["clusters"]]
 
                 until(lambda: names() == ["home"], "the dead cluster's removal", 2.5)
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_process_that_died_while_the_server_was_away_is_not_waited_for(tmp_path: Path, *, lives: bool) -> None:
+    """A follower lacked its push, so all stood for `last_holder_timeout_s`, though its pid was gone."""
+
+    def store() -> SqliteStore:
+        return SqliteStore(tmp_path / "chain.sqlite")
+
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE) as child:
+        place = ProcessPlace(host_identity(), child.pid, start_time(child.pid))
+        with outer_serving(store) as served:
+            follower, cluster = a_job(served.endpoint)
+            cluster.process = place
+            with at_once(follower, cluster):
+                cluster.served(1)
+                cluster.push()
+                cluster.served(2)
+        if not lives:
+            child.kill()
+            child.wait()
+        with outer_serving(store) as served:
+            assert served.server._driver.machine is not None
+            chain = served.server._driver.machine.chain
+            if not lives:
+                until(lambda: [known.over for known in chain.incarnations.values()] == [DEAD], "its removal", 5.0)
+            else:
+                absent = served.server._driver.machine.attendance.absent
+                until(lambda: list(absent().values()) == [place], "that it is away", 5.0)
+                assert not any(known.over for known in chain.incarnations.values())
+        child.kill()
 
 
 def test_a_stream_that_ends_is_no_proof_while_its_process_lives(monkeypatch: pytest.MonkeyPatch) -> None:

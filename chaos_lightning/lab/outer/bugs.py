@@ -226,6 +226,11 @@ BUGS = {
     "O15-left": Bug(
         "O15", "files of the old shards are taken for those of the new ones", Machines(recut=bad.leaving_steps), "recut"
     ),
+    "O16-home": Bug(
+        "O16",
+        "who comes in anew after the job's end goes home without its last version",
+        Machines(cluster=bad.HomegoingCluster),
+    ),
     "O16-early": Bug("O16", "the end does not wait for the disks", Machines(leader=_with(end=bad.EarlyEnding))),
 }
 """By name."""

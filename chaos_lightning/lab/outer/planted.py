@@ -101,6 +101,16 @@ class ForgetfulCluster(ClusterMachine):
         return super().on(event, resting=resting)
 
 
+class HomegoingCluster(ClusterMachine):
+    """One that comes in anew after the job's end goes home without its last version."""
+
+    def _on_finished(self, version: VersionId, reason: str) -> None:
+        if self.base == NO_VERSION:
+            self._end(reason, again=False)
+        else:
+            super()._on_finished(version, reason)
+
+
 class EarlyEnding(Ending):
     """It does not wait for the disks."""
 

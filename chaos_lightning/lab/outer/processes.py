@@ -244,10 +244,12 @@ class LeaderProcess(Process):
     def feed(self, event: fx.LeaderEvent) -> None:
         """One event through the machine; its effects in order. Once the job is over, whoever comes is told so."""
         hello = event.message if isinstance(event, fx.Heard) else None
-        done = self.machine.desk.done and isinstance(hello, ClusterHello | FollowerHello)
-        if done and (told := self.machine.farewell(hello)) is not None:  # type: ignore[arg-type]
-            self._send(event.conn, told)  # type: ignore[union-attr]
-        for effect in self.machine.on(self.kernel.now + 1.0, event):
+        if self.machine.desk.done and isinstance(hello, ClusterHello | FollowerHello):
+            assert isinstance(event, fx.Heard)
+            effects = self.machine.farewell(event.conn, hello)
+        else:
+            effects = self.machine.on(self.kernel.now + 1.0, event)
+        for effect in effects:
             if not self.alive:
                 break
             if self.die_at_effect == 0:
@@ -259,6 +261,9 @@ class LeaderProcess(Process):
                     self.kernel.after(self.kernel.between(0.001, 0.02), lambda e=entry: self._write(e))  # type: ignore[misc]
                 case fx.SendTo(conn, message):
                     self._send(conn, message)
+                case fx.HangUp(conn):
+                    if conn in self.streams:
+                        self.streams[conn].cut()
                 case fx.OuterNote():
                     pass
                 case fx.Done(reason, finished):

@@ -403,8 +403,9 @@ class World:
         if self.kernel.now - self._lost_at > CALM_S:  # before that a mark may come that its disk has
             return True
         alive = any(cluster.alive for cluster in self.clusters.values())
-        if self.went_back:  # to before the job was opened: then all of it are another job's
-            return bool(self.finished) or not alive
+        if self.went_back:  # to before the job was opened: then all of it are another job's, and wait for their own
+            of_here = any(c.alive and c.machine.job_id in ("", self.chain.job_id) for c in self.clusters.values())
+            return bool(self.finished) or not of_here
         return bool(self.finished) and not alive
 
     def _check_end(self) -> None:
@@ -416,7 +417,7 @@ class World:
                     raise Violation(f"{name} gives its shard up: {follower.machine.lost} (O6)")
                 return
         for name, cluster in self.clusters.items():
-            if cluster.left == self.finished and cluster.machine.base not in (NO_VERSION, self.chain.newest):
+            if cluster.left == self.finished and cluster.machine.base != self.chain.newest:
                 raise Violation(f"{name} ends with {cluster.machine.base}, and the job with {self.chain.newest} (O16)")
             if cluster.machine.agreement != self.chain.agreement and "cannot join" not in cluster.left:
                 raise Violation(f"{name} has another model and was not told")
