@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 from chaos_lightning.planning.pipelines.cuts import Cutter, DeviceRow, Tables
 from chaos_lightning.planning.pipelines.equal import Shapes
@@ -48,6 +48,12 @@ SPEEDS = (0.5, 0.25)
 """Starts leave out devices whose speed is below these shares of the fastest one's."""
 EVEN = 1.05
 """Rows whose speeds differ by no more than this ratio are in order as they are."""
+CLASSES = 3
+"""Classes that devices are sorted into, by speed and memory, for rows that mix them."""
+COUNTS = 40
+"""Numbers of rows of one mix that are tried at most."""
+BEST = 3
+"""Numbers of rows that are kept of each mix, where rows of several mixes stand side by side."""
 ROWS = 40
 """Pipelines: for no more than so many the best cuts are searched in the end."""
 MANY = 128
@@ -172,9 +178,13 @@ class Mixed:
 
     def _simulated_s(self, rows: Sequence[Names]) -> float:
         """The step of these rows, with cuts that are found at once."""
-        filling = self._splitter(self.quick_s, rows).over(rows)
+        reduce = self.reduce(rows)
+        filling = self._value(rows)
+        # `line_s` knows no memory that micro-batches need.
+        if filling is None or any(self.row(names, reduce).quick(m) is None for names, m in filling.pairs):
+            filling = self._splitter(self.quick_s, rows).over(rows)
         if filling is None:
-            return math.inf  # `line_s` knows no memory that micro-batches need.
+            return math.inf
         return estimate(self.job, self._plan(filling, self.reduce(rows), quick=True)).step_s
 
     def bound_s(self) -> float:
@@ -232,6 +242,58 @@ class Mixed:
             if few:
                 yield self._ordered(_next_to_like(chosen, lengths[::-1]))
                 yield self._ordered(_dealt(chosen, lengths))
+        if not few:
+            yield from self._mixes()
+
+    def _mixes(self) -> Iterator[tuple[Names, ...]]:
+        """Rows that hold all classes of devices in the same shares, or some classes each.
+
+        A class may stay idle, have rows of its own, or share rows with others: all set partitions of all subsets. Where
+        memory is scarce, rows of slow devices alone are too long, and those of fast ones alone leave the others idle.
+        """
+        classes = self._classes()
+        sides: dict[tuple[int, ...], list[list[list[Device]]]] = {}
+        for parts in _set_partitions(tuple(range(len(classes)))):
+            for part in parts:
+                if part not in sides:
+                    sides[part] = self._mixed([classes[i] for i in part])
+            best = [sides[part] if len(parts) == 1 else sides[part][:BEST] for part in parts]
+            for chosen in product(*best):
+                yield self._ordered([row for rows in chosen for row in rows])
+
+    def _mixed(self, classes: Sequence[Sequence[Device]]) -> list[list[list[Device]]]:
+        """All devices of these classes in 1, 2, 3, ... rows with equal shares of each; the most promising ones first.
+
+        What a number of rows promises is the step of its rows alone, at their share of the micro-batches.
+        """
+        total = sum(map(len, classes))
+        found: list[tuple[float, list[list[Device]]]] = []
+        for count in _counts(min(total, self.job.micro_batches)):
+            for deal in (_blocks, _in_turn):
+                rows = [[*x] for x in deal(classes, count) if x]
+                if max(map(len, rows)) > self.job.costs.count:
+                    continue
+                reduce = self.reduce([tuple(d.name for d in row) for row in rows])
+                kinds = {tuple(d.kind for d in row): tuple(d.name for d in row) for row in rows}
+                time_s = max(
+                    min(self.quick_s(x, max(1, round(self._share(x))), len(rows), reduce) for x in (names, names[::-1]))
+                    for names in kinds.values()
+                )
+                if math.isfinite(time_s):
+                    found.append((time_s, rows))
+        return [rows for _, rows in sorted(found, key=lambda x: x[0])]
+
+    def _classes(self) -> list[list[Device]]:
+        """Devices by kind; the kinds that differ least in speed are taken together while there are too many."""
+        by_kind = defaultdict[tuple[float, float], list[Device]](list)
+        for d in self.order:
+            by_kind[d.kind].append(d)
+        found = list(by_kind.values())
+        while len(found) > CLASSES:
+            ratios = [a[0].speed / b[-1].speed for a, b in pairwise(found)]
+            i = ratios.index(min(ratios))
+            found[i : i + 2] = [found[i] + found[i + 1]]
+        return [sorted(x, key=lambda d: (d.place, d.name)) for x in found]
 
     def _lengths(self) -> Iterator[tuple[list[Device], tuple[int, ...]]]:
         """Devices, fast ones first, and lengths of pipelines of the first of them."""
@@ -373,6 +435,54 @@ def _dealt(devices: Sequence[Device], lengths: Sequence[int]) -> list[list[Devic
         free = [i for i, p in enumerate(lengths) if len(rows[i]) < p]
         rows[min(free, key=lambda i: (sum(x.speed for x in rows[i]) / lengths[i], i))].append(d)
     return rows
+
+
+def _blocks(classes: Sequence[Sequence[Device]], count: int) -> list[list[Device]]:
+    """Deals devices to rows so that each has neighbours of each class; rows that get one more take turns."""
+    rows: list[list[Device]] = [[] for _ in range(count)]
+    turn = 0
+    for devices in classes:
+        share, more = divmod(len(devices), count)
+        extra = {(turn + i) % count for i in range(more)}
+        turn, at = turn + more, 0
+        for i, row in enumerate(rows):
+            row += devices[at : at + share + (i in extra)]
+            at += share + (i in extra)
+    return rows
+
+
+def _in_turn(classes: Sequence[Sequence[Device]], count: int) -> list[list[Device]]:
+    """Deals devices to rows so that neighbours, who are mostly of one host, own the same stage of several rows."""
+    rows: list[list[Device]] = [[] for _ in range(count)]
+    turn = 0
+    for devices in classes:
+        for i, device in enumerate(devices):
+            rows[(turn + i) % count].append(device)
+        turn += len(devices)
+    return rows
+
+
+def _counts(most: int) -> list[int]:
+    """Numbers of rows from 1 to `most`: all of them, or some at equal ratios."""
+    if most <= COUNTS:
+        return list(range(1, most + 1))
+    return sorted({round(most ** (i / (COUNTS - 1))) for i in range(COUNTS)})
+
+
+def _set_partitions(items: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Set partitions of all subsets but the empty one."""
+
+    def of(rest: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+        if not rest:
+            yield ()
+            return
+        for parts in of(rest[1:]):
+            yield parts
+            yield ((rest[0],), *parts)
+            for i, part in enumerate(parts):
+                yield (*parts[:i], (rest[0], *part), *parts[i + 1 :])
+
+    yield from (parts for parts in of(items) if parts)
 
 
 def partitions(total: int, largest: int, most: int) -> Iterator[tuple[int, ...]]:
