@@ -381,6 +381,13 @@ class DeviceRow:
         return min((x[0] for x in (found, other) if x), key=lambda at: self.charge(at, m, 2).charged_s, default=None)
 
     def _nearest(self, m: int, pipelines: int) -> LayerCut | None:
+        found = self._of_near(m, pipelines)
+        # Where speeds differ, the cut for other numbers of micro-batches may be far from the best one.
+        quick = self.quick(m) if len(set(self.speeds)) > 1 else None
+        own = self.charge(quick, m, pipelines) if quick else None
+        return min((x for x in (found, own) if x), key=_charged, default=None)
+
+    def _of_near(self, m: int, pipelines: int) -> LayerCut | None:
         power = math.log(m, GRID)
         for near in (round(GRID ** round(power)), round(GRID ** (math.floor(power) + 1)), m):
             cut = self._searched(near, _usual(pipelines))

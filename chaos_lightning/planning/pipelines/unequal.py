@@ -6,7 +6,9 @@ between the hosts that the rows are on. The problem is NP-hard (it holds number 
 Starts are made of all devices, of those on one host or on the fastest few, and of those that are fast or have much
 memory, for no more devices help where links are slow. Their lengths are those of the best plan for as many devices of
 the mean speed, and all others where devices are few. Devices are sorted by speed and put into rows next to their like,
-so that stages are even, or dealt out in turn, so that rows are; of each row the better order is taken. Then, as long as
+so that stages are even, or dealt out in turn, so that rows are. Where devices are many, further starts have rows that
+hold all kinds of devices in equal shares, or some kinds each (`_mixes`): memory may ask for rows longer than one kind
+has devices. Of each row the better order is taken. Then, as long as
 that helps and the budget of looks lasts: two devices change places, one moves to another row or becomes idle, or a row
 is cut in two, those of the row that the step waits for first. Looks take cuts that are found at once; what is chosen in
 the end gets the best ones. What is charged knows the slowest link alone, so the best few are told, to be simulated.
@@ -167,7 +169,7 @@ class Mixed:
         found = []
         for rows, near in near_s.items():
             # The best cuts cost a search for each row and number of micro-batches.
-            filling = self._splitter(self.quick_s if len(rows) > ROWS else self.time_s, rows).over(rows, near)
+            filling = self._splitter(self.time_s if few else self.quick_s, rows).over(rows, near)
             if filling is not None:
                 found.append((filling.time_s, self._plan(filling, self.reduce(rows))))
         for rows in starts if not found else ():
@@ -322,14 +324,12 @@ class Mixed:
             by_place[d.place].append(d)
         places = sorted(by_place, key=lambda x: (-sum(d.speed for d in by_place[x]), x))
         few = [places[:k] for k in range(2, len(places))] + [[x] for x in places] if len(places) <= PLACES else []
-        fastest = order[0].speed
-        levels = sorted({d.memory_nbytes for d in order})[-LEVELS:]
-        found = [
-            order,
-            *([d for d in order if d.place in chosen] for chosen in few),
-            *([d for d in order if d.speed >= share * fastest] for share in SPEEDS),
-            *([d for d in order if d.memory_nbytes >= x] for x in levels),
-        ]
+        found = [order, *([d for d in order if d.place in chosen] for chosen in few)]
+        if len(order) <= SMALL or len({d.kind for d in order}) > CLASSES:  # `_mixes` leave out kinds, too
+            fastest = order[0].speed
+            levels = sorted({d.memory_nbytes for d in order})[-LEVELS:]
+            found += [[d for d in order if d.speed >= share * fastest] for share in SPEEDS]
+            found += [[d for d in order if d.memory_nbytes >= x] for x in levels]
         seen = set[Names]()
         for devices in found:
             names = tuple(d.name for d in devices)
@@ -359,21 +359,27 @@ class Mixed:
         filling = self._value(rows)
         assert filling is not None
         best, left = (filling.time_s, rows), LOOKS if len(self.order) <= SMALL else LOOKS_MANY
-        tried = {rows}
+        tried = {self._like(rows)}
         while True:
             for other in self._neighbours(best[1], filling):
-                if other in tried:
+                like = self._like(other)
+                if like in tried:
                     continue
                 if left == 0:
                     return best
                 left -= 1
-                tried.add(other)
+                tried.add(like)
                 found = self._value(other)
                 if found is not None and found.time_s < best[0] * (1 - 1e-9):
                     best, filling = (found.time_s, other), found
                     break
             else:
                 return best
+
+    def _like(self, rows: Sequence[Names]) -> tuple[int, ...]:
+        """Returns what rows of the same kinds of devices and links have in common, whatever the devices are called."""
+        reduce = self.reduce(rows)
+        return tuple(sorted(id(self.row(names, reduce)) for names in rows))
 
     def _neighbours(self, rows: tuple[Names, ...], filling: Filling[Names]) -> Iterator[tuple[Names, ...]]:
         """Rows after one move; those moves first that change the row that the step waits for."""

@@ -1,0 +1,99 @@
+"""Fleets of several kinds of cards: rows that mix them, and cuts for rows that do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from chaos_lightning.planning.pipelines.decoder import Decoder
+from chaos_lightning.planning.pipelines.estimate import estimate
+from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob
+from chaos_lightning.planning.pipelines.planner import Planner
+from chaos_lightning.planning.pipelines.unequal import Mixed, _blocks, _counts, _in_turn, _set_partitions
+
+GIB = 1 << 30
+
+
+def fleet(micro_batches: int) -> TrainingJob:
+    """A model of 13 billion parameters on 16 fast cards of two hosts and 8 slow ones of a third."""
+    decoder = Decoder(
+        layers=40,
+        width=5120,
+        heads=40,
+        feed_forward=13824,
+        gated=True,
+        vocabulary=32000,
+        sequence=4096,
+        flops=312e12,
+        efficiency=0.45,
+        bandwidth=2.0e12,
+    )
+    fast = [Device(name=f"a{i}", memory_nbytes=80 * GIB, host=f"new{i // 8}") for i in range(16)]
+    slow = [Device(name=f"s{i}", memory_nbytes=48 * GIB, speed=0.4, host="old") for i in range(8)]
+    return TrainingJob(
+        layers=decoder.made(),
+        devices=(*fast, *slow),
+        micro_batches=micro_batches,
+        within_host=LinkRate(rate_bps=2400e9, latency_s=5e-6),
+        between_hosts=LinkRate(rate_bps=100e9, latency_s=20e-6),
+    )
+
+
+def test_rows_mix_kinds_where_memory_asks_for_it() -> None:
+    """Two pipelines of 8 fast and 4 slow cards, cut by hand, take 65.8 s."""
+    job = fleet(256)
+    planned = Planner(job).exact()
+    assert planned.estimate.step_s < 45
+    assert estimate(job, planned.plan).over(job) == {}
+    for pipeline in planned.plan.pipelines:
+        assert {job.by_name[stage.device].speed for stage in pipeline.stages} == {1.0, 0.4}
+
+
+def test_a_loss_leaves_few_of_them_idle() -> None:
+    job = fleet(128)
+    left = [d.name for d in job.devices if d.name != "a3"]
+    planned = Planner(job).exact(left)
+    assert planned.estimate.step_s < 24.5
+    assert len(planned.plan.idle) <= 3
+
+
+@pytest.mark.parametrize("m", [60, 96, 97, 128])
+def test_a_cut_of_unlike_devices_is_no_longer_than_the_quick_one(m: int) -> None:
+    job = fleet(192)
+    devices = [replace(d, speed=2.2) if d.host == "new1" else d for d in job.devices]
+    mixed = Mixed(job.with_devices(devices))
+    names = (*(f"s{i}" for i in range(4)), *(f"a{i}" for i in range(4)), *(f"a{i}" for i in range(8, 12)))
+    row = mixed.row(names, mixed.reduce([names]))
+    best, quick = row.best(m, 2), row.quick(m)
+    assert best is not None
+    assert quick is not None
+    assert best.charged_s <= row.charge(quick, m, 2).charged_s
+
+
+@pytest.mark.parametrize("deal", [_blocks, _in_turn])
+@pytest.mark.parametrize("count", range(1, 9))
+def test_dealing_gives_each_device_one_row_and_rows_equal_shares(deal: object, count: int) -> None:
+    assert callable(deal)
+    classes = [[Device(name=f"{kind}{i}", memory_nbytes=1) for i in range(n)] for kind, n in (("a", 7), ("b", 5))]
+    rows = deal(classes, count)
+    names = [d.name for row in rows for d in row]
+    assert sorted(names) == sorted(d.name for devices in classes for d in devices)
+    for kind in "ab":
+        shares = [sum(d.name.startswith(kind) for d in row) for row in rows]
+        assert max(shares) - min(shares) <= 1
+    lengths = [len(row) for row in rows]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_sides_of_a_plan_are_all_set_partitions_of_all_subsets() -> None:
+    found = [{frozenset(part) for part in parts} for parts in _set_partitions((0, 1, 2))]
+    assert len(found) == 14  # the Bell number of 4, less the empty one
+    assert all(found.count(x) == 1 for x in found)
+
+
+def test_numbers_of_rows_are_all_or_spread() -> None:
+    assert _counts(5) == [1, 2, 3, 4, 5]
+    many = _counts(1000)
+    assert (many[0], many[-1]) == (1, 1000)
+    assert len(many) <= 40
