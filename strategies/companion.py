@@ -23,7 +23,7 @@ from torch import Tensor
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.evaluation import refit_limits
 from chaos_lightning.strategies.loops import unfinish_epoch
-from chaos_lightning.strategies.session import FitSession
+from chaos_lightning.strategies.session import FitSession, end_unused_batch
 from chaos_lightning.strategies.stepping import IDLE_KEY
 
 
@@ -57,7 +57,9 @@ class Companion(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """What comes first changes `outputs` for all hooks that follow: where no training_step has run, or where it
-        returned None, there is no loss."""
+        returned None, there is no loss. Hooks are not told of a batch that no step uses."""
+        if self._session is not None:
+            end_unused_batch(self._session)
         if not isinstance(outputs, dict):
             return
         idle = outputs.pop(IDLE_KEY, None)

@@ -151,7 +151,7 @@ class FitSession:
         self.through = False
         """The loop of all ranks of a cluster is over; perhaps it was before this one came."""
         self._uncommitted: dict[str, Any] | None = None
-        """Counters without the batch in which this last member left: it runs on, and its step does not count."""
+        """Counters without the batch in which this member left, if no step uses it."""
 
     # ------------------------------------------------------------------ parts
 
@@ -448,6 +448,7 @@ class FitSession:
         """
         stepper, number = self.stepper, self.stepper.number(optimizer)
         if not self.in_job and not self._applies(number):
+            end_unused_batch(self)
             # What a void member steps is thrown away, so torch need not warn that its schedule steps first.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return closure()
@@ -467,6 +468,7 @@ class FitSession:
         try:
             output = step(averaged)
         except NoStep:
+            end_unused_batch(self)
             return stepper.nothing()
         due, self._outer_due = self._outer_due, None
         if self.outer and due is not None:
@@ -575,6 +577,7 @@ class FitSession:
         with contextlib.suppress(NoStep):
             for number in self.stepper.manual.reached if self.stepper.manual is not None else ():
                 self._average(number)
+        end_unused_batch(self)
 
     def _applies(self, number: int) -> bool:
         """Whether a step may be taken although this member is out of the job: the others take it, too."""
@@ -701,6 +704,8 @@ class FitSession:
         If there are no others, it stays the writer: nobody else has the state."""
         if not self.departed:
             self.departed = True
+            if self.elastic.uncommitted:
+                self._uncommitted = rolled_back(loops_manifest(self.trainer), self.elastic.uncommitted)
             if stepped:
                 self._keep_due = True
             else:
@@ -711,8 +716,6 @@ class FitSession:
                 if self.outer:
                     self.outer.close()  # the next rank speaks for the cluster
             else:
-                if self.elastic.uncommitted:
-                    self._uncommitted = rolled_back(loops_manifest(self.trainer), self.elastic.uncommitted)
                 self.in_job = False
                 self.writer.save_logs()
             skip_validation(self.trainer)
@@ -823,6 +826,14 @@ class FitSession:
         self._switch_as_before()
         if self._loader is not None:
             self.elastic.close()
+
+
+def end_unused_batch(session: FitSession) -> None:
+    """Within a batch that no step uses, as this member has left: StopIteration ends Lightning's loop before it counts
+    the batch, and before hooks and loggers hear of it. The loop of manual optimization swallows it, so the first
+    callback asks again."""
+    if session.departed and session.elastic.uncommitted:
+        raise StopIteration
 
 
 def handlers_of_user(before: Any, connector: object) -> list[Callable[[int, FrameType | None], Any]]:

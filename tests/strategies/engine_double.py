@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chaos_lightning.collectives.layout import Layout, Section
-from chaos_lightning.errors import FencedError
+from chaos_lightning.errors import DepartedError, FencedError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.losses import Losses
 from chaos_lightning.planning import ledger
@@ -51,6 +51,8 @@ class EngineDouble:
         self.events = EventLog(None)
         self.losses = Losses(self.events)
         self.boundary_at = self.drift_at = -1
+        self.depart_at, self.departs_armed = -1, False
+        """Number of slots after which this member is released: no later one commits; whether `arm` says so."""
         self.steps: list[dict[str, Any]] = []
         self.member_id = ""
         for name, value in EngineDouble.setting.items():
@@ -101,6 +103,8 @@ class EngineDouble:
         yield
 
     def arm(self, *, coefficient: float, section: int = 0, empty: bool = False) -> None:
+        if self.departs_armed and self.depart_at == len(self.log):
+            raise DepartedError("the test said so")
         self.armed = (coefficient, section, empty)
 
     def step(self, *, weight: float, coefficient: float, spent: Sequence[Spent] = (), section: int = 0, hyper: str = "",
@@ -132,6 +136,9 @@ class EngineDouble:
 
     def _commit(self, kind: Kind, name: str, weight: float, spent: Sequence[Spent] = (), answers: Any = ()) -> Header:
         assert self.view is not None
+        if len(self.log) == self.depart_at:
+            self.leaving = True
+            raise DepartedError("the test said so")
         if len(self.log) == self.fence_at:
             self.fence_at = -1
             raise FencedError("the test said so")
