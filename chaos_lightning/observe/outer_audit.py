@@ -39,6 +39,8 @@ from chaos_lightning.outer.types import NO_VERSION, PushAnswer
 
 _Kind = TypeVar("_Kind", bound=Happening)
 
+KILLED_AT = 1
+"""Pushes that the log of a process lacks if it is killed between a push and its line."""
 SHOWN = 6
 """So many remarks of one sort are told; of the rest their number."""
 
@@ -136,7 +138,7 @@ class _OuterJudge:
         named = {one.version for _, _, one in self._told(Adoption)}
         named |= {step.version for one in self.run.followers.values() for step in one.states if step.version}
         late = sorted({v for v in named if self._unknown(v) and _number(v) > chain.newest.number}, key=_number)
-        remarks = [*self._gaps(), *_few(chain.doubts)]
+        remarks = [*self._gaps(), *_few(chain.doubts), *_few(chain.strays)]
         if late:
             remarks.append(f"entries that made {', '.join(_few(late))} are in no log; others tell of these versions")
         remarks += [f"{count} lines of {source} were lost" for source, count in self.run.lost.items()]
@@ -182,17 +184,26 @@ class _OuterJudge:
             first = frozen.setdefault(push.push, push)
             if (first.base, first.steps, first.samples) != (push.base, push.steps, push.samples):
                 bad.append(f"{cluster.name} froze {push.push} twice, and not the same ({source})")
+        untold: dict[str, list[str]] = {}
         for name, (offer, position) in self.chain.offers.items():
             mine = frozen.get(str(name))
             if mine is None:
+                untold.setdefault(str(name.incarnation), []).append(str(name))
                 continue
             froze, has = (mine.base, mine.steps, mine.samples), (str(offer.base), offer.steps, offer.samples)
+            if mine.manifest and mine.manifest != offer.manifest:
+                bad.append(f"{name} was frozen with manifest {mine.manifest}; entry {position} has {offer.manifest}")
             if froze != has:
                 bad.append(f"{name} was frozen on {_of(froze)}; entry {position} has it on {_of(has)}")
+        short = [
+            f"the log of {who} lacks {len(names)} pushes that the chain has, from {names[0]} on: it was cut off"
+            for who, names in untold.items()
+            if who in self.run.clusters and len(names) > KILLED_AT
+        ]
         count = {a: sum(s.answer is a for s in self.chain.standing.values()) for a in PushAnswer}
         text = ", ".join(f"{n} {answer.value}" for answer, n in count.items()) + f"; clusters heard {heard} answers"
-        shown = count[PushAnswer.ACCEPTED] > 0 and not self.chain.gaps and not silent
-        return self._finding(7, shown, text, bad, [*self._gaps(), *_few(silent)])
+        shown = count[PushAnswer.ACCEPTED] > 0 and not self.chain.gaps and not silent and not short
+        return self._finding(7, shown, text, bad, [*self._gaps(), *_few(silent), *_few(short)])
 
     # ------------------------------------------------------------------ followers
 

@@ -13,18 +13,22 @@ is a doubt, which is told and proves nothing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.reader import Record
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.outer_leases import LeaseBook
+from chaos_lightning.observe.outer_rounds import amiss
 from chaos_lightning.outer import types as ot
+from chaos_lightning.outer.settings import OuterSettings
 
 BODIES: Mapping[str, type] = {cls.__name__: cls for cls in typing.get_args(ot.Body)}
 AHEAD = 3
@@ -105,6 +109,27 @@ def read_entry(r: Record) -> ToldEntry:
 # ------------------------------------------------------------------------------------------------ the chain
 
 
+def _harmless(told: ToldEntry) -> bool:
+    """Whether an entry decides nothing: a follower has started."""
+    return told.entry is not None and isinstance(told.entry.body, ot.Started)
+
+
+def _longest(by_position: Mapping[int, list[ToldEntry]]) -> set[str]:
+    """Hashes of the entries that lead to the one with the highest position, as far as logs have them.
+
+    A server that was started on an older copy of its store has written entries at positions that are taken.
+    """
+    line: set[str] = set()
+    wanted = ""
+    for position in sorted(by_position, reverse=True):
+        entries = [told.entry for told in by_position[position] if told.entry is not None]
+        found = next((e for e in entries if e.hash == wanted), None)
+        found = found or max(entries, key=lambda entry: entry.term)  # the last one, or the last one before a gap
+        line.add(found.hash)
+        wanted = found.before
+    return line
+
+
 @dataclass(frozen=True, slots=True)
 class ChainAnswer:
     """What the chain said of one push, at an entry of this position."""
@@ -180,6 +205,8 @@ class KnownIncarnation:
     t: float
     over: str = ""
     over_t: float = 0.0
+    over_at: int = 0
+    """Position of the entry that ended it."""
 
 
 @dataclass(slots=True)
@@ -201,6 +228,8 @@ class JobEntries:
     gaps: list[tuple[int, int]] = field(default_factory=list)
     contradictions: list[tuple[str, str]] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)
+    """Entries that a server wrote behind an older copy of the chain, and that decided nothing."""
     versions: dict[ot.VersionId, MadeVersion] = field(default_factory=dict)
     newest: ot.VersionId = ot.NO_VERSION
     opened: ot.JobOpened | None = None
@@ -227,6 +256,10 @@ class JobEntries:
     _versioned: int = 0
     """Position of the newest version."""
     _next: dict[ot.IncarnationId, int] = field(default_factory=dict)
+    _settings: OuterSettings | None = None
+    """The job's rules; None where they are not known, or are another release's."""
+    _opened: set[ot.PushId] = field(default_factory=set)
+    """Pushes that a rollback made unanswered."""
     _tokens: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @classmethod
@@ -239,17 +272,24 @@ class JobEntries:
                 chain.contradictions.append(("chain", told.trouble))
             if told.entry is not None:
                 by_position.setdefault(told.position, []).append(told)
+        line = _longest(by_position)
         for position in sorted(by_position):
-            chain._take(position, by_position[position], by_position.get(position + 1, ()))
+            chain._take(position, by_position[position], line)
         return chain
 
-    def _take(self, position: int, here: list[ToldEntry], after: Iterable[ToldEntry]) -> None:
+    def _take(self, position: int, here: list[ToldEntry], line: Collection[str]) -> None:
         versions = {told.entry.hash: told for told in reversed(here) if told.entry is not None}
+        ours = {h: told for h, told in versions.items() if h in line or not _harmless(told)}
+        if ours.keys() & line:
+            strays = [stray.source for h, stray in versions.items() if h not in ours]
+            self.strays += [
+                f"entry {position} in {source} stands behind an older copy of the chain" for source in strays
+            ]
+            versions = ours
         if len(versions) > 1:
             rows = " and ".join(f"{t.source} has {h} (term {t.entry.term})" for h, t in versions.items() if t.entry)
             self.contradictions.append(("chain", f"two entries at position {position}: {rows}"))
-        followed = {told.entry.before for told in after if told.entry is not None}
-        told = next((t for h, t in versions.items() if h in followed), None)
+        told = next((t for h, t in versions.items() if h in line), None)
         told = told or max(versions.values(), key=lambda t: t.entry.term if t.entry else 0)
         entry = told.entry
         assert entry is not None
@@ -285,6 +325,8 @@ class JobEntries:
             case ot.JobOpened():
                 self.opened = body
                 self.leases.length = body.agreement.length
+                with contextlib.suppress(ConfigurationError):
+                    self._settings = OuterSettings.of_words(body.agreement.settings)
             case ot.Cut(followers, durable):
                 self._recut_at, self._cut = self._position, followers
                 self.recut |= {(str(mark.version), digest) for mark in durable for digest in mark.digests}
@@ -326,7 +368,7 @@ class JobEntries:
 
     def _remove(self, told: ToldEntry, who: ot.IncarnationId, reason: str) -> None:
         if (member := self.members.get(who)) is not None:
-            member.over, member.over_t = reason, told.t
+            member.over, member.over_t, member.over_at = reason, told.t, self._position
         self.leases.remove(who)
 
     def line(self) -> Iterator[MadeVersion]:
@@ -346,6 +388,10 @@ class JobEntries:
         if counted is not None and body.counters.samples != counted + covered:
             text = f"{version} counts {body.counters.samples} samples: its pushes cover {covered}"
             self._say("samples", f"{text}, and {body.before} had counted {counted}", self._position)
+        if counted is not None and before is not None and before.counters is not None and self._settings is not None:
+            living = sum(not member.over or member.over_at > self._versioned for member in self.members.values())
+            for text in amiss(body, before.counters, self._settings, living, self._opened):
+                self._say("samples", f"{version}: {text}", before.told.position)
         for offer in accepted:
             base, who = self.versions.get(offer.base), offer.push.incarnation
             if base is None:
@@ -445,6 +491,7 @@ class JobEntries:
         for who in {offer.push.incarnation for offer in taken}:
             self._next[who] = self.members[who].joined.first if who in self.members else 1
             self._advance(who)
+        self._opened |= {offer.push for offer in taken} - {*body.lost}
         self.leases.roll_back(taken, body.lost)
         self.rollbacks.append(Rollback(told, body, tuple(made.id for made in reversed(behind)), taken))
         to = self.versions.get(body.to)

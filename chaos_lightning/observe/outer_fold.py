@@ -112,6 +112,7 @@ class FrozenPush(NamedTuple):
     nbytes: int
     seconds: float
     """From the instant that fixed its content to its line."""
+    manifest: str = ""
 
 
 class HeardAnswer(NamedTuple):
@@ -404,7 +405,7 @@ def _happening(r: Record) -> Happening | None:
         case "push_frozen":
             counts = number("steps"), number("samples"), number("nbytes")
             names = str(r.get("push", "")), str(r.get("base", ""))
-            return FrozenPush(r.t, *names, *counts, f.number(r.get("seconds")))
+            return FrozenPush(r.t, *names, *counts, f.number(r.get("seconds")), str(r.get("manifest", "")))
         case "push_answered":
             return HeardAnswer(r.t, str(r.get("push", "")), str(r.get("answer", "")), version, str(r.get("reason", "")))
         case "version_fetched":

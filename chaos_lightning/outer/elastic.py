@@ -524,7 +524,7 @@ class ElasticCluster:
             manifest = part.hash
             self._model.tell(
                 "push_frozen", push=str(push), base=str(base), steps=steps, samples=samples,
-                nbytes=part.data.numel(), seconds=round(time.monotonic() - began, 6),
+                nbytes=part.data.numel(), seconds=round(time.monotonic() - began, 6), manifest=manifest,
             )  # fmt: skip
             # Here, not in the training thread, for it is hashed. Nobody asks for it before it is offered, which is
             # when the next commit is known.

@@ -162,6 +162,7 @@ EVENTS = (
             "samples": "that it covers",
             "nbytes": "of all of it, bytes",
             "seconds": "from the instant that fixes its content to this line, s",
+            "manifest": "hash of the hashes of its blocks",
         },
     ),
     Event(

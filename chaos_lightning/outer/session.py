@@ -469,6 +469,7 @@ class OuterSession:
             samples=covered.samples,
             nbytes=part.data.numel(),
             seconds=round(time.monotonic() - began, 6),
+            manifest=manifest,
         )
         self._feed(life, cl.Frozen(push, manifest))
 

@@ -12,6 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chaos_lightning.outer.gates import MeasuredPush
+from chaos_lightning.outer.judging import _factors, _weights
+from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
     NO_VERSION,
     TICKS,
@@ -23,7 +26,6 @@ from chaos_lightning.outer.types import (
     Durable,
     Ended,
     Entry,
-    Factors,
     Founded,
     GateState,
     IncarnationId,
@@ -195,6 +197,7 @@ class OuterScript:
             samples=samples,
             nbytes=NBYTES,
             seconds=0.005,
+            manifest=offer.manifest,
         )
         self.stage(push)
         return offer
@@ -241,16 +244,24 @@ class OuterScript:
         self.adopt(cluster, self.newest, outright=True)
         return self.newest
 
-    def round(self, *accepted: Offer, rejected: tuple[Offer, ...] = (), reason: str = "everybody is in") -> VersionId:
-        covered = sum(o.samples for o in accepted)
-        before = self.counters
-        self.counters = Counters(0, before.samples + covered, before.ticks + 4 * TICKS)
-        weighed = tuple(Weighed(o, o.samples / covered, self.newest.number - o.base.number) for o in accepted)
+    def round(
+        self,
+        *accepted: Offer,
+        rejected: tuple[Offer, ...] = (),
+        reason: str = "everybody is in",
+        changed: Callable[[Round], Round] = lambda body: body,
+    ) -> VersionId:
+        measured = [MeasuredPush(o, self.newest.number - o.base.number, True, 0.0, 1.0) for o in accepted]
+        factors, self.counters, _ = _factors(measured, max(1, len(accepted)), 1.0, self.counters, OuterSettings())
+        weights = _weights(measured, OuterSettings())
+        weighed = tuple(Weighed(m.offer, w, m.staleness) for m, w in zip(measured, weights, strict=True))
         refused = tuple(Rejection(o, "its length is far from the usual") for o in rejected)
         body = Round(
-            self.newest.number + 1, self.newest, weighed, refused, Factors(0.7, 1.0, 0.9), self.counters,
+            self.newest.number + 1, self.newest, weighed, refused, factors, self.counters,
             GateState(), reason,
         )  # fmt: skip
+        body = changed(body)
+        self.counters = body.counters
         self.newest = self.enter(body).version
         self.compute(self.newest)
         for offer in accepted:

@@ -25,11 +25,13 @@ from chaos_lightning.outer.types import (
     Factors,
     Founded,
     GateState,
+    Joined,
     PushAnswer,
     PushId,
     Removed,
     RolledBack,
     Round,
+    Started,
     VersionId,
     Weighed,
 )
@@ -235,7 +237,14 @@ def frozen_otherwise(run: OuterScript) -> None:
     run.change("push_frozen", lambda line: line["push"] == "near~2/1", samples=41)
 
 
+def other_manifest(run: OuterScript) -> None:
+    """The leader's entry names other bytes than its cluster froze; all hashes are right."""
+    run.train("home", 80, 90)
+    run.round(replace(run.freeze("home"), manifest="f" * 32))
+
+
 PUSHES: dict[Callable[[OuterScript], None], str] = {
+    other_manifest: "home~1/3 was frozen with manifest mhome~1/3; entry 12 has ffff",
     counted_twice: "home~1/2 is accepted at entry 12, and was accepted at entry 11: it is answered twice (O3)",
     other_bytes: "is not the push that entry 12 names so",
     out_of_turn: "2 is the next number of near~2: out of turn",
@@ -281,7 +290,41 @@ def more_than_it_covers(run: OuterScript) -> None:
     run.round(replace(run.freeze("near"), samples=20))
 
 
+def with_another(change: Callable[[Round], Round]) -> Callable[[OuterScript], None]:
+    """A leader that decides a round otherwise; all hashes are right."""
+
+    def plant(run: OuterScript) -> None:
+        run.train("home", 80, 90)
+        run.train("near", 140, 160)
+        run.round(run.freeze("home"), run.freeze("near"), changed=change)
+
+    return plant
+
+
+def weighing(body: Round, **changed: object) -> Round:
+    first, *others = body.accepted
+    return replace(body, accepted=(replace(first, **changed), *others))  # type: ignore[arg-type]
+
+
+double_weight = with_another(lambda body: weighing(body, factor=2 * body.accepted[0].factor))
+wrong_age = with_another(lambda body: weighing(body, staleness=7))
+lengthened = with_another(lambda body: weighing(body, part=1.5))
+triple_rate = with_another(lambda body: replace(body, factors=replace(body.factors, rate=3 * body.factors.rate)))
+other_momentum = with_another(lambda body: replace(body, factors=replace(body.factors, momentum=0.5)))
+fast_clock = with_another(
+    lambda body: replace(body, counters=replace(body.counters, ticks=body.counters.ticks + 10**9))
+)
+pending_lost = with_another(lambda body: replace(body, counters=replace(body.counters, pending=1)))
+
+
 SAMPLES: dict[Callable[[OuterScript], None], str] = {
+    double_weight: "home~1/3 weighs 1.2: by its samples and those of the others 0.6",
+    wrong_age: "home~1/3 is said to be 7 versions old, its base is 0 versions old",
+    lengthened: "home~1/3 is shortened to 1.5 of its length; expected more than 0, and at most 1",
+    triple_rate: "its rate is",
+    other_momentum: "its factor momentum is 0.5, expected",
+    fast_clock: "its clock goes from",
+    pending_lost: "samples wait for the momentum, expected",
     spent_twice: "near~2/2 spends positions [130, 140) of epoch 0, which near~2/1 spent",
     not_leased: "near~2/2 spends positions [200, 210) of epoch 0, not leased to near~2",
     leased_twice: "leases positions [150, 160) of epoch 0 to home~1, which are leased to near~2",
@@ -602,3 +645,26 @@ def test_the_command_says_both_and_ends_as_it_should(tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert "outer job" in done.output
     assert "VIOLATED: 2 of 6 points" in done.output
+
+
+def test_a_clusters_log_that_was_cut_off_shows_less(tmp_path: Path) -> None:
+    """Half of it was missing, and the audit said that all points hold."""
+    run = outer_story()
+    source = run.member("home")
+    frozen = [number for number, line in enumerate(run.lines[source]) if line["name"] == "push_frozen"]
+    del run.lines[source][frozen[-2] :]
+    found = findings(run, tmp_path)[7]
+    assert found.verdict == NOT_SHOWN
+    assert any("the log of home~1 lacks 2 pushes that the chain has, from home~1/" in line for line in found.details)
+
+
+def test_an_older_copy_that_decided_nothing_is_no_fork(tmp_path: Path) -> None:
+    """A server ran on an older copy of its store for a moment; the newest was put back, and all went on."""
+    run = outer_story()
+    older = next(entry for entry in run.entries if isinstance(entry.body, Joined) and entry.position > 5)
+    stray = Entry(older.position + 1, 9, Started("f0", "again"), older.hash)
+    run.tell(stray, "leader-older-7.jsonl")
+    run.tell(Entry(stray.position + 1, 9, Started("f1", "again"), stray.hash), "leader-older-7.jsonl")
+    found = findings(run, tmp_path)
+    assert {point.verdict for point in found.values()} == {OK}
+    assert any("behind an older copy of the chain" in line for line in found[6].details)

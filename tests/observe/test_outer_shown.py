@@ -86,7 +86,7 @@ def test_each_cluster_has_its_bytes_its_waits_and_what_became_of_its_pushes(told
         120,
         0,
     )
-    assert home.progress == (400, 16)
+    assert home.progress == (400, 30)
     assert near.loss == pytest.approx(3.0 * 0.98**5)
 
 

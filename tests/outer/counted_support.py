@@ -62,7 +62,7 @@ def train_counting(job: CountedJob, name: str, server: str, logs: str, out: str)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     settings: dict[str, Any] = {"inner_steps": 8, "policy": job.policy, "outer_lr": 1.0, "outer_momentum": 0.0}
     settings |= {"heartbeat_s": 1.0, "reconnect_s": 8.0, "patience_s": 40.0, "lease_ahead_s": 3.0}
-    settings |= {"codec": "fp32", "log_dir": logs}
+    settings |= {"codec": "fp32", "log_dir": logs, "block": 1024}
     with (
         Path(out).with_suffix(".steps").open("ab") as steps,
         DiLoCo(model, optimizer, server=server, name=name, host_server=False, **settings) as outer,
@@ -71,7 +71,8 @@ def train_counting(job: CountedJob, name: str, server: str, logs: str, out: str)
         for numbers in outer.prepare(loader, epochs=job.epochs):
             assert outer._loader is not None
             optimizer.zero_grad()
-            model(outer._loader.epoch, numbers).backward()
+            ((epoch, _),) = outer._loader._out  # not the pass's: a rollback may have opened an epoch before it again
+            model(epoch, numbers).backward()
             optimizer.step()
             outer.step()
             steps.write(b".")
