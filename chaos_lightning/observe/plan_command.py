@@ -9,13 +9,14 @@ happen when they are needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chaos_lightning.errors import ConfigurationError, PlanError
 from chaos_lightning.machine.terminal import print_json
 from chaos_lightning.planning.pipelines.job import JobError, TrainingJob, check_number
 
@@ -24,11 +25,16 @@ if TYPE_CHECKING:
 
     from chaos_lightning.planning.pipelines.choice import Decision, PlanCandidate
     from chaos_lightning.planning.pipelines.estimate import StepEstimate
+    from chaos_lightning.planning.pipelines.job import LinkRate
     from chaos_lightning.planning.pipelines.moves import Moves
     from chaos_lightning.planning.pipelines.options import PlanOptions
     from chaos_lightning.planning.pipelines.places import SharedFate
     from chaos_lightning.planning.pipelines.plan import PipelinePlan
-    from chaos_lightning.planning.pipelines.planner import Planner
+    from chaos_lightning.planning.pipelines.planner import PlannedPipelines, Planner
+
+SURVIVE = ("none", "device", "host")
+FREE = 0.02
+"""Share of a step that a second owner of each layer may cost without being asked for."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,15 @@ class PricedPlan:
     exact: bool = False
     gap: float = 0.0
     shared_fate: tuple[SharedFate, ...] = ()
+    price: str = ""
+    """What single losses take along, and what it costs that they do not; in words."""
 
     def facts(self, job: TrainingJob) -> dict[str, Any]:
         """For scripts."""
         e = self.estimate
         return {
-            "why": self.why, "exact": self.exact, "gap": self.gap, "step_s": e.step_s,
-            "samples_per_s": samples_per_s(job, e), "compute_s": e.compute_s, "reduced_s": e.reduced_s,
+            "why": self.why, "price": self.price, "exact": self.exact, "gap": self.gap, "step_s": e.step_s,
+            "samples_per_s": samples_per_s(job, e), **rates(job, e), "compute_s": e.compute_s, "reduced_s": e.reduced_s,
             "commit_s": e.commit_s, "optimizer_s": e.optimizer_s, "plan": self.plan.to_dict(),
             "shared_fate": [
                 asdict(f) | {"cost_s": f.cost_s if math.isfinite(f.cost_s) else None} for f in self.shared_fate
@@ -59,6 +67,15 @@ class PricedPlan:
 def samples_per_s(job: TrainingJob, estimate: StepEstimate) -> float:
     """Of the whole fleet."""
     return job.micro_batches * job.samples / estimate.step_s
+
+
+def rates(job: TrainingJob, estimate: StepEstimate) -> dict[str, float]:
+    """Returns tokens_per_s and mfu, the share of all cards' peak that the model's own arithmetic uses."""
+    if job.work is None:
+        return {}
+    per_s = job.micro_batches / estimate.step_s
+    peak = job.work.peak_flops * sum(d.cards * d.speed for d in job.devices)
+    return {"tokens_per_s": per_s * job.work.tokens, "mfu": per_s * job.work.flop / peak}
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -87,6 +104,21 @@ def plan(
         float, typer.Option(help="Seconds until another plan runs; more where bytes take longer.")
     ] = 8.2,
     micro_batches: Annotated[int | None, typer.Option(help="So many in a step instead of those in the file.")] = None,
+    copies: Annotated[
+        int | None, typer.Option(help="So many devices must own each layer, at least.", metavar="N")
+    ] = None,
+    survive: Annotated[
+        str,
+        typer.Option(
+            help="Which single loss may take no layer along: none, device or host. Default: device, where it makes a "
+            "step at most 2% longer.",
+            metavar="none|device|host",
+        ),
+    ] = "",
+    priced: Annotated[
+        Path | None,
+        typer.Option("--plan", help="Price this plan instead, a file of what --json has as `plan`.", metavar="FILE"),
+    ] = None,
     first: Annotated[bool, typer.Option("--first", help="The answer that comes at once instead of the best.")] = False,
     estimator: Annotated[
         str,
@@ -127,9 +159,16 @@ def plan(
     title = Path(model).stem if model else formula
     if micro_batches is not None:
         job = replace(job, micro_batches=micro_batches)
+    if survive not in ("", *SURVIVE):
+        raise JobError(f"--survive is {survive!r}; expected one of {', '.join(SURVIVE)}")
+    if copies is not None:
+        check_number("--copies", copies, least=1, most=len(job.devices))
     planner = Planner(job)
     try:
-        before = _planned(planner, estimator, first=first)
+        if priced is not None:
+            before = _priced(job, priced, estimator)
+        else:
+            before = _planned(job, estimator, copies, survive, first=first)
     except NoPlanError as error:
         raise NoPlanError(f"{model or formula}: {error}") from None
     gone = lost_devices(job, before.plan, lost) if lost else ()
@@ -202,17 +241,82 @@ def slow_devices(job: TrainingJob, lost: Collection[str], text: str) -> dict[str
     return speeds
 
 
-def _planned(planner: Planner, estimator: str, *, first: bool) -> PricedPlan:
-    from chaos_lightning.planning.pipelines.paper import ESTIMATORS
+def _planned(job: TrainingJob, estimator: str, copies: int | None, survive: str, *, first: bool) -> PricedPlan:
+    """Returns the best plan that has as many owners of each layer as are asked for, and what that costs."""
+    from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
 
-    if estimator not in ESTIMATORS:
-        raise JobError(f"--estimator is {estimator!r}; expected one of {', '.join(ESTIMATORS)}")
-    found = planner.first() if first else planner.exact()
+    cost_of = _estimator(estimator)
+
+    def answer(least: int, hosts: bool) -> PlannedPipelines:
+        planner = Planner(job, copies=least, hosts=hosts)
+        return planner.first() if first else planner.exact()
+
+    least = max(copies or 1, 2 if survive in ("device", "host") else 1)
+    found, price = answer(least, survive == "host"), ""
+    if least > 1:
+        free = answer(1, False)
+        longer = found.estimate.step_s / free.estimate.step_s - 1
+        what = "on two hosts" if survive == "host" else f"on {least} devices"
+        price = f"each layer has owners {what}, for {max(0.0, longer):.1%} of a step"
+    elif copies is None and not survive and len(found.plan.pipelines) == 1 and len(job.devices) > 1:
+        try:
+            safe = answer(2, False)
+        except NoPlanError:
+            price = (
+                "every layer has one owner, and so the loss of any device that works loses state; two copies do not fit"
+            )
+        else:
+            longer = safe.estimate.step_s / found.estimate.step_s - 1
+            words = f"owners on two devices, for {longer:.1%} of a step"
+            if longer <= FREE:
+                found, price = safe, f"each layer has {words}"
+            else:
+                price = f"every layer has one owner: any loss loses state; --survive device gives {words}"
     cost, why = found.estimate, found.why
     if estimator != "simulated":
-        cost = ESTIMATORS[estimator](planner.job, found.plan)
+        cost = cost_of(job, found.plan)
         why = f"{why.partition('; ')[0]}; by the equations of the paper, {found.estimate.step_s:.3g} s as simulated"
-    return PricedPlan(found.plan, cost, why, found.exact, found.gap, found.shared_fate)
+    return PricedPlan(found.plan, cost, why, found.exact, found.gap, found.shared_fate, price)
+
+
+def _priced(job: TrainingJob, path: Path, estimator: str) -> PricedPlan:
+    """Returns a plan of the user's with what it costs here.
+
+    Raises:
+        JobError: It cannot be read, is none, or is not of this job; or it does not fit.
+    """
+    from chaos_lightning.planning.documents import read_json, read_yaml
+    from chaos_lightning.planning.pipelines.plan import PipelinePlan
+
+    try:
+        about = (read_json if path.suffix == ".json" else read_yaml)(path.read_text(encoding="utf-8"), str(path))
+        about = about.get("plan", about) if isinstance(about, Mapping) else about
+        if not isinstance(about, Mapping):
+            raise JobError(f"{path} is no plan: expected what --json has as `plan`")
+        plan = PipelinePlan.from_dict(about)
+    except (OSError, UnicodeDecodeError, PlanError, ConfigurationError) as error:
+        raise JobError(f"--plan {path}: {error}") from None
+    unknown = [name for name in plan.devices if name not in job.by_name]
+    if unknown or plan.layer_count != job.costs.count or plan.micro_batches != job.micro_batches:
+        raise JobError(
+            f"--plan {path} has {plan.layer_count} layers, {plan.micro_batches} micro-batches"
+            + (f", and devices that the job lacks ({', '.join(unknown[:4])})" if unknown else "")
+            + f"; expected {job.costs.count} layers, {job.micro_batches} micro-batches and devices of the job, such as "
+            f"{', '.join([*job.by_name][:3])}"
+        )
+    cost = _estimator(estimator)(job, plan)
+    over = cost.over(job)
+    name = max(over, key=lambda x: over[x], default="")
+    short = f"; {name} lacks {over[name]} bytes, so it does not fit" if over else ""
+    return PricedPlan(plan, cost, f"the plan of {path.name}; as given{short}")
+
+
+def _estimator(name: str) -> Callable[[TrainingJob, PipelinePlan], StepEstimate]:
+    from chaos_lightning.planning.pipelines.paper import ESTIMATORS
+
+    if name not in ESTIMATORS:
+        raise JobError(f"--estimator is {name!r}; expected one of {', '.join(ESTIMATORS)}")
+    return ESTIMATORS[name]
 
 
 def _options(
@@ -276,15 +380,34 @@ def _show_answer(console: Console, job: TrainingJob, answer: PricedPlan, *, expl
     e = answer.estimate
     # Which pipelines, then how good that is: a line each.
     which, _, sure = answer.why.partition("; ")
+    told = rates(job, e)
+    more = f", {told['tokens_per_s']:,.0f} tokens/s, MFU {told['mfu']:.0%}" if told else ""
     console.print(
-        f"{which}\na step takes {duration(e.step_s)}, {samples_per_s(job, e):.3g} samples/s; {sure}", markup=False
+        f"{which}\na step takes {duration(e.step_s)}, {samples_per_s(job, e):.3g} samples/s{more}\n{sure}", markup=False
     )
+    console.print(f"assumed: {_assumptions(job)}", style="dim", markup=False)
     console.print(pipelines.draw_plan(job, answer.plan, e))
+    if answer.price:
+        console.print(answer.price, style="yellow", markup=False)
     for words in pipelines.fates(answer.shared_fate):
         console.print(words, style="yellow", markup=False)
     console.print(pipelines.draw_step(job, answer.plan, e))
     if explain:
         _explain(console, job, answer.plan, e)
+
+
+def _assumptions(job: TrainingJob) -> str:
+    """Returns what the answer rests on and nobody has measured, in words."""
+    from chaos_lightning.machine.units import duration, rate
+
+    def link(one: LinkRate) -> str:
+        speed = rate(one.rate_bps) if math.isfinite(one.rate_bps) else "no limit"
+        return f"{speed} and {duration(one.latency_s)}"
+
+    layers = job.work.assumptions if job.work else "times and bytes of layers as the file has them"
+    hosts = {d.place for d in job.devices}
+    between = f" within hosts, {link(job.between_hosts)} between them" if len(hosts) > 1 else ""
+    return f"{layers}; links of {link(job.within_host)}{between}; 1F1B"
 
 
 def _explain(console: Console, job: TrainingJob, plan: PipelinePlan, e: StepEstimate) -> None:

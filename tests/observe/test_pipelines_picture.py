@@ -20,7 +20,7 @@ from rich.console import Console, RenderableType
 from chaos_lightning.observe import pipelines as picture
 from chaos_lightning.observe.plan_command import lost_devices
 from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
-from chaos_lightning.planning.pipelines.files import job_of, read_job
+from chaos_lightning.planning.pipelines.files import job_of, read_job, to_dict
 from chaos_lightning.planning.pipelines.job import JobError, TrainingJob
 from chaos_lightning.planning.pipelines.moves import move_list
 from chaos_lightning.planning.pipelines.places import SharedFate
@@ -290,6 +290,69 @@ def test_what_a_host_takes_along_and_how_good_a_plan_is_are_said_once() -> None:
     assert text.count("the best") == 1
 
 
+def test_rates_and_what_they_rest_on_are_told() -> None:
+    text = command("examples/plans/llama7b.yaml", columns=200)
+    assert re.search(r"samples/s, [\d,]+ tokens/s, MFU \d+%", text)
+    assert "assumed: 40% of 313 TFLOP/s reached on a card of speed 1" in text
+    facts = json.loads(command("examples/plans/llama7b.yaml", "--json"))
+    assert 0 < facts["mfu"] < 0.4
+    assert facts["tokens_per_s"] == pytest.approx(4096 * facts["samples_per_s"])
+
+
+def test_a_second_owner_of_each_layer_is_taken_where_it_is_cheap_and_else_its_price_is_told(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "micro_batches: 60\n"
+        "layers: [{name: l, repeat: 12, forward_s: 1, backward_s: 2, gradient_nbytes: 1 GB}]\n"
+        "devices: [{name: a100, count: 4, memory_nbytes: 1 TB}]\nbetween_hosts: {rate_bps: 80 Mbps}\n"
+    )
+    told = json.loads(command(str(job), "--json"))
+    assert len(told["plan"]["pipelines"]) == 1
+    assert re.match(r"every layer has one owner: any loss loses state; --survive device gives owners", told["price"])
+    assert told["plan"]["pipelines"][0]["stages"][0][0].startswith("a100-")
+    safe = json.loads(command(str(job), "--survive", "device", "--json"))
+    assert len(safe["plan"]["pipelines"]) >= 2
+    assert re.match(r"each layer has owners on 2 devices, for [\d.]+% of a step", safe["price"])
+    assert json.loads(command(str(job), "--copies", "3", "--json"))["plan"]["pipelines"][2]
+    assert json.loads(command(str(job), "--survive", "none", "--json"))["price"] == ""
+
+
+def test_plans_of_ones_own_are_priced(tmp_path: Path) -> None:
+    words = ("--model", "gpt:4,256", "--devices", "4")
+    told = json.loads(command(*words, "--json"))
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"plan": told["plan"]}))
+    again = json.loads(command(*words, "--plan", str(own), "--json"))
+    assert again["step_s"] == told["step_s"]
+    assert again["why"] == "the plan of own.json; as given"
+    assert "d9" in command(*words, "--plan", str(_with(told["plan"], own, "d0", "d9")), code=2)
+    own.write_text("[]")
+    assert "is no plan" in command(*words, "--plan", str(own), code=2)
+    assert "cannot be read" not in command(*words, "--plan", str(own), code=2)
+    assert "--plan" in command(*words, "--plan", str(tmp_path / "none"), code=2)
+
+
+def _with(plan: dict[str, Any], path: Path, old: str, new: str) -> Path:
+    path.write_text(json.dumps(plan).replace(f'"{old}"', f'"{new}"'))
+    return path
+
+
+def test_a_head_that_is_the_embedding_costs_an_exchange() -> None:
+    sizes = {"layers": 4, "width": 512, "vocabulary": 50000}
+    job = {
+        "micro_batches": 8,
+        "devices": [{"name": "d", "count": 4, "memory_nbytes": "80 GiB"}],
+        "between_hosts": {"rate_bps": "1 Gbps"},
+    }
+    own, tied = (job_of(job | {"decoder": sizes | {"tied": x}}) for x in (False, True))
+    assert job_of(to_dict(tied)) == tied != own
+    stages = tuple(PlanStage(f"d{i}", a, b) for i, (a, b) in enumerate([(0, 1), (1, 3), (3, 4), (4, 6)]))
+    plan = PipelinePlan(6, (Pipeline(stages, 8),))
+    exchange_s = 2 * (1 / 2) * 8 * 512 * 50000 * 4 / 1e9
+    longer = estimate(tied, plan).step_s - estimate(own, plan).step_s
+    assert longer == pytest.approx(exchange_s, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -315,6 +378,8 @@ def test_what_a_host_takes_along_and_how_good_a_plan_is_are_said_once() -> None:
             ("--model", "gpt:2,64", "--slow", "d0=nan"),
             "--slow: the speed of d0 is nan; expected a finite number above 0",
         ),
+        (("--model", "gpt:2,64", "--survive", "x"), "--survive is 'x'; expected one of none, device, host"),
+        (("--model", "gpt:2,64", "--copies", "0"), "--copies is 0; expected a finite number at least 1"),
         (("--model", "gpt:2,64", "--lost", "x"), "--lost: 'x' is no device and no host"),
     ],
 )

@@ -28,7 +28,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from chaos_lightning.planning.pipelines.job import CLOSED, MOST_LAYERS, JobError, Layer, check_number
+from chaos_lightning.planning.pipelines.job import CLOSED, MOST_LAYERS, JobError, Layer, ModelWork, check_number
 
 RECOMPUTATIONS = ("none", "selective", "full")
 GROWTH = 2
@@ -67,6 +67,8 @@ class Decoder:
     """Share of the peak that is reached."""
     bandwidth: float = 1.6e12
     """Of one card's memory, bytes/s."""
+    tied: bool = False
+    """The head's matrix is the embedding's. Both ends keep it, and exchange its gradient in each step."""
     parameter_bytes: int = 2
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
@@ -131,8 +133,14 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; the head's matrix is its own."""
-        return self.embedding_parameters + self.layers * self.block_parameters + self.head_parameters
+        """Of the whole model; a head's matrix that is the embedding's counts once."""
+        twice = self.width * self.vocabulary if self.tied else 0
+        return self.embedding_parameters + self.layers * self.block_parameters + self.head_parameters - twice
+
+    @property
+    def tied_nbytes(self) -> int:
+        """Gradient of the matrix that embedding and head share."""
+        return self.width * self.vocabulary * self.gradient_bytes if self.tied else 0
 
     # ------------------------------------------------------------------------------------------------ bytes and times
 
@@ -178,6 +186,23 @@ class Decoder:
                 activation_nbytes=4 * self.tokens * (self.width + self.vocabulary),
             ),
         )  # fmt: skip
+
+    @property
+    def work(self) -> ModelWork:
+        """What a micro-batch computes, and what that is assumed to take."""
+        block = 2 * self.matrices * self.tokens + self.attention_flop
+        head = 2 * self.width * self.vocabulary * self.tokens
+        state = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        again = {"none": "no recomputation", "selective": "attention recomputed", "full": "blocks recomputed"}
+        return ModelWork(
+            tokens=self.tokens,
+            flop=3.0 * (self.layers * block + head),
+            peak_flops=self.flops,
+            assumptions=(
+                f"{self.efficiency:.0%} of {self.flops / 1e12:g} TFLOP/s reached on a card of speed 1, "
+                f"{again[self.recompute]}, {state} bytes of state a parameter"
+            ),
+        )
 
     def _compute_s(self, flop: int) -> float:
         return flop / (self.flops * self.efficiency * self.cards)

@@ -131,7 +131,7 @@ def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory:
         memory[k.device] = replace(use, kept=use.kept + kept_nbytes(job, k))
     reduces = all_reduces(job, plan, ends)
     compute = max(ends.values(), default=0.0)
-    reduced = max([compute, *(r.end_s for r in reduces)])
+    reduced = max([compute, *(r.end_s for r in reduces), _tied_s(job, plan, reduces)])
     devices = plan.stages
     slowest = max((link.latency_s for link in _links(job, sorted(devices))), default=0.0)
     commit = (2 * (slowest + job.overheads.hop_s) if len(devices) > 1 else 0.0) + job.overheads.commit_s
@@ -141,6 +141,18 @@ def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory:
         for name, owned in devices.items()
     )
     return StepEstimate(reduced + commit + optimizer, compute, reduced, commit, optimizer, memory, tuple(reduces), ends)
+
+
+def _tied_s(job: TrainingJob, plan: PipelinePlan, reduces: Sequence[Reduce]) -> float:
+    """Returns when the gradient that the first and the last layer share is the same at all owners of both.
+
+    Each layer's owners reduce it among themselves first, as Megatron-LM does (Narayanan et al., arXiv 2104.04473).
+    """
+    owners = sorted({*plan.owners[0], *plan.owners[-1]})
+    if not job.tied_nbytes or len(owners) < 2 or len(plan.pipelines[0].stages) == 1:
+        return 0.0
+    ready_s = max(r.end_s for r in reduces if r.first == 0 or r.end == plan.layer_count)
+    return ready_s + reduce_s(job.tied_nbytes, len(owners), slowest_link(job, owners), job.overheads.hop_s)
 
 
 def all_reduces(

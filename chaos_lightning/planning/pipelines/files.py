@@ -83,7 +83,7 @@ class LayerEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEntry:
-    """A device, or several that are alike: those are called NAME0, NAME1, ..."""
+    """A device, or several that are alike: those are called NAME0, NAME1, ..., or NAME-0 behind a digit."""
 
     __pydantic_config__ = CLOSED
 
@@ -116,13 +116,14 @@ class DeviceEntry:
                 f"expected multiples of tensor_parallel ({t})"
             )
         one = replace(one, memory_nbytes=one.memory_nbytes * t, cards=one.cards * t)
+        between = "-" if one.name[-1:].isdigit() else ""  # a100 and 0 are not a1000
         for i in range(count // t):
             host = one.host
             if self.per_host:
                 host = f"host{first_host + i * t // self.per_host}"
             elif self.hosts:
                 host = self.hosts[i * len(self.hosts) * t // count]
-            yield replace(one, name=one.name if self.count is None else f"{one.name}{i}", host=host)
+            yield replace(one, name=one.name if self.count is None else f"{one.name}{between}{i}", host=host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +142,8 @@ class JobFile:
     """Cards of one device. Then `count`, `per_host`, `memory_nbytes` of devices are of cards; times are a device's."""
     samples: int | None = None
     """In one micro-batch; by default the decoder's, else 1."""
+    tied_nbytes: int = 0
+    """Gradients that the first and the last layer share; a decoder says so by `tied`."""
     within_host: LinkRate = field(default_factory=LinkRate)
     between_hosts: LinkRate = field(default_factory=LinkRate)
     links: tuple[NamedLink, ...] = ()
@@ -153,6 +156,8 @@ class JobFile:
         if bool(self.layers) == (self.decoder is not None):
             given = "both are given" if self.layers else "neither has any"
             raise JobError(f"layers and decoder: {given}; expected at least one layer in one of them")
+        if self.decoder is not None and self.tied_nbytes:
+            raise JobError(f"tied_nbytes is {self.tied_nbytes} beside a decoder; expected decoder.tied: true")
         if self.decoder is not None and self.decoder.cards != 1:
             raise JobError(f"decoder.cards is {self.decoder.cards}; expected tensor_parallel at the top of the file")
         if sum(entry.repeat for entry in self.layers) > MOST_LAYERS:
@@ -189,6 +194,8 @@ class JobFile:
             samples=per_micro_batch if self.samples is None else self.samples,
             overheads=self.overheads,
             memory=self.memory,
+            tied_nbytes=self.tied_nbytes if self.decoder is None else self.decoder.tied_nbytes,
+            work=None if self.decoder is None else replace(self.decoder, cards=self.tensor_parallel).work,
         )
 
     def _devices(self, wanted: int | None) -> list[Device]:
@@ -448,9 +455,10 @@ def to_dict(job: TrainingJob) -> dict[str, Any]:
         ("links", job.links),
         ("overheads", job.overheads),
         ("memory", job.memory),
+        ("tied_nbytes", job.tied_nbytes),
     ):
         plain = [_plain(x) for x in value] if isinstance(value, tuple) else _plain(value)
-        if plain not in ([], {}):
+        if plain not in ([], {}) and (name != "tied_nbytes" or value):
             about[name] = plain
     return about
 

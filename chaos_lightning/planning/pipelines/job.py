@@ -213,6 +213,20 @@ PLAIN_MEMORY = MemoryRules(flat_buffers=0, boundaries=False)
 """An executor that keeps state and activations only."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWork:
+    """Arithmetic of a model, from which rates are told."""
+
+    tokens: int
+    """In one micro-batch."""
+    flop: float
+    """Forward and backward pass of one micro-batch; what is recomputed does not count."""
+    peak_flops: float
+    """One card of speed 1, FLOP/s."""
+    assumptions: str
+    """Efficiency, recomputation and bytes a parameter, in words."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
     """A job and its fleet."""
@@ -230,6 +244,10 @@ class TrainingJob:
     """In one micro-batch."""
     overheads: Overheads = field(default_factory=Overheads)
     memory: MemoryRules = field(default_factory=MemoryRules)
+    tied_nbytes: int = 0
+    """Gradients that the first and the last layer share, as a head does that is the embedding; 0: none."""
+    work: ModelWork | None = field(default=None, compare=False)
+    """Arithmetic of the model, where a formula tells it; plans do not depend on it."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -240,6 +258,7 @@ class TrainingJob:
         check_number("the number of devices", len(self.devices), most=MOST_DEVICES)
         check_number("micro_batches", self.micro_batches, least=1, most=MOST_MICRO_BATCHES)
         check_number("samples", self.samples, least=1)
+        check_number("tied_nbytes", self.tied_nbytes, least=0)
         known: set[str] = set()
         for d in self.devices:
             if d.name in known:

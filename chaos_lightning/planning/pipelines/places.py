@@ -44,7 +44,7 @@ class SharedFate:
 
 
 def seated(
-    job: TrainingJob, shapes: Shapes, shape: PlanShape, *, hosts_matter: bool
+    job: TrainingJob, shapes: Shapes, shape: PlanShape, *, hosts_matter: bool, on_two: bool = False
 ) -> tuple[PipelinePlan, StepEstimate, tuple[SharedFate, ...]]:
     """A shape on the devices of a job.
 
@@ -53,12 +53,13 @@ def seated(
         shapes: What the shape was found by; it cuts the layers.
         shape: How many pipelines of which length.
         hosts_matter: Links within hosts are unlike those between them.
+        on_two: Owners of each layer must be on two hosts, if exchanges of devices can do that, whatever it costs.
 
     Returns:
         The plan with the shortest step, what it costs, and which of its layers would be lost with one host.
     """
-    plan, cost, fates = spread(job, place(job, shapes, shape, "hosts"))
-    if not hosts_matter:
+    plan, cost, fates = spread(job, place(job, shapes, shape, "hosts"), pay=on_two)
+    if not hosts_matter or on_two:
         return plan, cost, fates
     apart, apart_s = fates, cost.step_s
     for seating in OTHERS:
@@ -120,8 +121,15 @@ def _take(free: dict[str, list[str]], count: int, *, packed: bool) -> list[str]:
     return taken
 
 
-def spread(job: TrainingJob, plan: PipelinePlan) -> tuple[PipelinePlan, StepEstimate, tuple[SharedFate, ...]]:
+def spread(
+    job: TrainingJob, plan: PipelinePlan, *, pay: bool = False
+) -> tuple[PipelinePlan, StepEstimate, tuple[SharedFate, ...]]:
     """Gives layers whose owners are all on one host an owner elsewhere, where no step gets longer by it.
+
+    Args:
+        job: The job.
+        plan: The plan.
+        pay: Take the cheapest exchange also where a step gets longer by it.
 
     Returns:
         The plan, what it costs, and what could not be mended for nothing. Plans of one pipeline have one owner for
@@ -132,6 +140,7 @@ def spread(job: TrainingJob, plan: PipelinePlan) -> tuple[PipelinePlan, StepEsti
         return plan, cost, ()
     for group, host in on_one_host(job, plan):
         cheapest, now = math.inf, [g for g, _ in on_one_host(job, plan)]
+        paid: tuple[PipelinePlan, StepEstimate] | None = None
         if group not in now:
             continue  # An exchange for an earlier group mended it.
         owners = plan.owners[plan.groups.index(group)]
@@ -141,12 +150,16 @@ def spread(job: TrainingJob, plan: PipelinePlan) -> tuple[PipelinePlan, StepEsti
             if group in then or len(then) >= len(now):
                 continue
             new = estimate(job, other)
-            cheapest = min(cheapest, new.step_s - cost.step_s)
+            if new.step_s - cost.step_s < cheapest:
+                cheapest, paid = new.step_s - cost.step_s, (other, new)
             if new.step_s <= cost.step_s * (1 + SAME):
                 plan, cost = other, new
                 break
         else:
-            fates.append(SharedFate(group.start, group.stop, host, cheapest))
+            if pay and paid is not None:
+                plan, cost = paid
+            else:
+                fates.append(SharedFate(group.start, group.stop, host, cheapest))
     return plan, cost, tuple(fates)
 
 

@@ -50,10 +50,16 @@ class Planner:
 
     Args:
         job: The job and its whole fleet.
+        copies: Number of devices that must own each layer, at least.
+        hosts: Owners of each layer must be on two hosts, so that no host takes a layer along.
     """
 
-    def __init__(self, job: TrainingJob) -> None:
-        self.job = job
+    def __init__(self, job: TrainingJob, *, copies: int = 1, hosts: bool = False) -> None:
+        self.job, self.copies, self.hosts = job, max(copies, 2 if hosts else 1), hosts
+
+    def _enough(self, plan: PipelinePlan) -> bool:
+        """Returns whether every layer has as many owners as are asked for."""
+        return len(plan.pipelines) >= self.copies and not (self.hosts and on_one_host(self.job, plan))
 
     @cached_property
     def _per_host(self) -> int:
@@ -71,7 +77,12 @@ class Planner:
     ) -> Shapes:
         job, between = self.job, self._usual
         cutter = Cutter(job, job.devices[0], hop, reduce or between, per_host, between)
-        return Shapes(cutter, job.micro_batches, only=only)
+        longest = len(job.devices) // self.copies
+
+        def allowed(p: int) -> bool:
+            return p <= longest and (only is None or only(p))
+
+        return Shapes(cutter, job.micro_batches, only=only if self.copies == 1 else allowed)
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -141,22 +152,35 @@ class Planner:
         names = sorted(self.job.by_name) if devices is None else sorted(devices)
         job = self.job.with_devices([self.job.by_name[n] for n in names])
         if job.alike and not self.job.alike:
-            return Planner(job)._answer(None, exact=exact)
+            return Planner(job, copies=self.copies, hosts=self.hosts)._answer(None, exact=exact)
         if self.job.alike:
             shape = None if exact else self.shapes.first(len(names))
             # A first answer that finds nothing is no proof.
-            found = self.seated(shape, names) if shape else self._best(names)
+            found = self.seated(shape, names) if shape else None
+            if found is None or not self._enough(found.plan):
+                found = self._best(names)
             if found is not None:
                 return found
-        mixed = Mixed(job)
+        mixed = Mixed(job, copies=self.copies, hosts=self.hosts)
         plans = [plan for _, plan in mixed.search(improve=exact)] or [x for x in [tightest(job)] if x]
         if not plans:
             raise NoPlanError(nearest(job))
-        plan = min(plans, key=lambda plan: estimate(job, plan).step_s)
-        plan, cost, fates = spread(job, plan)
+        told = [spread(job, plan, pay=self.hosts) for plan in sorted(plans, key=lambda x: estimate(job, x).step_s)]
+        told = [x for x in told if self._enough(x[0])]
+        if not told:
+            raise NoPlanError(self._lacks())
+        plan, cost, fates = min(told, key=lambda x: x[1].step_s) if self.hosts else told[0]
         gap = max(0.0, 1 - (mixed.bound_s() + job.overheads.commit_s) / cost.step_s)
         sure = "the best there is" if gap <= SAME else f"the best of a search, {_at_most(gap)}"
         return PlannedPipelines(plan, cost, gap <= SAME, gap if gap > SAME else 0.0, f"{_rows(plan)}; {sure}", fates)
+
+    def _lacks(self) -> str:
+        """Says why no plan has as many owners of each layer as are asked for."""
+        where = "two hosts" if self.hosts else f"{self.copies} devices"
+        return (
+            f"no plan was found in which each layer has owners on {where}: so many copies do not fit, or lie on one "
+            "host; add devices or hosts, or ask for less (--copies, --survive none)"
+        )
 
     def _best(self, names: Sequence[str]) -> PlannedPipelines | None:
         """The plan with the shortest simulated step, and how far the best one may be away."""
@@ -175,7 +199,10 @@ class Planner:
         if best is None:
             return None
         best = self._on_one_host(names, best) or best
-        best = min([best, *self._simpler(names, shape)], key=lambda x: x.estimate.step_s)
+        enough = [x for x in (best, *self._simpler(names, shape)) if self._enough(x.plan)]
+        if not enough:
+            return None
+        best = min(enough, key=lambda x: x.estimate.step_s)
         bound_s = self._bound_s(len(names), shape.charged_s if shape else math.inf)
         gap = max(0.0, 1 - bound_s / best.estimate.step_s)
         exact = gap <= SAME
@@ -206,9 +233,9 @@ class Planner:
             hosts[self.job.by_name[n].place].append(self.job.by_name[n])
         devices = min(hosts.values(), key=lambda found: (-len(found), found[0].place))
         work_s = self.job.micro_batches * self.shapes.cutter.row(1).fastest.both[-1]
-        if not self._per_host or len(hosts) == 1 or work_s / len(devices) >= than.estimate.step_s:
+        if not self._per_host or len(hosts) == 1 or self.hosts or work_s / len(devices) >= than.estimate.step_s:
             return None
-        found = Planner(self.job.with_devices(devices))._best([d.name for d in devices])
+        found = Planner(self.job.with_devices(devices), copies=self.copies)._best([d.name for d in devices])
         if found is None or found.estimate.step_s >= than.estimate.step_s:
             return None
         used = found.plan.stages
@@ -226,7 +253,7 @@ class Planner:
         """
         shapes = shapes or self.shapes
         job = self.job.with_devices([self.job.by_name[n] for n in sorted(devices)])
-        plan, cost, fates = seated(job, shapes, shape, hosts_matter=bool(self._per_host))
+        plan, cost, fates = seated(job, shapes, shape, hosts_matter=bool(self._per_host), on_two=self.hosts)
         work_s = job.micro_batches * shapes.cutter.row(1).fastest.both[-1] / len(job.devices)
         gap = 1 - work_s / cost.step_s
         why = f"{_rows(plan)}; a first answer, {_at_most(gap)}"

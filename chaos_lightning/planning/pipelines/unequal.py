@@ -28,6 +28,7 @@ from chaos_lightning.planning.pipelines.cuts import Cutter, DeviceRow, Tables
 from chaos_lightning.planning.pipelines.equal import Shapes
 from chaos_lightning.planning.pipelines.estimate import estimate, slowest_link
 from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob, stage_memory
+from chaos_lightning.planning.pipelines.places import on_one_host
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.split import Filling, Splitter
 
@@ -70,10 +71,12 @@ class Mixed:
 
     Args:
         job: The job, on all devices that are there.
+        copies: Pipelines at least: each layer has so many owners.
+        hosts: Prefer plans in which the owners of each layer are on two hosts.
     """
 
-    def __init__(self, job: TrainingJob) -> None:
-        self.job, self.tables = job, Tables(job)
+    def __init__(self, job: TrainingJob, *, copies: int = 1, hosts: bool = False) -> None:
+        self.job, self.tables, self.copies, self.hosts = job, Tables(job), copies, hosts
         self.order = sorted(job.devices, key=lambda d: (-d.speed, -d.memory_nbytes, d.place, d.name))
         self.speeds = sum(d.speed for d in job.devices)
         self._reduces: dict[tuple[frozenset[str], bool], LinkRate] = {}
@@ -153,7 +156,9 @@ class Mixed:
             found that fits.
         """
         looked: dict[tuple[Names, ...], float] = {}
-        for rows in dict.fromkeys(self._starts()):
+        for rows in dict.fromkeys(rows for start in self._starts() for rows in self._turned(start)):
+            if len(rows) < self.copies:
+                continue
             value = self._value(rows)
             if value is not None:
                 looked[rows] = value.time_s
@@ -170,11 +175,11 @@ class Mixed:
         for rows, near in near_s.items():
             # The best cuts cost a search for each row and number of micro-batches.
             filling = self._splitter(self.time_s if few else self.quick_s, rows).over(rows, near)
-            if filling is not None:
+            if filling is not None and len(filling.pairs) >= self.copies:
                 found.append((filling.time_s, self._plan(filling, self.reduce(rows))))
         for rows in starts if not found else ():
             filling = self._splitter(self.quick_s, rows).over(rows)
-            if filling is not None:
+            if filling is not None and len(filling.pairs) >= self.copies:
                 return [(filling.time_s, self._plan(filling, self.reduce(rows), quick=True))]
         return sorted(found, key=lambda x: x[0])
 
@@ -185,9 +190,22 @@ class Mixed:
         # `line_s` knows no memory that micro-batches need.
         if filling is None or any(self.row(names, reduce).quick(m) is None for names, m in filling.pairs):
             filling = self._splitter(self.quick_s, rows).over(rows)
-        if filling is None:
+        if filling is None or len(filling.pairs) < self.copies:
             return math.inf
-        return estimate(self.job, self._plan(filling, self.reduce(rows), quick=True)).step_s
+        plan = self._plan(filling, reduce, quick=True)
+        if self.hosts and on_one_host(self.job, plan):
+            return math.inf
+        return estimate(self.job, plan).step_s
+
+    def _turned(self, rows: tuple[Names, ...]) -> Iterator[tuple[Names, ...]]:
+        """The rows, and if owners must be on two hosts, also with every other row the other way around.
+
+        Where one kind of devices is all on one host, pipelines of one order would have the same layers there.
+        """
+        yield rows
+        if self.hosts and len(rows) > 1:
+            turned = (names[::-1] if i % 2 else names for i, names in enumerate(rows))
+            yield tuple(sorted(turned, key=lambda x: (-len(x), x)))
 
     def bound_s(self) -> float:
         """No plan takes less."""
@@ -223,8 +241,10 @@ class Mixed:
         return PipelinePlan(self.job.costs.count, tuple(pipelines), idle=idle, in_flight_extra=extra)
 
     def _value(self, rows: Sequence[Names]) -> Filling[Names] | None:
+        if len(rows) < self.copies:
+            return None
         time_s = self.quick_s if len(self.order) <= SMALL else self.line_s
-        return self._splitter(time_s, rows).over(rows) if rows else None
+        return self._splitter(time_s, rows).over(rows)
 
     def _splitter(self, time_s: Callable[[Names, int, int, LinkRate], float], rows: Sequence[Names]) -> Splitter[Names]:
         reduce = self.reduce(rows)

@@ -8,8 +8,9 @@ import pytest
 
 from chaos_lightning.planning.pipelines.decoder import Decoder
 from chaos_lightning.planning.pipelines.estimate import estimate
-from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob
-from chaos_lightning.planning.pipelines.planner import Planner
+from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, TrainingJob
+from chaos_lightning.planning.pipelines.places import on_one_host
+from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
 from chaos_lightning.planning.pipelines.unequal import Mixed, _blocks, _counts, _in_turn, _set_partitions
 
 GIB = 1 << 30
@@ -97,3 +98,36 @@ def test_numbers_of_rows_are_all_or_spread() -> None:
     many = _counts(1000)
     assert (many[0], many[-1]) == (1, 1000)
     assert len(many) <= 40
+
+
+def test_owners_on_two_hosts_where_all_slow_cards_are_on_one() -> None:
+    """One pipeline then runs over them the other way around."""
+    job = fleet(256)
+    free = Planner(job).exact()
+    assert on_one_host(job, free.plan)
+    apart = Planner(job, hosts=True).exact()
+    assert on_one_host(job, apart.plan) == []
+    assert free.estimate.step_s <= apart.estimate.step_s < 1.08 * free.estimate.step_s
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+@pytest.mark.parametrize("alike", [True, False])
+def test_each_layer_has_as_many_owners_as_asked(copies: int, alike: bool) -> None:
+    """Without the wish one long pipeline is best: links between the owners of a layer are slow."""
+    layers = tuple(Layer(name=f"l{i}", forward_s=1, backward_s=2, gradient_nbytes=10**9) for i in range(12))
+    devices = [Device(name=f"d{i}", memory_nbytes=10**12, speed=1.0 if alike or i % 2 else 0.5) for i in range(6)]
+    link = LinkRate(rate_bps=8e7)
+    job = TrainingJob(layers=layers, devices=tuple(devices), micro_batches=60, within_host=link, between_hosts=link)
+    assert len(Planner(job).exact().plan.pipelines) == 1
+    planned = Planner(job, copies=copies).exact()
+    assert all(len(owners) >= copies for owners in planned.plan.owners)
+    assert Planner(job, copies=copies).first().plan.owners
+
+
+def test_copies_that_no_plan_has_are_refused() -> None:
+    job = fleet(128)
+    with pytest.raises(NoPlanError, match=r"owners on 6 devices: .* ask for less \(--copies"):
+        Planner(job, copies=6).exact()
+    one = [replace(d, host="one") for d in job.devices]
+    with pytest.raises(NoPlanError, match="owners on two hosts"):
+        Planner(job.with_devices(one), hosts=True).exact()
