@@ -59,6 +59,18 @@ class RefusedError(ChaosError):
     """The scheduler (or a neighbour) did not let this member in: token, name, version, fingerprint, finished job."""
 
 
+class FinishedJobError(SystemExit):
+    """The job was finished without this process, which has nothing to train, and not the final weights either.
+
+    Uncaught it ends the process with exit code 0, which launchers take for success. It is no ChaosError, and none that
+    `except Exception` catches: what a script does behind fit would be done with other weights than the job's.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = 0
+
+
 class DisagreementError(ChaosError):
     """A slot was refused for all members alike: they disagree (the message names the member, the field and both
     values), or they gather more than fits into one message."""

@@ -152,6 +152,7 @@ class EngineConfig:
         check=at_least(0, "a number of bytes, or 0 for no limit"),
     )
     heartbeat_timeout_s: float = same_as(Settings, "heartbeat_timeout_s")
+    finished_s: float = same_as(Settings, "finished_s")
     join_timeout_s: float = setting(
         600.0, "How long to wait for admission and state; under torchrun by default its rendezvous timeout, 900."
     )

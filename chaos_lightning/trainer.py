@@ -646,7 +646,7 @@ class Trainer:
         if engine.leaving and engine.header.kind is not Kind.CLOSING:
             engine.out = True
         if not engine.out:
-            engine.finish()  # the others closed the job
+            engine.finish(state if current else None)  # the others closed the job
             engine.out = self._awaited = True
         else:
             self._await_release()
@@ -701,7 +701,7 @@ class Trainer:
         """Closes the job with the others, or waits to be released by those who go on."""
         if not self.engine.out:
             try:
-                self.engine.finish()
+                self.engine.finish(self._state)
                 return
             except DepartedError:  # all were asked to leave after the last step
                 self._depart()

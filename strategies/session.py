@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from chaos_lightning.data.loader import ElasticLoader
-from chaos_lightning.errors import DepartedError, FencedError, RefusedError, UnsupportedError
+from chaos_lightning.errors import DepartedError, FencedError, FinishedJobError, RefusedError, UnsupportedError
 from chaos_lightning.machine.signals import ExitSignals, aside, say
 from chaos_lightning.member import training
 from chaos_lightning.member.engine import Engine
@@ -287,6 +287,9 @@ class FitSession:
                 raise
             _log.warning("%s; fit ends here, and what it was to train is not trained", error)
             self._depart()
+        except FinishedJobError:
+            self.gone = True  # what callbacks would save now is not the job's
+            raise
 
     def _reenter(self) -> None:
         """Joins again after being fenced."""
@@ -303,6 +306,11 @@ class FitSession:
         assert self._loader is not None
         self._boundary_asked = False
         self._place.leave()
+        if engine.role == "late":  # the job is finished, and its members write: fit ends here, with the final state
+            self.departed = self.gone = True
+            self._step_aside()
+            skip_validation(trainer)
+            return
         self._loader.restart()
         if self.outer:
             self.outer.entered()
@@ -759,6 +767,10 @@ class FitSession:
 
     def finish(self) -> None:
         """fit is over: the job's last slot, or the farewell of a member that left."""
+        if self.void and self.outer is None:  # the others may have finished the job meanwhile
+            self._come_in()
+            if not self.departed:
+                self.fenced(FencedError("this member came back to a job whose loop is over here"))
         self._refuse_void()
         if not self.entered:
             return
@@ -769,7 +781,8 @@ class FitSession:
             self._refuse_void()
         if self.in_job:
             with contextlib.suppress(DepartedError):
-                self.engine.finish()
+                # Of ranks of a cluster of outer sync, the server has the final state.
+                self.engine.finish(self.state if self.outer is None else None, self.alone())
             # The writer may have died since the last slot: one of those who finish saves what is saved after fit.
             self._observe()
             self.in_job = False

@@ -63,5 +63,7 @@ def scheduler(options: SchedulerOptions) -> HostedScheduler:
     log = options.store_path.with_name("scheduler.log")
     child = start_function("scheduler", run, (SCHEDULER, options.arguments(), dict(os.environ)), log, env={})
     # The first child of a test run waits for the fork server's imports.
-    until(lambda: look(options.listen, options.settings.job, b"") == "serves", "the scheduler's answer", 120.0)
+    until(
+        lambda: look(options.listen, options.settings.job, b"") in ("serves", "tells"), "the scheduler's answer", 120.0
+    )
     return HostedScheduler(options.listen, child.pid, start_time(child.pid), log, options.store_path)

@@ -42,6 +42,7 @@ from chaos_lightning.protocol.types import (
     Pulse,
     Refused,
     Released,
+    ToldEnd,
     ToMember,
     Welcome,
 )
@@ -311,7 +312,7 @@ class Agent(threading.Thread):
                     due = min(due, time.monotonic() + interval)
                 self._on_message(message)
                 keeps = isinstance(message, Released) and message.keep  # it has a word to say yet
-                if isinstance(message, Fence | Released | Refused) and not keeps:
+                if isinstance(message, Fence | Released | Refused | ToldEnd) and not keeps:
                     self._over = not (isinstance(message, Refused) and message.retry)
                     self._take_leave(talk)
                     if self._admitted and not self._over:

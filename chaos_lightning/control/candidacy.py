@@ -13,6 +13,7 @@ operator has started it anew.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Any
@@ -40,6 +41,7 @@ class EtcdCandidacy:
         keep_finished: Serve a finished chain instead of beginning the job anew.
         followed: This process was a candidate before: what it began with is not what the job is now, so it begins no
             finished job anew and brings no rules.
+        finished_s: For so long after its end a job is told as finished.
         lease_s: Duration of leases.
 
     Raises:
@@ -53,8 +55,10 @@ class EtcdCandidacy:
         *,
         keep_finished: bool = False,
         followed: bool = False,
+        finished_s: float = 0.0,
         lease_s: int = LEASE_S,
     ) -> None:
+        self._finished_s = finished_s
         self._client = open_client(address)
         self._job = job
         self._root = job_root(address.prefix, job)
@@ -109,7 +113,9 @@ class EtcdCandidacy:
     def open_store(self) -> Store:
         """The chain, for the leader; that of a finished job is emptied first, unless it is to be kept."""
         store = EtcdStore(self._client, self._root, guard=self._guard, owned=False)
-        if JobChain(store).tip().finished and not self._keep_finished and not self.waited():
+        tip = JobChain(store).tip()
+        told = tip.tells_s(self._finished_s, time.time())
+        if tip.finished and not told and not self._keep_finished and not self.waited():
             store.begin_again()
             self._begun_again = True
             self._note("notice", text=f"job {self._job} was finished; it begins anew in {store.place}")

@@ -21,7 +21,7 @@ from typing import Literal, Self, get_args
 from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.control.store import EMPTY, Appended, End, Store, StoreRecord, outranked
 from chaos_lightning.errors import StoreError, WireError
-from chaos_lightning.membership.effects import Chain, LinkWish, Persist
+from chaos_lightning.membership.effects import Chain, LinkWish, Persist, RecordedEnd
 from chaos_lightning.membership.peers import short
 from chaos_lightning.protocol.codec import decode, encode
 from chaos_lightning.protocol.types import NO_VIEW, Header, View, ViewId
@@ -40,6 +40,7 @@ class ChainEntry:
     base: Header | None = None
     hand_on: bool = False
     wish: LinkWish | None = None
+    ending: RecordedEnd | None = None
 
     def same(self, other: ChainEntry) -> bool:
         """Equal but for the revision."""
@@ -54,6 +55,7 @@ class Tip:
     highest: ViewId = NO_VIEW
     last_view: ViewId = NO_VIEW
     finished: bool = False
+    ending: RecordedEnd | None = None
     last: ChainEntry | None = None
 
     @property
@@ -64,6 +66,14 @@ class Tip:
     def chain(self) -> str:
         """The chain's id; "": nobody has taken a term yet."""
         return self.end.id
+
+    def tells_s(self, finished_s: float, now: float) -> float:
+        """Returns how long (s) newcomers are still told that the job is finished, at this wall time (s); 0: no more.
+
+        A clock that was set back since then says nothing: they are told no more.
+        """
+        age_s = now - self.ending.at if self.finished and self.ending is not None else -1.0
+        return max(0.0, finished_s - age_s) if age_s >= 0 else 0.0
 
 
 def entry_of(effect: Persist) -> ChainEntry:
@@ -78,12 +88,15 @@ def entry_of(effect: Persist) -> ChainEntry:
         raise StoreError(f"Persist of kind {kind!r} {'with' if effect.view else 'without'} a view")
     if effect.view is not None and effect.view.id != effect.number:
         raise StoreError(f"Persist of view {effect.view.id} under the number {effect.number}")
+    if kind != "finish" and effect.ending is not None:
+        raise StoreError(f"Persist of kind {kind!r} with the end of a job")
     if (kind == "link") != (effect.wish is not None):
         raise StoreError(f"Persist of kind {kind!r} {'with' if effect.wish else 'without'} a wish")
     base = effect.base
     if base is not None and base.answers:
         base = replace(base, answers=())
-    return ChainEntry(0, kind, effect.number, effect.view, base, effect.hand_on, effect.wish)  # type: ignore[arg-type]
+    what = (effect.view, base, effect.hand_on, effect.wish, effect.ending)
+    return ChainEntry(0, kind, effect.number, *what)  # type: ignore[arg-type]
 
 
 def judge(tip: Tip, term: int, entry: ChainEntry, seen: Tip | None = None) -> Appended:
@@ -123,6 +136,7 @@ def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
         highest=max(tip.highest, entry.number),
         last_view=entry.number if entry.kind == "view" else tip.last_view,
         finished=tip.finished or entry.kind == "finish",
+        ending=entry.ending or tip.ending,
         last=replace(entry, revision=end.position),
     )
 
@@ -134,6 +148,7 @@ def chain_of(tip: Tip, term: int, entries: Sequence[ChainEntry]) -> Chain:
         highest=tip.highest,
         views=tuple(e.view for e in entries if e.view is not None),
         finished=tip.finished,
+        ending=tip.ending,
         wishes=tuple(e.wish for e in entries if e.wish is not None),
         changes=tuple(e.number for e in entries if e.view is not None and e.base is None),
         id=tip.chain,
@@ -171,6 +186,7 @@ def entry_bytes(entry: ChainEntry) -> bytes:
         "number": [entry.number.term, entry.number.number],
         "hand_on": entry.hand_on,
         "wish": asdict(entry.wish) if entry.wish is not None else None,
+        **({"ending": asdict(entry.ending)} if entry.ending is not None else {}),
         "nbytes": [len(part) if part is not None else None for part in parts],
     }
     return json.dumps(head).encode() + b"\n" + b"".join(part or b"" for part in parts)
@@ -198,10 +214,19 @@ def entry_from(record: StoreRecord) -> ChainEntry:
         view = decode(View, rest[:view_nbytes]) if view_nbytes is not None else None
         base = decode(Header, rest[view_nbytes or 0 :]) if base_nbytes is not None else None
         wish = LinkWish(**head["wish"]) if head["wish"] is not None else None
-        found = entry_of(Persist(0, record.kind, ViewId(term, number), view, base, bool(head["hand_on"]), wish))
+        ending = _ending(head["ending"]) if "ending" in head else None
+        what = (view, base, bool(head["hand_on"]), wish, ending)
+        found = entry_of(Persist(0, record.kind, ViewId(term, number), *what))
     except (KeyError, TypeError, ValueError, RecursionError, WireError, StoreError) as error:
         raise StoreError(f"record {record.position} is damaged: {error}") from error
     return replace(found, revision=record.position)
+
+
+def _ending(said: dict[str, object]) -> RecordedEnd:
+    terms, step, at = said["terms"], said["step"], said["at"]
+    if not (isinstance(terms, str) and isinstance(step, int) and isinstance(at, float)):
+        raise ValueError("the end of a job that is none")
+    return RecordedEnd(terms, step, at)
 
 
 # ------------------------------------------------------------------ the chain in its store

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from chaos_lightning.control.chain_writer import ChainWriter
@@ -144,6 +145,8 @@ class Driver:
 
     async def _persist(self, effect: fx.Persist, final: bool) -> fx.Stored:
         owed = None
+        if effect.ending is not None:
+            effect = replace(effect, ending=replace(effect.ending, at=time.time()))
         if final:
             assert self.machine is not None
             now = self.machine.snapshot()

@@ -107,7 +107,8 @@ def listens(endpoint: str) -> bool:
 
 
 def look(endpoint: str, job: str, token: Secret) -> str:
-    """What is at the endpoint: "free", "serves" (this job), "finished" (still lingering), "silent" or "odd".
+    """What is at the endpoint: "free", "serves" (this job), "tells" (newcomers that this job is finished), "finished"
+    (still lingering), "past" (lingering, of another job), "silent" or "odd".
 
     Whoever has the port is silent if it says nothing: it begins, is frozen, or has no descriptor left; and odd if it
     hangs up, or is no gRPC server.
@@ -124,8 +125,12 @@ def look(endpoint: str, job: str, token: Secret) -> str:
         status = fetch_status(endpoint, token, timeout_s=2.0, follow=False)
     except SchedulerUnreachableError:
         return "odd" if is_another_kind(*split_endpoint(endpoint)) else "silent"
+    if status.get("job") != job and status.get("finished") and status.get("hosted"):
+        return "past"
     _check_job(endpoint, job, status)
-    return "finished" if status.get("finished") else "serves"
+    if not status.get("finished"):
+        return "serves"
+    return "tells" if status.get("machine", {}).get("tells") else "finished"
 
 
 def _check_job(endpoint: str, job: str, status: dict[str, Any]) -> None:
@@ -137,7 +142,7 @@ def _check_job(endpoint: str, job: str, status: dict[str, Any]) -> None:
 
 
 def is_over(config: EngineConfig, options: SchedulerOptions, secret: Secret, *, continue_only: bool) -> bool:
-    """Whether a job whose scheduler others start is finished: its scheduler says so.
+    """Whether a job whose scheduler others start is finished, and tells newcomers nothing: its scheduler says so.
 
     Where none answers, a chain in etcd says it to those that had a job (`continue_only`). To others it says nothing:
     the next job of that name may be about to begin.
@@ -156,7 +161,8 @@ def is_over(config: EngineConfig, options: SchedulerOptions, secret: Secret, *, 
         except ChaosError:
             return False  # the workers wait for both, and say so
     _check_job(config.endpoint, config.job, status)
-    return bool(status.get("finished")) or status.get("machine", {}).get("phase") == "finished"
+    machine = status.get("machine", {})
+    return (bool(status.get("finished")) or machine.get("phase") == "finished") and not machine.get("tells")
 
 
 def ensure_scheduler(
@@ -164,6 +170,7 @@ def ensure_scheduler(
     token: Secret = b"",
     *,
     continue_only: bool = False,
+    serves_end: bool = True,
     timeout_s: float = 30.0,
     given_up: Callable[[], bool] = lambda: False,
     chain: str = "",
@@ -173,7 +180,9 @@ def ensure_scheduler(
     Args:
         options: What to run; `token_file` and `keys_dir` are not used.
         token: Cluster token, which is handed over in the child's environment; or credentials, whose folder is named.
-        continue_only: Do not begin a new job where one is finished; that is a RefusedError then.
+        continue_only: Do not begin a new job where one is finished; that is a RefusedError then, unless newcomers are
+            told of the end, and `serves_end`.
+        serves_end: Somebody is about to come who would be told.
         timeout_s: How long to wait for an answer. Whoever waits for longer than some seconds says so, and for whom.
         given_up: Asked now and then: true if the caller waits no more; then None is returned.
         chain: Id of the chain that the caller knows its job by: none is started on a store that lacks it.
@@ -195,8 +204,10 @@ def ensure_scheduler(
         found = look(options.listen, job, token)
         now = time.monotonic()
         odd_since = (odd_since or now) if found == "odd" else None
-        if found == "serves":
+        if found in ("serves", "tells"):
             return started if started is not None and _serves_itself(started, token) else None
+        if found == "past" and not continue_only:
+            _end_past(options.listen, job, token)
         if found == "finished" and continue_only:
             raise RefusedError(f"job {job!r} is finished; nothing is left to do")
         if found == "free":
@@ -209,7 +220,7 @@ def ensure_scheduler(
                     raise SchedulerUnreachableError(f"the scheduler ended at once; {words}")
                 if _gave_way(options):
                     return None
-                if continue_only and _finished(options):
+                if continue_only and (_finished(options) or (not serves_end and _stored(options).finished)):
                     raise RefusedError(f"job {job!r} is finished; nothing is left to do")
                 if chain and (held := _stored(options).chain) != chain:
                     raise StoreError(
@@ -283,7 +294,19 @@ def _stored(options: SchedulerOptions) -> Tip:
 
 
 def _finished(options: SchedulerOptions) -> bool:
-    return _stored(options).finished
+    """Whether the job is finished, and newcomers are told so no more: the next one would begin it anew."""
+    tip = _stored(options)
+    return tip.finished and not tip.tells_s(options.settings.finished_s, time.time())
+
+
+def _end_past(endpoint: str, job: str, secret: Secret) -> None:
+    """Ends the scheduler of a finished job of another name, which only tells newcomers of its end."""
+    from chaos_lightning.control.channel import fetch_status
+
+    status = fetch_status(endpoint, secret, timeout_s=2.0, follow=False)
+    if status.get("job") != job and status.get("finished") and status.get("hosted"):
+        pid = int(status["pid"])
+        HostedScheduler(endpoint, pid, start_time(pid), Path(), None).stop()
 
 
 def _begins_again(options: SchedulerOptions) -> bool:
@@ -390,6 +413,7 @@ def options_for_engine(config: EngineConfig) -> SchedulerOptions:
         max_nodes=config.max_nodes,
         heartbeat_interval_s=min(base.heartbeat_interval_s, config.heartbeat_timeout_s / 3),
         heartbeat_timeout_s=config.heartbeat_timeout_s,
+        finished_s=config.finished_s,
         plan=plan,
         links=config.links if config.links != "auto" else base.links,
     )

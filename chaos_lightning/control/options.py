@@ -263,6 +263,10 @@ def check_settings(settings: Settings) -> Settings:
     return settings
 
 
+FINAL = "final"
+"""Folder of the state at the job's end, among those of kept states; one member of each machine writes it."""
+
+
 def folder_beside(store: str, job: str, endpoint: str) -> Path:
     """Where a job's last state is kept: beside the chain's file, or where that would be by default."""
     if store and store != MEMORY and not store.startswith(ETCD):
@@ -305,6 +309,7 @@ class SchedulerServerConfig:
         rebuild: The chain is lost: begin it anew from what members report (protocol.md 14a).
         gives_way: It was started by a member, on a store that may not be the job's: it ends where members know
             what the store lacks and none of its own is here, so that one on the right store can have the endpoint.
+        keep_finished: A finished job never begins anew here.
         hello_timeout_s: A stream that has said no Hello by then is closed: it takes a place of somebody who would.
         owed: What this process could not write down when it led last.
     """
@@ -319,6 +324,7 @@ class SchedulerServerConfig:
     hello_timeout_s: float = 5.0
     rebuild: bool = False
     gives_way: bool = False
+    keep_finished: bool = False
     owed: Owed | None = None
 
 

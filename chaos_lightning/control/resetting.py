@@ -72,6 +72,8 @@ def _forget_kept(options: SchedulerOptions, chain: str) -> str:
 
 def _end(chain: JobChain, force: bool) -> str:
     tip, views = chain.tip(), chain.load().views
+    if tip.finished and tip.ending is not None:
+        return f"the job was finished, and nobody is told of it any more. Its chain is {chain.begin_again()}"
     if tip.finished or not views:
         what = "the job is finished already" if tip.finished else "no view of the job was decided"
         raise RefusedError(f"there is nothing to end in {chain.place}: {what}; the next member begins it anew")

@@ -64,7 +64,7 @@ EXIT_USAGE = 2
 
 
 def open_store(options: SchedulerOptions) -> Store:
-    """The chain to continue; a finished one is archived first, unless it is to be kept."""
+    """The chain to continue; a finished one is archived first, unless it is to be kept or newcomers are told of it."""
     from chaos_lightning.control.chain import JobChain
     from chaos_lightning.control.memory_store import MemoryStore
     from chaos_lightning.control.sqlite_store import SqliteStore, archive
@@ -74,8 +74,8 @@ def open_store(options: SchedulerOptions) -> Store:
         return MemoryStore(job)
     if path.exists() and not options.keep_finished:
         with JobChain(SqliteStore(path, job)) as old:
-            finished = old.tip().finished
-        if finished:
+            tip = old.tip()
+        if tip.finished and not tip.tells_s(options.settings.finished_s, time.time()):
             _say(f"the chain in {path} is finished; archived as {archive(path)}")
     return SqliteStore(path, job, exclusive=True)
 
@@ -88,7 +88,11 @@ def _candidacy(options: SchedulerOptions, *, followed: bool) -> EtcdCandidacy | 
     from chaos_lightning.control.etcd_address import read_address
 
     return EtcdCandidacy(
-        read_address(options.store), options.settings.job, keep_finished=options.keep_finished, followed=followed
+        read_address(options.store),
+        options.settings.job,
+        keep_finished=options.keep_finished,
+        followed=followed,
+        finished_s=options.settings.finished_s,
     )
 
 
@@ -115,6 +119,7 @@ def _server_config(options: SchedulerOptions) -> SchedulerServerConfig:
         idle_timeout_s=options.idle_timeout_s,
         rebuild=options.rebuild,
         gives_way=options.hosted and not options.in_etcd,
+        keep_finished=options.keep_finished,
     )
 
 
@@ -146,7 +151,7 @@ def run(options: SchedulerOptions) -> int:
 
     own = options.store_path
     if own is not None and own == default_store(options.settings.job, split_endpoint(options.listen)[1]):
-        for path in clean_up(own, time.time()):
+        for path in clean_up(own, time.time(), options.settings.finished_s):
             _say(f"{path} is removed: its job is finished")
     with EventLog.in_directory(options.log_folder, options.settings.job, role="scheduler") as events:
         first = look = True

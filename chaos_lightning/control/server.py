@@ -77,6 +77,8 @@ class SchedulerServer:
         self._started = time.time()
         self._idle_since = time.monotonic()
         self._done_reason = ""
+        self._ending: asyncio.TimerHandle | None = None
+        """Of this process, once its job is finished."""
         self._gives_way_at = math.inf
         """When (monotonic, s) this one ends, unless members of its own chain are here by then."""
         self._stays = False
@@ -118,8 +120,11 @@ class SchedulerServer:
         for one in (self._scheduling(), *self._services):
             self._auth.serve(self._server, one)
         if self._candidacy is None:
-            await self._lead()
+            chain = await self._lead()
             await self._server.start()
+            if chain.tells_s and not chain.for_good:
+                self._stays = True
+                self._done("newcomers were told that the job is finished")
         else:
             await self._server.start()
             self._stand(self._candidacy)
@@ -216,7 +221,14 @@ class SchedulerServer:
         # The operator's word was about what lay there then, not about what others have led by since.
         watched = candidacy is not None and candidacy.watched()
         rebuild = self.config.rebuild and not (found.views and watched)
-        return replace(found, rebuild=rebuild, hears_s=self._hears_s(found))
+        tip = self._writer.chain.tip()
+        return replace(
+            found,
+            rebuild=rebuild,
+            hears_s=self._hears_s(found),
+            tells_s=tip.tells_s(self.config.settings.finished_s, time.time()),
+            for_good=self.config.keep_finished or (candidacy is not None and candidacy.waited() and found.finished),
+        )
 
     def _rules(self) -> None:
         """The job goes by those of whoever began to lead it."""
@@ -243,7 +255,13 @@ class SchedulerServer:
         self._streams.close_all()
         # What they say until their streams end is nobody's for the next machine.
         place = await self._writer.in_thread(self._writer.chain.begin_again)
-        self._events.emit("notice", text=f"an operator has ended the job; its chain is {place}")
+        self._events.emit("notice", text=f"the job is over; its chain is {place}")
+        if self._ending is not None:  # it was finished before, and this process would have ended
+            self._ending.cancel()
+            self._ending, self._done_reason, self._stays = None, "", False
+            if self.config.gives_way:  # the next job goes by the settings of those who begin it
+                self.life.end("the job begins anew, with a scheduler of its own")
+                return
         self.config = replace(self.config, rebuild=False)  # that word was about the chain that is put away
         await self._lead()
 
@@ -255,12 +273,14 @@ class SchedulerServer:
         elif effect.deposed:
             self.life.end(effect.reason, failed=True)
         else:
-            self._done(effect.reason)
+            self._stays = self._stays or effect.tells_s > 0
+            self._done(effect.reason, effect.tells_s)
 
-    def _done(self, reason: str) -> None:
+    def _done(self, reason: str, tells_s: float = 0.0) -> None:
         if not self._done_reason:
             self._done_reason = reason
-            asyncio.get_running_loop().call_later(self.config.settings.linger_timeout_s, self.life.end, reason)
+            lingers_s = max(tells_s, self.config.settings.linger_timeout_s)
+            self._ending = asyncio.get_running_loop().call_later(lingers_s, self.life.end, reason)
 
     def _noted(self, name: str) -> None:
         """A member may have come that knows of what this store lacks."""
@@ -323,6 +343,7 @@ class SchedulerServer:
             "uptime_s": round(time.time() - self._started, 3),
             "streams": [{"peer": s.peer, "name": s.name} for s in self._streams.standing.values()],
             "finished": bool(self._done_reason),
+            "hosted": self.config.gives_way,
             "owed": f"the end of the job, which its store has not taken: {owed.reason or 'no answer yet'}"
             if owed
             else "",

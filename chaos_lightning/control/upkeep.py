@@ -2,8 +2,9 @@
 
 Theory of operation. A scheduler that starts on the default store looks once. Beside its own chain it leaves the newest
 archived ones. Folders of other jobs go once the job has been finished, and nothing in them was written, for a month: a
-finished job keeps no training state. A job that has not finished keeps everything, however old, for its members may
-come back; so does one whose chain cannot be read, or whose scheduler lives.
+finished job keeps no training state but its final one, which goes as soon as newcomers are told of its end no more. A
+job that has not finished keeps everything, however old, for its members may come back; so does one whose chain cannot
+be read, or whose scheduler lives.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 from pathlib import Path
 
 from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.options import FINAL
 from chaos_lightning.control.sqlite_store import FileLock, SqliteStore
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import FORGOTTEN_S
@@ -20,17 +22,23 @@ from chaos_lightning.events.events import FORGOTTEN_S
 CHAINS_LEFT = 8
 
 
-def clean_up(chain: Path, now: float) -> list[Path]:
+def clean_up(chain: Path, now: float, finished_s: float) -> list[Path]:
     """Removes what nobody needs any more of finished jobs; what cannot be removed stays.
 
     Args:
         chain: The scheduler's own, in its folder of the state folder.
         now: Wall time, s.
+        finished_s: For so long after its end newcomers are told of a finished job.
 
     Returns:
-        What is gone: archived chains of this job, folders of others.
+        What is gone: archived chains of this job, folders of others, final states.
     """
     gone: list[Path] = []
+    for final in sorted(chain.parent.parent.glob(f"*/kept/{FINAL}")):
+        with contextlib.suppress(OSError):
+            if now - final.stat().st_mtime > finished_s and _free(final):
+                shutil.rmtree(final)
+                gone.append(final)
     with contextlib.suppress(OSError):
         old = sorted(chain.parent.glob(f"{chain.stem}.finished-*{chain.suffix}"), key=lambda p: p.stat().st_mtime)
         for path in old[:-CHAINS_LEFT]:
@@ -42,6 +50,15 @@ def clean_up(chain: Path, now: float) -> list[Path]:
                 if _removes(folder, now):
                     gone.append(folder)
     return gone
+
+
+def _free(final: Path) -> bool:
+    """Whether nobody writes or reads this final state."""
+    lock = FileLock(final)
+    try:
+        return lock.take()
+    finally:
+        lock.close()
 
 
 def _removes(folder: Path, now: float) -> bool:

@@ -29,6 +29,7 @@ from chaos_lightning.errors import (
     DeadlineError,
     DisagreementError,
     FencedError,
+    FinishedJobError,
     NoDonorError,
 )
 from chaos_lightning.events.events import EventLog
@@ -97,7 +98,8 @@ class Engine:
         view: The view that rules the coming slot.
         ruling_view: The view that the last header named: it assigns the coming step (protocol.md 10).
         header: Last committed header.
-        role: "founder" or "joiner", after `join`.
+        role: "founder" or "joiner", after `join`; "late" if the job was finished before, and this process has its
+            final state.
         resumed: This founder went on from a state that the last member of the job had kept in a file.
         leaving: This member has asked to leave; training stops when a header lets it go.
         out: A header excluded this member (it left).
@@ -219,6 +221,7 @@ class Engine:
             RefusedError: The scheduler did not let us in; it says why.
             DeadlineError: No admission within `join_timeout_s`.
             DepartedError: `leave` was called meanwhile (by another thread).
+            FinishedJobError: The job was finished before, and its final state is not on this machine.
         """
         made = self._prepared()
         started = time.monotonic()
@@ -242,6 +245,8 @@ class Engine:
             try:
                 header = self._admission(made, state, deadline)
                 break
+            except FinishedJobError as end:
+                return self._come_late(state, deadline, end)
             except (FencedError, NoDonorError) as error:
                 if self.leaving:
                     raise self._waiting.give_up(self._control.close) from error
@@ -273,6 +278,24 @@ class Engine:
         )
         if self.events.path is not None:
             self._transfer.teller.tell(f"I log events in {self.events.path.parent} (log_dir=none: nowhere)")
+        return header
+
+    def _come_late(self, state: StateAccess, deadline: float, end: FinishedJobError) -> Header:
+        """The job is finished: this process goes on with its final state, or not at all."""
+        over, mail = self._mail.job_over, self._mail
+        assert over is not None
+        assert self._hello is not None
+        mail.post(left=over.reason)
+        header = self._keeping.load_final(over.chain, self._hello, state, deadline)
+        self.events.emit("came_late", reason=str(end), step=header.step if header is not None else -1)
+        what = f"{end}. To train it anew at once: `chaos-lightning reset`, or another job name"
+        if header is None:
+            text = f"{what}. This process ends here, for the final state is not on its machine"
+            _log.warning(text)
+            raise FinishedJobError(text) from end
+        _log.warning("%s. This process goes on behind the training, with the final state of step %d", what, header.step)
+        self.role, self.out, self.header = "late", True, header
+        self.view = self.ruling_view = over.view
         return header
 
     def _tell_of_loss(self, founded: View | None) -> None:
@@ -526,13 +549,30 @@ class Engine:
         if kept is not None:
             self._control.send(kept)
 
-    def finish(self) -> None:
-        """The job's last slot; waits until all members have it (or the linger deadline)."""
+    def finish(
+        self, state: StateAccess | None = None, meanwhile: contextlib.AbstractContextManager[None] | None = None
+    ) -> None:
+        """The job's last slot; waits until all members have it (or the linger deadline).
+
+        Args:
+            state: At the end. If others have been in the job, one member of each machine keeps it for those who come
+                late (protocol.md 14d).
+            meanwhile: Is entered while that is written.
+        """
         if not self.out:
-            if self.header.kind is not Kind.CLOSING:  # else the others closed the job in a slot that this one yielded
-                self._slot(Kind.CLOSING, name="closing")
-            self.events.emit("finished", seq=self.header.seq, step=self.header.step)
-            self._keeping.clear(self.view.chain if self.view is not None else "")
+            others = self._mail.together or self.resumed
+            lock = self._keeping.final_lock() if state is not None and others else None
+            try:
+                if self.header.kind is not Kind.CLOSING:  # else others closed the job in a slot that this one yielded
+                    self._slot(Kind.CLOSING, name="closing")
+                self.events.emit("finished", seq=self.header.seq, step=self.header.step)
+                self._keeping.clear(self.view.chain if self.view is not None else "")
+                if lock is not None and state is not None and self.view is not None and self._hello is not None:
+                    with meanwhile or contextlib.nullcontext():
+                        self._keeping.keep_final(self.header, self.view, self.member_id, self._hello, state)
+            finally:
+                if lock is not None:
+                    lock.close()
         self.wait_released()
 
     def wait_released(self, timeout_s: float = 10.0) -> None:

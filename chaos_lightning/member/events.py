@@ -22,6 +22,11 @@ EVENTS = (
             "endpoint": "where this member reaches the scheduler, HOST:PORT",
         },
     ),
+    Event(
+        "came_late",
+        "it came when the job was finished",
+        {"reason": "words", "step": "of the final state, which it has loaded; -1: it has not"},
+    ),
     Event("rejoin", "it joins again, as a newcomer", {"old_id": "who it was"}, {"reason": "why"}),
     Event("scheduler", "its control stream has changed", {"state": "words"}),
     Event("epoch", "an epoch of its data begins", {"stream": "name", "epoch": "which", "length": "samples in it"}),

@@ -92,6 +92,12 @@ def _default(setting: str) -> object:
     return next(f.default for f in fields(EngineConfig) if f.name == setting)
 
 
+def _workers() -> int:
+    """Returns the number of workers that this node's agent has started."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
 def hello(
     config: EngineConfig,
     *,
@@ -119,5 +125,6 @@ def hello(
         fingerprint=tuple(sorted({**shapes, **fingerprint, "gradient layout": layout.hash}.items())),
         neighbours=config.neighbour_names,
         replay=no_replay,
-        node=os.environ.get("CHAOS_NODE", ""),
+        node=(node := os.environ.get("CHAOS_NODE", "")),
+        workers=_workers() if node else 1,
     )

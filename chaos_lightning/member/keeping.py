@@ -13,6 +13,7 @@ and that nobody takes an older one for the newest.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -22,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.control.options import HOSTED, folder_beside
+from chaos_lightning.control.options import FINAL, HOSTED, folder_beside
+from chaos_lightning.control.sqlite_store import FileLock
 from chaos_lightning.errors import ChaosError, StateError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import split_endpoint
@@ -96,6 +98,7 @@ class Keeping:
     def __init__(self, config: EngineConfig, events: EventLog) -> None:
         self._job = config.job
         self._folder = folder_of(config)
+        self._finished_s = config.finished_s
         self._goes_back = config.resume_from == "checkpoint"
         self._events = events
         self._told: set[str] = set()
@@ -110,12 +113,14 @@ class Keeping:
             hello: Tells what that is.
             loaded: The checkpoint that the script has loaded. It counts instead, unless the state goes on from it.
         """
+        self._forget_final()
         found = []
-        for record in self._records():
+        for record in self._records(final=True):
             try:
                 found.append((self._checked(record, hello), record))
             except ChaosError as error:
-                self._warn(f"{error}; it is not used. Remove {record.folder} to be rid of it")
+                if record.folder.name != FINAL:
+                    self._warn(f"{error}; it is not used. Remove {record.folder} to be rid of it")
         self._offered = None
         goes_on = [f for f in found if loaded is None or self._goes_on_from(loaded, f[1])]
         if not goes_on:
@@ -128,7 +133,7 @@ class Keeping:
         chain = hello.chain if hello.chain in chains else chains[-1]
         mine = [f for f in found if f[0].chain == chain]
         kept, record = self._offered = max(mine, key=lambda f: (f[0].header.view, f[0].header.seq))
-        if loaded is not None:
+        if loaded is not None and record.folder.name != FINAL:
             self._warn(
                 f"the state that {kept.member} kept at step {kept.header.step} ({record.path}) goes on from the "
                 f"checkpoint of step {loaded.step} that this script has loaded, so it counts. To go back to the "
@@ -138,6 +143,8 @@ class Keeping:
 
     def _goes_on_from(self, loaded: LoadedCheckpoint, record: files.StateOnDisk) -> bool:
         """Whether this state counts: the checkpoint is its ancestor, and the user does not go back on purpose."""
+        if record.folder.name == FINAL:
+            return True  # nothing is left to train
         return not self._goes_back and bool(loaded.head) and loaded.head in record.said.get("checkpoints", ())
 
     def _warn_of_checkpoint(self, loaded: LoadedCheckpoint, kept: Kept, record: files.StateOnDisk) -> None:
@@ -234,8 +241,83 @@ class Keeping:
 
     def clear(self, chain: str) -> None:
         """The job is finished: nothing of this chain is to be gone on from."""
-        if self._folder is not None:
-            files.forget(self._folder, self._job, chain)
+        for record in self._records():
+            if (record.said.get("job"), record.said.get("chain")) == (self._job, chain):
+                files.remove(record.folder)
+
+    # ------------------------------------------------------------------ the end
+
+    def final_lock(self) -> FileLock | None:
+        """Whoever closes the job takes it before, and holds it until the final state is written.
+
+        Returns:
+            None if another member of this machine has it, or no final state is to be kept.
+        """
+        if self._folder is None or self._finished_s <= 0:
+            return None
+        lock = FileLock(self._folder / FINAL)
+        if lock.take():
+            return lock
+        lock.close()
+        return None
+
+    def keep_final(self, header: Header, view: View, member: str, hello: Hello, state: StateAccess) -> None:
+        """Writes the state at the job's end down, for those who come late."""
+        assert self._folder is not None
+        said = {
+            "job": self._job,
+            "member": member,
+            "chain": view.chain,
+            "time": time.time(),
+            "step": header.step,
+            "header": encode(header).hex(),
+            **_terms(hello),
+        }
+        files.remove(self._folder / FINAL)
+        try:
+            files.write(self._folder / FINAL, header.hash, header.seq, state, said)
+        except StateError as error:
+            self._events.emit("error", what="keep", reason=str(error))
+            _log.warning("%s: who comes late to the finished job does not get its final state: %s", member, error)
+
+    def load_final(self, chain: str, hello: Hello, state: StateAccess, deadline: float) -> Header | None:
+        """Loads the final state of a job that is finished, if it lies on this machine.
+
+        Args:
+            chain: The job's.
+            hello: What this process would train.
+            state: Takes it.
+            deadline: By `time.monotonic()`. One that is being written is waited for until then.
+
+        Returns:
+            The job's last header; None if there is no such state, or it cannot be used: then `state` may be a mixture.
+        """
+        if self._folder is None or not self._folder.is_dir():
+            return None
+        lock = FileLock(self._folder / FINAL)
+        try:
+            if not lock.take(max(0.0, deadline - time.monotonic())):
+                return None
+            record = files.read(self._folder / FINAL)
+            kept = self._checked(record, hello)
+            if kept.chain != chain:
+                return None
+            files.load(record, state)
+        except ChaosError as error:
+            self._warn(f"the final state of the job is not loaded: {error}")
+            return None
+        finally:
+            lock.close()
+        return kept.header
+
+    def _forget_final(self) -> None:
+        """Nobody is told any more that the job is finished."""
+        if self._folder is None or not (self._folder / FINAL / files.RECORD).exists():
+            return
+        with contextlib.suppress(StateError):
+            age_s = time.time() - float(files.read(self._folder / FINAL).said.get("time", 0.0))
+            if not 0 <= age_s <= self._finished_s:
+                files.remove(self._folder / FINAL)
 
     # ------------------------------------------------------------------ inside
 
@@ -243,10 +325,10 @@ class Keeping:
         """The audit compares what was kept with what is gone on from."""
         self._events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=value)
 
-    def _records(self) -> list[files.StateOnDisk]:
+    def _records(self, *, final: bool = False) -> list[files.StateOnDisk]:
         found = []
         for path in sorted(self._folder.glob(f"*/{files.RECORD}")) if self._folder is not None else ():
-            if path.parent.name.endswith(".bad"):
+            if path.parent.name.endswith(".bad") or (path.parent.name == FINAL and not final):
                 continue
             try:
                 found.append(files.read(path.parent))

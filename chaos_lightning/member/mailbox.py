@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from chaos_lightning.errors import ChaosError, DeadlineError, DepartedError, FencedError, RefusedError
-from chaos_lightning.protocol.types import Header, Member, View
+from chaos_lightning.errors import ChaosError, DeadlineError, DepartedError, FencedError, FinishedJobError, RefusedError
+from chaos_lightning.protocol.types import Header, Member, ToldEnd, View
 
 
 @dataclass(slots=True)
@@ -25,6 +25,10 @@ class Mailbox:
     observe: tuple[Header, View] | None = None
     ejected: tuple[str, bool] | None = None
     left: str = ""
+    job_over: ToldEnd | None = None
+    """This newcomer came too late: its job is finished."""
+    together: bool = False
+    """Two members or more were in one of the views that this member has seen."""
     crash: BaseException | None = None
     notice: str = ""
     step: int = 0
@@ -56,6 +60,7 @@ class Mailbox:
         with self.changed:
             self.commits.clear()
             self.view = self.member = self.pull = self.observe = self.ejected = self.crash = None
+            self.job_over = None
             self.left = self.notice = self.greeting = self.lost = ""
             self.giving_up = False
 
@@ -76,6 +81,8 @@ class Mailbox:
             if rejoin:
                 raise FencedError(f"{self.who()} is out of the job: {reason}")
             raise RefusedError(reason)
+        if self.job_over is not None:
+            raise FinishedJobError(f"{self.who()} came when the job was finished")
         if self.left and not self.commits:
             raise DepartedError(f"{self.who()} was let go: {self.left}")
 
@@ -93,6 +100,7 @@ class Mailbox:
 
         Raises:
             FencedError, RefusedError, DepartedError, ChaosError: This member is out, or its I/O thread is broken.
+            FinishedJobError: It is a newcomer of a job that is finished.
             DeadlineError: `time.monotonic()` passed `deadline`.
         """
         began, told = time.monotonic(), 0.0

@@ -44,6 +44,7 @@ from chaos_lightning.protocol.types import (
     Probe,
     Source,
     Span,
+    ToldEnd,
     ToMember,
     View,
     ViewId,
@@ -173,6 +174,8 @@ class Shell:
         elif isinstance(message, LinkKeys):
             self._keys.hear(message)
             return
+        elif isinstance(message, ToldEnd):
+            self.mailbox.post(job_over=message)
         elif isinstance(message, Prepare):
             ranges = self.reducer.held()
             held = with_scope(ranges, self.reducer.scope_spans()) if ranges is not None else ()
@@ -310,7 +313,7 @@ class Shell:
             plan=view.plan.kind,
             trees=[(tree.weight, tree.members, tree.parents) for tree in view.plan.trees],
         )
-        self.mailbox.post(view=view)
+        self.mailbox.post(view=view, together=self.mailbox.together or len(view.members) > 1)
         teller, replays = self.transfer.teller, self.machine.header.learners
         teller.tell(*lines(self._shown, view, self.links.me, carried=carried, replays=replays))
         teller.tell_batch(self._shown, view)

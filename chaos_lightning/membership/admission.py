@@ -13,6 +13,7 @@ from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Close, Send
+from chaos_lightning.membership.ending import JobEnd
 from chaos_lightning.membership.hearing import Hearing
 from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.judging import Deaths
@@ -39,7 +40,6 @@ from chaos_lightning.protocol.types import (
     Leave,
     Notice,
     Prepare,
-    Refused,
     Released,
     ViewId,
 )
@@ -59,6 +59,7 @@ class Admission:
     identity: Identity
     detector: Detector
     hearing: Hearing
+    end: JobEnd
 
     def on_message(self, conn: int, message: FromMember) -> None:
         """Somebody said this on this stream."""
@@ -90,8 +91,7 @@ class Admission:
 
     def _admit(self, conn: int, hello: Hello) -> None:
         if self.desk.phase is SchedulerPhase.FINISHED:
-            reason = "the job is finished"
-            self.desk.out.append(Send(conn, Released(reason) if hello.resume else Refused(reason)))
+            self.end.admit(conn, hello)
             return
         # After a restart a newcomer may be heard before any member: what the job is, a member says.
         vouches = not self.roster.vouched and self.roster.was_member(hello.resume)
@@ -183,7 +183,7 @@ class Admission:
             member, Standing.STANDBY if standby else Standing.LINKING, conn=conn, heard=self.desk.now, known=True
         )
         peer.neighbours, peer.no_replay, peer.said, peer.differs = hello.neighbours, hello.replay, said, differs
-        peer.kept = hello.kept
+        peer.kept, peer.workers = hello.kept, hello.workers
         self.roster.peers[peer.id] = peer
         self.roster.conns[conn] = peer.id
         if differs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chaos_lightning.membership.desk import Desk
-from chaos_lightning.membership.effects import Chain, LinkWish, Persist
+from chaos_lightning.membership.effects import Chain, LinkWish, Persist, RecordedEnd
 from chaos_lightning.protocol.types import NO_VIEW, Decide, Header, NextView, View, ViewId
 
 REBUILT = "rebuilt"
@@ -58,11 +58,12 @@ class Book:
         base: Header | None = None,
         hand_on: bool = False,
         wish: LinkWish | None = None,
+        ending: RecordedEnd | None = None,
     ) -> None:
         self.token += 1
         self.persisting, self.writing = (self.token, then), view
         self.numbers.add(number)
-        self._desk.out.append(Persist(self.token, kind, number, view, base, hand_on, wish))
+        self._desk.out.append(Persist(self.token, kind, number, view, base, hand_on, wish, ending))
 
     def lacks(self, number: ViewId | None) -> bool:
         """Whether this number of this chain is not in the store. What lies before a rebuilt view is over."""

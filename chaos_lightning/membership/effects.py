@@ -316,6 +316,17 @@ class LinkWish:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedEnd:
+    """What the store keeps of the end of a job that newcomers are told of (protocol.md 14d)."""
+
+    terms: str
+    """Digest of what the job is (peers.JobTerms)."""
+    step: int
+    at: float = 0.0
+    """Wall time (s) of the end; the shell knows it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Persist:
     """Append to the store by compare-and-set, then feed Stored; what depends on it is only sent after that.
 
@@ -330,6 +341,8 @@ class Persist:
     base: Header | None = None
     hand_on: bool = False
     wish: LinkWish | None = None
+    ending: RecordedEnd | None = None
+    """With kind "finish": who comes now is told of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +378,9 @@ class SchedulerDone:
     deposed: bool = False
     """Another scheduler leads; the shell ends at once, or stands by."""
     again: bool = False
-    """An operator has ended the job: the shell puts its chain away, and begins with an empty one."""
+    """The job is over for good, by an operator's word or a newcomer's coming: the shell puts its chain away."""
+    tells_s: float = 0.0
+    """For so long (s) the shell goes on answering newcomers on other machines."""
 
 
 SchedulerEffect = Send | Close | Persist | TakeTerm | Look | Answer | SchedulerDone | Note
@@ -392,5 +407,11 @@ class Chain:
     """For so long after its start the scheduler listens who may know more, before it decides anything (14a)."""
     step: int = 0
     """The last optimizer step that a decision in it names: the job had come so far, or further."""
+    ending: RecordedEnd | None = None
+    """The job is finished, and newcomers are told of it."""
+    tells_s: float = 0.0
+    """For how long (s) they still are."""
+    for_good: bool = False
+    """A finished job never begins anew here."""
     ended: tuple[str, ...] = ()
     """Chains that lay here before, the last few: who stands in one of them is let go (14a)."""

@@ -17,7 +17,7 @@ from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.peers import NEWCOMER, Peer, Process, process_of
 from chaos_lightning.membership.roster import Roster
-from chaos_lightning.protocol.types import GENESIS, Header, Kept, Notice, Released, ViewId
+from chaos_lightning.protocol.types import GENESIS, Header, Kept, Kind, Notice, Released, ViewId
 
 
 class Keeper:
@@ -165,6 +165,13 @@ class Keeper:
 
     def _reached_words(self) -> str:
         return f" (at step {self._book.reached} or later)" if self._book.reached else ""
+
+    def finished(self) -> bool:
+        """Whether a founder has the state at the closing header of this chain: the job was finished."""
+        return any(
+            peer.kept is not None and peer.kept.header.kind is Kind.CLOSING and self._is_of_this_chain(peer.kept)
+            for peer in self._roster.peers.values()
+        )
 
     def refuse_foreign(self) -> None:
         """Whoever offers a state of another chain hears that it is not used."""

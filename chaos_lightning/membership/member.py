@@ -85,6 +85,7 @@ from chaos_lightning.protocol.types import (
     Report,
     ServeLearners,
     Span,
+    ToldEnd,
     ToMember,
     View,
     ViewId,
@@ -298,9 +299,15 @@ class MemberMachine:
                 self.notice = text
             case Recall():  # a scheduler that is to rebuild a lost chain
                 self._emit(ToScheduler(RebuildReport(self.view, self.waiting_view, self.promised)))
+            case ToldEnd(reason):
+                self._leave_now(reason, asked=False)
             case Released(reason, asked):
                 self.closing_is_stable = self.phase is MemberPhase.CLOSED
-                self._leave_now(reason, asked=asked)
+                over = (MemberPhase.CLOSED, MemberPhase.LEAVING)
+                if asked or self.phase in over or self._entered_id == NO_VIEW:
+                    self._leave_now(reason, asked=asked)
+                else:  # the others have finished the job while it was frozen or cut off: its state is not the final one
+                    self._eject(f"{reason}, and this member has no part in its end", rejoin=True)
 
     def _on_welcome(self, message: Welcome) -> None:
         self.role = message.role

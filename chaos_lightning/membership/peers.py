@@ -11,6 +11,7 @@ scheduler, whose term is higher, reissues none of those that its predecessor gav
 from __future__ import annotations
 
 import enum
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ class Peer:
     entered: ViewId = NO_VIEW
     chain: str = ""
     """Of a reporter: the chain that it is of."""
+    workers: int = 1
+    """Number of workers of its node."""
     seq: int = 0
     step: int = 0
     step_time_s: float = 0.0
@@ -148,6 +151,12 @@ class JobTerms:
     @classmethod
     def of(cls, hello: Hello) -> JobTerms:
         return cls(name=hello.name, package=hello.package, accumulate=hello.accumulate, fingerprint=hello.fingerprint)
+
+    @property
+    def digest(self) -> str:
+        """Equal for members of the same program in the same fit."""
+        words = repr((self.package, self.accumulate, sorted(self.fingerprint)))
+        return hashlib.sha256(words.encode()).hexdigest()
 
 
 def refusal(hello: Hello, settings: Settings) -> str:

@@ -48,6 +48,8 @@ from chaos_lightning.membership.effects import (
     Stored,
     TermTaken,
 )
+from chaos_lightning.membership.ending import JobEnd
+from chaos_lightning.membership.founders import Founders
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.hearing import Hearing
 from chaos_lightning.membership.identity import Identity
@@ -116,8 +118,20 @@ class SchedulerMachine:
         self.rebuild = Rebuild(desk, book, roster, recovery, self.terms, topology, chain)
         self.identity = Identity(desk, book, roster, recovery, self.rebuild, detector, chain)
         self.hearing = Hearing(desk, book, recovery, detector, self.links, self.learners, self.keeper, self.rebuild)
+        self.founders = Founders(desk)
+        self.end = JobEnd(desk, book, roster, chain)
         self.admission = Admission(
-            desk, book, roster, recovery, self.deaths, self.terms, self.rebuild, self.identity, detector, self.hearing
+            desk,
+            book,
+            roster,
+            recovery,
+            self.deaths,
+            self.terms,
+            self.rebuild,
+            self.identity,
+            detector,
+            self.hearing,
+            self.end,
         )
 
     @property
@@ -141,6 +155,7 @@ class SchedulerMachine:
             "term": self.book.term,
             "chain": self.book.chain_id,
             "phase": self.desk.shown_phase,
+            "tells": self.end.tells,
             "view": str(latest.id) if latest is not None else "",
             "settled": self.roster.settled,
             "reason": self.identity.lost_words()
@@ -309,6 +324,9 @@ class SchedulerMachine:
         if self.roster.living():
             self.desk.phase = SchedulerPhase.RUNNING
             return True
+        if self.keeper.finished():  # no scheduler was there to note it
+            self._persist_end()
+            return True
         self.keeper.refuse_foreign()
         why_not = self.identity.why_not_found() or self.keeper.wait_for_kept()
         if why_not is not None:
@@ -319,6 +337,9 @@ class SchedulerMachine:
             [p.member for p in self.keeper.first_by_state(self.graph.ready())], (), self.settings.max_nodes
         )
         ready = self.graph.together([self.roster.peers[m.id] for m in fitting])
+        if waits := self.founders.waits(ready):
+            self.roster.tell(waits, ready)
+            return False
         if nodes.count(p.member for p in ready) < max(1, self.settings.min_nodes):
             here = [
                 p for p in self.roster.peers.values() if p.standing in NEWCOMER and p.conn is not None and not p.leaving
@@ -355,8 +376,11 @@ class SchedulerMachine:
         holders = [p for p in self.roster.living() if not p.known or (p.entered != NO_VIEW and p.loaded)]
         if not holders or not all(p.finished for p in holders):
             return False
-        self.book.persist("finish", self.roster.next_number(), self._finished)
+        self._persist_end()
         return True
+
+    def _persist_end(self) -> None:
+        self.book.persist("finish", self.roster.next_number(), self.end.finished, ending=self.end.decided())
 
     def _turn_running(self) -> bool:
         latest = self.book.latest
@@ -639,8 +663,12 @@ class SchedulerMachine:
         why = ""
         if self.book.persisting is not None:
             why = "a decision is being written at this moment; ask again"
-        elif self.desk.phase is SchedulerPhase.FINISHED:
+        elif self.desk.phase is SchedulerPhase.FINISHED and not self.end.tells:
             why = "the job is finished already; the next one by its name begins when this scheduler ends, in a moment"
+        elif self.desk.phase is SchedulerPhase.FINISHED:
+            text = "the job was finished; nobody is told of it any more, and the next members begin it anew"
+            self.desk.out += [Answer(token, True, text), SchedulerDone(text, again=True)]
+            return
         elif lost and not force:
             why = f"{lost}. To begin another job all the same: --force" if self.book.views else lost
         elif not self.book.views:
@@ -674,14 +702,6 @@ class SchedulerMachine:
             Answer(token, True, f"the job is ended; its last view had {', '.join(who) or 'nobody'} in it")
         )
         self.desk.out.append(SchedulerDone(reason, again=True))
-
-    def _finished(self) -> None:
-        self.desk.phase = SchedulerPhase.FINISHED
-        for peer in list(self.roster.peers.values()):
-            self.roster.send(peer, Released("the job is finished"))
-        peers = self.roster.peers.values()
-        self.desk.note("finished", seq=max(p.seq for p in peers), step=max(p.step for p in peers))
-        self.desk.out.append(SchedulerDone("the job is finished and all members are released"))
 
     def _lose(self, reason: str, ruling: Ruling | None = None) -> None:
         """Nobody holds the training state any more: the next newcomers found the job again."""

@@ -315,6 +315,8 @@ class Hello:
     """The newest state of this job that lies in a file on its machine."""
     node: str = ""
     """See Member."""
+    workers: int = 1
+    """Number of workers of its node, which are started together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,6 +602,16 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class ToldEnd:
+    """The job is finished, to a newcomer: nothing is left to train."""
+
+    reason: str
+    chain: str
+    view: View
+    """The job's last one."""
+
+
+@dataclass(frozen=True, slots=True)
 class LinkKey:
     """A key that two members share. `name` is no secret, and the same at both."""
 
@@ -648,7 +660,7 @@ FromMember = (
     | RebuildReport
     | Kept
 )
-_Told = Notice | Released | ServeLearners | Pulse | Recall | LinkKeys
+_Told = Notice | Released | ServeLearners | Pulse | Recall | LinkKeys | ToldEnd
 ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | _Told
 PeerMessage = Contribution | Header
 
@@ -692,6 +704,9 @@ class Settings:
         "with the interpreter's lock held is as silent as a dead machine. One that broke a longer silence is given "
         "more.",
     )
+    node_timeout_s: float = setting(
+        30.0, "How long a job that begins waits for the other workers of a node, once the first of them is ready."
+    )
     report_timeout_s: float = setting(
         2.0, "How long a survivor may take to report what it holds, before it is not waited for."
     )
@@ -700,6 +715,12 @@ class Settings:
     )
     observe_timeout_s: float = setting(
         300.0, "A newcomer that has not caught up with the log for so long is let in by a pause."
+    )
+    finished_s: float = setting(
+        600.0,
+        "How long after its end a job is told as finished to newcomers of the same script, instead of beginning anew; "
+        "0: never. A job that one process had alone begins anew at once.",
+        check=at_least(0, "a number of seconds, or 0 for never"),
     )
     linger_timeout_s: float = setting(5.0, "How long the scheduler of a finished job goes on answering its members.")
     reconnect_grace_s: float = setting(

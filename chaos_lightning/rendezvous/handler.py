@@ -11,10 +11,11 @@ belongs to the job is settled between the workers and the scheduler, while train
 - The scheduler is started detached: it survives the agent's process group.
 - More agents than max_nodes: their workers start all the same and wait as standbys in their Hello, where a SIGTERM
   finds them responsive; an agent that blocks in `next_rendezvous` would die without cleaning up.
-- A worker that restarts (--max-restarts) is a newcomer. If its job has finished meanwhile, the rendezvous is closed:
-  the job must not begin anew because one worker failed on its way out.
+- A worker that restarts (--max-restarts) is a newcomer. If its job has finished meanwhile, it must not begin anew
+  because one worker failed on its way out. Where newcomers are told of the end (protocol.md 14d), the worker starts,
+  and goes on behind the training, or ends well. Else the rendezvous is closed.
 - Where the scheduler is another machine's to host, it is asked before workers start: one that still answers for a
-  finished job closes the rendezvous. Where none answers, workers wait for it, and say so.
+  finished job, and tells newcomers nothing, closes the rendezvous. Where none answers, workers wait for it, and say so.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
         """Starts the scheduler again if it is gone and the job is not finished. Its members waited for that."""
         options = options_for_engine(self._options.config)
         try:
-            hosted = ensure_scheduler(options, self._secret, continue_only=True, chain=self._chain)
+            hosted = ensure_scheduler(options, self._secret, continue_only=True, serves_end=False, chain=self._chain)
             self._chain = chain_at(options.listen, self._secret) or self._chain
             self._told, self._pause_s = "", _LOOK_INTERVAL_S
         except RefusedError:

@@ -119,6 +119,7 @@ class Worker:
         failures: In a row.
         restarts: Over all.
         code: Of its last end, once it is not started again.
+        last: Exit code of its last failure.
     """
 
     rank: int
@@ -126,6 +127,7 @@ class Worker:
     failures: int = 0
     restarts: int = 0
     code: int | None = None
+    last: int = 0
     began: float = 0.0
     due: float = field(default_factory=time.monotonic)
 
@@ -200,7 +202,8 @@ class NodeWorkers:
         if not result.is_failed():
             worker.code = 0
             return
-        self._failed(worker, next(iter(result.failures.values())).exitcode)
+        worker.last = next(iter(result.failures.values())).exitcode
+        self._failed(worker, worker.last)
 
     def _failed(self, worker: Worker, code: int, error: str = "") -> None:
         """It has ended with this exit code, or could not be started because of this error."""
@@ -252,8 +255,8 @@ class NodeWorkers:
         except RendezvousClosedError as error:
             again = " again" if worker.restarts else ""
             self._say(f"worker {worker.rank} is not started{again}: {error}")
-            worker.code = 0 if worker.restarts else 1  # as of a process that is refused
-            self._first_code = self._first_code or worker.code
+            worker.code = worker.last or 1  # it failed, and nothing has made up for that
+            self._first_code = self._first_code or _exit_code(worker.code)
         except (RendezvousConnectionError, ChaosError, OSError, subprocess.SubprocessError) as error:
             if not any(w.context is not None or w.restarts for w in self._workers):
                 raise

@@ -10,6 +10,7 @@ import pytest
 from chain_support import finish
 
 from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.options import FINAL
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.control.upkeep import CHAINS_LEFT, clean_up
 from chaos_lightning.events.events import FORGOTTEN_S
@@ -39,7 +40,7 @@ def test_folders_of_jobs_that_finished_long_ago_go(own: Path, tmp_path: Path) ->
     over = chain(tmp_path / "over-2", over=True).parent
     chain(tmp_path / "fresh-3", over=True)
     os.utime(tmp_path / "fresh-3" / "chain.sqlite", (NOW, NOW))
-    assert clean_up(own, NOW) == [over]
+    assert clean_up(own, NOW, 600.0) == [over]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh-3", "own-1"]
 
 
@@ -54,7 +55,7 @@ def test_what_may_be_needed_stays(own: Path, tmp_path: Path) -> None:
     with JobChain(SqliteStore(chain(tmp_path / "served-6", over=True), "job", exclusive=True)) as served:
         served.take_term()
         before = sorted(tmp_path.iterdir())
-        assert clean_up(own, NOW) == []
+        assert clean_up(own, NOW, 600.0) == []
         assert sorted(tmp_path.iterdir()) == before
 
 
@@ -63,5 +64,14 @@ def test_the_newest_archived_chains_stay(own: Path, tmp_path: Path) -> None:
     for age, path in enumerate(reversed(paths)):
         path.write_bytes(b"x")
         os.utime(path, (NOW - age, NOW - age))
-    assert clean_up(own, NOW) == paths[:3]
+    assert clean_up(own, NOW, 600.0) == paths[:3]
     assert sorted(own.parent.glob("chain.finished-*")) == paths[3:]
+
+
+def test_final_states_go_when_newcomers_are_told_of_the_end_no_more(own: Path, tmp_path: Path) -> None:
+    final = own.parent.parent / "other-1" / "kept" / FINAL
+    final.mkdir(parents=True)
+    (final / "kept.json").write_text("{}")
+    assert clean_up(own, time.time(), 600.0) == []
+    assert clean_up(own, time.time() + 700.0, 600.0) == [final]
+    assert not final.exists()

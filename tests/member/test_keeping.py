@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from chaos_lightning.errors import StateError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.keeping import MAX_CHECKPOINTS, Keeping, LoadedCheckpoint, folder_of, remembered
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Hello, Kept, Member, Settings, View, ViewId
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Hello, Kept, Kind, Member, Settings, View, ViewId
 from chaos_lightning.replication import ModuleState, StateAccess
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.trainer import has_stepped
@@ -204,3 +205,59 @@ def test_who_ends_a_job_removes_what_was_kept_of_its_chain(tmp_path: Path) -> No
     words = reset_job(ENDPOINT, options, b"", force=True)
     assert f"The training state that was kept for it in {folder() / 'b~2'} is removed" in words
     assert [p.name for p in folder().iterdir()] == ["a~1"]
+
+
+CLOSING = replace(GENESIS, kind=Kind.CLOSING, seq=9, step=7, view=ViewId(1, 1))
+
+
+def end(what: StateAccess, chain: str = "chain") -> Keeping:
+    """A member closes the job with this state."""
+    made, stood = keeping(), View(ViewId(1, 1), NO_VIEW, (MEMBER,), chain=chain)
+    lock = made.final_lock()
+    assert lock is not None
+    assert keeping().final_lock() is None, "one member of each machine writes"
+    made.keep_final(CLOSING, stood, "a~1", said(), what)
+    lock.close()
+    return made
+
+
+def test_who_comes_late_gets_the_final_state() -> None:
+    end(state(1))
+    fresh = state(2)
+    assert keeping().load_final("chain", said(), fresh, 0.0) == CLOSING
+    assert all(torch.equal(a, b) for a, b in zip(values(fresh), values(state(1)), strict=True))
+    assert keeping().load_final("another", said(), state(2), 0.0) is None
+    assert keeping().load_final("chain", replace(said(), fingerprint=(("x", "y"),)), state(2), 0.0) is None
+
+
+def test_a_final_state_that_is_being_written_is_waited_for() -> None:
+    end(state(1))
+    lock = keeping().final_lock()
+    assert lock is not None
+    assert keeping().load_final("chain", said(), state(2), 0.0) is None
+    lock.close()
+    assert keeping().load_final("chain", said(), state(2), 0.0) == CLOSING
+
+
+def test_a_founder_offers_the_final_state_whatever_checkpoint_it_has_loaded() -> None:
+    keep(state(3), checkpoints=["h40"])
+    end(state(1))
+    for loaded in (None, LoadedCheckpoint(40, "h40"), LoadedCheckpoint()):
+        offered = keeping().offer(said(), loaded)
+        assert offered is not None
+        assert offered.header == CLOSING
+    keeping().clear("chain")
+    assert [p.name for p in folder().iterdir() if p.is_dir()] == ["final"], "who closes the job later leaves it"
+
+
+def test_a_final_state_goes_when_nobody_is_told_of_the_end_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    end(state(1))
+    later = time.time() + 601.0
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert keeping().offer(said()) is None
+    assert not (folder() / "final").exists()
+
+
+def test_no_final_state_is_kept_where_nobody_would_be_told() -> None:
+    assert Keeping(EngineConfig(endpoint=ENDPOINT, finished_s=0.0), EventLog(None)).final_lock() is None
+    assert Keeping(EngineConfig(endpoint=ENDPOINT, on_last_exit="none"), EventLog(None)).final_lock() is None

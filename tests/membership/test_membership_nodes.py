@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from test_membership_terms import Job, hello
 
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import SchedulerMachine
@@ -259,3 +260,23 @@ def test_an_older_state_than_the_jobs_is_gone_on_from_but_not_silently() -> None
     assert isinstance(decision, Decide)
     assert decision.base == kept.header
     assert "the job went on after that, up to view 1.2 (at step 20 or later), which is lost" in decision.view.reason
+
+
+def test_a_node_founds_the_job_with_all_of_its_workers() -> None:
+    """They are started together, and one of them alone would train the first steps."""
+    job = Job()
+    job.comes(hello("n-0", pid=1, node="n", workers=2))
+    assert not job.views
+    (told,) = job.heard("n-0", Notice)
+    assert told.text == "the job waits for all 2 workers of node n, for 30 s at most"  # type: ignore[union-attr]
+    job.comes(hello("n-1", pid=2, node="n", workers=2))
+    assert job.names() == ["n-0", "n-1"]
+
+
+def test_a_worker_that_does_not_come_is_not_waited_for_without_end() -> None:
+    job = Job(node_timeout_s=5.0)
+    job.comes(hello("n-0", pid=1, node="n", workers=2))
+    job.passes(4.0)
+    assert not job.views
+    job.passes(1.5)
+    assert job.names() == ["n-0"]

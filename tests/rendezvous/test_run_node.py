@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 from torch.distributed.run import config_from_args
 from until_support import until
 
@@ -145,6 +150,19 @@ def test_a_worker_that_can_never_be_started_again_is_given_up(room: Room) -> Non
 
     code = room.run(Rendezvous(call_3=fail), play, "--nproc-per-node=2", "--max-restarts=1")
     assert (code, room.words(0)) == (1, ["start", "SIGINT", "end"])
+
+
+def closed() -> None:
+    raise RendezvousClosedError("the job is finished")
+
+
+def test_a_worker_that_failed_as_its_job_ended_is_no_success(room: Room) -> None:
+    def play() -> None:
+        room.started(0)
+        room.kill(0)
+        room.hears("worker 0 is not started again: the job is finished")
+
+    assert room.run(Rendezvous(call_2=closed), play) == 128 + signal.SIGKILL
 
 
 def test_a_node_whose_first_worker_cannot_be_started_says_why(room: Room) -> None:

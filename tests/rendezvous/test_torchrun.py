@@ -352,7 +352,7 @@ def test_a_crashed_worker_is_restarted_and_trains_on(training: Training) -> None
 
 
 @pytest.mark.slow
-def test_a_worker_restarted_as_its_job_ends_begins_no_new_one(training: Training) -> None:
+def test_a_worker_restarted_as_its_job_ends_goes_on_with_the_final_state(training: Training) -> None:
     """The job finishes between the rendezvous of its second life and its hello: it is told so, and trains nothing."""
     one = training.start("one", gates={2: training.gate("start")}, alone=training.gate("alone"))
     training.harness.wait_step(2)
@@ -362,13 +362,16 @@ def test_a_worker_restarted_as_its_job_ends_begins_no_new_one(training: Training
     training.open("start")
     two.wait("start", lambda line: line["restarts"] == 1)
     training.open("alone")
-    assert one.wait("done")["step"] > 0
+    done = one.wait("done")
+    assert done["step"] > 0
     assert one.wait_ended() == 0
     training.harness.wait_for("scheduler_ended")
     training.open("late")
-    assert two.wait_ended() != 0
-    assert "is finished; nothing is left to do" in "".join(two.noise)
-    assert "done" not in {line["what"] for line in two.lines}
+    assert two.wait_ended() == 0
+    late = two.wait("done")
+    assert (late["step"], late["hash"]) == (done["step"], done["hash"])
+    assert late["restarts"] == 1
+    assert "came when the job was finished" in "".join(two.noise)
 
 
 @pytest.mark.slow

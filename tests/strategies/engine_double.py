@@ -170,7 +170,7 @@ class EngineDouble:
         if self.role and not self.out:
             self.kept.append(self.header.step)
 
-    def finish(self) -> None:
+    def finish(self, state: Any = None, meanwhile: Any = None) -> None:
         self._commit(Kind.CLOSING, "closing", 0.0)
 
     def wait_released(self, timeout_s: float = 10.0) -> None:

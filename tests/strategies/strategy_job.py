@@ -58,7 +58,7 @@ class Job:
         from forked_support import scheduler
 
         self.harness.wait_until(self._scheduler_gone, "the end of the finished job's scheduler")
-        rules = replace(self.options.settings, **settings)
+        rules = replace(self.options.settings, **{"finished_s": 0.0, **settings})  # else it tells newcomers of the end
         self.scheduler = scheduler(replace(self.options, settings=rules))
 
     def _scheduler_gone(self) -> bool:

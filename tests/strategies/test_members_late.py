@@ -44,8 +44,9 @@ def test_newcomer_comes_when_no_rest_point_is_left(job: Job, steps: int) -> None
     start_two(job, {"epochs": 2, "model_args": {"sync": True}}, steps, {}, {})
     (a,) = job.finish("a")
     assert a["step"] == 12
-    assert job.harness.wait_exit("b") == 1
-    assert "the job is finished" in job.harness.children["b"].tail().splitlines()[-1]
+    assert job.harness.wait_exit("b") == 0
+    assert "came when the job was finished" in job.harness.children["b"].log.read_text()
+    assert not (job.out / "b.pt").exists()
 
 
 @pytest.mark.slow

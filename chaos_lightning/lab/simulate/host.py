@@ -21,6 +21,7 @@ from chaos_lightning.protocol.types import (
     NextView,
     Notice,
     Prepare,
+    Refused,
     Released,
     Settings,
     Welcome,
@@ -217,9 +218,12 @@ class SchedulerHost(Process):
             case fx.Answer(token, accepted, text):
                 self.answers.append((accepted, text))
                 self.on_answer(token, accepted)
-            case fx.SchedulerDone(_, deposed):
+            case fx.SchedulerDone(reason, deposed, again):
                 if deposed:
                     self.timer(0.0, self.end)
+                elif again:  # no other job begins in this world
+                    for stream in self._streams.values():
+                        stream.down.send(Refused(reason), stream.hear)
 
     def _write(self, entry: fx.Persist, since: float) -> None:
         """Tried again after a failure; what is under way to a remote store arrives whatever becomes of this process."""
