@@ -403,8 +403,9 @@ class ChaosStrategy(ParallelStrategy):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = with_loaders(super().load_checkpoint(*args, **kwargs))
+        ours = checkpoint.pop(KEY, {})  # `on_load_checkpoint` sees what Lightning has written, and no more
         if self.session is not None:
-            self.session.checkpoints.load(checkpoint.get(KEY, {}))
+            self.session.checkpoints.load(ours)
         return checkpoint
 
     # ------------------------------------------------------------------ the end

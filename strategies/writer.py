@@ -15,10 +15,13 @@ if the writer has not contributed to that slot.
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar, ThroughputMonitor
@@ -29,6 +32,8 @@ from chaos_lightning.strategies.environment import ASIDE, ChaosEnvironment
 from chaos_lightning.strategies.files import Call, LogPlace, catch_up, forget, go_on, mark, save, taken_over, versions
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import measure_anew, refit_rates
+
+_log = logging.getLogger("chaos_lightning")
 
 
 class StableLog:
@@ -246,13 +251,33 @@ def _promote(trainer: Trainer, *, fresh: bool) -> None:
     cli = sys.modules.get("lightning.pytorch.cli")
     for callback in trainer.callbacks:
         if cli is not None and isinstance(callback, cli.SaveConfigCallback) and fresh:
-            callback.setup(trainer, trainer.lightning_module, "fit")
+            _save_config(callback, trainer)
         elif isinstance(callback, ModelSummary) and fresh:
             callback.on_fit_start(trainer, trainer.lightning_module)
         elif isinstance(callback, ProgressBar):
             callback.enable()
             callback.on_train_start(trainer, trainer.lightning_module)
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
+def _save_config(callback: Any, trainer: Trainer) -> None:
+    """LightningCLI's configuration is written where no founder has. One that counted as rank zero while it set up, and
+    is another member now, has written it to this very folder if all see the same one."""
+    path = os.path.join(str(trainer.log_dir), callback.config_filename)
+    written = callback.save_to_log_dir and not callback.overwrite and trainer.world_size > 1 and os.path.isfile(path)
+    before = callback.save_to_log_dir
+    if written:
+        callback.save_to_log_dir = False
+        if Path(path).read_text() != callback.parser.dump(callback.config, skip_none=False):
+            _log.warning(
+                "%s is there already, with another configuration than this member's, and stays: another founder has "
+                "written it as it set up, or it is an earlier run's. Give each run a folder of its own",
+                path,
+            )
+    try:
+        callback.setup(trainer, trainer.lightning_module, "fit")
+    finally:
+        callback.save_to_log_dir = before
 
 
 def _demote(trainer: Trainer) -> None:

@@ -158,3 +158,23 @@ def test_manual_optimization_needs_no_closure_to_be_called(tmp_path: Path) -> No
     trainer(tmp_path, strategy="auto").fit(plain, loader())
     assert run.global_step == 12
     assert torch.allclose(weights(ours), weights(plain), rtol=1e-6)
+
+
+class Sees(Regression):
+    """Notes the keys of the checkpoint that it loads."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.keys = set(checkpoint)
+
+
+def test_hooks_see_the_checkpoint_that_lightning_has_written(tmp_path: Path) -> None:
+    """What is added to the file is no part of it."""
+    seen = []
+    for strategy in ("chaos", "auto"):
+        keeper = ModelCheckpoint(tmp_path / strategy, every_n_train_steps=6)
+        settings = {"strategy": strategy, "enable_checkpointing": True, "callbacks": [keeper]}
+        trainer(tmp_path, max_steps=6, **settings).fit(Regression(), loader())
+        again = Sees()
+        trainer(tmp_path, max_steps=8, strategy=strategy).fit(again, loader(), ckpt_path=keeper.best_model_path)
+        seen.append(again.keys)
+    assert seen[0] == seen[1]

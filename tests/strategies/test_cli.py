@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from strategy_models import Regression
 
 import chaos_lightning  # noqa: F401
 from chaos_lightning.strategies import ChaosOptions, ChaosStrategy
+from chaos_lightning.strategies.writer import _save_config
 
 # Lightning 2.6 calls an old name of jsonargparse.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -93,3 +94,30 @@ def test_config_is_saved_by_the_writer(tmp_path: Path, monkeypatch: pytest.Monke
     }
     cli(tmp_path, monkeypatch, *(f"--trainer.{k}={v}" for k, v in arguments.items()), command="fit")
     assert list(tmp_path.rglob("config.yaml"))
+
+
+@pytest.mark.parametrize("seed", ["0", "1"], ids=["the same", "another"])
+@pytest.mark.parametrize("members", [2, 1])
+def test_a_config_that_another_founder_has_written_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, members: int, seed: str
+) -> None:
+    """It counted as rank zero while it set up; this member is rank zero of the job. Alone, the file is an earlier
+    run's."""
+    quiet = ["--trainer.accelerator=cpu", "--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *quiet])
+    made = LightningCLI(Regression, run=False, seed_everything_default=0)
+    (saving,) = (c for c in made.trainer.callbacks if isinstance(c, SaveConfigCallback))
+    path = tmp_path / "config.yaml"
+    made.parser.save(made.config, path, skip_none=False)
+    path.write_text(path.read_text().replace("seed_everything: 0", f"seed_everything: {seed}"))
+    before = path.read_text()
+    monkeypatch.setattr(Trainer, "world_size", members)
+    if members == 1:
+        with pytest.raises(RuntimeError, match="to NOT exist"):
+            _save_config(saving, made.trainer)
+    else:
+        _save_config(saving, made.trainer)
+        assert ("with another configuration than this member's" in caplog.text) == (seed == "1")
+        assert saving.already_saved
+    assert saving.save_to_log_dir
+    assert path.read_text() == before
