@@ -80,6 +80,7 @@ def run(options: LeaderOptions) -> int:
         followers=options.followers,
         secret=Credentials.load(options.keys_dir, options.token_file),
         idle_timeout_s=options.idle_timeout_s,
+        folder=options.store_path.parent if options.store_path is not None else None,
     )
     stopped: list[signal.Signals] = []
     servers: list[OuterServer] = []

@@ -138,6 +138,8 @@ def show_outer(facts: dict[str, Any]) -> None:
     for cluster in facts["away"]:
         console.print(f"away: {cluster['name']}~{cluster['incarnation']} at {cluster['place']}")
     _table(console, "follower", [_follower(row) for row in facts["followers"]])
+    for words in facts.get("ended_folders", ()):
+        console.print(words)
 
 
 def _cluster(row: dict[str, Any], leased: dict[str, int]) -> dict[str, Any]:

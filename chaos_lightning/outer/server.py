@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from chaos_lightning.control.auth_interceptor import AuthInterceptor, Service
@@ -34,6 +35,7 @@ from chaos_lightning.outer.outer_pb2_grpc import add_ParameterServerServicer_to_
 from chaos_lightning.outer.snapshot import snapshot, untold
 from chaos_lightning.outer.standing import OuterCandidacy
 from chaos_lightning.outer.streams import ClientStreams
+from chaos_lightning.outer.upkeep import EndedFolder, ended_folders
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
 
 _log = logging.getLogger("chaos_lightning.outer")
@@ -42,6 +44,8 @@ CANNOT_LEAD = "it was elected and cannot lead"
 _TICK_S = 0.1
 _LOOK_S = 1.0
 """Processes of clusters that are away are looked for so often."""
+_ENDED_S = 600.0
+"""Folders of ended jobs are looked for so often, when somebody asks for facts."""
 _LINGER_S = 60.0
 """After the end of the job clusters fetch its last version; a leader waits no longer for them than this."""
 _QUIET_S, _AWAY_S = 0.5, 5.0
@@ -62,6 +66,7 @@ class LeaderConfig:
         followers: So many hold a shard each, if they are not cut already; 0: as many as do, one in a new job.
         secret: Cluster token, or credentials with a folder of keys; b"" only on loopback.
         idle_timeout_s: End after so long without a cluster's stream; 0 never.
+        folder: Of the whole server, beside which those of ended jobs lie; None where there is none.
     """
 
     host: str
@@ -71,6 +76,7 @@ class LeaderConfig:
     followers: int = 0
     secret: Secret = field(default=b"", repr=False)
     idle_timeout_s: float = 0.0
+    folder: Path | None = None
 
 
 class OuterServer:
@@ -91,6 +97,8 @@ class OuterServer:
         self._events = events
         self._standing = standing
         self._started = time.monotonic()
+        self._ended: list[EndedFolder] = []
+        self._ended_at = 0.0
         self._idle_since = time.monotonic()
         self.life = ServerLife(
             events.emit, lambda why, failed: events.emit("outer_leader_ended", reason=why, failed=failed)
@@ -274,12 +282,20 @@ class OuterServer:
             return None
         return self._standing.waits() if self._standing is not None else ("this leader has not begun yet", "")
 
+    def _ended_folders(self) -> list[EndedFolder]:
+        """Looks again after a while, for that reads all their chains."""
+        now = time.monotonic()
+        if self.config.folder is not None and now >= self._ended_at:
+            self._ended_at, self._ended = now + _ENDED_S, ended_folders(self.config.folder)
+        return self._ended
+
     async def facts(self) -> dict[str, Any]:
         """Of this process, of its candidacy, and of the job if it leads (outer/snapshot.py)."""
         machine, standing = self._driver.machine, self._standing
         led: dict[str, Any] = {}
         if standing is not None:
             led = await asyncio.get_running_loop().run_in_executor(None, standing.facts)
+        ended = await asyncio.get_running_loop().run_in_executor(None, self._ended_folders)
         own = {
             "role": "leader" if machine is not None else "standby",
             "endpoint": self.endpoint,
@@ -288,6 +304,7 @@ class OuterServer:
             "parent_pid": os.getppid(),
             "store": self._store.place,
             "uptime_s": round(time.monotonic() - self._started, 3),
+            "ended_folders": [one.words for one in ended],
         }
         return {**own, **led, **(snapshot(machine, time.monotonic()) if machine is not None else {})}
 

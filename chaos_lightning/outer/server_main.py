@@ -30,6 +30,7 @@ from chaos_lightning.outer.leader_main import EXIT_IDLE
 from chaos_lightning.outer.options import LeaderOptions, ServerOptions
 from chaos_lightning.outer.recut_steps import must_recut, needless
 from chaos_lightning.outer.supervisor import Supervisor
+from chaos_lightning.outer.upkeep import ENDED, clean_up, ended_folders
 from chaos_lightning.security.credentials import Credentials, check_bind
 from chaos_lightning.settings import absolute_log_dir
 
@@ -86,7 +87,7 @@ def put_away(options: ServerOptions) -> str:
             f"job {options.job} has ended, and its chain {path} is not in the folder of its followers, "
             f"{options.folder}: put both away, or give the job another name"
         )
-    place = options.folder.with_name(f"{options.folder.name}-ended-{time.strftime('%Y%m%d-%H%M%S')}")
+    place = options.folder.with_name(f"{options.folder.name}{ENDED}{time.strftime('%Y%m%d-%H%M%S')}")
     options.folder.rename(place)
     return str(place)
 
@@ -189,6 +190,10 @@ def run(options: ServerOptions) -> int:
     with _held(options.folder):
         if place := put_away(options):
             _say(f"job {options.job} had ended; its folder is put away as {place}")
+        for gone in clean_up(options.folder, time.time()):
+            _say(f"removed {gone.path}: its job ended, and nothing was written there for 30 days")
+        for ended in ended_folders(options.folder):
+            _say(ended.words)
         options.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         names = followers_of(options)
         _say(f"server of job {options.job} at {options.listen}: {', '.join(names)}, files in {options.folder}")
