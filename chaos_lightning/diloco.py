@@ -33,13 +33,14 @@ from chaos_lightning.data.leased import LeasedLoader
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.member.training import reduced_buffers
+from chaos_lightning.member.training import least_batch, reduced_buffers
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.leaving import Patience, leaving_signals
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import Boundary, OuterSession, agreement_of, renew
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import Covered, JobProgress
+from chaos_lightning.planning.batches import UNTOLD
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.variables import warn_of_unknown
 
@@ -129,7 +130,9 @@ class DiLoCo:
         """
         shared = self.options.data == "shared"
         if shared:
-            self._loader = LeasedLoader(loader, seed=self._seed, source=self, who=self.options.name)
+            self._loader = LeasedLoader(
+                loader, seed=self._seed, source=self, who=self.options.name, least=least_batch(self._model)
+            )
             self._rules = {"epochs": epochs, **self._rules}
             self._words |= self._loader.words
         if "batch" not in self._rules:
@@ -144,7 +147,8 @@ class DiLoCo:
             words=self._words,
         )
         events = EventLog.in_directory(self.options.log_folder, self.options.name, role="cluster")
-        self.session = OuterSession(replica, agreement, self.options, events)
+        batches = self._loader.batches() if self._loader is not None else UNTOLD
+        self.session = OuterSession(replica, agreement, self.options, events, batches)
         self._signals.install()
         self.session.start(timeout_s)
         return self._batches(loader, epochs)

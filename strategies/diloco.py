@@ -30,11 +30,13 @@ from torch.optim import Optimizer
 from chaos_lightning.data.leased import LeasedLoader
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.orphan import VARIABLE as UNDER_OUR_TORCHRUN
+from chaos_lightning.member.training import least_batch
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import OuterSession, agreement_of
 from chaos_lightning.outer.strategy_options import ARGUMENTS, DiLoCoOptions, build
 from chaos_lightning.outer.types import Agreement
+from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.strategies.companion import Launcher, RankLauncher
 from chaos_lightning.strategies.elastic import OuterTerms, replica_of, words_of
 from chaos_lightning.strategies.environment import ChaosEnvironment
@@ -93,7 +95,9 @@ class ClusterStrategy(Strategy):
         """
         raise NotImplementedError
 
-    def _session(self, replica: Replica, agreement: Agreement, options: ClusterOptions) -> OuterSession | RankedSession:
+    def _session(
+        self, replica: Replica, agreement: Agreement, options: ClusterOptions, batches: Batches | None
+    ) -> OuterSession | RankedSession:
         raise NotImplementedError
 
     # ------------------------------------------------------------------ set-up
@@ -137,12 +141,12 @@ class ClusterStrategy(Strategy):
         settings, options = build(self.options, self._given, batch=fit.batch)
         replica = replica_of(fit.trainer.lightning_module)
         words = words_of(fit.trainer)
-        length = 0
+        length, batches = 0, None
         if fit.loader is not None:
-            length = fit.loader.leased.length
+            length, batches = fit.loader.leased.length, fit.loader.leased.batches(fit.trainer.accumulate_grad_batches)
             words |= fit.loader.leased.words
         agreement = agreement_of(replica, options, settings, length=length, words=words)
-        fit.start(self._session(replica, agreement, options), self.options.start_timeout_s)
+        fit.start(self._session(replica, agreement, options, batches), self.options.start_timeout_s)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The training loader of shared data deals what is leased; all others are the user's."""
@@ -152,7 +156,14 @@ class ClusterStrategy(Strategy):
         # Lightning checks what it gets from here, which is no DataLoader of torch's.
         _worker_check(fit.trainer, dataloader, "train_dataloader")
         who = self._given["name"] or ""
-        leased = LeasedLoader(dataloader, seed=seed_of(self.options.seed), source=fit, who=str(who), part=self.place)
+        leased = LeasedLoader(
+            dataloader,
+            seed=seed_of(self.options.seed),
+            source=fit,
+            who=str(who),
+            part=self.place,
+            least=least_batch(fit.trainer.lightning_module),
+        )
         return fit.share(SharedLoader(leased, fit.trainer, fit))
 
     def on_train_start(self) -> None:
@@ -354,8 +365,10 @@ class DiLoCoStrategy(ClusterStrategy, SingleDeviceStrategy):
     def writes(self, oldest: bool) -> bool:
         return self.environment.place(0 if oldest else 1, 1)
 
-    def _session(self, replica: Replica, agreement: Agreement, options: ClusterOptions) -> OuterSession:
-        return OuterSession(replica, agreement, options, _events(options))
+    def _session(
+        self, replica: Replica, agreement: Agreement, options: ClusterOptions, batches: Batches | None
+    ) -> OuterSession:
+        return OuterSession(replica, agreement, options, _events(options), batches or UNTOLD)
 
 
 class DDPRanks(ClusterStrategy, DDPStrategy):
@@ -399,10 +412,14 @@ class DDPRanks(ClusterStrategy, DDPStrategy):
             vars(connector)["_requires_distributed_sampler"] = lambda loader: not trainer.training and asked(loader)
         super().setup(trainer)
 
-    def _session(self, replica: Replica, agreement: Agreement, options: ClusterOptions) -> RankedSession:
+    def _session(
+        self, replica: Replica, agreement: Agreement, options: ClusterOptions, batches: Batches | None
+    ) -> RankedSession:
         patience = timedelta(seconds=2 * options.patience_s + self.options.start_timeout_s + MARGIN_S)
-        member = OuterSession(replica, agreement, options, _events(options)) if self.global_rank == 0 else None
-        return RankedSession(member, replica, RankGroup(self.global_rank, patience), shared=self.data == "shared")
+        member = None
+        if self.global_rank == 0:
+            member = OuterSession(replica, agreement, options, _events(options), batches or UNTOLD)
+        return RankedSession(member, replica, RankGroup(self.global_rank, patience), batches)
 
     def teardown(self) -> None:
         if self.fit is not None:

@@ -28,7 +28,7 @@ from chaos_lightning.errors import ConfigurationError, DeadlineError, Unsupporte
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.signals import ExitSignals, Handler
 from chaos_lightning.member.engine import Engine
-from chaos_lightning.member.training import reduced_buffers
+from chaos_lightning.member.training import least_batch, reduced_buffers
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.elastic import ElasticCluster
 from chaos_lightning.outer.leaving import Patience, cost, insist
@@ -38,6 +38,7 @@ from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.strategy_options import DiLoCoOptions, build
 from chaos_lightning.outer.vocabulary import OUTER
 from chaos_lightning.planning import ledger, orders
+from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.planning.tape import Tape
 from chaos_lightning.protocol.types import Header
 from chaos_lightning.settings import EngineConfig
@@ -208,7 +209,11 @@ class ElasticPart:
         agreement = agreement_of(replica, options, settings, length=length, words=words)
         events = EventLog.in_directory(options.log_folder, f"{options.name}.{engine.name}", role="cluster")
         self._engine = engine
-        self._cluster = ElasticCluster(replica, agreement, options, engine, events)
+        batches = UNTOLD
+        if length:
+            least = loader.quota if loader.drops else min(loader.quota, least_batch(self._trainer.lightning_module))
+            batches = Batches(loader.quota * self._trainer.accumulate_grad_batches, loader.quota, least)
+        self._cluster = ElasticCluster(replica, agreement, options, engine, events, batches)
         return self._cluster
 
     @property

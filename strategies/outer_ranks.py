@@ -31,9 +31,10 @@ from torch import Tensor
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.outer.cluster import reckon
 from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.session import Boundary, OuterSession, first_positions
+from chaos_lightning.outer.session import Boundary, OuterSession
 from chaos_lightning.outer.types import NO_VERSION, Covered, JobProgress, VersionId
-from chaos_lightning.protocol.spans import subtract
+from chaos_lightning.planning.batches import Batches
+from chaos_lightning.protocol.spans import count, first_positions, subtract
 
 MEET_S = 0.1
 """Ranks meet about so often; a meeting of two took 1 ms on a busy machine."""
@@ -126,15 +127,18 @@ class RankedSession:
         member: Rank 0's session; None at the other ranks.
         replica: What of the model travels.
         group: The ranks.
-        shared: Clusters share the data, so that all ranks count the same samples.
+        batches: How many positions of the data that clusters share these ranks train at once; None: the cluster has its
+            own data. With shared data all ranks count the same samples.
 
     Attributes:
         member: As given.
     """
 
-    def __init__(self, member: OuterSession | None, replica: Replica, group: RankGroup, *, shared: bool) -> None:
+    def __init__(
+        self, member: OuterSession | None, replica: Replica, group: RankGroup, batches: Batches | None
+    ) -> None:
         self.member = member
-        self._replica, self._group, self._shared = replica, group, shared
+        self._replica, self._group, self._batches = replica, group, batches
         self._facts = ClusterFacts()
         self._untold = _Untold()
         self._claimed: list[Covered] = []
@@ -163,7 +167,7 @@ class RankedSession:
     def reckoned(self) -> JobProgress:
         """How far the job is by this cluster's own reckoning."""
         told, untold = self._facts, self._untold
-        samples = untold.samples * (1 if self._shared else dist.get_world_size())
+        samples = untold.samples * (1 if self._batches else dist.get_world_size())
         return reckon(told.job, told.ahead[0] + samples, told.ahead[1] + untold.steps, *told.steps)
 
     @property
@@ -220,7 +224,7 @@ class RankedSession:
 
     def _tell_steps(self) -> Boundary:
         untold, self._untold = self._untold, _Untold()
-        own = untold.samples if not self._shared or self.member is not None else 0
+        own = untold.samples if not self._batches or self.member is not None else 0
         samples, asked = self._group.sum(own, int(self._asked))
 
         def step(member: OuterSession) -> Boundary:
@@ -260,7 +264,10 @@ class RankedSession:
         if not self._claimed:
             return ()
         found = self._claimed[0]
-        taken = first_positions(found.spans, positions)
+        assert self._batches is not None, "clusters share the data"
+        taken = first_positions(found.spans, self._batches.next(positions, count(found.spans)))
+        if not taken:
+            return ()
         left = subtract(found.spans, taken)
         self._claimed[:1] = [replace(found, spans=left)] if left else []
         return (Covered(found.epoch, taken),)

@@ -50,6 +50,7 @@ from chaos_lightning.outer.types import (
     Round,
     VersionId,
 )
+from chaos_lightning.planning.batches import Batches
 
 TRANSFER = 0.05
 """Of a usual round of the fastest cluster: what a push, or a version, takes on the far link."""
@@ -260,6 +261,7 @@ class ClusterShell:
         self.conn = job.connect(self.hear)
         name = f"c{number}"
         self.machine = ClusterMachine(name, name, f"{name} begins", job.agreement, overlap=job.mode.overlap)
+        self.machine.batches = Batches(job.task.batch, job.task.batch)
         self.learner = Learner(job.samples, job.seed)
         self.idle_s = 0.0
         self._base: Part | None = None

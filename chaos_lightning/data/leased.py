@@ -33,6 +33,7 @@ from chaos_lightning.data.order import Orders
 from chaos_lightning.data.source import Stats
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.planning import orders
+from chaos_lightning.planning.batches import Batches
 from chaos_lightning.planning.tape import Tape
 from chaos_lightning.protocol.spans import count, normalise
 
@@ -65,6 +66,10 @@ class LeasedLoader:
         first: Number of the job's first epoch; where a job goes on from a checkpoint, it is not 0.
         part: (rank, ranks) of this process in the cluster. All ranks claim the same positions, and each loads its part
             of a batch of all of them.
+        least: Fewest samples of a batch on one rank: 2 for a model with BatchNorm.
+
+    Raises:
+        ConfigurationError: With drop_last an epoch has no batch.
 
     Attributes:
         loader: The user's.
@@ -83,6 +88,7 @@ class LeasedLoader:
         who: str = "",
         first: int = 0,
         part: tuple[int, int] = (0, 1),
+        least: int = 1,
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise UnsupportedError(
@@ -100,6 +106,7 @@ class LeasedLoader:
         self._part = part
         self._units = Orders(loader, seed=seed, stream="")
         self._units.warn_where_shared()
+        self._least = least
         self._quota, self.batch = self._units.quota * part[1], self._units.batch * part[1]
         self._feed = MapFeed(loader, self._units, seed=seed, stats=self.stats)
         self._ahead: deque[Tag] = deque()
@@ -113,6 +120,11 @@ class LeasedLoader:
             raise UnsupportedError(
                 f"the training loader's sampler yields {self._units.length(0)} units in the first epoch and "
                 f"{self._units.length(1)} in the second; clusters that share data need epochs of one length"
+            )
+        if not len(self):
+            raise ConfigurationError(
+                f"the training loader has {self.length} samples and drop_last=True, and a batch of this cluster has "
+                f"{self._quota}; expected at least one batch: use a smaller batch size, or drop_last=False"
             )
 
     # ------------------------------------------------------------------ a pass
@@ -152,6 +164,16 @@ class LeasedLoader:
         """Whether this pass has another batch; waits until that is sure."""
         return (bool(self._ahead) or self._claim(wait=True)) and self._is_of_this_pass
 
+    def batches(self, accumulate: int = 1) -> Batches:
+        """What a cluster trains at once with this loader.
+
+        Args:
+            accumulate: Batches of an inner step.
+        """
+        ranks = self._part[1]
+        least = self._quota if self._units.drop_last else min(self._quota, self._least * ranks)
+        return Batches(self._quota * accumulate, self._quota, least)
+
     @property
     def known(self) -> bool:
         """Whether this pass is known to have another batch; waits for nothing."""
@@ -160,7 +182,7 @@ class LeasedLoader:
     def __len__(self) -> int:
         """Batches of an epoch if this cluster were the only one."""
         whole, rest = divmod(self.length, self._quota)
-        return whole + (rest > 0)
+        return whole + (rest > 0 and not self._units.drop_last)
 
     # ------------------------------------------------------------------ what became of batches
 

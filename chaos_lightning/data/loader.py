@@ -147,6 +147,12 @@ class ElasticLoader:
         return self._units.quota if self._units is not None else 1
 
     @property
+    def drops(self) -> bool:
+        """The user's loader drops a short batch."""
+        units = self._units
+        return units.drops if isinstance(units, TapeOrders) else units is not None and units.drop_last
+
+    @property
     def batch(self) -> int:
         """Samples of a micro-batch of this member; 0: the loader does not say."""
         return self._units.batch if self._units is not None else declared_batch(self.loader)

@@ -130,19 +130,11 @@ class Orders:
         return out
 
     def warn_where_shared(self) -> None:
-        """Where clusters share the data, what the user's loader drops is not dropped, and without a shuffle each
-        cluster trains on a part of its own."""
+        """Where clusters share the data, each trains on a part of its own without a shuffle."""
         if self._kind == "identity":
             warnings.warn(
                 "shuffle=False where clusters share the data: what a cluster is leased are neighbouring samples, so "
                 "that it trains on a part of the data and not on a mix of all. Give the DataLoader shuffle=True",
-                stacklevel=4,
-            )
-        if self.drop_last:
-            warnings.warn(
-                "drop_last=True is not honoured where clusters share the data: an epoch is over when each of its "
-                "samples counts, so the last batch of what a cluster is dealt may be smaller. If the model cannot take "
-                "that, as BatchNorm cannot take a single sample, give each cluster its own data (data='local')",
                 stacklevel=4,
             )
 

@@ -31,6 +31,11 @@ class TapeOrders:
                 f"{orders.length(1)} in the second; clusters that share data need epochs of one length"
             )
 
+    @property
+    def drops(self) -> bool:
+        """The user's loader drops its last batch if that is short."""
+        return self._orders.drop_last
+
     def length(self, epoch: int) -> int:
         """Places on this tape so far; before there is one, positions of an epoch."""
         tape = self._tape()

@@ -47,6 +47,11 @@ def reduced_buffers(module: nn.Module, names: Iterable[str] = (), *, named_by: s
     return unique(found)
 
 
+def least_batch(module: nn.Module) -> int:
+    """Returns the fewest samples that the model can train on at once: BatchNorm has no variance of a single one."""
+    return 2 if any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules()) else 1
+
+
 @dataclass(frozen=True)
 class Unserved:
     """Modules of a kind that no step of a job can serve.

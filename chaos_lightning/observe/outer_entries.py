@@ -338,6 +338,9 @@ class JobEntries:
             case ot.Leased():
                 for text, since in self.leases.lease(body):
                     self._say("samples", f"entry {self._position} {text}", since)
+            case ot.LeftOver():
+                for text, since in self.leases.set_aside(body):
+                    self._say("samples", f"entry {self._position} {text}", since)
             case ot.Removed(incarnation, reason):
                 self._remove(told, incarnation, reason)
             case ot.Voided(offer, _):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from chaos_lightning.observe.spans import Spans, intersect, merge, size, subtract, words
-from chaos_lightning.outer.types import NO_VERSION, Covered, IncarnationId, Leased, Offer, PushAnswer, PushId
+from chaos_lightning.outer.types import NO_VERSION, Covered, IncarnationId, Leased, LeftOver, Offer, PushAnswer, PushId
 
 Complaint = tuple[str, int]
 """What is wrong; the position since which that is known."""
@@ -36,6 +36,8 @@ class LeaseBook:
     """By epoch: who spent what, at which entry."""
     _rejected: dict[int, Spans] = field(default_factory=dict)
     """What a rejected push ever covered: it may be set aside."""
+    _aside: dict[int, Spans] = field(default_factory=dict)
+    """Positions that were too few for a batch."""
     _reopened: dict[PushId, tuple[Covered, ...]] = field(default_factory=dict)
     """Of pushes that a rollback made unanswered."""
 
@@ -49,16 +51,31 @@ class LeaseBook:
         found: list[Complaint] = []
         if twice := intersect(spans, self.spent.get(epoch, ())):
             found.append((f"leases {_of(twice, epoch)} to {who}, which {self._spender(epoch, twice)} spent", 1))
+        if twice := intersect(spans, self._aside.get(epoch, ())):
+            found.append((f"leases {_of(twice, epoch)} to {who}, which were set aside", 1))
         for (owner, other), held in self.leased.items():
             if other == epoch and (twice := intersect(spans, held)):
                 found.append((f"leases {_of(twice, epoch)} to {who}, which are leased to {owner}", 1))
         if epoch not in self.spent:
             self.spent[epoch] = ()
-            before = subtract(((0, self.length),), self.spent.get(epoch - 1, ()))
+            counted = merge([*self.spent.get(epoch - 1, ()), *self._aside.get(epoch - 1, ())])
+            before = subtract(((0, self.length),), counted)
             if epoch and (never := subtract(before, self._rejected.get(epoch - 1, ()))):
                 found.append((f"leases epoch {epoch} while {_of(never, epoch - 1)} have not counted", 1))
         self.leased[who, epoch] = merge([*self.leased.get((who, epoch), ()), *spans])
         self.granted[who] = self.granted.get(who, 0) + size(spans)
+        return found
+
+    def set_aside(self, body: LeftOver) -> list[Complaint]:
+        """An entry sets positions aside that are too few for a batch."""
+        epoch, spans = body.epoch, merge(body.spans)
+        found: list[Complaint] = []
+        if twice := intersect(spans, self.spent.get(epoch, ())):
+            found.append((f"sets aside {_of(twice, epoch)}, which {self._spender(epoch, twice)} spent", 1))
+        for (owner, other), held in self.leased.items():
+            if other == epoch and (twice := intersect(spans, held)):
+                found.append((f"sets aside {_of(twice, epoch)}, which are leased to {owner}", 1))
+        self._aside[epoch] = merge([*self._aside.get(epoch, ()), *spans])
         return found
 
     def answer(self, offer: Offer, answer: PushAnswer, position: int) -> list[Complaint]:

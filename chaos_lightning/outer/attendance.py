@@ -26,6 +26,7 @@ from chaos_lightning.outer.types import (
     Removed,
     VersionId,
 )
+from chaos_lightning.planning.batches import Batches
 
 MISSED = 3
 """Heartbeats that a cluster may miss (Di-PS 4.3)."""
@@ -51,6 +52,8 @@ class ClusterState:
     """It has wanted another version than its base since then."""
     left: int = 0
     pending: int = 0
+    batches: Batches | None = None
+    """What it trains at once, once it has said so to this leader."""
     offer: Offer | None = None
     refused: str = ""
     """Why the push that it offers is not taken in; it offers the same with each heartbeat."""
@@ -195,6 +198,7 @@ class Attendance:
         cluster.stands(self._desk.now, beat.base, beat.fetching)
         cluster.rate, cluster.step_rate = (min(max(rate, 0.0), MOST_RATE) for rate in (beat.rate, beat.step_rate))
         cluster.left, cluster.pending, cluster.leaving = beat.left, beat.pending, beat.leaving
+        cluster.batches = beat.batches
         if cluster.conn is not None or cluster.gone:
             return False
         cluster.conn, self._conns[conn] = conn, beat.incarnation

@@ -24,14 +24,14 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import assert_never
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.outer.arrivals import UNTAUGHT, ArrivalRates
 from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.leases import Leases, chunk_size
+from chaos_lightning.outer.leases import Leases
 from chaos_lightning.outer.plain import read_text
 from chaos_lightning.outer.types import (
     NO_VERSION,
@@ -49,6 +49,7 @@ from chaos_lightning.outer.types import (
     JobProgress,
     Joined,
     Leased,
+    LeftOver,
     Offer,
     PacedCluster,
     ProcessPlace,
@@ -63,8 +64,6 @@ from chaos_lightning.outer.types import (
     Voided,
 )
 
-CHUNKS = 4096
-"""Of an epoch, at most."""
 AHEAD = 3
 """So many versions at most are decided beyond the newest durable one (O5)."""
 
@@ -398,9 +397,7 @@ class OuterChain:
             case JobOpened(agreement, by):
                 self.agreement, self.by, self.job_id = agreement, by, entry.hash
                 # Nobody can have joined before.
-                self.leases = (
-                    Leases(agreement.length, chunk_size(agreement.length, CHUNKS)) if agreement.length else None
-                )
+                self.leases = Leases(agreement.length) if agreement.length else None
             case Started(follower, nonce):
                 self.starts[follower] = nonce
             case Cut(followers, durable):
@@ -414,9 +411,8 @@ class OuterChain:
                     self.leases.join(incarnation)
             case Founded() | Round() | RolledBack():
                 self._version(entry, body)
-            case Leased():
-                assert self.leases is not None, "each cluster has its own data"
-                self.leases.lease(body)
+            case Leased() | LeftOver():
+                self._deal(body)
             case Removed(incarnation, reason):
                 self._remove(incarnation, reason)
             case Voided(offer, reason):
@@ -437,6 +433,14 @@ class OuterChain:
             case _:
                 assert_never(body)
         self.position, self.hash, self.last = entry.position, entry.hash, entry
+
+    def _deal(self, body: Leased | LeftOver) -> None:
+        assert self.leases is not None, "each cluster has its own data"
+        if isinstance(body, Leased):
+            self.leases.lease(body)
+            return
+        self.leases.set_aside(body)
+        self.states[self.newest] = replace(self.states[self.newest], epoch=self.leases.epoch)
 
     def _remove(self, who: IncarnationId, reason: str) -> None:
         self.incarnations[who].over = reason

@@ -64,6 +64,7 @@ from chaos_lightning.outer.types import (
     PushId,
     VersionId,
 )
+from chaos_lightning.planning.batches import UNTOLD
 from chaos_lightning.protocol.spans import count, normalise, subtract
 from chaos_lightning.protocol.types import Span
 
@@ -292,8 +293,7 @@ class ClusterMachine:
         """Beyond a push; None: without overlap."""
         self.inner_steps = self._usual_steps = OuterSettings.of_words(agreement.settings).inner_steps
         """From one push to the next, at least."""
-        self.phase = Phase.WAITING
-        self.term = 0
+        self.phase, self.term = Phase.WAITING, 0
         self.incarnation: IncarnationId | None = None
         self.oldest: IncarnationId | None = None
         """Of the clusters that are in, as told last."""
@@ -308,7 +308,8 @@ class ClusterMachine:
         self.unpushed = Unpushed()
         self.job = JobProgress()
         """The job's, with the base."""
-        self.rate = self.step_rate = 0.0
+        self.rate, self.step_rate, self.batches = 0.0, 0.0, UNTOLD
+        """What it trains in a second, and how many positions of shared data at once."""
         self.leaving, self.verdict = False, ""
         """Whether it was asked to leave; why its own loop is over."""
         self._reopened: list[PushId] = []
@@ -544,7 +545,11 @@ class ClusterMachine:
             left = sum(count(spans) for spans in self.free_spans().values())
             samples, leaving = self.unpushed.samples, self.leaving or bool(self.verdict)
             coming = max(self._fetching, self._here)
-            self._say(Beat(self.incarnation, self.rate, self.step_rate, self.base, left, samples, leaving, coming))
+            self._say(
+                Beat(
+                    self.incarnation, self.rate, self.step_rate, self.base, left, samples, leaving, coming, self.batches
+                )
+            )
             if self.verdict and self._settled:
                 self._say(LoopEnded(self.incarnation, self.verdict))
 
@@ -632,6 +637,8 @@ class ClusterMachine:
 
     def _on_served(self, version: VersionId, progress: JobProgress) -> None:
         self._progress[version] = progress
+        if version == self.base:
+            self.job = progress
         self._served = max(self._served, version)
         self.newest = max(self.newest, version)
 
@@ -794,5 +801,5 @@ class ClusterMachine:
         )  # fmt: skip
         found.job_id = self.job_id
         found.term, found.newest, found.verdict, found.leaving = self.term, self.newest, self.verdict, self.leaving
-        found.kept, found._in = dict(self.kept), dict(self._in)
+        found.kept, found._in, found.batches = dict(self.kept), dict(self._in), self.batches
         return found

@@ -63,6 +63,7 @@ from chaos_lightning.outer.types import (
     PushId,
     VersionId,
 )
+from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.planning.tape import Tape
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication.server import StateServer
@@ -133,6 +134,7 @@ class ElasticCluster:
         options: Of this cluster, equal at all ranks but for folders.
         inner: The job of the ranks.
         events: Of this rank, as part of the cluster.
+        batches: How many positions of shared data this rank trains at once.
 
     Attributes:
         leaves: This rank has said `leave`.
@@ -141,9 +143,15 @@ class ElasticCluster:
     """
 
     def __init__(
-        self, replica: Replica, agreement: Agreement, options: ClusterOptions, inner: InnerJob, events: EventLog
+        self,
+        replica: Replica,
+        agreement: Agreement,
+        options: ClusterOptions,
+        inner: InnerJob,
+        events: EventLog,
+        batches: Batches = UNTOLD,
     ) -> None:
-        self.options, self.agreement = options, agreement
+        self.options, self.agreement, self._batches = options, agreement, batches
         self._inner, self._events = inner, events
         self._model = ClusterModel(
             replica, agreement, options, events, lambda: self._state.machine if self._state is not None else None
@@ -376,6 +384,7 @@ class ElasticCluster:
             self._failed,
             events,
             self.held,
+            self._batches,
         )
 
     def meeting(self) -> bytes:

@@ -54,8 +54,9 @@ EVENTS = (
     ),
     Event(
         "set_aside",
-        "positions are not trained any more in this epoch, since pushes that cover them were rejected again and again",
-        {"epoch": "which", "spans": "half-open intervals of positions", "reason": "whose pushes they were, in words"},
+        "positions are not trained any more in this epoch: pushes that cover them were rejected again and again, or "
+        "they are too few for a batch",
+        {"epoch": "which", "spans": "half-open intervals of positions", "reason": "which of both, in words"},
         note="{reason}",
     ),
     Event(

@@ -80,6 +80,7 @@ from chaos_lightning.outer.types import (
     JobOpened,
     Joined,
     Leased,
+    LeftOver,
     Offer,
     PushAnswer,
     PushId,
@@ -465,6 +466,9 @@ class LeaderMachine:
                 self.attendance.tell_all(OnDisk(self.term, version))
             case Leased(incarnation):
                 self.dealer.tell(incarnation)
+            case LeftOver():  # it may have ended the epoch, which its clusters hear with the version that they have
+                served = self.shards.served
+                self.attendance.tell_all(Served(self.term, served, self.chain.progress(served)))
             case Ended():
                 self._on_end(entry.body)
 

@@ -2,9 +2,11 @@
 
 Theory of operation. An epoch is an order of positions [0, length), as everywhere. A position is *free*, *leased* to one
 incarnation, *spent* by a round that accepted a push that covers it, or *set aside*. The leader leases some minutes'
-worth of positions ahead, in whole *chunks*, of which an epoch has many more than clusters: who is fast gets more of
-them. `Leases` is the fold of the chain's entries. It asks no clock and knows nothing of pushes that are merely offered
-or staged: what they cover stays leased until the chain answers, and that is all that keeps it from being leased again.
+worth of positions ahead, in whole inner steps of the cluster (`Batches`), so that it trains no short batches: who is
+fast gets more of them. Only the last positions of an epoch may be fewer. They are leased once nobody could make a whole
+step of them, and set aside where nobody makes a batch of so few. `Leases` is the fold of the chain's entries. It asks
+no clock and knows nothing of pushes that are merely offered or staged: what they cover stays leased until the chain
+answers, and that is all that keeps it from being leased again.
 So a new leader, an audit and the simulator hold the same. `grant` only proposes; the entry counts once it is folded,
 and each grant must be folded before the next one is asked for.
 
@@ -35,8 +37,17 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from chaos_lightning.outer.types import Covered, IncarnationId, Leased, Offer, PushId, RolledBack
-from chaos_lightning.protocol.spans import count, in_words, normalise, subtract, union
+from chaos_lightning.outer.types import (
+    Covered,
+    IncarnationId,
+    Leased,
+    LeftOver,
+    Offer,
+    PushId,
+    RolledBack,
+)
+from chaos_lightning.planning.batches import Batches
+from chaos_lightning.protocol.spans import count, first_positions, in_words, normalise, subtract, union
 from chaos_lightning.protocol.types import Span
 
 REJECTIONS = 3
@@ -48,16 +59,11 @@ _Blame = tuple[IncarnationId, ...]
 """Who rejected a position, one after the other."""
 
 
-def chunk_size(length: int, chunks: int) -> int:
-    """Positions of a chunk if an epoch of this length is to have at most `chunks`."""
-    return max(1, -(-length // chunks))
-
-
 def wanted(rate: float, lease_ahead_s: float, held: int) -> int:
     """Samples to lease so that a cluster has enough for a while.
 
     Args:
-        rate: What it trains, in samples per second; 0.0 while nothing is measured. Then it gets one chunk at a time.
+        rate: What it trains, in samples per second; 0.0 while nothing is measured. Then it gets one step at a time.
         lease_ahead_s: The while.
         held: Samples that it holds and has not trained, as far as known.
     """
@@ -74,6 +80,11 @@ class Aside:
 
     def __str__(self) -> str:
         where = ", ".join(in_words(span) for span in self.spans)
+        if not self.rejected_at:
+            return (
+                f"positions {where} of epoch {self.epoch} are set aside: they are too few for a batch (drop_last, or a "
+                "model with BatchNorm)"
+            )
         who = ", ".join(str(incarnation) for incarnation in self.rejected_at)
         return f"positions {where} of epoch {self.epoch} are set aside: pushes that cover them were rejected at {who}"
 
@@ -109,20 +120,18 @@ class _Spent:
 class Leases:
     """Leases, spent samples and rejections, as the chain's entries have them up to some point."""
 
-    def __init__(self, length: int, chunk: int) -> None:
+    def __init__(self, length: int) -> None:
         """Nothing is leased yet.
 
         Args:
             length: Positions of an epoch.
-            chunk: Positions of a chunk (`chunk_size`).
 
         Raises:
-            ValueError: either is below 1.
+            ValueError: There is none.
         """
-        if length < 1 or chunk < 1:
-            raise ValueError(f"an epoch of {length} positions in chunks of {chunk}; expected at least 1 of each")
+        if length < 1:
+            raise ValueError(f"an epoch of {length} positions; expected at least 1")
         self._length = length
-        self._chunk = chunk
         self._epochs: dict[int, _Epoch] = {0: _Epoch()}  # in ascending order; the last one is not over
         self._in_a_row: dict[IncarnationId, int] = {}  # of all that live: rejections since the last acceptance
         self._accepted: dict[PushId, _Spent] = {}  # what a rollback can take back
@@ -220,24 +229,48 @@ class Leases:
         return f"{self._whereabouts(covered.epoch, amiss)}, not leased to {who}" if amiss else ""
 
     def grant(
-        self, incarnation: IncarnationId, samples: int, among: Collection[IncarnationId] | None = None
+        self,
+        incarnation: IncarnationId,
+        samples: int,
+        batches: Batches,
+        among: Collection[IncarnationId] | None = None,
     ) -> Leased | None:
-        """The next free chunks for an incarnation, lowest first; whoever stores the entry folds it by `lease`.
+        """Returns whole steps of free positions for an incarnation, lowest first; who stores the entry folds it.
 
         Args:
             incarnation: Whose they are to be.
-            samples: How many at least, if there are so many. The last chunk is given whole, as far as it is free.
+            samples: How many are wanted; it gets one step at least, and no part of one.
+            batches: What it trains at once.
             among: Who trains at present, so that rejected positions can wait for another one; all that live by default.
 
         Returns:
-            None if nothing is free that this one may train, or no samples are asked for.
+            None if too few are free that this one may train, or no samples are asked for.
 
         Raises:
             ValueError: the incarnation is not in the job.
         """
+        spans = self._for(incarnation, among)
+        return self._lease(incarnation, spans, batches.whole(samples, count(spans)) if samples > 0 else 0)
+
+    def grant_rest(
+        self, incarnation: IncarnationId, batches: Batches, among: Collection[IncarnationId] | None = None
+    ) -> Leased | None:
+        """Returns what is free and no whole step, as `grant` does: it has tried that."""
+        spans = self._for(incarnation, among)
+        return self._lease(incarnation, spans, batches.rest(count(spans)))
+
+    def left_over(self) -> LeftOver | None:
+        """Returns the entry that sets aside what is free."""
+        spans = self._free(self._epochs[self.epoch])
+        return LeftOver(self.epoch, spans) if spans else None
+
+    def _lease(self, incarnation: IncarnationId, spans: _Spans, positions: int) -> Leased | None:
+        return Leased(incarnation, self.epoch, first_positions(spans, positions)) if positions else None
+
+    def _for(self, incarnation: IncarnationId, among: Collection[IncarnationId] | None) -> _Spans:
+        """Free positions that this incarnation may train."""
         self._must_live(incarnation)
-        epoch = self.epoch
-        state = self._epochs[epoch]
+        state = self._epochs[self.epoch]
         clusters = {incarnation.cluster, *(who.cluster for who in (self._in_a_row if among is None else among))}
         barred = [
             span
@@ -245,8 +278,7 @@ class Leases:
             if not _may_train(incarnation.cluster, blame, clusters)
             for span in spans
         ]
-        spans = _take(subtract(self._free(state), normalise(barred)), samples, self._chunk)
-        return Leased(incarnation, epoch, spans) if spans else None
+        return subtract(self._free(state), normalise(barred))
 
     # ------------------------------------------------------------------ entries
 
@@ -276,6 +308,21 @@ class Leases:
         if amiss:
             raise ValueError(f"a lease for {body.incarnation}: {self._whereabouts(body.epoch, amiss)}, not free")
         state.leased[body.incarnation] = normalise((*state.leased.get(body.incarnation, ()), *spans))
+
+    def set_aside(self, body: LeftOver) -> None:
+        """Sets aside what the entry says.
+
+        Raises:
+            ValueError: The epoch is not the one that is leased, or a position is not free.
+        """
+        if body.epoch != self.epoch:
+            raise ValueError(f"positions of epoch {body.epoch} are left over; epoch {self.epoch} is leased")
+        state = self._epochs[body.epoch]
+        spans = normalise(body.spans, what="what is left over")
+        if amiss := subtract(spans, self._free(state)):
+            raise ValueError(f"what is left over: {self._whereabouts(body.epoch, amiss)}, not free")
+        state.aside[()] = normalise((*state.aside.get((), ()), *spans))
+        self._turn()
 
     def accept(self, offer: Offer, round: int) -> None:
         """Spends what a push covers that this round accepted.
@@ -373,7 +420,6 @@ class Leases:
         """All of it in values that JSON has, for the chain's summary (O1a). Equal states encode equally."""
         return {
             "length": self._length,
-            "chunk": self._chunk,
             "settled": self._settled,
             "living": [[*_words(who), times] for who, times in sorted(self._in_a_row.items())],
             "epochs": [
@@ -397,7 +443,7 @@ class Leases:
         Raises:
             ValueError: a position is in two places.
         """
-        leases = cls(plain["length"], plain["chunk"])
+        leases = cls(plain["length"])
         leases._settled = plain["settled"]
         leases._in_a_row = {IncarnationId(name, number): times for name, number, times in plain["living"]}
         leases._epochs = {
@@ -499,21 +545,6 @@ def _may_train(cluster: str, blame: _Blame, clusters: set[str]) -> bool:
     """Whether a cluster, one of those that train, gets positions that these rejected."""
     rest = clusters - {who.cluster for who in blame}
     return cluster in rest if rest else cluster != blame[-1].cluster or clusters == {cluster}
-
-
-def _take(spans: Iterable[Span], samples: int, chunk: int) -> _Spans:
-    """At least so many positions from the front of normal spans, and the rest of the chunk in which they end."""
-    out: list[Span] = []
-    border = 0
-    for start, stop in spans:
-        if samples > 0:
-            border = -(-min(stop, start + samples) // chunk) * chunk
-        end = min(stop, border)
-        if end <= start:
-            break
-        out.append((start, end))
-        samples -= end - start
-    return tuple(out)
 
 
 def _common(one: _Spans, other: _Spans) -> _Spans:

@@ -24,6 +24,7 @@ from chaos_lightning.outer.types import (
     PushId,
     VersionId,
 )
+from chaos_lightning.planning.batches import UNTOLD, Batches
 
 # ---------------------------------------------------------------------- a cluster says
 
@@ -83,6 +84,7 @@ class Beat:
         pending: Samples that it trained and that no push covers yet.
         leaving: It was asked to leave.
         fetching: The version that it is about to have for its base; NO_VERSION: none.
+        batches: How many positions of shared data it trains at once.
     """
 
     incarnation: IncarnationId
@@ -93,6 +95,7 @@ class Beat:
     pending: int
     leaving: bool
     fetching: VersionId = NO_VERSION
+    batches: Batches = UNTOLD
 
 
 @dataclass(frozen=True, slots=True)

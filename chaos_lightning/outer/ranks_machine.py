@@ -17,6 +17,7 @@ from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine, Phase, Unpushed
 from chaos_lightning.outer.messages import FromCluster
 from chaos_lightning.outer.types import NO_VERSION, Covered, IncarnationId, JobProgress, Offer, PushId, VersionId
+from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.planning.tape import Tape
 from chaos_lightning.protocol.spans import count, normalise, subtract
 from chaos_lightning.protocol.types import Span
@@ -49,6 +50,7 @@ class RankSays:
         leaves: The cluster is to leave.
         failed: Why the server will not have this cluster, or why this rank cannot go on.
         events: What the machines are to hear, if it is the first rank.
+        batches: How many positions of shared data it trains at once.
         held: It was asked to leave after the loop of all ranks, and has not been let go.
     """
 
@@ -61,6 +63,7 @@ class RankSays:
     failed: str = ""
     events: tuple[RankNews, ...] = ()
     held: bool = False
+    batches: Batches = UNTOLD
 
 
 @dataclass(slots=True)
@@ -114,6 +117,7 @@ class MachineFacts:
     job: JobProgress
     rate: float
     step_rate: float
+    batches: Batches
     leaving: bool
     verdict: str
     _reopened: list[PushId]
@@ -194,6 +198,12 @@ class RanksMachine:
         outright = False
         if said[0].rates[1]:
             self.machine.rate, self.machine.step_rate = said[0].rates
+        parts = [each.batches for each in said]
+        self.machine.batches = Batches(
+            sum(part.step for part in parts),
+            sum(part.batch for part in parts),
+            1 if all(part.least == 1 for part in parts) else sum(part.least for part in parts),
+        )
         for effect in self._changes(ranks, said, steps, spent):
             if isinstance(effect, fx.Say):
                 self._unsaid.append(effect.message)  # type: ignore[arg-type]

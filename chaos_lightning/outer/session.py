@@ -69,7 +69,8 @@ from chaos_lightning.outer.types import (
     PushId,
     VersionId,
 )
-from chaos_lightning.protocol.spans import normalise, subtract
+from chaos_lightning.planning.batches import UNTOLD, Batches
+from chaos_lightning.protocol.spans import count, first_positions, normalise, subtract
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.security.credentials import Credentials
 
@@ -121,6 +122,7 @@ class OuterSession:
         agreement: What all clusters have in common (`agreement_of`).
         options: Of this cluster.
         events: Its event log.
+        batches: How many positions of shared data it trains at once.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class OuterSession:
         agreement: Agreement,
         options: ClusterOptions,
         events: EventLog | None = None,
+        batches: Batches = UNTOLD,
     ) -> None:
         self.options = options
         self.agreement = agreement
@@ -162,6 +165,7 @@ class OuterSession:
             options.name, place, os.urandom(8).hex(), agreement, process=here, overlap=options.overlap,
             ahead_steps=options.ahead_steps,
         )  # fmt: skip
+        machine.batches = batches
         self._life = self._live(machine)
 
     def _live(self, machine: ClusterMachine) -> _Life:
@@ -300,7 +304,9 @@ class OuterSession:
             if found is None or self._life.machine.phase is not Phase.TRAINING:
                 return ()
             epoch, spans = found
-            taken = first_positions(spans, positions)
+            taken = first_positions(spans, self._life.machine.batches.next(positions, count(spans)))
+            if not taken:
+                return ()
             self._claimed[epoch] = normalise([*self._claimed.get(epoch, ()), *taken])
             return (Covered(epoch, taken),)
 
@@ -413,6 +419,8 @@ class OuterSession:
         while True:
             with self._changed:
                 if not self._todo:
+                    if self.base != NO_VERSION:  # an epoch may have ended without another version
+                        self.progress = self._life.machine.job
                     return found
                 effect, part = self._todo.popleft()
             match effect:
@@ -676,18 +684,6 @@ def _finite(state: Any) -> bool:
     )
 
 
-def first_positions(spans: Sequence[Span], positions: int) -> tuple[Span, ...]:
-    """At most so many positions from the front."""
-    found: list[Span] = []
-    for start, stop in spans:
-        if positions <= 0:
-            break
-        stop = min(stop, start + positions)
-        found.append((start, stop))
-        positions -= stop - start
-    return tuple(found)
-
-
 def agreement_of(
     replica: Replica,
     options: ClusterOptions,
@@ -718,4 +714,4 @@ def agreement_of(
     )
 
 
-__all__ = ["Boundary", "OuterSession", "agreement_of", "first_positions", "renew"]
+__all__ = ["Boundary", "OuterSession", "agreement_of", "renew"]

@@ -375,6 +375,14 @@ class Leased:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOver:
+    """These positions are not trained in this epoch: no cluster makes a batch of so few (O11)."""
+
+    epoch: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Removed:
     """An incarnation is over: it left, was silent, or another one took its place. Its leases end."""
 
@@ -479,6 +487,7 @@ Body = (
     | Joined
     | Founded
     | Leased
+    | LeftOver
     | Removed
     | Voided
     | Round

@@ -50,6 +50,18 @@ def count(spans: Iterable[Span]) -> int:
     return sum(stop - start for start, stop in spans)
 
 
+def first_positions(spans: Iterable[Span], positions: int) -> tuple[Span, ...]:
+    """At most so many positions from the front."""
+    found: list[Span] = []
+    for start, stop in spans:
+        if positions <= 0:
+            break
+        stop = min(stop, start + positions)
+        found.append((start, stop))
+        positions -= stop - start
+    return tuple(found)
+
+
 def subtract(spans: Iterable[Span], gone: Sequence[Span]) -> tuple[Span, ...]:
     """What of `spans` is not in `gone` (both normal); linear in their lengths."""
     out: list[Span] = []

@@ -10,7 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from chaos_lightning.data.leased import LeasedLoader
 from chaos_lightning.data.order import Orders
-from chaos_lightning.errors import UnsupportedError
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.planning.batches import Batches
 from chaos_lightning.protocol.spans import count, normalise, subtract
 
 LENGTH = 22
@@ -54,10 +55,28 @@ class Dealer:
             self.free = [(0, self.length)] if self.epoch < self.epochs else []
 
 
-def test_drop_last_is_not_honoured_and_says_so() -> None:
-    with pytest.warns(UserWarning, match="drop_last=True is not honoured where clusters share the data"):
-        loader = LeasedLoader(data(drop_last=True), seed=0, source=Dealer(epochs=0))
-    assert sum(len(batch) for (batch,) in loader) == LENGTH
+@pytest.mark.parametrize(
+    ("drop_last", "least", "ranks", "batches"),
+    [
+        (False, 1, 1, Batches(8, 4, 1)),
+        (False, 2, 1, Batches(8, 4, 2)),
+        (False, 2, 3, Batches(24, 12, 6)),
+        (True, 2, 3, Batches(24, 12, 12)),
+    ],
+)
+def test_a_loader_says_what_its_cluster_trains_at_once(
+    *, drop_last: bool, least: int, ranks: int, batches: Batches
+) -> None:
+    """With drop_last an epoch has whole batches alone, as in one process."""
+    loader = LeasedLoader(data(drop_last=drop_last), seed=0, source=Dealer(), part=(0, ranks), least=least)
+    assert loader.batches(accumulate=2) == batches
+    assert len(loader) == (LENGTH // (4 * ranks) if drop_last else -(-LENGTH // (4 * ranks)))
+
+
+def test_an_epoch_without_a_batch_is_refused() -> None:
+    rows = TensorDataset(torch.arange(3))
+    with pytest.raises(ConfigurationError, match=r"3 samples and drop_last=True, and a batch of this cluster has 4"):
+        LeasedLoader(DataLoader(rows, 4, shuffle=True, drop_last=True), seed=0, source=Dealer())
 
 
 def test_without_a_shuffle_clusters_share_no_mix_and_are_told(recwarn: pytest.WarningsRecorder) -> None:

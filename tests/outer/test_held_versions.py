@@ -141,7 +141,7 @@ def test_a_fetch_of_what_nobody_wants_any_more_is_given_up() -> None:
 
 def test_where_an_older_version_is_held_the_one_before_the_newest_is_not_served() -> None:
     """It was told as served as soon as all had computed it, and who had computed the next one had it no more."""
-    world = World(replace(FAMILIES["far"](0), adopt_s=0.0))
+    world = World(replace(FAMILIES["far"](3), adopt_s=0.0))
     world.run()
     machine = world.leader.machine if world.leader is not None else None
     assert machine is not None

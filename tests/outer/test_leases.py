@@ -18,9 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from chaos_lightning.outer.chain import CHUNKS
-from chaos_lightning.outer.leases import Aside, Leases, chunk_size, wanted
+from chaos_lightning.outer.leases import Aside, Leases, wanted
 from chaos_lightning.outer.types import NO_VERSION, Covered, IncarnationId, Leased, Offer, PushId, RolledBack, VersionId
+from chaos_lightning.planning.batches import Batches
 from chaos_lightning.protocol.spans import count, normalise, subtract
 
 A, B, C, D = (IncarnationId(name, 1) for name in "abcd")
@@ -48,15 +48,19 @@ def again(leases):
     return Leases.decode(json.loads(json.dumps(leases.encode())))
 
 
-def leases_of(*clusters, length=40, chunk=4, kind=Leases):
-    leases = kind(length, chunk)
+FOURS = Batches(4, 4)
+"""What all clusters train at once, unless a test says otherwise."""
+
+
+def leases_of(*clusters, length=40, kind=Leases):
+    leases = kind(length)
     for who in clusters:
         leases.join(who)
     return leases
 
 
-def granted(leases, who, samples, among=None):
-    body = leases.grant(who, samples, among)
+def granted(leases, who, samples, among=None, batches=FOURS):
+    body = leases.grant(who, samples, batches, among) or leases.grant_rest(who, batches, among)
     if body is None:
         return ()
     leases.lease(body)
@@ -64,13 +68,6 @@ def granted(leases, who, samples, among=None):
 
 
 # ---------------------------------------------------------------------- arithmetic
-
-
-def test_an_epoch_has_many_chunks():
-    assert chunk_size(1_000_000, 1000) == 1000
-    assert chunk_size(1_000_001, 1000) == 1001
-    assert chunk_size(3, 1000) == 1
-    assert chunk_size(10**9, CHUNKS) * 4000 < 10**9
 
 
 def test_a_cluster_gets_what_it_trains_in_a_while():
@@ -83,42 +80,80 @@ def test_a_cluster_gets_what_it_trains_in_a_while():
 
 def test_an_epoch_without_positions_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
-        Leases(0, 4)
-    with pytest.raises(ValueError, match="at least 1"):
-        Leases(4, 0)
+        Leases(0)
 
 
 # ---------------------------------------------------------------------- grants
 
 
-def test_chunks_go_out_whole_and_lowest_first():
+def test_steps_go_out_whole_and_lowest_first():
     leases = leases_of(A, B)
-    assert granted(leases, A, 5) == ((0, 8),)
+    assert granted(leases, A, 11) == ((0, 8),), "no part of a step"
     assert granted(leases, B, 1) == ((8, 12),)
     assert granted(leases, A, 4) == ((12, 16),)
     assert leases.leased(A) == {0: ((0, 8), (12, 16))}
     assert leases.held(A) == 12
     leases.remove(A)
-    assert granted(leases, B, 9) == ((0, 8), (12, 16)), "a hole that does not fill a demand does not end a grant"
+    assert granted(leases, B, 12) == ((0, 8), (12, 16)), "a hole that does not fill a demand does not end a grant"
     assert granted(leases, B, 100) == ((16, 40),)
-    assert leases.grant(B, 1) is None
+    assert leases.grant(B, 1, FOURS) is None
     assert leases.left == 40
 
 
-def test_a_chunk_that_is_partly_free_is_given_as_far_as_it_is_free():
+def test_what_a_dead_one_leaves_is_dealt_again_in_whole_steps():
     leases = leases_of(A, B, length=10)
     granted(leases, A, 4)
     leases.accept(offer(A, 1, (0, 3)), 1)
     leases.remove(A)
-    assert granted(leases, B, 1) == ((3, 4),)
-    assert granted(leases, B, 5) == ((4, 10),)
+    assert granted(leases, B, 1) == ((3, 7),)
+    assert granted(leases, B, 5) == ((7, 10),), "the rest, of which nobody makes a step"
+
+
+@pytest.mark.parametrize(
+    ("batches", "length", "leased", "taken", "aside"),
+    [
+        (Batches(8, 8), 17, [8, 8, 1], [8, 8, 1], 0),
+        (Batches(8, 8, 2), 17, [8, 9], [8, 7, 2], 0),
+        (Batches(8, 8, 2), 19, [8, 8, 3], [8, 8, 3], 0),
+        (Batches(8, 8, 2), 1, [], [], 1),
+        (Batches(8, 8, 8), 19, [8, 8], [8, 8], 3),
+        (Batches(16, 4, 4), 39, [16, 16, 4], [4] * 9, 3),
+        (Batches(16, 8, 2), 41, [16, 16, 9], [8, 8, 8, 8, 7, 2], 0),
+        (Batches(16, 8, 4), 2, [], [], 2),
+    ],
+    ids=["any", "two at least", "a rest of three", "too few", "drop_last", "drop_last, accumulated", "both", "devices"],
+)
+def test_an_epoch_s_last_positions(batches, length, leased, taken, aside):
+    """A step is leased as a whole, no batch has fewer than `least`, and what nobody makes a batch of is set aside."""
+    leases, found, sizes = leases_of(A, length=length), [], []
+    while (body := leases.grant(A, 1, batches) or leases.grant_rest(A, batches)) is not None:
+        leases.lease(body)
+        found.append(count(body.spans))
+        there = found[-1]
+        while size := batches.next(batches.batch, there):
+            sizes.append(size)
+            there -= size
+        assert there == 0
+    assert (found, sizes) == (leased, taken)
+    left = leases.left_over()
+    assert (count(left.spans) if left else 0) == aside
+    if left:
+        leases.set_aside(left)
+        assert leases.free == (length if not leased else 0), "of the next epoch, if nothing was leased"
+        shown = [str(each) for each in again(leases).aside]
+        assert (leases.epoch, shown == []) == ((1, True) if not leased else (0, False))
+        assert not shown or shown[0].startswith(
+            f"positions [{length - aside}, {length}) of epoch 0 are set aside: they"
+        )
+        with pytest.raises(ValueError, match=r"not free|epoch 1 is leased"):
+            leases.set_aside(left)
 
 
 def test_nothing_is_leased_without_a_demand_or_to_a_stranger():
     leases = leases_of(A)
-    assert leases.grant(A, 0) is None
+    assert leases.grant(A, 0, FOURS) is None
     with pytest.raises(ValueError, match="b~1 is not in the job"):
-        leases.grant(B, 1)
+        leases.grant(B, 1, FOURS)
     with pytest.raises(ValueError, match="b~1 is not in the job"):
         leases.lease(Leased(B, 0, ((0, 4),)))
     with pytest.raises(ValueError, match="b~1 is not in the job"):
@@ -139,11 +174,11 @@ def test_a_lease_of_what_is_not_free_is_refused():
 
 
 def test_work_is_linear_in_spans_not_in_positions():
-    leases = leases_of(A, B, length=10**15, chunk=10**9)
-    assert granted(leases, A, 10**12) == ((0, 10**12),)
+    leases, large = leases_of(A, B, length=10**15), Batches(10**9, 10**9)
+    assert granted(leases, A, 10**12, batches=large) == ((0, 10**12),)
     leases.reject(offer(A, 1, (0, 10**11)))
-    assert granted(leases, A, 1) == ((10**11, 10**11 + 10**9),)
-    assert granted(leases, B, 10**15) == ((0, 10**11), (10**11 + 10**9, 10**15))
+    assert granted(leases, A, 1, batches=large) == ((10**11, 10**11 + 10**9),)
+    assert granted(leases, B, 10**15, batches=large) == ((0, 10**11), (10**11 + 10**9, 10**15))
     assert len(json.dumps(leases.encode())) < 1000
 
 
@@ -184,7 +219,7 @@ def test_a_thawed_cluster_has_no_lease():
     assert leases.objection(offer(A, 1, (0, 4))) == "a~1 is not in the job"
     assert leases.reject(offer(A, 1, (0, 4))) == ()
     assert granted(leases, B, 4) == ((0, 4),)
-    assert leases.grant(B, 4) == Leased(B, 0, ((4, 8),))
+    assert leases.grant(B, 4, FOURS) == Leased(B, 0, ((4, 8),))
 
 
 def test_a_push_that_was_not_judged_says_nothing_about_its_samples():
@@ -215,13 +250,15 @@ def test_rejected_samples_go_to_another_cluster_while_there_is_one():
     granted(leases, A, 4)
     leases.reject(offer(A, 1, (0, 4)))
     assert granted(leases, A, 8) == ((4, 8),)
-    assert leases.grant(A, 8, among=[A, B]) is None
-    assert leases.grant(A, 8, among=[A]) == Leased(A, 0, ((0, 4),)), "the other one does not train"
+    assert leases.grant(A, 8, FOURS, among=[A, B]) is None
+    assert leases.grant(A, 8, FOURS, among=[A]) == Leased(A, 0, ((0, 4),)), "the other one does not train"
     leases.remove(A)
     leases.join(IncarnationId("a", 2))
-    assert leases.grant(IncarnationId("a", 2), 4) == Leased(IncarnationId("a", 2), 0, ((4, 8),)), "the same cluster"
+    assert leases.grant(IncarnationId("a", 2), 4, FOURS) == Leased(IncarnationId("a", 2), 0, ((4, 8),)), (
+        "the same cluster"
+    )
     leases.remove(B)
-    assert leases.grant(IncarnationId("a", 2), 4) == Leased(IncarnationId("a", 2), 0, ((0, 4),))
+    assert leases.grant(IncarnationId("a", 2), 4, FOURS) == Leased(IncarnationId("a", 2), 0, ((0, 4),))
 
 
 def test_samples_that_all_have_rejected_go_to_any_but_the_last():
@@ -229,10 +266,10 @@ def test_samples_that_all_have_rejected_go_to_any_but_the_last():
     for who in (A, B):
         granted(leases, who, 4)
         assert leases.reject(offer(who, 1, (0, 4))) == ()
-    assert leases.grant(A, 4) is None
+    assert leases.grant(A, 4, FOURS) is None
     leases.remove(C)
-    assert leases.grant(B, 4) is None
-    assert leases.grant(A, 4) == Leased(A, 0, ((0, 4),))
+    assert leases.grant(B, 4, FOURS) is None
+    assert leases.grant(A, 4, FOURS) == Leased(A, 0, ((0, 4),))
 
 
 def test_three_incarnations_set_samples_aside():
@@ -247,7 +284,8 @@ def test_three_incarnations_set_samples_aside():
         "positions [0, 3) of epoch 0 are set aside: pushes that cover them were rejected at a~1, b~1, c~1"
     )
     assert leases.left == 5
-    assert granted(leases, D, 8) == ((3, 8),)
+    assert granted(leases, D, 8) == ((3, 7),)
+    assert granted(leases, D, 8) == ((7, 8),)
     assert "are set aside" in leases.objection(offer(D, 1, (2, 4)))
     leases.accept(offer(D, 1, (3, 8)), 1)
     assert leases.over(0)
@@ -379,8 +417,8 @@ def test_a_rollback_leaves_rejections_as_they_are():
     leases.reject(offer(A, 2, (4, 8)))
     leases.rollback(back(0))
     assert leases.leased(A) == {0: ((0, 4),)}
-    assert leases.grant(A, 4) is None
-    assert leases.grant(B, 4) == Leased(B, 0, ((4, 8),))
+    assert leases.grant(A, 4, FOURS) is None
+    assert leases.grant(B, 4, FOURS) == Leased(B, 0, ((4, 8),))
 
 
 def test_a_rollback_does_not_go_behind_what_is_settled():
@@ -400,11 +438,11 @@ def test_a_used_up_lease_ends_no_epoch():
     granted(leases, A, 4)
     granted(leases, B, 4)
     leases.accept(offer(A, 1, (0, 4)), 1)
-    assert leases.grant(A, 4) is None
+    assert leases.grant(A, 4, FOURS) is None
     assert (leases.epoch, leases.left, leases.over(0)) == (0, 4, False)
     leases.accept(offer(B, 1, (4, 8)), 2)
     assert (leases.epoch, leases.left, leases.over(0)) == (1, 8, True)
-    assert leases.grant(A, 4) == Leased(A, 1, ((0, 4),))
+    assert leases.grant(A, 4, FOURS) == Leased(A, 1, ((0, 4),))
     leases.settle(2)
     assert leases.spent(0) == ((0, 8),)
     assert leases.spent(7) == ()
@@ -422,7 +460,7 @@ def test_a_rollback_opens_an_epoch_again():
     leases.rollback(back(1))
     assert leases.leased(A) == {1: ((0, 4),)}, "leases stand"
     assert leases.epoch == 0
-    assert leases.grant(A, 1) == Leased(A, 0, ((4, 8),))
+    assert leases.grant(A, 1, FOURS) == Leased(A, 0, ((4, 8),))
     leases.accept(offer(A, 2, (0, 4), epoch=1), 4)
     granted(leases, A, 1)
     leases.accept(offer(A, 3, (4, 8)), 5)
@@ -475,10 +513,10 @@ class Walk(RuleBasedStateMachine):
 
     kind = Leases
 
-    @initialize(length=st.integers(1, POSITIONS), chunk=st.integers(1, 5), clusters=st.integers(1, 4))
-    def begin(self, length, chunk, clusters):
-        self.length, self.chunk = length, chunk
-        self.leases = self.kind(length, chunk)
+    @initialize(length=st.integers(1, POSITIONS), step=st.integers(1, 5), clusters=st.integers(1, 4))
+    def begin(self, length, step, clusters):
+        self.length, self.step = length, step
+        self.leases = self.kind(length)
         self.places = {}
         self.trainees = {}
         self.numbers = Counter()
@@ -537,7 +575,7 @@ class Walk(RuleBasedStateMachine):
         others = [trainee for other, trainee in self.trainees.items() if other != who]
         self.leases.staged = [trainee.open for trainee in others if trainee.open]  # a planted mistake alone reads it
         among = self.some(among) if among else None
-        body = self.leases.grant(who, samples, among)
+        body = self.granted(who, samples, among)
         expected = self.expected_grant(who, samples, set(self.trainees) if among is None else among)
         assert [(body.epoch, p) for p in positions_of(body.spans)] == expected if body else expected == []
         if body:
@@ -545,8 +583,13 @@ class Walk(RuleBasedStateMachine):
             for epoch, p in expected:
                 self.epoch_places(epoch)[p].state = who
 
+    def granted(self, who, samples, among):
+        batches = Batches(self.step, self.step)
+        body = self.leases.grant(who, samples, batches, among)
+        return body or (self.leases.grant_rest(who, batches, among) if samples else None)
+
     def expected_grant(self, who, samples, among):
-        epoch, out, last = self.epoch, [], -1
+        epoch, out = self.epoch, []
         clusters = {other.cluster for other in among} | {who.cluster}
         for p, place in enumerate(self.epoch_places(epoch)):
             rejected_at = [other.cluster for other in place.blame]
@@ -554,11 +597,10 @@ class Walk(RuleBasedStateMachine):
             mine = who.cluster in fresh or (not fresh and (rejected_at[-1] != who.cluster or len(clusters) == 1))
             if place.state != "free" or not mine:
                 continue
-            if len(out) >= samples and (not out or p // self.chunk != last):
-                break
             out.append((epoch, p))
-            last = p // self.chunk
-        return out
+        if samples == 0 or len(out) < self.step:
+            return out if samples else []
+        return out[: max(samples - samples % self.step, self.step)][: len(out) - len(out) % self.step]
 
     @precondition(lambda self: self.trainees)
     @rule(index=st.integers(0, 3), samples=st.integers(1, POSITIONS))
@@ -833,7 +875,7 @@ def walk_with(mistake):
             """Left out: the mistake is to be seen by what must hold, not by a comparison."""
 
         def expected_grant(self, who, samples, among):
-            body = self.leases.grant(who, samples, among)
+            body = self.granted(who, samples, among)
             return [(body.epoch, p) for p in positions_of(body.spans)] if body else []
 
         def teardown(self):
@@ -858,7 +900,7 @@ def test_planted_mistakes_are_found(mistake):
         walk_with(mistake)
 
 
-def test_the_lease_check_masks_a_chunk_that_is_leased_again():
+def test_the_lease_check_masks_a_step_that_is_leased_again():
     leases = leases_of(A, B, kind=LeasesStagedOnes)
     granted(leases, A, 4)
     leases.staged = (offer(A, 1, (0, 4)),)

@@ -52,6 +52,7 @@ from chaos_lightning.outer.types import (
     Weighed,
 )
 from chaos_lightning.outer.vocabulary import body_bytes
+from chaos_lightning.planning.batches import Batches
 
 SHARED = replace(AGREEMENT, length=100)
 HOME, AWAY, GONE = IncarnationId("home", 1), IncarnationId("away", 2), IncarnationId("gone", 3)
@@ -80,7 +81,7 @@ class Told:
         """One that accepts one push of home, which is durable then."""
         chain = self.chain
         assert chain.leases is not None
-        leased = chain.leases.grant(HOME, 1, (HOME,))
+        leased = chain.leases.grant(HOME, 1, Batches(1, 1), (HOME,))
         assert leased is not None
         self.put(leased)
         offer = Offer(

@@ -173,6 +173,7 @@ BUGS = {
     "O11-again": Bug(
         "O11", "what is leased is leased again", Machines(chain=bad.chain_with(bad.GreedyLeases)), "newcomers"
     ),
+    "O11-parts": Bug("O11", "parts of steps are leased", Machines(chain=bad.chain_with(bad.PartLeases)), "batches"),
     "O11-thawed": Bug(
         "O11",
         "a push is taken of a cluster that was removed, and wakes",

@@ -28,6 +28,7 @@ from chaos_lightning.outer.types import (
     Entry,
     Founded,
     GateState,
+    Leased,
     PushAnswer,
     PushId,
     RolledBack,
@@ -36,6 +37,7 @@ from chaos_lightning.outer.types import (
     VersionId,
     Voided,
 )
+from chaos_lightning.planning.batches import Batches
 from chaos_lightning.protocol.spans import count, normalise
 from chaos_lightning.protocol.types import Span
 
@@ -135,6 +137,24 @@ class Oracle:
             self._sums(chain, entry)
         if entry.version != NO_VERSION:
             self._counts(chain)
+
+    def leased(self, chain: OuterChain, body: Leased, known: Mapping[str, Batches]) -> None:
+        """A cluster is leased whole steps, but for what nobody could make a whole step of (O11).
+
+        Args:
+            chain: Has the entry.
+            body: The lease.
+            known: What clusters train at once, by name.
+        """
+        assert chain.leases is not None
+        batches, size = known[body.incarnation.cluster], count(body.spans)
+        if not batches.step or size % batches.step == 0:
+            return
+        if size < batches.least:
+            raise Violation(f"{body.incarnation} is leased {size} positions, which are no batch (O11)")
+        barred = any(each["rejected"] for each in chain.leases.encode()["epochs"])  # for this one, perhaps
+        if chain.leases.free >= batches.step and not barred:
+            raise Violation(f"{body.incarnation} is leased {size} positions, no whole steps of {batches.step} (O11)")
 
     def ordered(self, chain: OuterChain, entry: Entry) -> None:
         """A push is taken after all before it, and its base holds of its cluster what stands (O3); before it counts."""

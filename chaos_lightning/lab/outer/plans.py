@@ -8,6 +8,7 @@ from random import Random
 
 from chaos_lightning.lab.outer.processes import TURNED, ClusterSpec
 from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.planning.batches import Batches
 
 AWAY_S = 600.0
 AWAY_LIMIT_S = 2000.0
@@ -151,6 +152,17 @@ def unheard_plan(seed: int) -> Plan:
     clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.04)) for i in range(2))
     faults = tuple(Fault(0.5 + 0.7 * turn + random.uniform(0.0, 0.5), "leader-effect") for turn in range(12))
     return replace(plan, clusters=clusters, faults=faults)
+
+
+def batches_plan(seed: int) -> Plan:
+    """Clusters train unlike batches, of which none may be a single sample, or all must be whole; epochs do not fit."""
+    random, plan = Random(seed), any_plan(seed)
+    clusters = []
+    for spec in plan.clusters:
+        size = random.choice((2, 4, 4, 6, 9))
+        batches = Batches(size * random.choice((1, 1, 2)), size, random.choice((1, 2, 2, size)))
+        clusters.append(replace(spec, batches=batches))
+    return replace(plan, clusters=tuple(clusters), length=random.randint(200, 330))
 
 
 def poisoned_plan(seed: int) -> Plan:
@@ -347,6 +359,7 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "rolled": rolled_plan,
     "frozen": frozen_plan,
     "unheard": unheard_plan,
+    "batches": batches_plan,
     "poisoned": poisoned_plan,
     "own": own_plan,
     "strange": strange_plan,

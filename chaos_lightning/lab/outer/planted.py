@@ -30,6 +30,7 @@ from chaos_lightning.outer.types import (
     Founded,
     IncarnationId,
     JobOpened,
+    Leased,
     Offer,
     PushAnswer,
     PushId,
@@ -43,6 +44,7 @@ from chaos_lightning.outer.types import (
 )
 
 # ---------------------------------------------------------------------- leaders
+from chaos_lightning.planning.batches import Batches
 
 
 class EarlyLeader(LeaderMachine):
@@ -372,6 +374,19 @@ class GreedyLeases(Leases):
         free = super()._free(state)  # type: ignore[arg-type]
         state.leased = leased  # type: ignore[attr-defined]
         return free
+
+
+class PartLeases(Leases):
+    """Parts of steps are leased."""
+
+    def grant(
+        self,
+        incarnation: IncarnationId,
+        samples: int,
+        batches: Batches,
+        among: Collection[IncarnationId] | None = None,
+    ) -> Leased | None:
+        return super().grant(incarnation, samples, Batches(1, 1), among)
 
 
 class GivingLeases(Leases):

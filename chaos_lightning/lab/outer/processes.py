@@ -45,6 +45,8 @@ from chaos_lightning.outer.types import (
     TensorSpec,
     VersionId,
 )
+from chaos_lightning.planning.batches import UNTOLD, Batches
+from chaos_lightning.protocol.spans import count, first_positions
 from chaos_lightning.protocol.types import Span
 
 AGAIN_S = 0.05
@@ -154,6 +156,7 @@ class ClusterSpec:
         fetch_s: What it takes to fetch each version, likewise.
         fickle: It offers other bytes under a number, too.
         ranks: It is an elastic job of so many to begin with; 0: one process.
+        batches: What it trains at once.
     """
 
     name: str
@@ -166,6 +169,7 @@ class ClusterSpec:
     fetch_s: float = 0.0
     fickle: bool = False
     ranks: int = 0
+    batches: Batches = UNTOLD
 
 
 def agreement(settings: OuterSettings, length: int, codec: str = "bf16", prefix: str = "") -> Agreement:
@@ -610,6 +614,7 @@ class ClusterProcess(Client):
             agreement(job.settings, job.length, job.codec, "another" if spec.strange else ""),
             overlap=spec.overlap,
         )
+        self.machine.batches = spec.batches
         self.content = Content(job.residual, job.machines.residual)
         self.trained: set[int] = set()
         """Inner steps of this process."""
@@ -774,7 +779,7 @@ class ClusterProcess(Client):
         else:
             self.timer(pace_s, lambda: self._train(life) if life == self._life else None)
 
-    def _trained(self, life: int, epoch: int, span: Span) -> None:
+    def _trained(self, life: int, epoch: int, spans: tuple[Span, ...]) -> None:
         if life != self._life:
             return
         step = self.job.number()
@@ -782,9 +787,9 @@ class ClusterProcess(Client):
         self.trained.add(step)
         machine = self.machine
         machine.rate, machine.step_rate = 4 / self.spec.pace_s, 1 / self.spec.pace_s
-        covers = (Covered(epoch, (span,)),) if self.job.length else ()
+        covers = (Covered(epoch, spans),) if self.job.length else ()
         self._busy = False
-        for effect in [*self._todo, *machine.on(cl.Trained(span[1] - span[0], covers))]:
+        for effect in [*self._todo, *machine.on(cl.Trained(count(spans), covers))]:
             if self.dies():
                 return
             self._apply(effect)
@@ -797,10 +802,13 @@ class ClusterProcess(Client):
         if life == self._life:
             self._train(life)
 
-    def _share(self) -> tuple[int, Span] | None:
+    def _share(self) -> tuple[int, tuple[Span, ...]] | None:
         if not self.job.length:
-            return 0, (0, 4)
+            return 0, ((0, 4),)
+        batches = self.machine.batches
         for epoch, spans in sorted(self.machine.free_spans().items()):
-            start, stop = spans[0]
-            return epoch, (start, min(stop, start + 4))
+            taken = first_positions(spans, batches.next(batches.batch or 4, count(spans)))
+            if count(taken) < batches.least:
+                raise Violation(f"{self.name} trains {taken} of epoch {epoch}, fewer than {batches.least} (O11)")
+            return epoch, taken
         return None

@@ -27,6 +27,7 @@ from chaos_lightning.outer.types import (
     Entry,
     IncarnationId,
     Joined,
+    Leased,
     PushId,
     Removed,
     RolledBack,
@@ -125,6 +126,9 @@ class World:
         self.entries.append(entry)
         self.on_entry(entry)
         self.oracle.stored(self.chain, entry, self.disks)
+        if isinstance(entry.body, Leased):
+            known = {spec.name: spec.batches for spec in self.plan.clusters}
+            self.oracle.leased(self.chain, entry.body, known)
         body = entry.body
         if isinstance(body, Round):
             self.oracle.judged(gate, body, self.settings)

@@ -1,0 +1,44 @@
+"""Says how many positions of shared data a cluster is leased and trains at once (docs/outer.md, O11)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Positions of shared data that a cluster trains at once, on all its devices together.
+
+    Attributes:
+        step: Positions of an inner step; 0: the cluster has not said.
+        batch: Positions of a batch. An inner step accumulates one or several.
+        least: Fewest positions that are trained as a batch: `batch` with drop_last, else 1, or 2 for each device of a
+            model with BatchNorm.
+    """
+
+    step: int = 0
+    batch: int = 0
+    least: int = 1
+
+    def whole(self, wanted: int, there: int) -> int:
+        """Returns the positions of whole steps to lease of those that are there, one step at least.
+
+        A rest that would be no batch of its own is leased with the last step: its batches are made smaller.
+        """
+        steps = min(max(1, wanted // self.step), there // self.step)
+        rest = there - steps * self.step
+        return there if steps and 0 < rest < self.least < self.batch else steps * self.step
+
+    def rest(self, there: int) -> int:
+        """Returns the positions to lease where fewer are there than a step needs."""
+        usable = there - there % self.batch if self.least >= self.batch else there
+        return usable if usable >= self.least else 0
+
+    def next(self, wanted: int, there: int) -> int:
+        """Returns the positions of the next batch: it leaves none, or enough for another batch."""
+        short = self.least - (there - wanted)
+        return max(0, wanted - short) if 0 < short < self.least < self.batch else min(wanted, there)
+
+
+UNTOLD = Batches()
+"""Of a cluster that has not said, or has data of its own."""
