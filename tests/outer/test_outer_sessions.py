@@ -146,7 +146,7 @@ def test_the_log_has_all_that_training_waited_for(clusters: Clusters, monkeypatc
     founded = len(told_of(clusters, "version_adopted"))
     waited = list[float]()
     group = RanksDouble()
-    ranked = RankedSession(session, Replica.of_module(home.model), group, shared=False)
+    ranked = RankedSession(session, Replica.of_module(home.model), group, None)
     for step in (1, 2):
         inner_step(home.model, home.optimizer, "home", step)
         waited.append(ranked.boundary(16).waited_s)
