@@ -60,6 +60,7 @@ class DiLoCo:
         buffers: Names of further buffers that forward passes change, and that are to be averaged.
         words: What else must be equal in all clusters, such as a tokenizer's hash, by name.
         seed: Of the order of shared data; equal in all clusters.
+        outer_optimizer: The server's: auto, delayed_nesterov, nesterov or sgd (`optimizer` of `OuterSettings`).
         settings: Fields of `ClusterOptions` and of `OuterSettings`; the environment fills in the former. `batch`, the
             samples of a step, is by default that of a batch of the loader; to be given where a step uses several.
 
@@ -78,6 +79,7 @@ class DiLoCo:
         buffers: Iterable[str] = (),
         words: Mapping[str, str] | None = None,
         seed: int = 0,
+        outer_optimizer: str | None = None,
         **settings: Any,
     ) -> None:
         warn_of_unknown()
@@ -87,6 +89,9 @@ class DiLoCo:
         self.options = ClusterOptions.build({k: v for k, v in settings.items() if k in mine})
         self.session: OuterSession | None = None
         self._rules = {k: v for k, v in settings.items() if k in rules}
+        if outer_optimizer is not None:
+            self._rules["optimizer"] = outer_optimizer
+            OuterSettings(**self._rules)
         self._model, self._optimizer = model, optimizer
         self._buffers = tuple(buffers)
         self._words = {"seed": str(seed), **(words or {})}

@@ -5,8 +5,9 @@ its digests, and in its first entry the names and shapes of all tensors. Both ar
 and none has to. Of a job that goes on both move: where a file cannot be read the chain is read again, and if the
 version is durable no more, the export begins anew. What clusters do not exchange (frozen parameters, integer buffers,
 hyperparameters, the state of inner optimizers and schedules) comes from a checkpoint of a cluster, if one is given
-(`--like`): its parameters and the counters of its loops are replaced by the version's. So a Trainer can go on from it,
-at the beginning of the epoch. Without one there are weights alone, of tied ones by all names.
+(`--like`): its parameters and the counters of its loops are replaced by the version's, and its schedules are moved
+there. So a Trainer can go on from it, at the beginning of the epoch. Without one there are weights alone, of tied ones
+by all names.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
@@ -30,6 +32,7 @@ from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.chain_store import load_chain
+from chaos_lightning.outer.export_schedules import move_schedules
 from chaos_lightning.outer.grid import Grid
 from chaos_lightning.outer.options import ServerOptions
 from chaos_lightning.outer.shard_files import ShardFiles
@@ -115,8 +118,10 @@ def read_while_it_runs(
                 raise
 
 
-def checkpoint_of(tensors: dict[str, Tensor], progress: JobProgress, like: dict[str, Any] | None) -> dict[str, Any]:
-    """What Lightning takes.
+def checkpoint_of(
+    tensors: dict[str, Tensor], progress: JobProgress, like: dict[str, Any] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns what Lightning takes, and what of it is not where the version is, in sentences.
 
     Args:
         tensors: By name.
@@ -132,7 +137,7 @@ def checkpoint_of(tensors: dict[str, Tensor], progress: JobProgress, like: dict[
             "global_step": progress.steps,
             "pytorch-lightning_version": _lightning(),
             "state_dict": tensors,
-        }
+        }, []
     state = dict(like["state_dict"])
     for name, tensor in tensors.items():
         if name not in state or state[name].shape != tensor.shape:
@@ -143,7 +148,7 @@ def checkpoint_of(tensors: dict[str, Tensor], progress: JobProgress, like: dict[
     made = {**like, "epoch": progress.epoch, "global_step": progress.steps, "state_dict": state}
     if "loops" in like:
         made["loops"] = {**like["loops"], "fit_loop": _at(like["loops"]["fit_loop"], progress)}
-    return made
+    return made, move_schedules(made, like, progress)
 
 
 def _at(fit_loop: dict[str, Any], progress: JobProgress) -> dict[str, Any]:
@@ -211,6 +216,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found, tensors, progress = read_while_it_runs(load, options.folder, options.job, given.version)
     # The user's own file, named by hand: Lightning's checkpoints hold objects of the user's classes.
     like = torch.load(given.like, map_location="cpu", weights_only=False) if given.like is not None else None
-    torch.save(checkpoint_of(tensors, progress, like), given.file)
+    made, left = checkpoint_of(tensors, progress, like)
+    torch.save(made, given.file)
     print(f"{found} of job {options.job}: {len(tensors)} tensors, step {progress.steps}, written to {given.file}")
+    for words in left:
+        print(f"note: {words}", file=sys.stderr)
     return EXIT_OK

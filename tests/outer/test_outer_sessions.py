@@ -256,6 +256,23 @@ def test_a_plain_loop_has_the_batch_of_its_loader(clusters: Clusters) -> None:
     assert seen == [8, 8, 8]
 
 
+def test_a_plain_loop_names_the_outer_optimizer(clusters: Clusters) -> None:
+    """`optimizer` is the inner one's argument, and nothing else named the server's."""
+    told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False, "inner_steps": 4}
+    model, x = small_model(), torch.randn(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with DiLoCo(model, optimizer, outer_optimizer="sgd", data="local", **told) as loop:
+        for (batch,) in loop.prepare([(x,)] * 8):
+            optimizer.zero_grad()
+            (model(batch) ** 2).mean().backward()
+            optimizer.step()
+            loop.step()
+        assert loop.session is not None
+        assert OuterSettings.of_words(loop.session.agreement.settings).optimizer_used == "sgd"
+    with pytest.raises(ConfigurationError, match="optimizer"):
+        DiLoCo(model, optimizer, outer_optimizer="adam")
+
+
 def test_an_optimizer_whose_state_is_not_finite_begins_anew_with_the_first_rejection(clusters: Clusters) -> None:
     """Each push was rejected for it, until the second one in a row."""
     told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False, "inner_steps": 4}

@@ -152,7 +152,7 @@ def test_an_epoch_that_was_not_over_begins_anew(tmp_path: Path) -> None:
     fitted(tmp_path, Reads(), 9).save_checkpoint(like)
     progress = JobProgress(samples=500, ticks=STEPS * TICKS, epoch=7)
     tensors = dict(Reads().state_dict())
-    torch.save(export.checkpoint_of(tensors, progress, torch.load(like, weights_only=False)), file)
+    torch.save(export.checkpoint_of(tensors, progress, torch.load(like, weights_only=False))[0], file)
     model = Reads()
     fitted(tmp_path, model, STEPS + 7, file)
     assert model.began is not None
