@@ -1,14 +1,15 @@
 """ChaosExit: a polite leave on a signal, when a file appears, or when the time is up.
 
 Theory of operation. The first exit event asks the engine to leave: the member finishes the step it is in, the next
-header lets it go, `fit` returns and the script ends with exit code 0; the others go on without a pause. A second
+header lets it go, and `fit` raises `LeftJobError`, which ends the script; the others go on without a pause. A second
 signal ends the process at once, as if there were no callback. Three neighbours handle signals too, and each is
 respected:
 
 - *Lightning* puts a SIGTERM handler in place before training, which would end `fit` with an exception at a batch
   boundary, past the job's back. While this callback is active its own handler stands; afterwards Lightning's is back.
-- *The strategy* leaves on Ctrl+C and SIGTERM by itself (`leave_on_signals`). This callback takes over from it, and is
-  needed only for what it adds: other signals, a flag file, a time limit, or a strategy that knows nothing of leaving.
+- *The strategy* leaves on Ctrl+C, SIGTERM and SIGHUP by itself (`leave_on_signals`). This callback takes over from it,
+  and is needed only for what it adds: other signals, a flag file, a time limit, or a strategy that knows nothing of
+  leaving.
 - *torchrun* forwards a signal that it got to its workers, and a terminal sends Ctrl+C to its whole foreground group, so
   one wish may arrive twice; repeats within `debounce_s` count as one. What torchrun sends after its
   `--shutdown-timeout` is SIGKILL: a step must be shorter than that.
@@ -47,7 +48,7 @@ class ChaosExit(Callback):
 
     def __init__(
         self,
-        signals: Sequence[str] = ("SIGINT", "SIGTERM"),
+        signals: Sequence[str] = ("SIGINT", "SIGTERM", "SIGHUP"),
         flag_file: str = "",
         after_s: float = 0.0,
         debounce_s: float = 1.0,
@@ -119,10 +120,13 @@ class ChaosExit(Callback):
             self._signals = None
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        if self.reason:
-            end_by(number)  # a file or the time has asked before
-        else:
+        if not self.reason:
+            session = getattr(self._trainer.strategy, "session", None) if self._trainer is not None else None
+            if session is not None:
+                session.asked = number
             self._ask(f"signal {number.name}")
+        elif number is not signal.SIGHUP:
+            end_by(number)  # a file or the time has asked before
 
     def _ask(self, reason: str) -> None:
         self.reason = reason

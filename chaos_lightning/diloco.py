@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from chaos_lightning.data.feeds import batch_length, declared_batch
 from chaos_lightning.data.leased import LeasedLoader
+from chaos_lightning.data.workers import tie_workers
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog
@@ -140,6 +141,8 @@ class DiLoCo:
             )
             self._rules = {"epochs": epochs, **self._rules}
             self._words |= self._loader.words
+        else:
+            tie_workers(loader)
         if "batch" not in self._rules:
             self._rules["batch"] = self._loader.batch if self._loader is not None else self._size(loader)
         replica = Replica.of_module(self._model, reduced_buffers(self._model, self._buffers, named_by="buffers"))

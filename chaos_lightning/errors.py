@@ -84,6 +84,22 @@ class DepartedError(ChaosError):
     """This member was let go (it asked to leave, or the job is finished): nothing more commits here."""
 
 
+class LeftJobError(SystemExit):
+    """`fit` ended before the training was over: this process was asked to leave the job, and did.
+
+    It ends the program without a traceback, as Lightning's own end at Ctrl+C does, and `except Exception` lets it pass:
+    code behind `fit` would take half a training for a whole one, and a sweep would start its next run. Catch it by name
+    to go on all the same. docs/ends.md has the exit codes.
+
+    Attributes:
+        step: Last optimizer step that this process took part in.
+    """
+
+    def __init__(self, code: int, step: int) -> None:
+        super().__init__(code)
+        self.step = step
+
+
 class SchedulerUnreachableError(ChaosError):
     """No scheduler answered within the deadline."""
 

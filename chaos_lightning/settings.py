@@ -322,7 +322,7 @@ class ChaosOptions(_Options):
     seed: int | None = setting(
         None, "Seed of the sample order; equal on all members. None takes `seed_everything`'s, else 0."
     )
-    leave_on_signals: bool = setting(True, "Whether SIGINT and SIGTERM leave the job politely instead of aborting.")
+    leave_on_signals: bool = setting(True, "Whether SIGINT, SIGTERM and SIGHUP leave the job politely, or abort.")
 
     @classmethod
     def of(cls, given: ChaosOptions | Mapping[str, Any] | None) -> ChaosOptions:

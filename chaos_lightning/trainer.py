@@ -70,7 +70,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class _Wish:
-    """Of the user, that this process ends: the first SIGINT or SIGTERM is remembered, the second one ends it at once.
+    """Of the user, that this process ends: the first signal is remembered, the second one ends it at once.
 
     One for the process: `capture_exit_event` asks without a Trainer.
     """
@@ -118,7 +118,7 @@ _wish = _Wish()
 
 
 def capture_exit_event() -> bool:
-    """Whether the user wants this node to leave: Ctrl+C or SIGTERM since the Trainer was made (Listing 2)."""
+    """Whether the user wants this node to leave: Ctrl+C, SIGTERM or SIGHUP since the Trainer was made (Listing 2)."""
     return bool(_wish.seen)
 
 
@@ -208,7 +208,8 @@ class Trainer:
     ) -> Iterator[Any]:
         """Joins the job, then yields this member's batches until the epochs are spent.
 
-        SIGINT or SIGTERM while this waits for the job: it leaves, and there are no batches (`capture_exit_event`).
+        SIGINT, SIGTERM or SIGHUP while this waits for the job: it leaves, and there are no batches
+        (`capture_exit_event`).
 
         Args:
             model: On one device.

@@ -2,29 +2,37 @@
 
 Theory of operation. `Companion` stands first in the list of callbacks for the time of fit, and does what belongs to
 hooks of callbacks only. `Launcher` frames each of the Trainer's functions. A member that leaves (Ctrl+C, SIGTERM, a
-drain, ChaosExit) ends fit politely, in the middle of it, and fit returns. Lightning then calls it finished, since it
-knows no other end without an exception; so the launcher says it after fit: `trainer.interrupted` is True, as after a
-Ctrl+C without the strategy.
+closed terminal, a drain, ChaosExit) ends fit politely, in the middle of it. Lightning would call that finished, since
+it knows no other end without an exception. So the launcher raises `LeftJobError` after fit: `trainer.interrupted` is
+True, loggers are told that the run failed, and what follows fit is not run, as after a Ctrl+C without the strategy.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from chaos_lightning.errors import LeftJobError
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.evaluation import refit_limits
 from chaos_lightning.strategies.loops import unfinish_epoch
 from chaos_lightning.strategies.session import FitSession, end_unused_batch
 from chaos_lightning.strategies.stepping import IDLE_KEY
+
+LAUNCHERS = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "SLURM_PROCID")
+"""Variables that a launcher sets for what it starts: torchrun and `chaos-lightning run`, Lightning's own, Slurm's."""
+_log = logging.getLogger("chaos_lightning")
 
 
 def no_rows(value: Any) -> Any:
@@ -118,11 +126,11 @@ class Leaver(Protocol):
 
     Attributes:
         departed: It left, and so fit ended in the midst.
-        terminated: SIGTERM asked it to.
+        asked: The signal that asked it to; None: it was drained, or a callback asked.
     """
 
     departed: bool
-    terminated: bool
+    asked: signal.Signals | None
 
 
 class Launcher(_Launcher):
@@ -166,8 +174,27 @@ class RankLauncher(_SubprocessScriptLauncher):
 
 
 def _tell_departure(trainer: pl.Trainer | None, session: Leaver | None) -> None:
-    """The Trainer was interrupted, if it was."""
-    if trainer is not None and session is not None and session.departed:
-        trainer.state.status = TrainerStatus.INTERRUPTED
-        # Not sooner: Lightning aborts where it reads this within fit.
-        trainer._signal_connector.received_sigterm |= session.terminated
+    """Raises LeftJobError after a fit that was left."""
+    if trainer is None or session is None or not session.departed or trainer.state.fn != TrainerFn.FITTING:
+        return
+    # Not sooner: Lightning aborts where it reads this within fit.
+    trainer._signal_connector.received_sigterm |= session.asked is signal.SIGTERM
+    code = exit_code(session.asked, os.environ)
+    _log.warning(
+        "fit ends after step %d, before the training is over; what follows it is not run, the exit code is %d",
+        trainer.global_step, code,
+    )  # fmt: skip
+    raise LeftJobError(code, trainer.global_step)
+
+
+def exit_code(asked: signal.Signals | None, environment: Mapping[str, str]) -> int:
+    """Returns the exit code of a process that has left its job.
+
+    Args:
+        asked: The signal that asked it to leave; None: something else did.
+        environment: Says who started the process. Whoever takes any other code for a failure, and starts the process
+            again or ends its siblings, gets 0.
+    """
+    if any(name in environment for name in LAUNCHERS) or environment.get("SYSTEMD_EXEC_PID") == str(os.getpid()):
+        return 0
+    return os.EX_TEMPFAIL if asked is None else 128 + asked

@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 
 from chaos_lightning.data.leased import LeasedLoader
+from chaos_lightning.data.workers import tie_workers
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.orphan import VARIABLE as UNDER_OUR_TORCHRUN
 from chaos_lightning.member.training import least_batch
@@ -152,7 +153,7 @@ class ClusterStrategy(Strategy):
         """The training loader of shared data deals what is leased; all others are the user's."""
         fit = self.fit
         if fit is None or self.data != "shared" or not fit.trainer.training:
-            return dataloader
+            return tie_workers(dataloader) if fit is not None else dataloader
         # Lightning checks what it gets from here, which is no DataLoader of torch's.
         _worker_check(fit.trainer, dataloader, "train_dataloader")
         who = self._given["name"] or ""

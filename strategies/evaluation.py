@@ -36,6 +36,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from chaos_lightning.data.feeds import alike
+from chaos_lightning.data.workers import tie_workers
 from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.collectives import Collectives
@@ -236,7 +237,8 @@ def _drawn(loader: DataLoader[Any], numbers: Sequence[int]) -> Iterator[Any]:
     """Batches of these numbers of a loader, in order."""
     assert loader.batch_sampler is not None
     every = list(loader.batch_sampler)
-    return iter(DataLoader(loader.dataset, batch_sampler=[every[number] for number in numbers], **alike(loader)))
+    batches = [every[number] for number in numbers]
+    return iter(tie_workers(DataLoader(loader.dataset, batch_sampler=batches, **alike(loader))))
 
 
 class EvalLoader:

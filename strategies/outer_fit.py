@@ -67,7 +67,7 @@ class OuterFit:
     Attributes:
         loader: The training loader, where clusters share the data.
         departed: It was asked to leave, and did.
-        terminated: By SIGTERM.
+        asked: The signal that asked it, if one did.
         closed: fit is over.
     """
 
@@ -76,7 +76,8 @@ class OuterFit:
         self.ranks = ranks
         self._writes = writes
         self.loader: SharedLoader | None = None
-        self.departed = self.terminated = self.closed = False
+        self.departed = self.closed = False
+        self.asked: signal.Signals | None = None
         self._patience_s = patience_s
         self._session: OuterSession | RankedSession | None = None
         self._clock: JobClock | None = None
@@ -311,9 +312,9 @@ class OuterFit:
     # ------------------------------------------------------------------ going
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """The first Ctrl+C or SIGTERM."""
+        """The first Ctrl+C, SIGTERM or SIGHUP."""
         self._asked = True
-        self.terminated |= number == signal.SIGTERM
+        self.asked = self.asked or number
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
             handler(number, frame)
 

@@ -98,7 +98,7 @@ class FitSession:
         lengths: How long an epoch is.
         stepped: Number and header hash of the last committed optimizer step.
         checkpoints: Those that the present state goes on from.
-        terminated: SIGTERM has asked this member to leave.
+        asked: The signal that has asked this member to leave, if one has.
         closed: fit is over.
     """
 
@@ -117,7 +117,8 @@ class FitSession:
         self.config = config
         self._place = place
         self.in_job = False
-        self.departed = self.gone = self.terminated = self.closed = False
+        self.departed = self.gone = self.closed = False
+        self.asked: signal.Signals | None = None
         self.stepped = (0, "")
         self.checkpoints = SavedCheckpoints()
         self._options = options
@@ -678,16 +679,13 @@ class FitSession:
     # ------------------------------------------------------------------ going
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """The first Ctrl+C or SIGTERM; the second one aborts, or in a cluster of an outer job says what that costs."""
+        """The first signal; the second one aborts, or in a cluster of an outer job says what that costs."""
         then = "the cluster's last rank stays until what was trained is durable" if self.outer else "once more aborts"
         say(f"{number.name}: leaving the job after the present step, or at once while waiting; {then}")
-        aside(self._leave, f"signal {number.name}")
+        self.asked = number
+        aside(lambda reason: self.engine.leave(reason), f"signal {number.name}")
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
             handler(number, frame)
-
-    def _leave(self, reason: str) -> None:
-        self.terminated |= "SIGTERM" in reason
-        self.engine.leave(reason)
 
     def fenced(self, error: FencedError) -> None:
         """The state is void from here on; get to the next safe point without anybody's help."""

@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from chaos_lightning.data.workers import tie_workers
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
@@ -235,7 +236,7 @@ class ChaosStrategy(ParallelStrategy):
             # Lightning checks what it gets from here, which is no DataLoader of torch's.
             _worker_check(trainer, dataloader, "train_dataloader")
             return self.session.wrap(dataloader)
-        everything = whole(dataloader)
+        everything = tie_workers(whole(dataloader))
         wanted = self._assign_validation or everything is not dataloader
         if wanted and can_be_assigned(everything, trainer):
             _worker_check(trainer, dataloader, "val_dataloader")

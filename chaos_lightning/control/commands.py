@@ -22,6 +22,7 @@ from chaos_lightning.control.options import SchedulerOptions, check_settings
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import split_endpoints
+from chaos_lightning.machine.signals import ends
 from chaos_lightning.machine.terminal import print_json, printable
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.security.credentials import Credentials
@@ -153,7 +154,7 @@ def etcd(
     if action != "up":
         raise ConfigurationError(f"etcd {action}: expected `chaos-lightning etcd up`")
     ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ends():
         signal.signal(number, lambda *_: ended.set())
     with EtcdServers(folder.absolute(), servers) as started:
         print(f"{servers} etcd server{'s' if servers > 1 else ''} in {folder}; Ctrl+C ends them")

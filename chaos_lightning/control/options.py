@@ -307,6 +307,7 @@ class SchedulerServerConfig:
         tick_s: Seconds between ticks of the machine; 0 for a quarter of the heartbeat interval, 10 to 50 ms.
         idle_timeout_s: End after so long without any member's stream; 0 never.
         rebuild: The chain is lost: begin it anew from what members report (protocol.md 14a).
+        outlives: It was started by a member, and stays for members that leave as it is asked to end.
         gives_way: It was started by a member, on a store that may not be the job's: it ends where members know
             what the store lacks and none of its own is here, so that one on the right store can have the endpoint.
         keep_finished: A finished job never begins anew here.
@@ -325,6 +326,7 @@ class SchedulerServerConfig:
     rebuild: bool = False
     gives_way: bool = False
     keep_finished: bool = False
+    outlives: bool = False
     owed: Owed | None = None
 
 

@@ -2,7 +2,8 @@
 
 Both take the same options; control/hosting.py runs the second one detached, as a grandchild that survives the member
 which needed it. Heavy imports (gRPC) come after the detaching fork. Nothing secret is accepted on
-the command line. SIGTERM and SIGINT end it; members train on and find the next scheduler by themselves.
+the command line. SIGTERM, SIGINT and SIGHUP end it; members train on and find the next scheduler by themselves.
+One that a member has started stays for those who leave at the same moment.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import asyncio
 import contextlib
 import os
 import resource
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,8 @@ from chaos_lightning.control.options import (
 from chaos_lightning.declared import Setting, add_options, declared, read_options
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, split_endpoint
-from chaos_lightning.machine.terminal import printable
+from chaos_lightning.machine.signals import ends
+from chaos_lightning.machine.terminal import TerminalGuard, printable
 from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.security.credentials import Credentials
@@ -118,6 +119,7 @@ def _server_config(options: SchedulerOptions) -> SchedulerServerConfig:
         settings=check_settings(options.settings),
         idle_timeout_s=options.idle_timeout_s,
         rebuild=options.rebuild,
+        outlives=options.hosted,
         gives_way=options.hosted and not options.in_etcd,
         keep_finished=options.keep_finished,
     )
@@ -145,8 +147,8 @@ def run(options: SchedulerOptions) -> int:
     def on_started(server: SchedulerServer) -> None:
         servers.append(server)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.life.end, f"stopped by {number.name}")
+        for number in ends():
+            loop.add_signal_handler(number, server.asked_to_end, f"stopped by {number.name}")
         _announce(server, options)
 
     own = options.store_path
@@ -246,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     if given.detach:
         detach(Path(given.detach).absolute())
+    TerminalGuard().open()
     try:
         return run(read(given))
     except ChaosError as error:

@@ -267,6 +267,18 @@ class SchedulerServer:
 
     # ------------------------------------------------------------------ reasons to end
 
+    def asked_to_end(self, reason: str) -> None:
+        """By a signal. One that a member has started stays for members that leave."""
+        if self.config.outlives:
+            self.life.asked(reason, self._leaving)
+        else:
+            self.life.end(reason)
+
+    def _leaving(self) -> list[bool]:
+        machine = self._driver.machine
+        facts: Any = machine.snapshot() if machine is not None else {"members": (), "others": ()}
+        return [bool(peer["leaving"]) for peer in (*facts["members"], *facts["others"]) if peer["connected"]]
+
     def _machine_is_done(self, effect: fx.SchedulerDone) -> None:
         if effect.again:
             self._driver.stop()

@@ -8,8 +8,14 @@ starts anew continues it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
+
+ASK_S = 5.0
+"""Seconds within which members or clusters ask to leave that got the same signal as a server."""
+LEAVERS_S = 60.0
+"""Seconds that a server that was asked to end stays for those who leave, at most."""
+_LOOK_S = 0.1
 
 
 class ServerLife:
@@ -28,6 +34,7 @@ class ServerLife:
         self._emit, self._ending = emit, ending
         self._ended: asyncio.Future[str] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._asked = False
 
     def start(self) -> None:
         """From now on it can end."""
@@ -56,6 +63,32 @@ class ServerLife:
             self.failed = failed
             self._ending(reason, failed)
             self._ended.set_result(reason)
+
+    def asked(self, reason: str, leaving: Callable[[], Iterable[bool]]) -> None:
+        """Ends once those have left who were asked to end by the same signal; when called again, at once.
+
+        A service manager sends a signal to all processes of a unit. Leaving needs a server: somebody must let them go.
+
+        Args:
+            reason: Why it ends.
+            leaving: Of each that is connected, whether it leaves.
+        """
+        if self._asked:
+            self.end(reason)
+        else:
+            self._asked = True
+            self.begin(self._end_after(reason, leaving), "end")
+
+    async def _end_after(self, reason: str, leaving: Callable[[], Iterable[bool]]) -> None:
+        clock = asyncio.get_running_loop().time
+        began, seen = clock(), False
+        while here := list(leaving()):
+            since_s = clock() - began
+            if since_s > LEAVERS_S or (not any(here) and (seen or since_s > ASK_S)):
+                break
+            seen |= any(here)
+            await asyncio.sleep(_LOOK_S)
+        self.end(reason)
 
     async def stop(self) -> None:
         """Ends all tasks."""

@@ -18,10 +18,6 @@ was. Batches that were handed out but not committed are kept: they cannot be dra
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import sys
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -35,45 +31,12 @@ from chaos_lightning.data.accumulations import Part
 from chaos_lightning.data.order import Orders, keyed_randomness
 from chaos_lightning.data.source import Stats
 from chaos_lightning.data.taped import TapeOrders
+from chaos_lightning.data.workers import tie_workers
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.machine.orphan import die_with_parent
 from chaos_lightning.planning import orders
 
 Tag = tuple[int, Part]
 """Epoch and positions: which micro-batch this is."""
-
-
-class WorkerInit:
-    """A worker_init_fn that ties the worker to its parent and then calls the user's own. Picklable if that is.
-
-    A worker is a fork of the training process and so holds copies of all its sockets. If the training process is
-    killed, its links do not close before its workers are gone, and torch's workers look for their parent only every few
-    seconds: neighbours would take that long to see the death. So a worker asks the kernel to be killed with its parent
-    (Linux).
-    """
-
-    def __init__(self, user: Callable[[int], object] | None) -> None:
-        self.user = user
-        self.parent = 0
-        self.tied = False
-
-    def arm(self) -> None:
-        """In the training process, just before it makes workers."""
-        self.parent = os.getpid()
-        # The kernel means the parent's *thread*: a worker made by a short-lived one would die with it.
-        self.tied = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
-
-    def __call__(self, worker: int) -> None:
-        if self.tied:
-            self._tie()
-        if self.user is not None:
-            self.user(worker)
-
-    def _tie(self) -> None:
-        if not die_with_parent(signal.SIGKILL):
-            return  # a kernel without it: the worker notices its orphanhood later, by itself
-        if os.getppid() != self.parent and os.getppid() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)  # the parent died before the request was made
 
 
 @dataclass(slots=True)
@@ -135,8 +98,7 @@ class MapFeed:
         self._forecast: Iterator[Tag] = iter(())
         self._iterator: Iterator[Any] | None = None
         self._generator = torch.Generator()
-        self._init = WorkerInit(loader.worker_init_fn)
-        self._inner = self._clone(loader)
+        self._inner = tie_workers(self._clone(loader))
         self._dummy: Any = None
         self._has_dummy = False
         self._who = ""
@@ -218,7 +180,6 @@ class MapFeed:
                 stacklevel=4,
             )
         kwargs = alike(loader) | {
-            "worker_init_fn": self._init,
             "generator": self._generator,
             "persistent_workers": loader.persistent_workers,
         }
@@ -231,7 +192,6 @@ class MapFeed:
         # One number per (job, member, epoch, iterator) is where torch derives its workers' seeds from (protocol.md 22).
         seed = orders.key("workers", self._seed, self._who, self._opened)
         self._generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
-        self._init.arm()
         self._queue.clear()  # an iterator that ended has delivered everything it drew
         self._opened += 1
         self._stats.opened += 1
@@ -298,13 +258,11 @@ class IterableFeed:
         self._next = 0
         self._dummy: Any = None
         self._has_dummy = False
-        self._init: WorkerInit | None = None
         self._generator: torch.Generator | None = None
         self.length: int | None = None
         """Batches in this epoch, once the iterable has run dry."""
         if isinstance(loader, DataLoader):
-            self._init = WorkerInit(loader.worker_init_fn)
-            loader.worker_init_fn = self._init
+            tie_workers(loader)
             if loader.generator is None:
                 self._generator = loader.generator = torch.Generator()
 
@@ -315,8 +273,6 @@ class IterableFeed:
         self.length = None
         if self._iterator is not None and not getattr(self._loader, "persistent_workers", False):
             _dismiss(self._iterator)
-        if self._init is not None:
-            self._init.arm()
         if self._generator is not None:
             self._generator.manual_seed(orders.key("workers", self._seed, who) & 0x7FFFFFFFFFFFFFFF)
         self._stats.opened += 1

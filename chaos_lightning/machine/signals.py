@@ -4,6 +4,11 @@ Theory of operation. A strategy, a plain loop, a callback and an agent of torchr
 for a while, do something of their own at the first one, let the second one have its usual effect, and put back what
 stood before. A handler may interrupt whoever holds a lock. So it does nothing that takes one: it writes a line with one
 system call, and leaves the job in a thread of its own.
+
+A closed terminal (SIGHUP) is a wish, too, with four things of its own. Where it is ignored since the start (`nohup`),
+it stays so. The kernel sends it, the shell as well, and a session manager sends SIGTERM beside it: so it is never the
+second signal, and what follows it within `HANGUP_S` is the same wish. What is written to the terminal from now on
+fails; it goes to the null device instead (`machine.terminal`).
 """
 
 from __future__ import annotations
@@ -16,8 +21,14 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-POLITE = (signal.SIGINT, signal.SIGTERM)
+from chaos_lightning.machine.terminal import TerminalGuard, silence_dead_terminals
+
+POLITE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """By these a user, a terminal or a batch system asks a process to end."""
+STAY, END = signal.SIGUSR1, signal.SIGUSR2
+"""A supervisor asks a child to end once those have left who leave at this moment; and at once."""
+HANGUP_S = 2.0
+"""Signals that follow SIGHUP within this time, in seconds, are the same wish."""
 
 Handler = Callable[[signal.Signals, FrameType | None], None]
 
@@ -55,6 +66,8 @@ class ExitSignals:
         self.asked: signal.Signals | None = None
         self.asked_at = 0.0
         self.before: dict[signal.Signals, Any] = {}
+        self._terminals = TerminalGuard()
+        self._immune = _is_immune(signal.SIGHUP)
 
     def install(self, replaces: Callable[[Any], bool] = lambda handler: True) -> list[signal.Signals]:
         """Puts the handlers in place, also again where somebody else has put one since.
@@ -67,10 +80,15 @@ class ExitSignals:
         """
         if threading.current_thread() is not threading.main_thread():
             return []
+        self._terminals.open()
         taken = []
         for number in self._numbers:
             stands = signal.getsignal(number)
-            if stands != self.receive and replaces(stands):
+            if stands == self.receive or not replaces(stands):
+                continue
+            if number == signal.SIGHUP and (self._immune or _is_immune(number)):
+                signal.signal(number, signal.SIG_IGN)
+            else:
                 self.before.setdefault(number, stands)
                 signal.signal(number, self.receive)
                 taken.append(number)
@@ -79,24 +97,29 @@ class ExitSignals:
     def restore(self) -> None:
         """What was before, unless somebody else has taken the signal over meanwhile. Idempotent."""
         for number, handler in self.before.items():
-            if signal.getsignal(number) in (self.receive, _default(number)):
+            if signal.getsignal(number) in (self.receive, _after_the_first(number)):
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self.before.clear()
+        self._terminals.close()
 
     def stand_down(self) -> None:
         """The next signal has its default effect: a process that is stuck runs no handler of Python's."""
         for each in self.before:
-            signal.signal(each, _default(each))
+            if signal.getsignal(each) == self.receive:
+                signal.signal(each, _after_the_first(each))
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """The handler."""
         came = signal.Signals(number)
+        silence_dead_terminals()  # an agent whose terminal was closed asks its workers by SIGTERM
         if self.asked is None:
             self.asked, self.asked_at = came, self._clock()
+            if came is signal.SIGHUP:
+                self._debounce_s = max(self._debounce_s, HANGUP_S)
             if self._again is None and not self._debounce_s:
                 self.stand_down()  # now, not then
             self._first(came, frame)
-        elif self._clock() - self.asked_at < self._debounce_s:
+        elif came is signal.SIGHUP or self._clock() - self.asked_at < self._debounce_s:
             return
         elif self._again is not None:
             self._again(came, frame)
@@ -108,6 +131,21 @@ def end_by(number: signal.Signals) -> None:
     """What this signal does to a process that handles none."""
     signal.signal(number, _default(number))
     os.kill(os.getpid(), number)
+
+
+def ends() -> list[signal.Signals]:
+    """Returns those of `POLITE` that end a server: not SIGHUP under `nohup`, nor what its supervisor has it ignore. A
+    shell has what it starts in the background ignore SIGINT, which counts all the same."""
+    ignored = [number for number in POLITE if signal.getsignal(number) is signal.SIG_IGN]
+    return [number for number in POLITE if number not in ignored or number is signal.SIGINT]
+
+
+def _is_immune(number: int) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
+def _after_the_first(number: int) -> Any:
+    return signal.SIG_IGN if number == signal.SIGHUP else _default(number)
 
 
 def _default(number: int) -> Any:

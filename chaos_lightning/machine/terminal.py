@@ -1,9 +1,14 @@
-"""Texts from outside, as a terminal may show them."""
+"""Texts from outside, as a terminal may show them; and what is written once the terminal has been closed."""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import re
+import sys
+import termios
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -27,3 +32,76 @@ def printable(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: printable(getattr(value, f.name)) for f in fields(value) if f.init})
     return value
+
+
+def silence_dead_terminals() -> bool:
+    """Puts the null device in place of standard streams whose terminal was closed; returns whether there was one."""
+    dead = [descriptor for descriptor in (0, 1, 2) if _is_hung_up(descriptor)]
+    if dead:
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in dead:
+            os.dup2(null, descriptor)
+        if null not in dead:
+            os.close(null)
+    return bool(dead)
+
+
+def _is_hung_up(descriptor: int) -> bool:
+    try:
+        termios.tcgetattr(descriptor)
+    except termios.error as error:
+        return bool(error.args[0] == errno.EIO)
+    return False
+
+
+class _Unbroken(io.FileIO):
+    """A terminal that loses what is written to it once it is closed, in place of an error within a progress bar."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno != errno.EIO or not silence_dead_terminals():
+                raise
+            return memoryview(data).nbytes
+
+
+class TerminalGuard:
+    """Guards `sys.stdout` and `sys.stderr` against the end of their terminal, from `open` until `close`.
+
+    The kernel closes the terminal before it sends SIGHUP, and a background job gets SIGHUP from its shell later, or
+    never: whoever prints meanwhile meets EIO. Streams that are no terminal, or somebody's own, are left alone.
+    """
+
+    def __init__(self) -> None:
+        self._replaced: dict[str, tuple[Any, Any]] = {}
+
+    def open(self) -> None:
+        """Idempotent."""
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if type(stream) is not io.TextIOWrapper or not stream.isatty():
+                continue
+            below: Any = stream.buffer  # under PYTHONUNBUFFERED the descriptor itself
+            if type(getattr(below, "raw", below)) is not io.FileIO:
+                continue
+            stream.flush()
+            raw: Any = _Unbroken(stream.fileno(), "w", closefd=False)
+            ours = io.TextIOWrapper(
+                io.BufferedWriter(raw) if hasattr(below, "raw") else raw,
+                stream.encoding,
+                stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            self._replaced[name] = (stream, ours)
+            setattr(sys, name, ours)
+
+    def close(self) -> None:
+        """Puts back what was there, unless somebody else has replaced it meanwhile. Idempotent."""
+        silence_dead_terminals()  # what was there would not survive it
+        for name, (stream, ours) in self._replaced.items():
+            ours.flush()
+            if getattr(sys, name) is ours:
+                setattr(sys, name, stream)
+        self._replaced.clear()

@@ -28,6 +28,7 @@ from chaos_lightning.control.sqlite_store import FileLock
 from chaos_lightning.errors import ChaosError, StateError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import split_endpoint
+from chaos_lightning.machine.sweeps import sweep_run
 from chaos_lightning.member.events import committed_fields
 from chaos_lightning.protocol.codec import decode, encode
 from chaos_lightning.protocol.types import Header, Hello, Kept, View, kept_header
@@ -100,6 +101,7 @@ class Keeping:
         self._folder = folder_of(config)
         self._finished_s = config.finished_s
         self._goes_back = config.resume_from == "checkpoint"
+        self._run = sweep_run()
         self._events = events
         self._told: set[str] = set()
         self._offered: tuple[Kept, files.StateOnDisk] | None = None
@@ -214,6 +216,7 @@ class Keeping:
             "job": self._job,
             "member": member,
             "chain": view.chain,
+            "run": self._run,
             "time": time.time(),
             "step": last.step,
             "header": encode(header).hex(),
@@ -346,6 +349,8 @@ class Keeping:
         what = f"the state kept at step {said.get('step')} by {said.get('member')} ({record.path})"
         if said.get("job") != self._job:
             raise StateError(f"{what} is of job {said.get('job')!r}, not of {self._job!r}")
+        if (theirs := said.get("run", "")) != self._run:
+            raise StateError(f"{what} is of {_words_of_run(theirs)}, and this is {_words_of_run(self._run)}")
         for name, mine in _terms(hello).items():
             theirs = said.get(name)
             if theirs == mine:
@@ -364,6 +369,10 @@ class Keeping:
         if text not in self._told:
             self._told.add(text)
             _log.warning(text)
+
+
+def _words_of_run(run: str) -> str:
+    return f"the run {run} of a sweep" if run else "no run of a sweep"
 
 
 def _terms(hello: Hello) -> dict[str, Any]:

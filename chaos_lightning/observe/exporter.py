@@ -29,6 +29,7 @@ from chaos_lightning.control.commands import Endpoint, KeysDir, TokenFile
 from chaos_lightning.errors import ChaosError, ConfigurationError, needing
 from chaos_lightning.events.reader import Record, Tail, log_files
 from chaos_lightning.machine.addresses import join_endpoint, split_endpoint
+from chaos_lightning.machine.signals import ends
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.following import AskedJob, Latest
@@ -385,12 +386,12 @@ def metrics(
     ] = "",
     interval: Annotated[float, typer.Option(help="Seconds between two pushes.")] = 15.0,
 ) -> None:
-    """Serve metrics of a job to Prometheus, and push them as OpenTelemetry, until Ctrl+C or SIGTERM.
+    """Serve metrics of a job to Prometheus, and push them as OpenTelemetry, until Ctrl+C, SIGTERM or SIGHUP.
 
     Of its event logs, which know everything (docs/metrics.md); or of what its scheduler answers, members and step, with
     what members of this machine log where nobody told them.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell that starts it in the background has SIGINT ignored
+    for number in ends():  # a shell that starts it in the background has SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     source = follow_logs(logs) if logs is not None else ask_scheduler(endpoint, token_file, keys_dir)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):

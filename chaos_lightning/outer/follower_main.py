@@ -3,7 +3,8 @@
 Heavy imports (torch, gRPC) come late; a warm spare (outer/spare.py) has done them already, and calls `main`. Nothing
 secret is accepted on the command line. The exit code tells whoever keeps the process running (outer/supervisor.py;
 outer/leader_main.py has the same ones): 0, the job has ended; 2, it was told what cannot
-work; all else, start it again. SIGTERM and SIGINT end it; what it had not saved is computed again at the next start.
+work; all else, start it again. SIGTERM, SIGINT and SIGHUP end it; what it had not saved is computed again at the next
+start.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_US
 from chaos_lightning.declared import add_options, declared, read_options
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.machine.heap import give_back_large
-from chaos_lightning.machine.terminal import printable
+from chaos_lightning.machine.signals import END, ends
+from chaos_lightning.machine.terminal import TerminalGuard, printable
 from chaos_lightning.outer.follower_options import FollowerOptions
 from chaos_lightning.security.credentials import Credentials
 
@@ -93,7 +95,7 @@ def _end_on_signals(process: FollowerProcess, stopped: list[signal.Signals]) -> 
         stopped.append(signal.Signals(number))
         process.end(f"stopped by {signal.Signals(number).name}")
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (*ends(), END):
         signal.signal(number, stop)
 
 
@@ -111,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     add_options(parser, declared(FollowerOptions))
+    TerminalGuard().open()
     try:
         return run(FollowerOptions(**read_options(parser.parse_args(arguments), declared(FollowerOptions))))
     except ChaosError as error:

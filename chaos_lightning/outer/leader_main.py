@@ -2,7 +2,8 @@
 
 Neither imports torch. Nothing secret is accepted on the command line. The exit code tells whoever keeps the process
 running (outer/supervisor.py): 0, the job has ended; 2, it was told what cannot work; 3, nobody needs it for now; all
-else, start it again. SIGTERM and SIGINT end it; clusters train on and find the next leader by themselves.
+else, start it again. SIGTERM, SIGINT and SIGHUP end it; clusters train on and find the next leader by themselves.
+Under a supervisor these are ignored: it alone says when to end (machine/signals.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_US
 from chaos_lightning.declared import add_options, declared, read_options
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.machine.addresses import split_endpoint
-from chaos_lightning.machine.terminal import printable
+from chaos_lightning.machine.signals import END, STAY, ends
+from chaos_lightning.machine.terminal import TerminalGuard, printable
 from chaos_lightning.outer.options import LeaderOptions
 from chaos_lightning.security.credentials import Credentials
 
@@ -92,8 +94,14 @@ def run(options: LeaderOptions) -> int:
             stopped.append(number)
             server.life.end(f"stopped by {number.name}")
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        def asked() -> None:
+            stopped.append(STAY)
+            server.asked_to_end("its supervisor was asked to end")
+
+        loop = asyncio.get_running_loop()
+        for number in (*ends(), END):
+            loop.add_signal_handler(number, stop, number)
+        loop.add_signal_handler(STAY, asked)
         _say(f"leader of job {options.job} at {server.endpoint}, store {options.store or options.store_path}")
 
     with EventLog.in_directory(options.log_folder, options.job, role="leader") as events:
@@ -127,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     add_options(parser, declared(LeaderOptions))
+    TerminalGuard().open()
     try:
         return run(LeaderOptions(**read_options(parser.parse_args(arguments), declared(LeaderOptions))))
     except ChaosError as error:

@@ -156,6 +156,16 @@ class OuterServer:
         """The job has ended."""
         return self._driver.done is not None and self._driver.done.finished
 
+    def asked_to_end(self, reason: str) -> None:
+        """By its supervisor, which got a signal that clusters beside it may have got, too: it stays for these."""
+        self.life.asked(reason, self._leaving)
+
+    def _leaving(self) -> list[bool]:
+        machine = self._driver.machine
+        if machine is None:
+            return []
+        return [machine.attendance.clusters[who].leaving for who in machine.attendance.living()]
+
     async def stop(self) -> None:
         """Closes streams and port; clusters train on without a leader."""
         await self.life.stop()

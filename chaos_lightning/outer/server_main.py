@@ -24,7 +24,7 @@ from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_US
 from chaos_lightning.declared import add_options, command_line, declared, read_options
 from chaos_lightning.errors import ChaosError, ConfigurationError, StateError, StoreError
 from chaos_lightning.machine.addresses import WILDCARDS, join_endpoint, split_endpoint
-from chaos_lightning.machine.terminal import printable
+from chaos_lightning.machine.terminal import TerminalGuard, printable
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.leader_main import EXIT_IDLE
 from chaos_lightning.outer.options import LeaderOptions, ServerOptions
@@ -182,10 +182,16 @@ def _follower(options: ServerOptions, name: str) -> list[str]:
     return [f"--{word}={value}" for word, value in words.items() if value]
 
 
-def run(options: ServerOptions) -> int:
-    """Serves until the job has ended, nobody needs it, or a signal; returns the exit code."""
+def run(options: ServerOptions, *, outlives: bool = False) -> int:
+    """Serves until the job has ended, nobody needs it, or a signal; returns the exit code.
+
+    Args:
+        options: Its own.
+        outlives: A cluster has started it, and may be asked to leave by the same signal.
+    """
     from chaos_lightning.events.events import EventLog
 
+    TerminalGuard().open()
     check_bind(split_endpoint(options.listen)[0], Credentials.load(options.keys_dir, options.token_file))
     with _held(options.folder):
         if place := put_away(options):
@@ -200,7 +206,7 @@ def run(options: ServerOptions) -> int:
         with EventLog.in_directory(options.log_folder, options.job, role="server") as events:
             forget_logs(options.log_dir)
             followers = {name: _follower(options, name) for name in names}
-            code = Supervisor(_leader(options), followers, events.emit).run()
+            code = Supervisor(_leader(options), followers, events.emit, outlives=outlives).run()
     _say(f"server of job {options.job} ends")
     return EXIT_OK if code == EXIT_IDLE else code
 
@@ -229,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if values.get(name):
                 values[name] = os.path.abspath(values[name])
         values |= {"log_dir": absolute_log_dir(values["log_dir"])} if "log_dir" in values else {}
-        return run(ServerOptions(**values))
+        return run(ServerOptions(**values), outlives=bool(given.detach))
     except ChaosError as error:
         print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED

@@ -53,7 +53,7 @@ class DiLoCoOptions(_Options):
     seed: int | None = setting(
         None, "Seed of the sample order; equal in all clusters. None takes `seed_everything`'s, else 0."
     )
-    leave_on_signals: bool = setting(True, "Whether SIGINT and SIGTERM leave the job politely instead of aborting.")
+    leave_on_signals: bool = setting(True, "Whether SIGINT, SIGTERM and SIGHUP leave the job politely, or abort.")
     start_timeout_s: float = setting(60.0, "How long to wait for the parameter server at the start.")
 
     @classmethod

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from chaos_lightning.machine.process_table import process_state
+from chaos_lightning.machine.signals import END, STAY, ends
 from chaos_lightning.outer.leader_main import EXIT_IDLE
 
 LEADER = "leader"
@@ -41,15 +42,17 @@ _ASKED_S = 10.0
 _WELL_S = 2.0
 """A follower ends well when the job is over; the leader says so a moment later."""
 _POLITE_S = 10.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between `END` and SIGKILL."""
 _SERVED_S = 65.0
 """Followers serve the last version for a minute at most (follower_process.py)."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LAUNCH = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0); "
+    "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGHUP)]; "
     "os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])"
 )
-"""Bound to its parent (PR_SET_PDEATHSIG), unless that is gone already; then the program."""
+"""Bound to its parent (PR_SET_PDEATHSIG), unless that is gone already; then the program. The children go by the
+supervisor's word alone: a service manager sends SIGTERM to all processes of a unit."""
 
 
 class _Child:
@@ -76,10 +79,16 @@ class Supervisor:
         leader: Its command, after the interpreter's path.
         followers: By name, what `follower_main.main` takes.
         emit: Takes (event name, fields) for the event log.
+        outlives: A cluster has started it: at a signal it stays for clusters that leave at the same moment.
     """
 
     def __init__(
-        self, leader: Sequence[str], followers: Mapping[str, Sequence[str]], emit: Callable[..., None]
+        self,
+        leader: Sequence[str],
+        followers: Mapping[str, Sequence[str]],
+        emit: Callable[..., None],
+        *,
+        outlives: bool = False,
     ) -> None:
         self._emit = emit
         self._leader = _Child(LEADER, leader)
@@ -91,6 +100,9 @@ class Supervisor:
         self._said = b""
         """What the spare has said of a line that is not complete."""
         self._signals: list[int] = []
+        self._outlives = outlives
+        self._stays = False
+        """The leader was asked to end."""
         self._code: int | None = None
         """With which the supervisor is to end."""
 
@@ -104,7 +116,7 @@ class Supervisor:
         woken.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ends():
             signal.signal(number, lambda number, _: self._signals.append(number))
         try:
             while self._code is None:
@@ -112,12 +124,21 @@ class Supervisor:
                 self._wait(woken)
                 self._reap()
                 self._look_for_stopped()
-                if self._signals:
-                    self._code = 128 + self._signals[0]
+                self._obey()
             return self._code
         finally:
             self._end_all(woken)
             signal.set_wakeup_fd(-1)
+
+    def _obey(self) -> None:
+        """At the first signal the leader stays for clusters that leave, if this process was started by one."""
+        if not self._signals:
+            return
+        if not self._outlives or not self._leader.pid or len(self._signals) > 1:
+            self._code = 128 + self._signals[0]
+        elif not self._stays:
+            self._stays = True
+            _send(self._leader.pid, STAY)
 
     def _wait(self, woken: socket.socket) -> None:
         lines = [woken] if self._line is None else [woken, self._line]
@@ -210,6 +231,9 @@ class Supervisor:
             return
         soon = ran_s < _SOON_S
         leads = child is self._leader
+        if leads and self._stays:
+            self._code = 128 + self._signals[0]
+            return
         if (leads and code in (EXIT_OK, EXIT_IDLE)) or (code == EXIT_USAGE and soon and not child.pause_s):
             self._code = code
             return
@@ -238,10 +262,10 @@ class Supervisor:
     def _end_all(self, woken: socket.socket) -> None:
         """Politely, and then not; after the end of a job followers have a last version to serve."""
         if self._code == EXIT_OK:
-            _send(self._spare.pid, signal.SIGTERM)
+            _send(self._spare.pid, END)
             self._wait_for([*self._followers.values()], woken, _SERVED_S)
         self._code = EXIT_FAILED if self._code is None else self._code
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for number in (END, signal.SIGKILL):
             for child in self._children:
                 _send(child.pid, number)
             self._end_strangers()

@@ -1,4 +1,4 @@
-"""Ctrl+C and SIGTERM at a torchrun agent: its workers leave the job, and then the agent ends well.
+"""Ctrl+C, SIGTERM and SIGHUP at a torchrun agent: its workers leave the job, and then the agent ends well.
 
 Theory of operation. torch's own handler turns the first signal into an exception that takes the agent down: it signals
 the workers, waits, and exits with an error, although all of them may have left as politely as can be. So once torch has
@@ -9,6 +9,8 @@ to the workers and the agent goes on watching them. When the last one has finish
 - at the second signal;
 - if a worker fails on its way out: it would be restarted, into a job that it was asked to leave;
 - if the workers have not ended after `patience_s`.
+
+Torch's handlers replace also a SIGHUP that is ignored (`nohup torchrun ...`): it is ignored again.
 
 Nothing is touched where somebody else's handler stands (or torch was told not to handle the signal), nor where the
 workers cannot be found: they are the agent's children that got its mark in their environment, read from /proc.
@@ -98,10 +100,10 @@ def asking(number: signal.Signals, workers: int) -> str:
 
 
 def pass_on(number: int, pids: Iterable[int]) -> None:
-    """Sends these processes a signal."""
+    """Asks these workers to leave as this process was asked; the end of a terminal is SIGTERM to them, and no more."""
     for pid in pids:
         try:
-            os.kill(pid, number)
+            os.kill(pid, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         except ProcessLookupError:
             continue  # ended meanwhile: that is what was wanted
 

@@ -328,9 +328,8 @@ class NodeWorkers:
         self._again = True
 
     def _ask(self, worker: Worker) -> None:
-        number = signal.SIGINT if self._asked is signal.SIGINT else signal.SIGTERM
-        if worker.context is not None:
-            pass_on(number, worker.context.pids().values())
+        if worker.context is not None and self._asked is not None:
+            pass_on(self._asked, worker.context.pids().values())
 
     def _end_if_due(self) -> None:
         late = time.monotonic() - self._signals.asked_at > self._handler.patience_s

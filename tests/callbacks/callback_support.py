@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
+from chaos_lightning.errors import LeftJobError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.protocol.types import GENESIS, Header, Kind, Member, View, ViewId
 
@@ -214,7 +216,7 @@ def job_member(name: str, port: int, root: str, plan: str, gate: str = "", epoch
     )
     torch.manual_seed(7)
     data = TensorDataset(torch.randn(48, 4))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.suppress(LeftJobError):
         warnings.simplefilter("ignore")
         made.fit(Tiny(), DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=8))
     print(f"{name} ends at step {made.global_step}, goodput {goodput.meter.share:.3f}, {goodput.meter.lost_s}")

@@ -1,5 +1,6 @@
 """Worker processes: settings of the user's loader are kept, seeds are keyed, nobody outlives the training process."""
 
+import copy
 import os
 import signal
 import socket
@@ -12,6 +13,9 @@ import torch
 from elastic_job import Job
 from test_elastic_loader import Numbers
 from torch.utils.data import DataLoader, get_worker_info
+
+from chaos_lightning.data.workers import WorkerInit, tie_workers
+from chaos_lightning.machine.signals import POLITE, ExitSignals
 
 
 class Seeds(Numbers):
@@ -113,3 +117,68 @@ def test_killed_process_closes_its_links_although_its_workers_hold_them():
         child.wait()
         mine.settimeout(4)  # below torch's 5 s
         assert mine.recv(1) == b""
+
+
+class Served(Numbers):
+    """Says from which process it reads."""
+
+    def __getitem__(self, i):
+        return torch.tensor(os.getpid())
+
+
+def workers_of(batch):
+    return {int(pid) for pid in batch}
+
+
+@pytest.mark.parametrize("user", ["shared", "local", "validation"])
+def test_workers_let_signals_pass_that_ask_the_training_process_to_end(user):
+    """systemd and Slurm send SIGTERM to all processes, a terminal Ctrl+C and SIGHUP to its group: an open step needs
+    its batches, and torch raises in the training process's main thread where a worker dies."""
+    came = []
+    signals = ExitSignals(lambda number, frame: came.append(number), again=lambda number, frame: came.append(number))
+    signals.install()
+    try:
+        loader = DataLoader(Served(40), batch_size=2, num_workers=2, persistent_workers=True)
+        if user == "validation":
+            job, iterator = None, iter(tie_workers(loader))
+        else:
+            job = Job(lambda name: loader, "a", mode=user)
+            iterator = iter(job.loaders["a~1"])
+        pids = workers_of(next(iterator)) | workers_of(next(iterator))
+        assert len(pids) == 2
+        for pid in pids:
+            for number in POLITE:
+                os.kill(pid, number)
+        for _ in range(6):
+            assert workers_of(next(iterator)) <= pids
+        assert came == [], "a worker has inherited the handlers, and must not leave in this process's name"
+        if job is not None:
+            job.close()
+        else:
+            iterator._shutdown_workers()
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    finally:
+        signals.restore()
+
+
+class Stuck(Numbers):
+    def __getitem__(self, i):
+        signal.pause()
+
+
+def test_a_worker_that_does_not_end_by_itself_is_killed_by_its_parent(monkeypatch):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    iterator = iter(tie_workers(DataLoader(Stuck(4), num_workers=1)))
+    (worker,) = iterator._workers
+    worker.terminate()
+    worker.join(30)
+    assert worker.exitcode == -signal.SIGKILL
+
+
+def test_a_copy_of_a_tied_loader_has_workers_of_its_own():
+    tied = tie_workers(tie_workers(DataLoader(Served(4), num_workers=1)))
+    copied = copy.deepcopy(tied)
+    copied.dataset.length = 2
+    assert len({int(pid) for pid in copied}) == 1
+    assert isinstance(copied.worker_init_fn, WorkerInit)
+    assert copied.worker_init_fn.user is None

@@ -138,7 +138,7 @@ def test_the_units_programs_run_and_stop_politely(terminals: Terminals) -> None:
     scheduler, member = (service(local(text)) for text in units().values())
     (folder / "chaos-scheduler").mkdir()
     terminals.harness.start("scheduler", ["env", *scheduler["Environment"], *shlex.split(scheduler["ExecStart"][0])])
-    settings = " ".join(member["Environment"])
+    settings = " ".join([*member["Environment"], "SYSTEMD_EXEC_PID=$$"])  # as systemd sets it
     terminals.type("member", f"{settings} {member['ExecStart'][0]}", Path(member["WorkingDirectory"][0]))
     terminals.goes_on("member")
     for name in ("member", "scheduler"):

@@ -105,6 +105,27 @@ def test_a_kept_state_counts_before_a_checkpoint_that_it_goes_on_from(caplog: py
     assert "for that state does not go on from this checkpoint" in caplog.text
 
 
+def test_a_kept_state_belongs_to_one_run_of_a_sweep(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Runs of a sweep come one after another at one endpoint, and a sweep that is started anew begins anew."""
+
+    def run(folder: str) -> None:
+        monkeypatch.setattr("chaos_lightning.member.keeping.sweep_run", lambda: folder)
+
+    outside = keep(state(1))
+    run("/sweeps/monday/0")
+    assert keeping().offer(said()) is None
+    monday = keep(state(2), chain="day1", member="b~1")
+    run("/sweeps/tuesday/0")
+    assert keeping().offer(said()) is None
+    assert "is of the run /sweeps/monday/0 of a sweep, and this is the run /sweeps/tuesday/0 of a sweep" in caplog.text
+    run("/sweeps/monday/0")
+    assert keeping().offer(said()) == monday, "one that was asked to go on in its folder does"
+    run("")
+    assert keeping().offer(said()) == outside
+
+
 def test_of_several_kept_states_the_one_counts_that_goes_on_from_the_checkpoint() -> None:
     ours = keep(state(1), chain="day1", checkpoints=["h40"])
     keep(state(2), chain="day2", member="b~1", checkpoints=["other"])

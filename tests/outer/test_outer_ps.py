@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from chaos_lightning.events.events import read_events
 from chaos_lightning.lab.processes import Child, start_command
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.machine.process_table import process_state
+from chaos_lightning.machine.signals import END
 from chaos_lightning.outer import hosting, ps
 from chaos_lightning.outer.chain_store import load_chain
 from chaos_lightning.outer.control_client import fetch_facts
@@ -111,6 +113,11 @@ def test_a_server_is_started_with_another_number_of_followers(tmp_path: Path) ->
     assert entry["body"]["followers"] == ["follower-0", "follower-1", "follower-2"]
 
 
+def ignores(pid: int, number: int) -> bool:
+    (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def test_what_dies_is_started_again_and_sigterm_ends_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with up(tmp_path, "--followers=2") as server:
         until(lambda: server.connected(2), "two followers", STARTS_S)
@@ -124,20 +131,21 @@ def test_what_dies_is_started_again_and_sigterm_ends_all(tmp_path: Path, capsys:
         server.replaced("follower-1", signal.SIGKILL, 2)  # made by a spare that was not warm yet
         server.replaced(LEADER, signal.SIGKILL, 2)
         server.replaced("follower-0", signal.SIGSTOP, 2)
-        server.replaced("follower-1", signal.SIGTERM, 2)
-        server.replaced(LEADER, signal.SIGTERM, 2)
+        server.replaced("follower-1", END, 2)
+        server.replaced(LEADER, END, 2)
         assert ps.status([f"--server={server.endpoint}"]) == 0
         shown = capsys.readouterr().out
         assert "opening: waits for a cluster to begin the job" in shown
         assert "follower-1" in shown
         left = [*server.pids().values()]
         assert len(left) == 4
+        assert all(ignores(pid, signal.SIGTERM) for pid in left), "it is the supervisor that ends them"
         server.child.send(signal.SIGTERM)
         until(lambda: not server.child.running, "the end")
         assert server.child.poll() == 128 + signal.SIGTERM
         assert all_gone(left)
     ended = [e for e in read_events(tmp_path / "events") if e.name == "server_child" and not e["up"]]
-    assert {e["reason"] for e in ended} >= {"signal SIGKILL", "exit code 143"}
+    assert {e["reason"] for e in ended} >= {"signal SIGKILL", f"exit code {128 + END}"}
 
 
 def test_a_job_that_has_ended_is_put_away_by_the_next_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

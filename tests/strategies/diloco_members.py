@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from strategy_members import Gates
 
 from chaos_lightning.diloco import DiLoCo
+from chaos_lightning.errors import LeftJobError
 from chaos_lightning.strategies import ChaosStrategy, DiLoCoStrategy
 
 
@@ -113,7 +115,8 @@ def run(spec: dict[str, Any], out: Path, model: Paced, callbacks: list[pl.Callba
         out / spec["name"], strategy=strategy, callbacks=[*callbacks, follows], **trainer, **spec.get("trainer", {})
     )
     train, validate = models.loader(spec.get("samples", 240)), models.loader(8, batch_size=4)
-    run.fit(model, train, validate, ckpt_path=spec.get("ckpt"))
+    with contextlib.suppress(LeftJobError):  # what it reports says how far it came
+        run.fit(model, train, validate, ckpt_path=spec.get("ckpt"))
     report = {
         "weights": models.weights(model),
         "lines": follows.lines,
@@ -184,7 +187,8 @@ def rank(spec: dict[str, Any]) -> None:
     callbacks = [follows, Poison(spec.get("poison", -1))]
     trainer = models.trainer(out / spec["name"], strategy=strategy, callbacks=callbacks, **spec.get("trainer", {}))
     loaders = models.loader(spec.get("samples", 240)), models.loader(8, batch_size=8)
-    trainer.fit(model, *loaders, ckpt_path=spec.get("ckpt_path"))
+    with contextlib.suppress(LeftJobError):
+        trainer.fit(model, *loaders, ckpt_path=spec.get("ckpt_path"))
     session = strategy.session
     report = {
         "weights": models.weights(model),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, DistributedSampler
 
 from chaos_lightning.callbacks import FaultInjectorCallback
+from chaos_lightning.errors import LeftJobError
 from chaos_lightning.member import engine as engine_module
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.strategies import ChaosStrategy, place
@@ -287,10 +289,12 @@ def member(spec: dict[str, Any]) -> None:
                 {"error": f"{type(error).__name__}: {error}", "step": trainer.global_step}, out / f"{spec['name']}.pt"
             )
             raise
-    elif spec.get("by_rank"):
-        trainer.fit(model, datamodule=ByRank(train, val_samples, val_batch))
     else:
-        trainer.fit(model, train, held_out, ckpt_path=spec.get("ckpt"))
+        with contextlib.suppress(LeftJobError):  # what it reports says how far it came
+            if spec.get("by_rank"):
+                trainer.fit(model, datamodule=ByRank(train, val_samples, val_batch))
+            else:
+                trainer.fit(model, train, held_out, ckpt_path=spec.get("ckpt"))
     threads = [t.name for t in threading.enumerate() if t not in before and t.name.startswith("chaos")]
     buffers = [b.clone() for b in model.buffers()]
     with torch.no_grad():  # as in training, which changes running statistics

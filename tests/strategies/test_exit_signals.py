@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.machine.signals import ExitSignals, aside, say
+from chaos_lightning.machine.signals import HANGUP_S, POLITE, ExitSignals, aside, ends, say
 
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in POLITE}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -31,7 +31,7 @@ def test_the_second_one_is_a_keyboard_interrupt_and_then_all_is_as_before() -> N
     signal.signal(signal.SIGTERM, mine)
     before = signal.getsignal(signal.SIGINT)
     signals = ExitSignals(lambda number, frame: came.append(number.name))
-    assert signals.install() == [signal.SIGINT, signal.SIGTERM]
+    assert signals.install() == list(POLITE)
     signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with pytest.raises(KeyboardInterrupt):
@@ -89,3 +89,61 @@ def test_who_cannot_say_that_it_leaves_leaves(monkeypatch: pytest.MonkeyPatch) -
     ExitSignals(leave).install()
     signal.raise_signal(signal.SIGINT)
     assert left.get(timeout=30.0) == "signal SIGINT"
+
+
+def test_a_hangup_that_is_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `nohup`, also where somebody's handler was put in its place meanwhile, as torchrun does."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signals = ExitSignals(lambda number, frame: None)
+    assert signals.install() == [signal.SIGINT, signal.SIGTERM]
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert ends() == [signal.SIGINT, signal.SIGTERM]
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
+    signals.install()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    signals.restore()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("polite", [False, True], ids=["ends by default", "has more to say"])
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
+def test_the_shell_and_the_kernel_and_a_session_manager_say_it_all(first: signal.Signals, polite: bool) -> None:
+    """SIGHUP is never the second signal; what follows it at once is the same wish, and what comes later is not."""
+    came: list[str] = []
+    again: list[str] = []
+    now = [100.0]
+    signals = ExitSignals(
+        lambda number, frame: came.append(number.name),
+        again=(lambda number, frame: again.append(number.name)) if polite else None,
+        clock=lambda: now[0],
+    )
+    signals.install()
+    signal.raise_signal(first)
+    for _ in range(3):
+        signal.raise_signal(signal.SIGHUP)
+    if first == signal.SIGHUP:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        now[0] += HANGUP_S
+    now[0] += 0.1
+    if polite:
+        signal.raise_signal(signal.SIGINT)
+        assert again == ["SIGINT"]
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGHUP)
+    assert came == [first.name]
+    signals.restore()
+
+
+def test_one_that_somebody_else_serves_is_not_stood_down() -> None:
+    """ChaosExit takes signals over from the strategy, whose own handler for another one may be called."""
+    mine: list[int] = []
+    signals = ExitSignals(lambda number, frame: None)
+    signals.install()
+    signal.signal(signal.SIGTERM, lambda number, frame: mine.append(number))
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)
+    assert mine == [signal.SIGTERM]
+    signals.restore()

@@ -35,6 +35,7 @@ from chaos_lightning.errors import ChaosError, ConfigurationError, DeadlineError
 from chaos_lightning.events.events import Record, Tail
 from chaos_lightning.lab.demo.proof import Check, Evidence, table
 from chaos_lightning.lab.faults import Fault, FaultPlan, Schedule
+from chaos_lightning.machine.signals import ends
 from chaos_lightning.machine.units import duration
 from chaos_lightning.observe.fields import integer
 from chaos_lightning.observe.outer_board import OuterBoard
@@ -171,8 +172,8 @@ def on_stage(console: Console, folder: Path, *endings: Callable[[], object]) -> 
     Raises:
         typer.Exit: It was interrupted; the code is 130.
     """
-    # Explicitly for both: a shell's background job comes with SIGINT ignored.
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Explicitly for SIGINT, too: a shell's background job comes with it ignored.
+    before = {number: signal.signal(number, _interrupt) for number in ends()}
     try:
         yield
     except KeyboardInterrupt:

@@ -35,6 +35,7 @@ from chaos_lightning.lab.edge.network import Edge, choose_backend
 from chaos_lightning.lab.edge.topology import Topology, rate_text, story
 from chaos_lightning.lab.edge.topology_file import load_topology
 from chaos_lightning.lab.processes import Child, Mark, start_command
+from chaos_lightning.machine.signals import ends
 from chaos_lightning.machine.units import duration
 
 PLACES = ("node", "index", "endpoint", "neighbours", "nodes", "folder")
@@ -310,10 +311,11 @@ def _run(console: Console, config: LabConfig, *, quiet: bool) -> int:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal asked
-        asked += 1
+        if not asked or number != signal.SIGHUP:  # shell and kernel both send it
+            asked += 1
 
-    # Explicitly for both: a shell's background job comes with SIGINT ignored.
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Explicitly for SIGINT, too: a shell's background job comes with it ignored.
+    before = {number: signal.signal(number, on_signal) for number in ends()}
     code, passed_on = 1, False
     try:
         with Lab(config) as running:

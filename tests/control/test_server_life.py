@@ -1,0 +1,75 @@
+"""A server that is asked to end stays for those who leave at the same moment, and for no others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from chaos_lightning.control import server_life
+from chaos_lightning.control.server_life import ServerLife
+
+PATIENCE_S = 30.0
+
+
+def ends(scenario: Callable[[ServerLife, list[bool]], None], here: list[bool]) -> str:
+    """Why a server ends; `here` says of each that is connected whether it leaves, and `scenario` is called each time
+    that it is looked at."""
+
+    async def live() -> str:
+        life = ServerLife(lambda *_, **__: None, lambda *_: None)
+        life.start()
+
+        def leaving() -> list[bool]:
+            scenario(life, here)
+            return list(here)
+
+        life.asked("stopped", leaving)
+        try:
+            return await asyncio.wait_for(life.ended(), PATIENCE_S)
+        finally:
+            await life.stop()
+
+    return asyncio.run(live())
+
+
+def test_it_ends_at_once_where_nobody_is() -> None:
+    assert ends(lambda life, here: None, []) == "stopped"
+
+
+def test_it_ends_once_those_who_leave_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes a moment to hear of its signal included; others may stay."""
+    monkeypatch.setattr(server_life, "_LOOK_S", 0.0)
+    looks: list[list[bool]] = []
+
+    def scenario(life: ServerLife, here: list[bool]) -> None:
+        looks.append(list(here))
+        if len(looks) == 3:
+            here[0] = True
+        elif len(looks) == 6:
+            here.pop(0)
+
+    assert ends(scenario, [False, False]) == "stopped"
+    assert looks == [[False] * 2] * 3 + [[True, False]] * 3
+
+
+def test_it_does_not_wait_for_those_who_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_life, "_LOOK_S", 0.0)
+    monkeypatch.setattr(server_life, "ASK_S", 0.01)
+    assert ends(lambda life, here: None, [False]) == "stopped"
+
+
+@pytest.mark.parametrize("way", ["asked again", "patience"])
+def test_one_that_never_gets_away_does_not_hold_it(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(server_life, "_LOOK_S", 0.0)
+    looks: list[bool] = []
+    if way == "patience":
+        monkeypatch.setattr(server_life, "LEAVERS_S", 0.01)
+
+    def scenario(life: ServerLife, here: list[bool]) -> None:
+        looks.extend(here)
+        if way == "asked again" and len(looks) == 3:
+            life.asked("asked again", lambda: here)
+
+    assert ends(scenario, [True]) == ("asked again" if way == "asked again" else "stopped")
