@@ -251,7 +251,7 @@ class Keeping:
     # ------------------------------------------------------------------ the end
 
     def final_lock(self) -> FileLock | None:
-        """Whoever closes the job takes it before, and holds it until the final state is written.
+        """Takes the lock on the final state, which a member that closes the job holds until that state is written.
 
         Returns:
             None if another member of this machine has it, or no final state is to be kept.
@@ -314,7 +314,7 @@ class Keeping:
         return kept.header
 
     def _forget_final(self) -> None:
-        """Nobody is told any more that the job is finished."""
+        """Removes the final state once newcomers are told of the end no more."""
         if self._folder is None or not (self._folder / FINAL / files.RECORD).exists():
             return
         with contextlib.suppress(StateError):

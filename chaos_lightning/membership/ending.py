@@ -63,7 +63,9 @@ class JobEnd:
         self._desk.phase = SchedulerPhase.FINISHED
         peers = list(self._roster.peers.values())
         for peer in peers:
-            inside = peer.standing in (Standing.MEMBER, Standing.LEAVER)
+            # One that no header has let in yet is a newcomer still, though a view names it.
+            entered = not peer.known or peer.entered != NO_VIEW
+            inside = peer.standing in (Standing.MEMBER, Standing.LEAVER) and entered
             self._roster.send(peer, Released(FINISHED) if inside else self._over())
         self._desk.note("finished", seq=max(p.seq for p in peers), step=max(p.step for p in peers))
         hosts = {member.host for view in self._book.views for member in view.members}

@@ -151,3 +151,16 @@ def test_a_founder_with_the_final_state_tells_a_scheduler_that_missed_the_end() 
     job.passes(3.0)
     assert job.heard("c", ToldEnd)
     assert not job.views, "nobody founds it again"
+
+
+def test_a_newcomer_that_no_header_has_let_in_is_told_like_one_that_waits() -> None:
+    """A view names it already, and the last step was made without it."""
+    job = Job()
+    job.comes(hello("a"))
+    job.enters("a")
+    job.comes(hello("b"))
+    assert job.names() == ["a", "b"]
+    job.says("a", Finished(9, 7))
+    assert job.heard("b", ToldEnd)
+    assert not job.heard("b", Released)
+    assert job.heard("a", Released)
