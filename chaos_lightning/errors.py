@@ -72,8 +72,8 @@ class FinishedJobError(SystemExit):
 
 
 class DisagreementError(ChaosError):
-    """A slot was refused for all members alike: they disagree (the message names the member, the field and both
-    values), or they gather more than fits into one message."""
+    """Members disagree: this one differs from the others and is put out (the message names the field and both values),
+    or nobody can go on, since they gather more than fits into one message or values that do not fit together."""
 
 
 class FencedError(ChaosError):

@@ -51,12 +51,19 @@ from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.data.parts import part_of
 from chaos_lightning.data.source import MicroBatch
-from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError, UnsupportedError
+from chaos_lightning.errors import (
+    ConfigurationError,
+    DepartedError,
+    DisagreementError,
+    FencedError,
+    UnsupportedError,
+)
 from chaos_lightning.machine.signals import ExitSignals, aside, say
 from chaos_lightning.member import checkpoints, training
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.keeping import LoadedCheckpoint, remembered
 from chaos_lightning.member.micro_batches import MicroBatches
+from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.replication.access import ModuleState, Stateful, module_extra
@@ -153,6 +160,9 @@ class Trainer:
         """The present batch has had no `update` yet."""
         self._micro_batches = MicroBatches()
         self._switch_as_before: Callable[[], None] = lambda: None
+        self._asks_as_before = warn_who_asks(
+            lambda: self.engine.world_size, "trainer.rank == 0 (or trainer.world_size)"
+        )
         _open[threading.get_ident()] = self
         _wish.watch()
 
@@ -686,6 +696,7 @@ class Trainer:
         self._micro_batches.close()
         self.engine.close()
         self._switch_as_before()
+        self._asks_as_before()
         _wish.forget()
 
     def __enter__(self) -> Self:
@@ -694,9 +705,21 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._state is not None:
-            self._end()
-        self.close()
+        try:
+            if kind is None and self._state is not None:
+                self._end()
+        except DisagreementError:
+            self._keep_stuck()
+            raise
+        finally:
+            if isinstance(error, DisagreementError):
+                self._keep_stuck()
+            self.close()
+
+    def _keep_stuck(self) -> None:
+        """No member can go on: the state outlives them."""
+        if self._state is not None:
+            self.engine.keep(self._state, self._checkpoints(), stuck=True)
 
     def _end(self) -> None:
         """Closes the job with the others, or waits to be released by those who go on."""

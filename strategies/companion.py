@@ -115,7 +115,7 @@ class Companion(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Other callbacks may write a checkpoint now; that must not call for the others."""
         if self._session is not None:
-            self._session.abandon()
+            self._session.abandon(exception)
 
     def __reduce__(self) -> Any:
         return Companion, (None,)

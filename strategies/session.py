@@ -29,11 +29,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from chaos_lightning.data.loader import ElasticLoader
-from chaos_lightning.errors import DepartedError, FencedError, FinishedJobError, RefusedError, UnsupportedError
+from chaos_lightning.errors import (
+    DepartedError,
+    DisagreementError,
+    FencedError,
+    FinishedJobError,
+    RefusedError,
+    UnsupportedError,
+)
 from chaos_lightning.machine.signals import ExitSignals, aside, say
 from chaos_lightning.member import training
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.keeping import LoadedCheckpoint, SavedCheckpoints
+from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
@@ -136,6 +144,9 @@ class FitSession:
         self._stepper: Stepper | None = None
         self._samples = SampleCount(())
         self._switch_as_before: Callable[[], None] = lambda: None
+        self._asks_as_before = warn_who_asks(
+            environment.world_size, "trainer.is_global_zero, trainer.global_rank, or rank_zero_only of Lightning"
+        )
         self._signals = ExitSignals(self._on_signal)
         self._void: Suspension | None = None
         self._boundary_asked = False
@@ -731,15 +742,17 @@ class FitSession:
         engine = self.engine
         return bool(engine.role) and engine.view is not None and engine.view.ids() == (engine.member_id,)
 
-    def _keep(self, *, ended: bool = False) -> None:
-        """If this was the last member, the state outlives it."""
+    def _keep(self, *, ended: bool = False, stuck: bool = False) -> None:
+        """If this was the last member, or none can go on, the state outlives it."""
         self._keep_due = False
         if self.outer and not self.gone and self._is_last:
             self.outer.leave()
         self.stepper.put_back()
         with self.alone():
             self.engine.keep(
-                KeptState(self.state, self.elastic.uncommitted, ended=ended), self.checkpoints.at(self.stepped[1])
+                KeptState(self.state, self.elastic.uncommitted, ended=ended),
+                self.checkpoints.at(self.stepped[1]),
+                stuck=stuck,
             )
 
     def end_epoch(self) -> None:
@@ -812,8 +825,11 @@ class FitSession:
             return f"max_steps={fit_loop.max_steps} reached"
         return f"max_epochs={fit_loop.max_epochs} reached"
 
-    def abandon(self) -> None:
-        """An exception ends fit: what callbacks do now must not call for the others, who go on without this member."""
+    def abandon(self, error: BaseException | None = None) -> None:
+        """An exception ends fit: what callbacks do now must not call for the others, who go on without this member, or
+        where members disagree end, too: then the state outlives them."""
+        if self.in_job and isinstance(error, DisagreementError) and not self.outer:
+            self._keep(stuck=True)
         self.in_job = False
         self._place.leave()
         if self._engine is not None:
@@ -835,6 +851,7 @@ class FitSession:
         self.writer.logs.release()
         self._signals.restore()
         self._switch_as_before()
+        self._asks_as_before()
         if self._loader is not None:
             self.elastic.close()
 

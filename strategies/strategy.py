@@ -418,7 +418,7 @@ class ChaosStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self.session is not None:
-            self.session.abandon()
+            self.session.abandon(exception)
 
     def teardown(self) -> None:
         self._turn.end()

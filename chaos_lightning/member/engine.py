@@ -529,17 +529,18 @@ class Engine:
                 mail.changed.wait(left_s)
             return bool(mail.left or mail.lost)
 
-    def keep(self, state: StateAccess, checkpoints: Sequence[str] = ()) -> None:
+    def keep(self, state: StateAccess, checkpoints: Sequence[str] = (), *, stuck: bool = False) -> None:
         """This member goes, and no header lets it go: others that hold the state may be gone, too. So it keeps its own
         in a file, from which the job can be founded again (protocol.md 14c).
 
         Args:
             state: It stands on `header`; what forward passes since then did to reduced buffers is undone here.
             checkpoints: Header hashes of the checkpoints that it goes on from.
+            stuck: It goes since no member can go on, and not because it was asked to.
         """
         mail = self._mail
         with mail.changed:
-            asked = self.leaving or mail.giving_up
+            asked = self.leaving or mail.giving_up or stuck
             void = mail.ejected is not None or mail.crash is not None
         if not self.role or self.out or self.view is None or void or not asked or self.header.kind is Kind.CLOSING:
             return

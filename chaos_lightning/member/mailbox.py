@@ -8,7 +8,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from chaos_lightning.errors import ChaosError, DeadlineError, DepartedError, FencedError, FinishedJobError, RefusedError
+from chaos_lightning.errors import (
+    ChaosError,
+    DeadlineError,
+    DepartedError,
+    DisagreementError,
+    FencedError,
+    FinishedJobError,
+    RefusedError,
+)
 from chaos_lightning.protocol.types import Header, Member, ToldEnd, View
 
 
@@ -80,7 +88,7 @@ class Mailbox:
             reason, rejoin = self.ejected
             if rejoin:
                 raise FencedError(f"{self.who()} is out of the job: {reason}")
-            raise RefusedError(reason)
+            raise RefusedError(reason) if self.view is None else DisagreementError(reason)
         if self.job_over is not None:
             raise FinishedJobError(f"{self.who()} came when the job was finished")
         if self.left and not self.commits:
@@ -99,8 +107,9 @@ class Mailbox:
             tells: The user hears of it if this waits for long and no scheduler serves this member.
 
         Raises:
-            FencedError, RefusedError, DepartedError, ChaosError: This member is out, or its I/O thread is broken.
+            FencedError, RefusedError, DisagreementError, DepartedError: This member is out.
             FinishedJobError: It is a newcomer of a job that is finished.
+            ChaosError: Its I/O thread is broken.
             DeadlineError: `time.monotonic()` passed `deadline`.
         """
         began, told = time.monotonic(), 0.0

@@ -37,6 +37,9 @@ EVENTS = (
     # --- trouble
     Event("suspect", "it may be dead", {"evidence": "words"}),
     Event("death", "it is dead", {"evidence": "words"}),
+    Event(
+        "differs", "members are to be put out, since what they contribute differs", {"members": "ids", "reason": "why"}
+    ),
     Event("notice", "words for people", {"text": "words"}, {"waiting": "whether the job waits"}, note="{text}"),
     Event(
         "error",

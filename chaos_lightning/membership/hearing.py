@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
+from chaos_lightning.membership.judging import Deaths
 from chaos_lightning.membership.keeping import Keeper
 from chaos_lightning.membership.learners import Learners
 from chaos_lightning.membership.links import LinkRegistry
@@ -15,6 +16,7 @@ from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.protocol.types import (
     CatchUp,
+    Differs,
     Entered,
     Finished,
     FromMember,
@@ -39,6 +41,7 @@ class Hearing:
     book: Book
     recovery: Recovery
     detector: Detector
+    deaths: Deaths
     links: LinkRegistry
     learners: Learners
     keeper: Keeper
@@ -77,6 +80,9 @@ class Hearing:
                 self.rebuild.on_report(peer, message)
             case CatchUp():
                 self.learners.on_catch_up(peer, message)
+            case Differs():
+                if peer.standing in (Standing.MEMBER, Standing.LEAVER):  # a leaver may be the root of the open slot
+                    self.deaths.put_out(message)
             case Kept():
                 self.keeper.on_kept(peer, message)
             case Finished(seq, step):

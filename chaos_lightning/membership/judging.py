@@ -17,7 +17,7 @@ from chaos_lightning.membership.effects import Gone, Look
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.roster import Roster
-from chaos_lightning.protocol.types import Notice, Probe
+from chaos_lightning.protocol.types import Differs, Fence, Notice, Probe
 
 
 class Deaths:
@@ -39,6 +39,14 @@ class Deaths:
         """Who speaks lives: until a view is decided without it, its death is taken back."""
         peer.dead, peer.proven = "", False
         self._detector.heard(peer.id)
+
+    def put_out(self, told: Differs) -> None:
+        """A member whose contribution differs from the others': a view is decided without it (6b)."""
+        peer = self._roster.peers.get(told.member)
+        if peer is None or not peer.alive or peer.standing not in (Standing.MEMBER, Standing.LEAVER):
+            return
+        self._roster.condemn(peer, told.reason)
+        self._roster.send(peer, Fence(f"{peer.id} is put out of the job: {told.reason}", told.rejoin))
 
     def judge(self) -> None:
         watched = {

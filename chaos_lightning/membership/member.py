@@ -59,13 +59,14 @@ from chaos_lightning.membership.effects import (
 from chaos_lightning.membership.learning import Learning
 from chaos_lightning.membership.neighbours import Neighbours
 from chaos_lightning.membership.recovery import needs_bytes
-from chaos_lightning.membership.slots import close_slot, kind_of
+from chaos_lightning.membership.slots import close_slot, differing, kind_of
 from chaos_lightning.membership.stimuli import MessageDigest
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Contribution,
     Decide,
+    Differs,
     Entered,
     Fence,
     Finished,
@@ -154,6 +155,8 @@ class MemberMachine:
         self._raw = False
         self._entering: Decide | None = None
         self._complete: tuple[ViewId, int] | None = None
+        self._differing: tuple[Differs, ...] = ()
+        """At the root: told to the scheduler of the open slot."""
         self._pulled = ""
         self._inbox: dict[tuple[ViewId, int], dict[str, Contribution]] = {}
         self._ready_sent = False
@@ -331,6 +334,7 @@ class MemberMachine:
         self._emit(*self.neighbours.again(), ToScheduler(self._position()))
         if self._ready_sent and self.phase is MemberPhase.WAITING:
             self._emit(ToScheduler(Ready()))
+        self._emit(*(ToScheduler(who) for who in self._differing))
         if self.phase is MemberPhase.CLOSED:
             # No word of leaving: the job would count as left by its last member, and not as finished.
             self._emit(ToScheduler(Finished(self.seq, self.step)))
@@ -393,6 +397,9 @@ class MemberMachine:
         box = self._inbox.get(key, {})
         if not self._all_in(view, box):
             return
+        if found := self._differing_in(view, box):
+            self._put_out(found)
+            return
         header = self._make_header(view, box)
         if not self._has_bytes(header):
             return
@@ -400,6 +407,17 @@ class MemberMachine:
             if member != self.member_id:
                 self._emit(ToPeer(member, header))
         self._commit(header)
+
+    def _differing_in(self, view: View, box: Mapping[str, Contribution]) -> tuple[Differs, ...]:
+        """All contributors agree in what must be equal (6b)."""
+        return differing(view, box)
+
+    def _put_out(self, found: tuple[Differs, ...]) -> None:
+        """The scheduler is to decide a view without these: the slot is then closed by those who agree (6b)."""
+        if self._differing != found:
+            self._differing = found
+            self._note("differs", members=[who.member for who in found], reason=found[0].reason)
+            self._emit(*(ToScheduler(who) for who in found))
 
     def _all_in(self, view: View, box: Mapping[str, Contribution]) -> bool:
         """One set of contributors: all members of the view, weight 0 included (1)."""
@@ -493,7 +511,7 @@ class MemberMachine:
 
     def _close_open_slot(self) -> None:
         self.pending = self.contribution = self._complete = None
-        self._pulled = ""
+        self._differing, self._pulled = (), ""
         for key in [k for k in self._inbox if k[1] <= self.seq]:
             del self._inbox[key]
 
@@ -501,7 +519,7 @@ class MemberMachine:
         """This member stands in `view` from now on."""
         older = self._entered_id
         self.neighbours.enter(self.view if committed is not None else None)
-        self.view = view
+        self.view, self._differing = view, ()
         self.promised = max(self.promised, view.id)
         if self.waiting_view is not None and self.waiting_view.id <= view.id:
             self.waiting_view = None

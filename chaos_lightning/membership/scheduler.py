@@ -117,7 +117,9 @@ class SchedulerMachine:
         self.terms = Terms(desk, roster, detector)
         self.rebuild = Rebuild(desk, book, roster, recovery, self.terms, topology, chain)
         self.identity = Identity(desk, book, roster, recovery, self.rebuild, detector, chain)
-        self.hearing = Hearing(desk, book, recovery, detector, self.links, self.learners, self.keeper, self.rebuild)
+        self.hearing = Hearing(
+            desk, book, recovery, detector, self.deaths, self.links, self.learners, self.keeper, self.rebuild
+        )
         self.founders = Founders(desk)
         self.end = JobEnd(desk, book, roster, chain)
         self.admission = Admission(

@@ -1,10 +1,11 @@
 """Closing a slot: from one contribution per member to the header that commits them.
 
 Theory of operation. `close_slot` is what the commit root computes once it holds a contribution of every member of the
-view (protocol.md 1, 2). It is a pure function: members that disagree in anything that must be equal (4a, 20, 23) give a
-header whose `error` names the member, the field and both values; nothing else in that header changes anything, so that
-all members raise the same words and none applies the slot. So do payloads that do not fit into one header
-(`too_large`): nobody could send it. Otherwise weights, presence bits, spent sample ranges and payloads are
+view (protocol.md 1, 2), and all agree in what must be equal (4a, 20, 23). Who differs (`differing`) is put out first,
+by a view without it, in which the slot is closed anew from what the others contribute (6b). It is a pure function.
+Payloads that do not fit into one header (`too_large`), which nobody could send, and samples that were spent twice give
+a header whose `error` says so; nothing else in that header changes anything, so that all members raise the same words
+and none applies the slot. Otherwise weights, presence bits, spent sample ranges and payloads are
 folded in rank order, state hashes are put to the vote (24), and a waiting view is carried if the slot's kind allows it:
 `carried` holds that rule in one place. A member that leaves brings nothing and no longer follows the script, so its
 contribution may yield: whatever the others close, it goes along (`leading`). So may that of a member without samples:
@@ -21,6 +22,7 @@ from chaos_lightning.planning.ledger import merge
 from chaos_lightning.protocol.types import (
     MAX_GATHER_NBYTES,
     Contribution,
+    Differs,
     Header,
     Kind,
     Share,
@@ -32,28 +34,41 @@ EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper", "le
 """Fields in which all contributions to one slot must agree, in the order in which they are compared."""
 
 
-def disagreement(contributions: Sequence[Contribution]) -> str:
-    """Words about the first field in which members differ, or "" if they agree.
+def differing(view: View, contributions: Mapping[str, Contribution]) -> tuple[Differs, ...]:
+    """Members whose contributions differ from the others', in the first field in which any does; () if all agree.
 
-    The first contribution (of the oldest member that does not yield) is the reference, as the first view's state is the
-    first member's (protocol.md 14).
+    What most of those have who do not yield counts; on a tie what the oldest of them has, as with state hashes (24).
     """
-    reference = contributions[0]
+    first = leading(view, contributions)
+    ordered = [first, *(c for m in view.ids() if (c := contributions[m]) is not first)]
+    voters = [c for c in ordered if not c.yields] or ordered[:1]
     for name in EQUAL_FIELDS:
+        votes = Counter(getattr(c, name) for c in voters)
+        reference = max(voters, key=lambda c: votes[getattr(c, name)])  # the oldest of those with as many votes
         expected = getattr(reference, name)
-        for other in contributions[1:]:
-            if other.yields and name in _yielded(reference, other):
-                continue
-            given = getattr(other, name)
-            if given == expected:
-                continue
-            if name in ("kind", "name") and (reference.kind, other.kind) != (Kind.STEP, Kind.STEP):
-                return _at_different_calls(reference, other)
-            return (
-                f"slot {reference.seq}: {other.member} has {name} {str(given)!r}, {reference.member} has "
-                f"{str(expected)!r}; both must be equal at every member: compare their scripts and settings"
-            )
-    return ""
+        found = [
+            other
+            for other in ordered
+            if getattr(other, name) != expected and not (other.yields and name in _yielded(reference, other))
+        ]
+        if found:
+            return tuple(Differs(c.member, _unequal(name, reference, c), name == "prev_hash") for c in found)
+    return ()
+
+
+def _unequal(name: str, reference: Contribution, other: Contribution) -> str:
+    """Words about a field in which a member differs from the one whose value counts."""
+    if name in ("kind", "name") and (reference.kind, other.kind) != (Kind.STEP, Kind.STEP):
+        return _at_different_calls(reference, other)
+    expected, given = str(getattr(reference, name)), str(getattr(other, name))
+    if name == "hyper":  # of many, those that differ
+        its, the_jobs = given.split(";"), expected.split(";")
+        given = ";".join(word for word in its if word not in the_jobs) or given
+        expected = ";".join(word for word in the_jobs if word not in its) or expected
+    return (
+        f"slot {reference.seq}: {other.member} has {name} {given!r}, {reference.member} has {expected!r}; both must be "
+        "equal at every member: compare their scripts and settings"
+    )
 
 
 def _at_different_calls(one: Contribution, other: Contribution) -> str:
@@ -183,20 +198,18 @@ def close_slot(
     Args:
         view: The ruling view; `contributions` holds exactly one entry for each of its members.
         prev: The header that the root stands on.
-        contributions: By member id.
+        contributions: By member id; none is `differing`.
         waiting: A decided view whose predecessor is `view`, not carried yet.
         learners: Newcomers that are served from this slot on.
     """
     ordered = [contributions[m] for m in view.ids()]
     first, kind = leading(view, contributions), kind_of(view, prev, contributions)
-    error = disagreement([first, *(c for c in ordered if c is not first)])
-    ledger = prev.ledger
-    if not error:
-        spent: list[Spent] = [s for c in ordered for s in c.spent]
-        try:
-            ledger = merge(prev.ledger, spent) if spent else prev.ledger
-        except ValueError as problem:
-            error = f"slot {first.seq}: {problem}"
+    error, ledger = "", prev.ledger
+    spent: list[Spent] = [s for c in ordered for s in c.spent]
+    try:
+        ledger = merge(prev.ledger, spent) if spent else prev.ledger
+    except ValueError as problem:
+        error = f"slot {first.seq}: {problem}"
     if not error:
         error = too_large(ordered)
     if error:

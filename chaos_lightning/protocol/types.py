@@ -467,6 +467,21 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Differs:
+    """The commit root's word that a contribution to the open slot differs from the others' (protocol.md 6b).
+
+    Attributes:
+        member: Whose contribution it is.
+        reason: What of it differs, with both values and what to do.
+        rejoin: Its state is not the job's, and it gets that by joining again; else its script is another.
+    """
+
+    member: str
+    reason: str
+    rejoin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     reason: str
 
@@ -659,6 +674,7 @@ FromMember = (
     | LinkRequest
     | RebuildReport
     | Kept
+    | Differs
 )
 _Told = Notice | Released | ServeLearners | Pulse | Recall | LinkKeys | ToldEnd
 ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | _Told

@@ -24,6 +24,7 @@ from chaos_lightning.protocol.types import (
     CatchUp,
     Contribution,
     Decide,
+    Differs,
     Entered,
     Fence,
     Finished,
@@ -444,6 +445,8 @@ class SchedulerScript:
                 # "gone": the process table says so; "dead": it says that it is stopped; "silent" is a guess.
                 seen = state in ("gone", "dead")
                 return Verdict(self.ids.get(peer, peer), state == "alive", "asked", state == "gone", seen)
+            case ["says", peer, "differs"]:
+                return Differs(self.ids.get(peer, peer), "slot 1: it has hyper 'lr=2'", keys.get("join") == "again")
             case ["leaves"]:
                 return Leave("Ctrl+C")
             case ["finished"]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from chaos_lightning.protocol.types import (
     Contribution,
     Decide,
+    Differs,
     Entered,
     Fence,
     Finished,
@@ -70,6 +71,8 @@ def message_words(names: Names, message: object) -> str:
             return f"verdict on {suspect}: {'alive' if alive else 'dead'} ({evidence})"
         case Released(reason, asked):
             return f"released{', as asked' if asked else ''}: {reason}"
+        case Differs(member, reason, rejoin):
+            return f"{member} differs{', join again' if rejoin else ''}: {reason}"
         case Leave(reason):
             return f"leave: {reason}"
         case Notice(text, waiting):

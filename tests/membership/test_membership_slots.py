@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from membership_script import contribution, header_after, member
 
 from chaos_lightning.membership import slots
-from chaos_lightning.membership.slots import carried, close_slot, drifted, fitting, presence_of
+from chaos_lightning.membership.slots import carried, close_slot, differing, drifted, fitting, presence_of
 from chaos_lightning.protocol.codec import encode_peer
 from chaos_lightning.protocol.types import GENESIS, MAX_GATHER_NBYTES, NO_VIEW, Kind, Ledger, Spent, View, ViewId
 
@@ -40,13 +40,35 @@ def test_disagreement_names_member_field_and_both_values(field: str, value: obje
     contributions = box()
     expected = getattr(contributions["a~1"], field)
     contributions["c~3"] = replace(contributions["c~3"], **{field: value})
-    header = closed(contributions)
+    (told,) = differing(VIEW, contributions)  # type: ignore[arg-type]
+    assert told.member == "c~3"
     for word in ("c~3", "a~1", field, str(value), str(expected)):
-        assert word in header.error
-    assert header.step == 0
-    assert header.ledger == GENESIS.ledger
-    assert header.contributors == ()
-    assert header.next_view == VIEW.id
+        assert word in told.reason
+    assert told.rejoin == (field == "prev_hash"), "its state is not the job's, while its script may be"
+
+
+@pytest.mark.parametrize(
+    ("values", "out"),
+    [
+        ("xyx", ["b~2"]),
+        ("xyy", ["a~1"]),
+        ("xyz", ["b~2", "c~3"]),
+        ("xxx", []),
+    ],
+    ids=["one differs", "the oldest differs", "all differ", "none differs"],
+)
+def test_who_differs_from_most_is_put_out_and_the_oldest_counts_on_a_tie(values: str, out: list[str]) -> None:
+    contributions = {m: replace(c, hyper=v) for (m, c), v in zip(box().items(), values, strict=True)}  # type: ignore[type-var]
+    assert [d.member for d in differing(VIEW, contributions)] == out  # type: ignore[arg-type]
+
+
+def test_of_two_members_the_newcomer_is_put_out() -> None:
+    view = replace(VIEW, members=VIEW.members[:2])
+    contributions = {m: contribution(VIEW, GENESIS, "step", m) for m in IDS[:2]}
+    contributions["b~2"] = replace(contributions["b~2"], hyper="opt0.lr=0.2;opt0.momentum=0.0")
+    contributions["a~1"] = replace(contributions["a~1"], hyper="opt0.lr=0.1;opt0.momentum=0.0")
+    (told,) = differing(view, contributions)
+    assert "b~2 has hyper 'opt0.lr=0.2', a~1 has 'opt0.lr=0.1'" in told.reason, "only what differs is told"
 
 
 @pytest.mark.parametrize(
@@ -61,10 +83,10 @@ def test_disagreement_names_member_field_and_both_values(field: str, value: obje
 def test_members_in_different_slots_are_told_both_calls_and_lines(kind: Kind, name: str, words: str) -> None:
     contributions = box("gather", name="barrier before saving", line="save() at train.py:31")
     contributions["c~3"] = replace(contributions["c~3"], kind=kind, name=name, line="update() at train.py:29")
-    header = closed(contributions)
-    assert "a~1 makes the collective 'barrier before saving' (save() at train.py:31)" in header.error
-    assert f"c~3 {words} (update() at train.py:29)" in header.error
-    assert "move the call out of `if rank == 0:`" in header.error
+    (told,) = differing(VIEW, contributions)  # type: ignore[arg-type]
+    assert "a~1 makes the collective 'barrier before saving' (save() at train.py:31)" in told.reason
+    assert f"c~3 {words} (update() at train.py:29)" in told.reason
+    assert "move the call out of `if rank == 0:`" in told.reason
 
 
 def test_lines_are_not_compared() -> None:
@@ -105,7 +127,8 @@ def test_who_has_no_samples_goes_along_with_a_collective_that_it_did_not_foresee
 def test_a_collective_yields_to_collectives_only() -> None:
     contributions = box("step")
     contributions["c~3"] = contribution(VIEW, GENESIS, "gather", "c~3", name="values", yields=True)
-    assert "c~3 makes the collective 'values'" in closed(contributions).error
+    (told,) = differing(VIEW, contributions)  # type: ignore[arg-type]
+    assert "c~3 makes the collective 'values'" in told.reason
 
 
 def test_when_nobody_has_samples_they_are_in_the_middle_of_a_batch_and_let_nobody_in() -> None:
@@ -117,13 +140,13 @@ def test_when_nobody_has_samples_they_are_in_the_middle_of_a_batch_and_let_nobod
 def test_who_leaves_still_stands_on_the_same_chain() -> None:
     contributions = box()
     contributions["c~3"] = replace(contributions["c~3"], prev_hash="feed", yields=True)
-    assert "prev_hash" in closed(contributions).error
+    assert "prev_hash" in differing(VIEW, contributions)[0].reason  # type: ignore[arg-type]
 
 
 def test_steps_of_other_sections_are_refused_also_from_who_leaves() -> None:
     contributions = box()
     contributions["c~3"] = replace(contributions["c~3"], name="section 1", yields=True)
-    assert "section 1" in closed(contributions).error
+    assert "section 1" in differing(VIEW, contributions)[0].reason  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -238,8 +261,7 @@ def test_leave_rides_on_a_step_never_on_a_collective() -> None:
 
 
 def test_error_header_carries_no_view() -> None:
-    contributions = box()
-    contributions["b~2"] = replace(contributions["b~2"], name="other")
+    contributions = box(spent=(Spent("", 0, ((0, 4),)),))
     header = closed(contributions, waiting=replace(VIEW, id=ViewId(1, 2), predecessor=VIEW.id))
     assert header.error
     assert header.view_change is None

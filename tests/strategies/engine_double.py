@@ -166,7 +166,7 @@ class EngineDouble:
     def may_go(self) -> bool:
         return True
 
-    def keep(self, state: Any, checkpoints: Sequence[str] = ()) -> None:
+    def keep(self, state: Any, checkpoints: Sequence[str] = (), *, stuck: bool = False) -> None:
         if self.role and not self.out:
             self.kept.append(self.header.step)
 

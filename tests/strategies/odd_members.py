@@ -10,6 +10,7 @@ from strategy_members import member
 from torch import nn
 
 import chaos_lightning.member.hello as hello
+from chaos_lightning.protocol.types import MAX_GATHER_NBYTES
 from chaos_lightning.trainer import Trainer
 
 
@@ -47,10 +48,12 @@ class Alone(models.Regression):
 
     def __init__(self, asks: str, folder: str) -> None:
         super().__init__()
-        self.asks, self.folder = asks, folder
+        self.asks, self.folder, self.together = asks, folder, 0
 
     def _is_time(self) -> bool:
-        return bool(self.trainer.is_global_zero and self.global_step >= 3)
+        """In an epoch that both train from its beginning: the second batch of three, or the last one to stop."""
+        self.together += self.trainer.world_size == 2
+        return bool(self.trainer.is_global_zero and self.together == (5 if self.asks == "stop" else 4))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -71,17 +74,80 @@ def alone(spec: dict[str, Any]) -> None:
 
 
 def saves_alone(spec: dict[str, Any]) -> None:
-    """A plain loop in which rank 0 alone saves, or breaks."""
+    """A plain loop in which rank 0 of two alone saves, or breaks.
+
+    Args:
+        spec: name, port, out, asks, gates {step: fifo}.
+    """
+    gates = dict(spec.get("gates", {}))
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(24, 1)), 4)
-    with Trainer(name=spec["name"], endpoint=f"127.0.0.1:{spec['port']}", join_timeout_s=40.0) as trainer:
+    with Trainer(
+        name=spec["name"], endpoint=f"127.0.0.1:{spec['port']}", join_timeout_s=40.0, join_by="pause"
+    ) as trainer:
         for (x,) in trainer.prepare(model, optimizer, loader, data="local"):
             optimizer.zero_grad()
             model(x).mean().backward()
             trainer.update()
-            if trainer.step == 3 and trainer.rank == 0:
+            if trainer.world_size == 2 and trainer.rank == 0:
                 if spec["asks"] == "break":
                     break
                 trainer.save(f"{spec['out']}/alone.pt")
             trainer.check_state_replication()
+            if gate := gates.pop(trainer.step, ""):
+                with open(gate) as opened:
+                    opened.read()
+
+
+class Drifts(models.Regression):
+    """A model of which one member has another learning rate from some step on; gathers too much at some step.
+
+    Args:
+        drifts_at: Step; 0: never.
+        gathers_at: Step; 0: never.
+    """
+
+    def __init__(self, drifts_at: int = 0, gathers_at: int = 0) -> None:
+        super().__init__()
+        self.drifts_at, self.gathers_at = drifts_at, gathers_at
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == self.drifts_at:
+            self.optimizers().param_groups[0]["lr"] = 0.007  # type: ignore[union-attr]
+        if self.global_step == self.gathers_at:
+            self.gathers_at = 0
+            self.all_gather(torch.zeros(MAX_GATHER_NBYTES // 4))
+
+
+def drifts(spec: dict[str, Any]) -> None:
+    """As `strategy_members.member`, with Drifts."""
+    models.Drifts = Drifts  # type: ignore[attr-defined]
+    member({"model": "Drifts", **spec})
+
+
+def drifts_plainly(spec: dict[str, Any]) -> None:
+    """A plain loop of Drifts; reports its last step.
+
+    Args:
+        spec: name, port, out, epochs, model_args, gates {step: fifo}.
+    """
+    gates, module = dict(spec.get("gates", {})), Drifts(**spec.get("model_args", {}))
+    optimizer = module.configure_optimizers()
+    settings = {"join_timeout_s": 40.0, "join_by": "pause", **spec.get("options", {})}
+    with Trainer(name=spec["name"], endpoint=f"127.0.0.1:{spec['port']}", **settings) as trainer:
+        batches = trainer.prepare(module, optimizer, models.loader(), epochs=spec["epochs"])
+        began = trainer.step
+        for x, y in batches:
+            optimizer.zero_grad()
+            trainer.backward(nn.functional.mse_loss(module.net(x), y))
+            trainer.update()
+            if trainer.step == module.drifts_at:
+                optimizer.param_groups[0]["lr"] = 0.007
+            if trainer.step == module.gathers_at:
+                trainer.gather(torch.zeros(MAX_GATHER_NBYTES // 4))
+            trainer.check_state_replication()
+            if gate := gates.pop(trainer.step, ""):
+                with open(gate) as opened:
+                    opened.read()
+        torch.save({"step": trainer.step, "began": began}, f"{spec['out']}/{spec['name']}.pt")

@@ -1,4 +1,5 @@
-"""A member asks the others for something that they do not foresee: all are told the call, the line, and what to do."""
+"""A member asks the others for something that they do not foresee: who is put out is told the call, the line, and what
+to do."""
 
 from __future__ import annotations
 
@@ -17,20 +18,25 @@ def line_of(function: Any, words: str) -> str:
 
 
 def told(job: Job, run: Any, asks: str) -> str:
-    """What both members end with; they are started with one script."""
-    job.fresh(min_nodes=2)
+    """What the younger of two members is put out with; they are started with one script. The other one goes on."""
     for name in "ab":
-        spec = {"name": name, "port": job.port, "out": str(job.out), "asks": asks}
+        gates = {2: job.gate("a")} if name == "a" else {}
+        spec = {"name": name, "port": job.port, "out": str(job.out), "asks": asks, "gates": gates}
         job.harness.start_function(name, run, spec)
-    job.harness.declare("a", "b")
-    assert [job.harness.wait_exit(name) for name in "ab"] == [1, 1]
-    ends = [next(line for line in job.harness.children[name].tail().splitlines() if "slot " in line) for name in "ab"]
-    assert len({line.partition("slot ")[2] for line in ends}) == 1
+        if name == "a":
+            job.harness.wait_step(2)
+    job.wait_admitted("b")
+    job.open("a")
+    job.harness.declare("b")
+    assert [job.harness.wait_exit(name) for name in "ab"] == [0, 1]
+    words = next(
+        line for line in job.harness.children["b"].tail().splitlines() if " is put out of the job: slot " in line
+    )
     remedy = (
         "decide to stop by a value that all" if asks in ("break", "stop") else "move the call out of `if rank == 0:`"
     )
-    assert remedy in ends[0]
-    return ends[0]
+    assert remedy in words
+    return words
 
 
 def test_who_saves_alone_in_a_plain_loop(job: Job) -> None:

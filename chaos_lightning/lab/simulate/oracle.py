@@ -52,6 +52,8 @@ class Oracle:
     """(lineage, slot) -> (header hash, who said so first)."""
     strayed: set[tuple[str, int]] = field(default_factory=set)
     """(member, slot): it leaves and brought nothing."""
+    parted: set[tuple[str, int]] = field(default_factory=set)
+    """(member, slot): its hyperparameters are not the job's."""
     on_slot: Callable[[], None] = lambda: None
     """Called when a slot is committed that nobody had committed before."""
     furthest: dict[str, int] = field(default_factory=dict)
@@ -145,6 +147,9 @@ class Oracle:
         summed = {self.made[uid].member for uid in results[0]}
         if weights != summed:
             raise Violation(f"slot {header.seq}: header names {sorted(weights)}, the sum has {sorted(summed)} (1, 2)")
+        parted = {m for m in summed if (m, header.seq) in self.parted}
+        if parted and parted != summed:
+            raise Violation(f"slot {header.seq} sums {sorted(parted)}, who differ from the others in it (6b)")
         self._check_progress(lineage, before, header)
         before_left = set(_positions(remaining(before.ledger, "", epoch, self.program.length)))
         after_left = set(_positions(remaining(header.ledger, "", epoch, self.program.length)))

@@ -25,6 +25,8 @@ class NodeSpec:
     """Names in its Hello; empty: whoever it can reach."""
     script: str = "same"
     """What it runs; members must run the same."""
+    parts_at: int = 0
+    """From this slot on its hyperparameters are others than the job's; 0: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

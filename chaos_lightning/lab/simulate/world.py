@@ -367,10 +367,11 @@ class World:
             raise Violation(f"nobody finished the job: {outcomes}")
 
     def _all_went(self) -> bool:
-        """Everybody was killed or asked to leave: there is nobody who could finish."""
-        return all(n.outcome == "killed" or n.leaving for n in self.nodes.values()) or any(
-            f.action == "drain" for f in self.plan.faults
-        )
+        """All were killed, asked to leave or put out, since they differed: there is nobody who could finish."""
+        return all(
+            n.outcome == "killed" or n.leaving or (n.spec.parts_at and n.outcome.startswith("refused"))
+            for n in self.nodes.values()
+        ) or any(f.action == "drain" for f in self.plan.faults)
 
     def describe(self) -> str:
         """Where everybody stands, for a report."""

@@ -16,6 +16,7 @@ from chaos_lightning.lab.simulate.plans.members import (
     last_holder_plan,
     late_plans,
     lost_range_plan,
+    parting_plan,
     plans_of,
     stale_plan,
 )
@@ -31,6 +32,7 @@ from chaos_lightning.membership.slots import close_slot
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Contribution,
+    Differs,
     Header,
     Hello,
     Kind,
@@ -49,6 +51,9 @@ class SubsetMachine(MemberMachine):
 
     def _all_in(self, view: View, box: Mapping[str, Contribution]) -> bool:
         return len(box) >= max(1, len(view.members) - 1)
+
+    def _differing_in(self, view: View, box: Mapping[str, Contribution]) -> tuple[Differs, ...]:
+        return ()
 
     def _make_header(self, view: View, box: Mapping[str, Contribution]) -> Header:
         part = replace(view, members=tuple(m for m in view.members if m.id in box))
@@ -96,6 +101,16 @@ class OneBufferPlane(DataPlane):
 
     def serve(self, seq: int, head: str, view: ViewId) -> dict[int, Result]:
         return dict(self.buffer(seq).done)
+
+
+# ------------------------------------------------------------------ 6b: who differs is put out
+
+
+class CarelessRoot(MemberMachine):
+    """Commits whatever is contributed."""
+
+    def _differing_in(self, view: View, box: Mapping[str, Contribution]) -> tuple[Differs, ...]:
+        return ()
 
 
 # ------------------------------------------------------------------ 4: only stable steps leave the job
@@ -315,6 +330,9 @@ MEMBER_BUGS: dict[str, Bug] = {
     "4-hasty": Bug(rule="4", what="unstable slots leave the job", hooks=hooks_of(node=HastyNode), plan=half_sent_plan),
     "4a-blind": Bug(
         rule="4a", what="nobody compares predecessors", hooks=hooks_of(machine=BlindMachine), plan=stale_plan
+    ),
+    "6b-careless": Bug(
+        rule="6b", what="nobody compares contributions", hooks=hooks_of(machine=CarelessRoot), plan=parting_plan
     ),
     "7-hasty": Bug(
         rule="7",

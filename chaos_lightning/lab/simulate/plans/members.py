@@ -249,6 +249,20 @@ def edited_plan(seed: int) -> Plan:
     )
 
 
+def parting_plan(seed: int) -> Plan:
+    """The hyperparameters of one member that is not the oldest become others; meanwhile something else may happen."""
+    random = Random(seed * 41 + 23)
+    kinds = random.choice((("join",), ("kill", "join"), ("leave", "stream"), ("sched-crash", "link"), ("kill-trap",)))
+    plan = random_plan(seed, kinds, damage=0.0)
+    # Those who come later are younger. Of two by the same start either may be the oldest.
+    parting = max(range(len(plan.nodes)), key=lambda i: plan.starts[i])
+    starts = tuple(at + 0.05 * (i == parting) for i, at in enumerate(plan.starts))
+    nodes = tuple(
+        replace(node, parts_at=random.randint(2, 20)) if i == parting else node for i, node in enumerate(plan.nodes)
+    )
+    return replace(plan, settings=replace(plan.settings, min_nodes=1, max_nodes=16), nodes=nodes, starts=starts)
+
+
 def last_holder_plan(seed: int) -> Plan:
     """Everybody who holds the state freezes or dies while newcomers wait, or come; as a rule the last one wakes up.
 
@@ -349,6 +363,7 @@ DYING: tuple[Callable[[int], Plan], ...] = (
     forgetful_plan,
     last_holder_plan,
     last_holder_plan,
+    parting_plan,
     blip_plan,
     busy_plan,
 )
