@@ -28,6 +28,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from chaos_lightning.collectives.canonical import run_words
 from chaos_lightning.data.feeds import batch_length, declared_batch
 from chaos_lightning.data.leased import LeasedLoader
 from chaos_lightning.data.workers import tie_workers
@@ -146,6 +147,7 @@ class DiLoCo:
         if "batch" not in self._rules:
             self._rules["batch"] = self._loader.batch if self._loader is not None else self._size(loader)
         replica = Replica.of_module(self._model, reduced_buffers(self._model, self._buffers, named_by="buffers"))
+        self._words |= run_words(self._model, {})
         settings = OuterSettings(**self._rules)
         agreement = agreement_of(
             replica,

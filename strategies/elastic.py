@@ -42,6 +42,7 @@ from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.planning.tape import Tape
 from chaos_lightning.protocol.types import Header
 from chaos_lightning.settings import EngineConfig
+from chaos_lightning.strategies.fingerprint import words_of_run
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import epoch_of
 from chaos_lightning.strategies.outer_clock import JobClock
@@ -102,13 +103,20 @@ def replica_of(module: Any) -> Replica:
     return Replica.of_module(module, reduced_buffers(module, named, named_by="chaos_buffers"))
 
 
-def words_of(trainer: Trainer) -> dict[str, str]:
-    """What else must be equal in all clusters: what a checkpoint had trained, and what the module says."""
+def words_of(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
+    """What else must be equal in all clusters: what a checkpoint had trained, what the module says, and what tells two
+    runs of a sweep apart.
+
+    Args:
+        trainer: In fit.
+        warns: Of what cannot be compared.
+    """
     loaded = trainer._checkpoint_connector._loaded_checkpoint
     module = trainer.lightning_module
     return {
         CHECKPOINT: f"of {loaded.get('global_step', 0)} steps, {loaded.get('epoch', 0)} epochs" if loaded else "none",
         **{f"chaos_words.{name}": str(word) for name, word in getattr(module, "chaos_words", {}).items()},
+        **words_of_run(trainer, warns=warns),
     }
 
 
@@ -200,7 +208,7 @@ class ElasticPart:
         """Before the inner job is joined: what travels beside its training state."""
         settings, options = self._terms.settle(batch)
         replica = replica_of(self._trainer.lightning_module)
-        words = words_of(self._trainer)
+        words = words_of(self._trainer, warns=False)  # the inner job's fingerprint does
         length = (loader.length(0) or 0) if self.shared else 0
         if length:
             words |= {"data.order_version": str(orders.VERSION)} | {

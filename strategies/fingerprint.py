@@ -67,23 +67,23 @@ def fingerprint_of(trainer: Trainer, loader: ElasticLoader, *, assigns_validatio
         **_validation(trainer, loader.stream, assigns_validation=assigns_validation),
         **({"training data": part_of(getattr(loader.loader, "dataset", None))} if loader.stream == SHARED else {}),
         **default_words(trainer.optimizers),
-        **run_words(module, _hyperparameters(trainer), _own(trainer)),
+        **words_of_run(trainer),
         **loader.order_fingerprint,
     }
 
 
-def _hyperparameters(trainer: Trainer) -> dict[str, Mapping[str, Any]]:
-    """What `save_hyperparameters` kept, by kind."""
+def words_of_run(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
+    """Settings of layers, and what `save_hyperparameters` kept; but for names that `chaos_own_hparams` gives.
+
+    Args:
+        trainer: In fit.
+        warns: Of what is not compared.
+    """
     found: dict[str, Mapping[str, Any]] = {"hyperparameter": trainer.lightning_module.hparams}
     if trainer.datamodule is not None:
         found["data hyperparameter"] = trainer.datamodule.hparams
-    return found
-
-
-def _own(trainer: Trainer) -> set[str]:
-    """Names of hyperparameters and layers that the user says are each machine's own."""
     given = (getattr(part, "chaos_own_hparams", ()) for part in (trainer.lightning_module, trainer.datamodule))
-    return {name for names in given for name in names}
+    return run_words(trainer.lightning_module, found, {name for names in given for name in names}, warns=warns)
 
 
 def advice(refusal: str, config: EngineConfig) -> str:

@@ -310,19 +310,22 @@ def compiled_words(module: nn.Module) -> dict[str, str]:
     return {"compiled": ", ".join(found) or "nothing"}
 
 
-def run_words(model: nn.Module, settings: Mapping[str, Mapping[str, Any]], own: Collection[str] = ()) -> dict[str, str]:
-    """What tells two runs apart that share script, port and job name, as in a sweep. Warns of what is not compared.
+def run_words(
+    model: nn.Module, settings: Mapping[str, Mapping[str, Any]], own: Collection[str] = (), *, warns: bool = True
+) -> dict[str, str]:
+    """What tells two runs apart that share script, port and job name, as in a sweep.
 
     Args:
         model: Its layers' settings count, and whether it is compiled.
         settings: Hyperparameters, by kind.
         own: Names of those, and of layers, that may differ between machines.
+        warns: Of what is not compared, by name.
     """
     hyper, found = Words(own), layer_words(model, own)
     for kind, values in settings.items():
         for name, value in values.items():
             hyper.add(kind, name, value)
-    if formless := {**hyper.formless, **found.formless}:
+    if warns and (formless := {**hyper.formless, **found.formless}):
         listed = "; ".join(f"{name} ({why})" for name, why in sorted(formless.items()))
         warnings.warn(
             f"members do not compare what has no canonical form: {listed}. Two runs that differ in nothing else would "

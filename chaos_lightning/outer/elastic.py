@@ -38,6 +38,7 @@ from torch import Tensor
 
 from chaos_lightning.errors import ChaosError, NoDonorError, StateError
 from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.fits import Fit
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.attendant import Attendant
@@ -152,6 +153,7 @@ class ElasticCluster:
         batches: Batches = UNTOLD,
     ) -> None:
         self.options, self.agreement, self._batches = options, agreement, batches
+        self._fit = Fit(options.job, ",".join(options.endpoints))
         self._inner, self._events = inner, events
         self._model = ClusterModel(
             replica, agreement, options, events, lambda: self._state.machine if self._state is not None else None
@@ -677,6 +679,7 @@ class ElasticCluster:
     def close(self) -> None:
         """Ends threads and connections. Idempotent."""
         if self._state is not None:
+            self._fit.over()
             self._say_known()
         self._closing.set()
         with self._changed:

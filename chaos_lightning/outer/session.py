@@ -43,7 +43,9 @@ from chaos_lightning.errors import (
     StateError,
 )
 from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.fits import Fit
 from chaos_lightning.machine.process_table import host_identity, start_time
+from chaos_lightning.membership.peers import FIT
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.cluster import ClusterMachine, Phase
@@ -135,6 +137,7 @@ class OuterSession:
     ) -> None:
         self.options = options
         self.agreement = agreement
+        self._fit = Fit(options.job, ",".join(options.endpoints))
         self.over = ""
         """Why this cluster's part is over; "" while it goes on."""
         self.progress = JobProgress()
@@ -364,6 +367,8 @@ class OuterSession:
 
     def close(self) -> None:
         """Ends threads and connections; what was not pushed is lost. Idempotent."""
+        if self.incarnation:
+            self._fit.over()
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
@@ -702,7 +707,13 @@ def agreement_of(
         words: What else must be equal, such as the seed or a tokenizer's hash.
     """
     codec_named(options.codec)
-    said = {"data": options.data, **({TIED: json.dumps(replica.tied)} if replica.tied else {}), **(words or {})}
+    fit = Fit(options.job, ",".join(options.endpoints)).number
+    said = {
+        "data": options.data,
+        **({FIT: str(fit)} if fit > 1 else {}),
+        **({TIED: json.dumps(replica.tied)} if replica.tied else {}),
+        **(words or {}),
+    }
     return Agreement(
         replica.specs,
         replica.averaged,

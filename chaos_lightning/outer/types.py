@@ -16,6 +16,7 @@ import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from chaos_lightning.membership.peers import FIT
 from chaos_lightning.outer.arrivals import UNTAUGHT, ArrivalRates
 from chaos_lightning.protocol.types import Span
 
@@ -252,6 +253,9 @@ class TensorSpec:
         return math.prod(self.shape)
 
 
+COMPILED = "compiled"
+"""Word of every agreement that says what tells runs of a sweep apart: layers and hyperparameters."""
+_OF_A_RUN = (COMPILED, "layer ", "hyperparameter ", "data hyperparameter ", "all after ")
 TIED = "tied tensors"
 """The word of an agreement that has the further names of tensors, as JSON: name by name that travels."""
 
@@ -293,6 +297,13 @@ class Agreement:
                 return f"its {name} is {b}, the job's is {a}"
         for ours, its in ((self.settings, other.settings), (self.words, other.words)):
             first, second = dict(ours), dict(its)
+            if ours is self.words and first.get(FIT, "1") != second.get(FIT, "1"):
+                return (
+                    f"its script begins fit {second.get(FIT, 1)} of this job, the job is in fit {first.get(FIT, 1)}, "
+                    "which may train on other samples, as folds do: give each fit a job name of its own"
+                )
+            if ours is self.words and COMPILED not in first:  # of a release that compared no layers and hyperparameters
+                second = {name: word for name, word in second.items() if not name.startswith(_OF_A_RUN)}
             # A setting that one of them does not name is of a newer release, and has its default at the other.
             for name in sorted({*first, *second} if ours is self.words else {*first} & {*second}):
                 if first.get(name) != second.get(name):

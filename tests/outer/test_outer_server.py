@@ -287,17 +287,24 @@ def test_a_job_that_cannot_be_is_not_begun() -> None:
 def test_a_cluster_that_differs_is_told_in_what_and_from_whose() -> None:
     """Each of these alone would train another model, or another order of the data."""
     settings = OuterSettings(inner_steps=8).words
-    usual = replace(AGREEMENT, settings=settings, words=(("chaos_words.tokenizer", "1f"), ("data.seed", "0")))
-    (weight,), (tokenizer, seed) = usual.tensors, usual.words
+    tokenizer, seed = ("chaos_words.tokenizer", "1f"), ("data.seed", "0")
+    compiled, layer = ("compiled", "nothing"), ("layer net", "Dropout(p=0.1)")
+    usual = replace(AGREEMENT, settings=settings, words=(compiled, layer, tokenizer, seed))
+    (weight,) = usual.tensors
     differing: dict[str, dict[str, Any]] = {
         "its tensor weight is float64[4], the job's is weight, float32[4]": {
             "tensors": (replace(weight, dtype="float64"),)
         },
         "its tensor weight is float32[5], the job's is weight, float32[4]": {"tensors": (replace(weight, shape=(5,)),)},
         "its model has 2 tensors, the job's has 1": {"tensors": (weight, replace(weight, name="more"))},
-        "its chaos_words.tokenizer is 2e, the job's is 1f": {"words": ((tokenizer[0], "2e"), seed)},
-        "its data.seed is 1, the job's is 0": {"words": (tokenizer, (seed[0], "1"))},
+        "its chaos_words.tokenizer is 2e, the job's is 1f": {"words": (compiled, layer, (tokenizer[0], "2e"), seed)},
+        "its data.seed is 1, the job's is 0": {"words": (compiled, layer, tokenizer, (seed[0], "1"))},
         "its inner_steps is 16, the job's is 8": {"settings": OuterSettings(inner_steps=16).words},
+        "its layer net is Dropout(p=0.2), the job's is Dropout(p=0.1)": {
+            "words": (compiled, ("layer net", "Dropout(p=0.2)"), tokenizer, seed)
+        },
+        "its script begins fit 2 of this job, the job is in fit 1, which may train on other samples, as folds do: give "
+        "each fit a job name of its own": {"words": (*usual.words, ("fit", "2"))},
         "its codec is int8, the job's is bf16": {"codec": "int8"},
         "its length is 9, the job's is 0": {"length": 9},
     }
@@ -318,6 +325,16 @@ def test_a_cluster_that_differs_is_told_in_what_and_from_whose() -> None:
             same.agreement = usual
             with at_once(same):
                 same.served(1)
+
+
+def test_a_job_of_an_older_release_compares_neither_layers_nor_hyperparameters() -> None:
+    """Its chain has no words of these; all else that it has is compared."""
+    seed = ("data.seed", "0")
+    old = replace(AGREEMENT, words=(seed,))
+    new = replace(old, words=(("compiled", "nothing"), seed, ("hyperparameter lr", "1"), ("layer net", "ReLU()")))
+    assert old.difference(new) == ""
+    assert old.difference(replace(new, words=(("chaos_words.tokenizer", "1f"), *new.words))) != ""
+    assert new.difference(old) != ""
 
 
 @pytest.mark.parametrize(
