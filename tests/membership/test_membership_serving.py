@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +10,7 @@ from membership_script import NOT_OFFERED, MemberScript, SchedulerScript, contri
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.peers import Standing
 from chaos_lightning.membership.slots import close_slot
-from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Kind, ServeLearners, View, ViewId
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Kind, ServeLearners, Spent, View, ViewId
 
 JOB = """
 set max_nodes 16
@@ -142,8 +140,7 @@ def test_learners_are_part_of_the_headers_hash() -> None:
 
 def test_header_with_an_error_names_nobody_new() -> None:
     """Nobody applies that slot, so nobody could keep the state at it."""
-    box = {m: contribution(VIEW, GENESIS, "step", m) for m in IDS}
-    box["b~2"] = replace(box["b~2"], name="other")
+    box = {m: contribution(VIEW, GENESIS, "step", m, spent=(Spent("", 0, ((0, 4),)),)) for m in IDS}
     header = close_slot(view=VIEW, prev=GENESIS, contributions=box, learners=("c~3",))
     assert header.error
     assert header.learners == ()
