@@ -24,8 +24,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from chaos_lightning.errors import LeftJobError
-from chaos_lightning.strategies import results
 from chaos_lightning.strategies.evaluation import refit_limits
+from chaos_lightning.strategies.handover import compute_epoch
 from chaos_lightning.strategies.loops import unfinish_epoch
 from chaos_lightning.strategies.session import FitSession, end_unused_batch
 from chaos_lightning.strategies.stepping import IDLE_KEY
@@ -89,13 +89,7 @@ class Companion(pl.Callback):
         if session.departed or (session.outer is not None and session.outer.ended):
             unfinish_epoch(session.trainer, begun=not session.through)
             raise StopIteration
-        results.agree(
-            session.trainer,
-            trainer.fit_loop.epoch_loop._results,
-            session.collectives.exchange,
-            "the training epoch",
-            trainer.strategy.reduce,
-        )
+        compute_epoch(session.trainer, session.handover, session.collectives.exchange)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began = time.monotonic()

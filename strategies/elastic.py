@@ -16,7 +16,7 @@ import hashlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -255,11 +255,12 @@ class ElasticPart:
         """Beside the gradient of the coming step."""
         return self.cluster.answer()
 
-    def stepped(self, header: Header, output: Any) -> None:
+    def stepped(self, header: Header, answers: Sequence[bytes], output: Any) -> None:
         """The inner job has made a step, and the optimizer has taken it.
 
         Args:
             header: Of the step.
+            answers: What the ranks have said with it.
             output: What the optimizer's closure gave: as a rule the loss.
         """
         tape, trainer = self.cluster.tape, self._trainer
@@ -267,7 +268,7 @@ class ElasticPart:
         loss = float(output) if told and isinstance(output, Tensor) and output.numel() == 1 else None
         spent = ledger.spent_spans(header.ledger, ledger.SHARED, tape.number) if tape is not None else ()
         ranks = [share.member for share in header.contributors]
-        self._take(self.cluster.commit(ranks, header.answers, steps=1, spent=spent, loss=loss), in_batch=True)
+        self._take(self.cluster.commit(ranks, answers, steps=1, spent=spent, loss=loss), in_batch=True)
 
     def begin(self) -> None:
         """Before the first batch: Lightning's counters and schedules go by the job's clock from here on."""

@@ -11,6 +11,7 @@ A metric that was made with a `distributed_available_fn` or a `dist_sync_fn` of 
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,9 @@ class MetricRoute:
         trainer: In fit.
         exchange: Gathers everybody's value under a name.
         in_job: Whether it reaches other members.
+
+    Attributes:
+        on_reset: Told the path of a metric of training that begins anew.
     """
 
     def __init__(self, trainer: Trainer, exchange: Exchange, in_job: Callable[[], bool]) -> None:
@@ -49,11 +53,16 @@ class MetricRoute:
         self._in_job = in_job
         self._before: dict[str, Any] = {}
         self._synced: dict[int, weakref.ref[Metric]] = {}
+        self._trained: dict[int, tuple[weakref.ref[Metric], str]] = {}
+        """Metrics that this member has updated in training, and their paths."""
+        self._inherited: dict[str, tuple[weakref.ref[Metric] | None, list[Any]]] = {}
+        """States of members that are gone, by path, for this very metric."""
+        self.on_reset: Callable[[str], None] = lambda path: None
 
     def install(self) -> None:
         """Takes the place of torchmetrics' own functions."""
         route = self
-        real, real_dist = Metric.sync, Metric._sync_dist
+        real, real_dist, real_reset, real_set = Metric.sync, Metric._sync_dist, Metric.reset, Metric.__setattr__
 
         def sync(
             metric: Metric,
@@ -90,7 +99,26 @@ class MetricRoute:
             # A member without samples has updated nothing, but others have: computing is right there, too.
             return metric._update_count > 0 or route._in_job()
 
-        mine: dict[str, Any] = {"sync": sync, "_sync_dist": sync_dist, "update_called": property(update_called)}
+        def reset(metric: Metric) -> None:
+            real_reset(metric)
+            frame = sys._getframe(1)
+            while frame.f_code.co_name == "reset" and frame.f_back is not None:
+                frame = frame.f_back
+            if not frame.f_code.co_name.startswith("_forward_"):  # which resets for a moment
+                route._reset(metric)
+
+        def set_attribute(metric: Metric, name: str, value: Any) -> None:
+            real_set(metric, name, value)
+            if name == "_update_count" and value and id(metric) not in route._trained:
+                route._touch(metric)
+
+        mine: dict[str, Any] = {
+            "sync": sync,
+            "_sync_dist": sync_dist,
+            "update_called": property(update_called),
+            "reset": reset,
+            "__setattr__": set_attribute,
+        }
         self._before = {name: vars(Metric)[name] for name in mine}
         for name, function in mine.items():
             setattr(Metric, name, function)
@@ -115,22 +143,82 @@ class MetricRoute:
 
     def name_of(self, metric: Metric) -> str:
         """Says which metric it is, in the same words at all members."""
-        kind = type(metric).__name__
-        found = next((name for name, other in metrics_of(self._trainer) if other is metric), "")
+        kind, found = type(metric).__name__, self._path(metric)
         return f"metric {found} ({kind})" if found else f"metric {kind} {_script()}"
+
+    def _path(self, metric: Metric) -> str:
+        return next((path for path, other in metrics_of(self._trainer) if other is metric), "")
 
     def sync(self, metric: Metric) -> None:
         """Gathers all members' states of one metric, and reduces them as the metric says."""
         self._synced[id(metric)] = weakref.ref(metric)
         name = self.name_of(metric)
-        everybody = self._exchange(name, packed(metric))
+        everybody = self._exchange(name, [packed(metric), *self._inherits(metric)])
         if everybody is not None:
-            reduce_states(name, metric, everybody)
+            reduce_states(name, metric, [part for member in everybody for part in member])
 
     def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """Has torchmetrics' signature of a `dist_sync_fn`, for metrics that gather by it themselves."""
         everybody = self._exchange(f"tensor of a metric {_script()}", tensor)
         return [tensor] if everybody is None else [other.to(tensor.device) for other in everybody]
+
+    # ------------------------------------------------------------------ those of training
+
+    def _touch(self, metric: Metric) -> None:
+        """This metric was updated for the first time since fit began, or since it was validation's."""
+        if not self._trainer.training or not metric._reductions or not self._in_job():
+            return
+        path, key = self._path(metric), id(metric)
+        if path and any(other == path for _, other in self._trained.values()):
+            self.on_reset(path)  # it was made anew
+        self._trained = {k: v for k, v in self._trained.items() if v[1] != path or not path}
+        self._trained[key] = (weakref.ref(metric, lambda _: self._trained.pop(key, None)), path)
+
+    def _reset(self, metric: Metric) -> None:
+        if id(metric) in self._trained:
+            path = self._trained[id(metric)][1]
+            self._inherited.pop(path, None)
+            self.on_reset(path)
+
+    def trained(self, limit: int) -> tuple[dict[str, list[Any]], list[str]]:
+        """States of what is updated in training, by path, and names of what does not travel.
+
+        Args:
+            limit: Bytes of all states together; the smallest ones go first.
+        """
+        states: dict[str, list[Any]] = {}
+        left_out: list[str] = []
+        found = [(m, path) for ref, path in self._trained.values() if (m := ref()) is not None]
+        sized = [(_nbytes(m) + sum(_nbytes_of(p) for p in self._inherits(m)), n) for n, (m, _) in enumerate(found)]
+        for nbytes, number in sorted(sized):
+            metric, path = found[number]
+            limit -= nbytes
+            part = [] if limit < 0 else [packed(metric)]
+            if limit < 0 or not path:
+                left_out.append(path or type(metric).__name__)
+            elif parts := [p for p in (*part, *self._inherits(metric)) if not p["empty"]]:
+                states[path] = parts
+        return states, left_out
+
+    def inherit(self, path: str, states: list[Any]) -> None:
+        """Counts a member that is gone as one more, until the metric is reset."""
+        metric = next((other for name, other in metrics_of(self._trainer) if name == path), None)
+        of, before = self._inherited.get(path, (None, []))
+        ref = weakref.ref(metric) if metric is not None else of
+        self._inherited[path] = (ref, [*before, *states])
+
+    def _inherits(self, metric: Metric) -> list[Any]:
+        for ref, states in self._inherited.values():
+            if ref is not None and ref() is metric:
+                return states
+        return []
+
+    def forget_trained(self) -> None:
+        """Begins all metrics of training anew: their states have gone over to others."""
+        for ref, _ in list(self._trained.values()):
+            if (metric := ref()) is not None:
+                metric.reset()
+        self._inherited = {}
 
 
 def _always() -> bool:
@@ -143,6 +231,15 @@ def _script() -> str:
 
 
 # --- states ----------------------------------------------------------------------------------------------------------
+
+
+def _nbytes(metric: Metric) -> int:
+    return _nbytes_of({"states": {state: getattr(metric, state) for state in metric._reductions}})
+
+
+def _nbytes_of(part: Mapping[str, Any]) -> int:
+    flat = [t for v in part["states"].values() for t in (v if isinstance(v, list) else [v])]
+    return sum(t.nbytes if isinstance(t, Tensor) else 64 for t in flat)
 
 
 def packed(metric: Metric) -> dict[str, Any]:
@@ -218,7 +315,13 @@ def metrics_of(trainer: Trainer) -> list[tuple[str, Metric]]:
 
 
 def _collect(
-    path: str, value: object, found: list[tuple[str, Metric]], seen: set[int], *, own: bool = False, depth: int = 0
+    path: str,
+    value: object,
+    found: list[tuple[str, Metric]],
+    seen: set[int],
+    *,
+    own: bool = False,
+    depth: int = 0,
 ) -> None:
     if id(value) in seen or isinstance(value, _ResultMetric):
         return

@@ -9,7 +9,8 @@ logged, and whoever lacks a key makes it, empty: it adds nothing to sums and mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ _META = (
 # --- keys ------------------------------------------------------------------------------------------------------------
 
 
-def _describe(item: _ResultMetric) -> dict[str, Any]:
+def described(item: _ResultMetric) -> dict[str, Any]:
     meta = item.meta
     return {
         **{name: getattr(meta, name) for name in _META},
@@ -49,7 +50,7 @@ def _describe(item: _ResultMetric) -> dict[str, Any]:
 def describe_results(collection: _ResultCollection, *, live_only: bool = True) -> dict[str, dict[str, Any]]:
     """Keys of this epoch and how they were logged."""
     return {
-        key: {**_describe(item), "live": not item.has_reset}
+        key: {**described(item), "live": not item.has_reset}
         for key, item in collection.items()
         if not (live_only and item.has_reset)
     }
@@ -120,7 +121,7 @@ def found(collection: _ResultCollection, tensor: Tensor) -> tuple[str, dict[str,
     it does not."""
     for key, item in collection.items():
         if item._forward_cache is tensor:
-            return key, _describe(item)
+            return key, described(item)
     return "", None
 
 
@@ -137,14 +138,47 @@ def fill(
         item.value = value
 
 
+def epoch_numbers(collection: _ResultCollection) -> dict[str, _ResultMetric]:
+    """Numbers that are logged per epoch and belong to all members."""
+    return {
+        key: item
+        for key, item in collection.items()
+        if item.is_tensor and item.meta.on_epoch and not item.has_reset and not item.meta.sync.rank_zero_only
+    }
+
+
 def reduce_all(collection: _ResultCollection) -> None:
     """Computes numbers that are logged per epoch over all members, with `sync_dist=True` or without."""
-    for item in collection.values():
+    for item in epoch_numbers(collection).values():
         sync = item.meta.sync
-        if item.is_tensor and item.meta.on_epoch and not item.has_reset and not sync.rank_zero_only:
-            asked, sync.should = sync.should, True
-            item.compute()
-            sync.should = asked
+        asked, sync.should = sync.should, True
+        item._computed = None
+        item.compute()
+        sync.should = asked
+
+
+def packed_numbers(items: Iterable[_ResultMetric]) -> bytes:
+    """Returns what each has accumulated, and of how many samples, as pairs of float64."""
+    numbers: list[Any] = []
+    for item in items:
+        numbers += item.value, item.cumulated_batch_size if item.meta.is_mean_reduction else 0
+    if any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers):
+        # One wait for the device.
+        numbers = torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in numbers]).tolist()
+    return struct.pack(f"<{len(numbers)}d", *map(float, numbers))
+
+
+def add_numbers(collection: _ResultCollection, keys: Sequence[str], numbers: bytes) -> None:
+    """Adds what another member had accumulated under these keys."""
+    for key, (value, count) in zip(keys, struct.iter_unpack("<2d", numbers), strict=True):
+        item = collection[key]
+        item._computed, more = None, torch.tensor(value, device=item.value.device, dtype=item.value.dtype)
+        if item.meta.is_max_reduction or item.meta.is_min_reduction:
+            item.value = item.meta.reduce_fx(item.value, more)
+            continue
+        item.value = item.value + more
+        if item.meta.is_mean_reduction:
+            item.cumulated_batch_size = item.cumulated_batch_size + int(count)
 
 
 def collections_manifest(trainer: Trainer) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from chaos_lightning.strategies.environment import ChaosEnvironment
 from chaos_lightning.strategies.evaluation import Evaluation
 from chaos_lightning.strategies.files import LogPlace
 from chaos_lightning.strategies.fingerprint import advice, fingerprint_of, seed_of
+from chaos_lightning.strategies.handover import Handover
 from chaos_lightning.strategies.lengths import Lengths
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import (
@@ -102,6 +103,7 @@ class FitSession:
         gone: It did, and others go on without it.
         evaluation: Whom validation is divided among.
         metrics: Torchmetrics of this process, from set-up to the end of fit.
+        handover: What members have logged and counted in this epoch.
         writer: Whether this member logs and writes files.
         lengths: How long an epoch is.
         stepped: Number and header hash of the last committed optimizer step.
@@ -135,6 +137,7 @@ class FitSession:
         self.collectives = collectives
         self.evaluation = Evaluation(trainer, collectives, lambda: self.members, lambda: self.engine.member_id)
         self.metrics = MetricRoute(trainer, collectives.exchange, lambda: self.in_job)
+        self.handover = Handover(trainer, self.metrics, trainer.strategy.reduce)
         self.writer = Writer(trainer, environment, lambda: self.in_job, self.alone)
         self.lengths = Lengths(trainer, config.min_nodes, local=data == "local")
         self._source = EngineSource(config.name)
@@ -246,6 +249,7 @@ class FitSession:
             "clock": lambda: self.outer.clock.manifest() if self.outer else {},
             "through": lambda: self.through,
             "checkpoints": lambda: self.checkpoints.heads,
+            "handover": lambda: self.handover.manifest(),
         }
         outer = self.outer
         batch = self.elastic.batch * trainer.accumulate_grad_batches
@@ -258,11 +262,12 @@ class FitSession:
             lambda: self.elastic.current,
             lambda: self.elastic.spent(),
             self._pass_is_over,
-            outer.says if outer else bytes,
+            self._says,
         )
         self._samples = SampleCount(() if outer else trainer.lr_scheduler_configs)
         self._switch_as_before = training.switch_quickly()
         engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers)
+        self.handover.fits_beside(sum(p.nbytes for section in self._stepper.sections for _, p in section.params))
         epoch = epoch_of(trainer)
         if outer:
             self._signals = outer.exit_signals(self._on_signal, lambda: self._is_last and not self.gone)
@@ -310,6 +315,7 @@ class FitSession:
         void, self._void = self._void, None
         void.end(self.trainer)
         self.stepper.reset()
+        self.handover.forget()
         self.engine.rejoin(self.state)
         self._entered(epoch)
 
@@ -349,6 +355,7 @@ class FitSession:
         self.stepper.adopt_gradients(extra["gradients"])
         self.writer.told = LogPlace(*extra["files"])
         self.through = extra["through"]
+        self.handover.adopt(extra["handover"])
         self.checkpoints.heads = extra["checkpoints"]
         if self.outer:
             self.outer.clock.adopt(extra["clock"])
@@ -423,7 +430,7 @@ class FitSession:
     def _tell_outer(self, outer: ElasticPart, header: Header, output: Any) -> None:
         """A step of the cluster. Where all that is leased is used, it waits here until there is more, or until the
         epoch is over: then the batch was its last one, and what is validated holds all of it. Or this rank leaves."""
-        outer.stepped(header, output)
+        outer.stepped(header, [split(said)[0] for said in header.answers], output)
         while self.in_job and outer.waits_for_samples:
             outer.patient(waits=True)
             if not outer.meet(self.gather, in_batch=True):
@@ -592,6 +599,11 @@ class FitSession:
         if self.in_job:
             self.stepper.manual_backward(run)
 
+    def _says(self) -> bytes:
+        """What this member says beside the gradient of the coming step."""
+        logged = self.handover.says(members=self.engine.world_size, leaves=self.engine.leaving)
+        return joined(self.outer.says(), logged) if self.outer else logged
+
     def _pass_is_over(self) -> None:
         """The average of what a backward pass of manual optimization reached."""
         with contextlib.suppress(NoStep):
@@ -646,6 +658,9 @@ class FitSession:
             self.outer.known()
         if engine.rank < 0 or engine.out:
             return
+        assert engine.ruling_view is not None
+        answers = (split(said)[1] for said in engine.header.answers) if self.outer else engine.header.answers
+        self.handover.committed(engine.header, answers, engine.ruling_view.ids(), engine.member_id)
         self.lengths.check(engine.world_size)
         behind = int(not self.writes)
         self.writer.place(
@@ -862,6 +877,17 @@ def end_unused_batch(session: FitSession) -> None:
     callback asks again."""
     if session.departed and session.elastic.uncommitted:
         raise StopIteration
+
+
+def joined(one: bytes, other: bytes) -> bytes:
+    """Two payloads as one."""
+    return len(one).to_bytes(4, "little") + one + other
+
+
+def split(both: bytes) -> tuple[bytes, bytes]:
+    """The two that `joined` made one; empty ones of a member that said nothing."""
+    end = 4 + int.from_bytes(both[:4], "little")
+    return both[4:end], both[end:]
 
 
 def handlers_of_user(before: Any, connector: object) -> list[Callable[[int, FrameType | None], Any]]:

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from torchmetrics import CatMetric, MeanSquaredError
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, MeanSquaredError, MetricCollection, SumMetric
 
 from chaos_lightning.errors import LeftJobError
 from chaos_lightning.strategies import BySamples
@@ -216,6 +216,43 @@ class WithMetrics(Regression):
         x, y = batch
         self.val_mse.update(self.net(x), y)
         self.log("val_loss", self.val_mse)
+
+
+class Counted(Regression):
+    """Each way to show a value of the training epoch, and what each shows in the end."""
+
+    def __init__(self, rows: int = 0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.kept: dict[str, Any] = {"mean": MeanMetric()}
+        self.all = CatMetric()
+        self.both = MetricCollection({"mse": MeanSquaredError(), "same": MeanSquaredError(), "most": MaxMetric()})
+        self.epochs: list[dict[str, float]] = []
+        self.large = SumMetric()
+        if rows:
+            self.large.add_state("rows", torch.zeros(rows), dist_reduce_fx="sum")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.kept["mean"].update(y)
+        self.all.update(y)
+        self.both["most"].update(y.max())
+        for name in ("mse", "same"):
+            self.both[name].update(y, torch.zeros_like(y))
+        self.large.update(y)
+        self.log("count", float(len(x)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log("mean", y.mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=len(x))
+        self.log("largest", y.max(), on_step=False, on_epoch=True, reduce_fx="max", batch_size=len(x))
+        self.log("unasked", y.mean(), on_step=False, on_epoch=True, batch_size=len(x))
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def on_train_epoch_end(self) -> None:
+        metrics = {"mean": self.kept["mean"], "large": self.large}
+        shown = {f"metric {name}": metric.compute() for name, metric in metrics.items()} | self.both.compute()
+        labels = self.all.compute()
+        shown |= {"labels": labels.numel(), "sum": labels.sum()}
+        self.epochs.append({name: round(float(value), 4) for name, value in shown.items()})
+        for metric in (*metrics.values(), self.both, self.all):
+            metric.reset()
 
 
 class Counting(Regression):

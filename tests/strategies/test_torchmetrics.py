@@ -36,7 +36,7 @@ class Others:
         return [decode_payload(encode_payload(part)) for part in (value, *self.packed)]
 
     def has(self, metric: Metric) -> None:
-        self.packed.append(packed(metric))
+        self.packed.append([packed(metric)])
 
 
 class Model(pl.LightningModule):
@@ -61,7 +61,7 @@ def others() -> Others:
 @pytest.fixture
 def fit(others: Others) -> Iterator[SimpleNamespace]:
     """A trainer whose metrics sync with `others`."""
-    trainer = SimpleNamespace(lightning_module=Model(), datamodule=None, callbacks=[Watching()])
+    trainer = SimpleNamespace(lightning_module=Model(), datamodule=None, callbacks=[Watching()], training=True)
     route = MetricRoute(trainer, others.exchange, lambda: others.inside)  # type: ignore[arg-type]
     route.install()
     yield SimpleNamespace(trainer=trainer, route=route)

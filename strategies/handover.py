@@ -1,0 +1,182 @@
+"""What each member has logged and counted in a training epoch, so that nothing is missing where one dies or leaves.
+
+Theory of operation. With each step a member says, beside its gradient, what it has accumulated since the epoch began:
+the numbers that `self.log` keeps for the epoch, and the states of torchmetrics that it updates in training. The header
+hands that on to all members (protocol.md 28b), so everybody has each other's part as of the last step that counts, as
+bytes that are not looked into. When a member is gone, by death or leave, the first one of those who are left takes its
+part over: numbers are added to its own, states count as those of one member more. Its own part has them from the next
+step on, and until then everybody keeps both, in case the heir goes as well. What a step did not commit was not trained,
+and is logged by those who train it.
+
+States that are too large to travel with each step stay where they are; if their member goes, that is said by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from chaos_lightning.protocol.types import Header, Kind
+from chaos_lightning.replication.payload import decode_payload, encode_payload
+from chaos_lightning.strategies import results
+from chaos_lightning.strategies.lightning_types import Trainer
+from chaos_lightning.strategies.metrics import Exchange, MetricRoute
+
+_log = logging.getLogger("chaos_lightning")
+
+MIN_STEP_NBYTES, MAX_STEP_NBYTES = 4 << 10, 256 << 10
+"""Limits of what travels in one header of all members' states; between them it is a sixteenth of the gradient's."""
+MAX_LEAVE_NBYTES = 8 << 20
+"""States of one member that leaves."""
+_BEFORE_STEP = ("training_step", "on_train_batch_start", "on_train_epoch_start", "on_train_start")
+"""Hooks whose values travel with the step of their own batch."""
+_NUMBERS = ""
+"""Stands for what `self.log` keeps among names of metrics."""
+
+
+class Handover:
+    """One member's part and the others', during one fit.
+
+    Args:
+        trainer: In fit.
+        metrics: Of this process.
+        reduce: What `self.log(sync_dist=True)` syncs with.
+
+    Attributes:
+        gone: Members that were seen to go; equal at all members after the same slot.
+        limit: Bytes of all members' states that travel with a step.
+    """
+
+    def __init__(self, trainer: Trainer, metrics: MetricRoute, reduce: Callable[..., Any]) -> None:
+        self._trainer = trainer
+        self._metrics = metrics
+        self._reduce = reduce
+        self._heard: dict[str, list[tuple[bytes, set[str]]]] = {}
+        """Each member's part and those that it has taken over, with the names of what was reset since."""
+        self._described: dict[str, dict[str, Any]] = {}
+        """How each key was logged, as far as everybody knows."""
+        self._present: tuple[str, ...] = ()
+        self.limit = MIN_STEP_NBYTES
+        self.gone = 0
+        metrics.on_reset = self._drop
+
+    # ------------------------------------------------------------------ this member's part
+
+    def fits_beside(self, gradient: int) -> None:
+        """Limits what travels beside a gradient of so many bytes: links are busy with it anyway."""
+        self.limit = min(MAX_STEP_NBYTES, max(MIN_STEP_NBYTES, gradient // 16))
+
+    def says(self, *, members: int, leaves: bool) -> bytes:
+        """Returns this member's part, for the coming step; b"" if there is none.
+
+        Args:
+            members: Of the job.
+            leaves: This one has asked to leave.
+        """
+        live = results.epoch_numbers(self._trainer.fit_loop.epoch_loop._results)
+        limit = MAX_LEAVE_NBYTES if leaves else self.limit // max(1, members)
+        states, left_out = self._metrics.trained(limit)
+        if not live and not states and not left_out:
+            return b""
+        new = {key: results.described(item) for key, item in live.items() if key not in self._described}
+        part = {
+            "keys": list(live),
+            "numbers": results.packed_numbers(live.values()),
+            "states": states,
+            "left out": left_out,
+            "new": new,
+        }
+        return bytes([bool(new)]) + encode_payload(part)
+
+    # ------------------------------------------------------------------ slots
+
+    def committed(self, header: Header, answers: Iterable[bytes], present: tuple[str, ...], me: str) -> None:
+        """Another slot is committed.
+
+        Args:
+            header: Its.
+            answers: What its contributors said beside their gradients, if it is a step.
+            present: Members of the view that it named, in rank order.
+            me: This member.
+        """
+        if header.kind is Kind.STEP:
+            for share, answer in zip(header.contributors, answers, strict=False):
+                if answer:
+                    self._heard[share.member] = [(answer, set())]
+                    if answer[0]:
+                        self._described.update(_read(answer)["new"])
+        self.gone += len(set(self._present) - set(present))
+        self._present = present
+        for member in [m for m in self._heard if m not in present]:
+            parts = self._heard.pop(member)
+            self._heard.setdefault(present[0], []).extend(parts)
+            if me == present[0]:
+                for part, dropped in parts:
+                    self._take(member, _read(part), dropped)
+
+    def _take(self, member: str, part: Mapping[str, Any], dropped: set[str]) -> None:
+        if part["keys"] and _NUMBERS not in dropped:
+            collection = self._trainer.fit_loop.epoch_loop._results
+            lacking = {key: self._described[key] for key in part["keys"]}
+            results.adopt_results(
+                self._trainer, collection, {**lacking, **results.describe_results(collection)}, self._reduce
+            )
+            results.add_numbers(collection, part["keys"], part["numbers"])
+            if late := sorted({d["name"] for d in lacking.values() if not d["fx"].startswith("training_step")}):
+                _log.warning("%s is gone: %s of this epoch may lack its last batch", member, ", ".join(late))
+        for name, states in part["states"].items():
+            if name not in dropped:
+                self._metrics.inherit(name, states)
+        if lost := [name for name in part["left out"] if name not in dropped]:
+            _log.warning(
+                "%s is gone: of this epoch's %s only what the other members have seen is counted, since the states are "
+                "too large to travel with each step (more than %d bytes of all members) or no attribute leads to it",
+                member, ", ".join(lost), self.limit,
+            )  # fmt: skip
+
+    def _drop(self, name: str) -> None:
+        """A metric begins anew, or the numbers of the epoch: at all members, as they run the same script."""
+        for parts in self._heard.values():
+            for _, dropped in parts:
+                dropped.add(name)
+
+    def end_epoch(self) -> None:
+        """The numbers of this epoch are computed."""
+        self._drop(_NUMBERS)
+
+    # ------------------------------------------------------------------ newcomers
+
+    def manifest(self) -> dict[str, Any]:
+        """Everybody's part, for newcomers and for the state that the last member keeps."""
+        heard = {member: [[part, sorted(out)] for part, out in parts] for member, parts in self._heard.items()}
+        return {"heard": heard, "described": self._described}
+
+    def adopt(self, manifest: Mapping[str, Any]) -> None:
+        """Takes over what `manifest` gave at the donor."""
+        self._heard = {member: [(part, set(out)) for part, out in parts] for member, parts in manifest["heard"].items()}
+        self._described = dict(manifest["described"])
+
+    def forget(self) -> None:
+        """This member comes in anew: what it has counted until now has gone over to others."""
+        self._metrics.forget_trained()
+        self._heard, self._present = {}, ()
+
+
+def _read(part: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = decode_payload(part[1:])
+    return found
+
+
+def compute_epoch(trainer: Trainer, handover: Handover, exchange: Exchange) -> None:
+    """Agrees on the keys of a training epoch and reduces its numbers over members, with `sync_dist=True` or without.
+
+    If somebody dies meanwhile, both are done anew, with the part of the dead.
+    """
+    collection = trainer.fit_loop.epoch_loop._results
+    gone = -1
+    while gone != handover.gone:
+        gone = handover.gone
+        results.agree(trainer, collection, exchange, "the training epoch", trainer.strategy.reduce)
+        results.reduce_all(collection)
+    handover.end_epoch()
