@@ -364,7 +364,9 @@ def described(found: Sequence[base.Row]) -> str:
         "", "| place of the metric | two members | three members |", "|---|---|---|",
     ]  # fmt: skip
     for feature in FEATURES:
-        words = (re.sub(r"m\d~\d", "a member", row.words) for row in found if row.feature is feature)
+        words = (
+            re.sub(r"m\d~\d", "a member", re.sub(r":\d+\)", ")", row.words)) for row in found if row.feature is feature
+        )
         two, three = map(compat_run.one_line, words)
         out.append(f"| {feature.name} | {two} | {'the same' if two == three and 'equal' not in two else three} |")
     return "\n".join(out)
