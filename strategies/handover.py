@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.replication.payload import decode_payload, encode_payload
@@ -35,6 +35,15 @@ _NUMBERS = ""
 """Stands for what `self.log` keeps among names of metrics."""
 
 
+class Saying(Protocol):
+    """What the engine knows of this member: how many there are, and whether it has asked to leave."""
+
+    leaving: bool
+
+    @property
+    def world_size(self) -> int: ...
+
+
 class Handover:
     """One member's part and the others', during one fit.
 
@@ -44,13 +53,14 @@ class Handover:
         reduce: What `self.log(sync_dist=True)` syncs with.
 
     Attributes:
+        metrics: From set-up to the end of fit.
         gone: Members that were seen to go; equal at all members after the same slot.
         limit: Bytes of all members' states that travel with a step.
     """
 
     def __init__(self, trainer: Trainer, metrics: MetricRoute, reduce: Callable[..., Any]) -> None:
         self._trainer = trainer
-        self._metrics = metrics
+        self.metrics = metrics
         self._reduce = reduce
         self._heard: dict[str, list[tuple[bytes, set[str]]]] = {}
         """Each member's part and those that it has taken over, with the names of what was reset since."""
@@ -67,16 +77,11 @@ class Handover:
         """Limits what travels beside a gradient of so many bytes: links are busy with it anyway."""
         self.limit = min(MAX_STEP_NBYTES, max(MIN_STEP_NBYTES, gradient // 16))
 
-    def says(self, *, members: int, leaves: bool) -> bytes:
-        """Returns this member's part, for the coming step; b"" if there is none.
-
-        Args:
-            members: Of the job.
-            leaves: This one has asked to leave.
-        """
+    def says(self, member: Saying) -> bytes:
+        """Returns this member's part, for the coming step; b"" if there is none."""
         live = results.epoch_numbers(self._trainer.fit_loop.epoch_loop._results)
-        limit = MAX_LEAVE_NBYTES if leaves else self.limit // max(1, members)
-        states, left_out = self._metrics.trained(limit)
+        limit = MAX_LEAVE_NBYTES if member.leaving else self.limit // max(1, member.world_size)
+        states, left_out = self.metrics.trained(limit)
         if not live and not states and not left_out:
             return b""
         new = {key: results.described(item) for key, item in live.items() if key not in self._described}
@@ -127,7 +132,7 @@ class Handover:
                 _log.warning("%s is gone: %s of this epoch may lack its last batch", member, ", ".join(late))
         for name, states in part["states"].items():
             if name not in dropped:
-                self._metrics.inherit(name, states)
+                self.metrics.inherit(name, states)
         if lost := [name for name in part["left out"] if name not in dropped]:
             _log.warning(
                 "%s is gone: of this epoch's %s only what the other members have seen is counted, since the states are "
@@ -159,7 +164,7 @@ class Handover:
 
     def forget(self) -> None:
         """This member comes in anew: what it has counted until now has gone over to others."""
-        self._metrics.forget_trained()
+        self.metrics.forget_trained()
         self._heard, self._present = {}, ()
 
 

@@ -102,7 +102,6 @@ class FitSession:
         departed: This member left.
         gone: It did, and others go on without it.
         evaluation: Whom validation is divided among.
-        metrics: Torchmetrics of this process, from set-up to the end of fit.
         handover: What members have logged and counted in this epoch.
         writer: Whether this member logs and writes files.
         lengths: How long an epoch is.
@@ -136,8 +135,8 @@ class FitSession:
         self._assigns_validation = assigns_validation
         self.collectives = collectives
         self.evaluation = Evaluation(trainer, collectives, lambda: self.members, lambda: self.engine.member_id)
-        self.metrics = MetricRoute(trainer, collectives.exchange, lambda: self.in_job)
-        self.handover = Handover(trainer, self.metrics, trainer.strategy.reduce)
+        metrics = MetricRoute(trainer, collectives.exchange, lambda: self.in_job)
+        self.handover = Handover(trainer, metrics, trainer.strategy.reduce)
         self.writer = Writer(trainer, environment, lambda: self.in_job, self.alone)
         self.lengths = Lengths(trainer, config.min_nodes, local=data == "local")
         self._source = EngineSource(config.name)
@@ -262,7 +261,7 @@ class FitSession:
             lambda: self.elastic.current,
             lambda: self.elastic.spent(),
             self._pass_is_over,
-            self._says,
+            lambda: joined(outer.says(), self.handover.says(engine)) if outer else self.handover.says(engine),
         )
         self._samples = SampleCount(() if outer else trainer.lr_scheduler_configs)
         self._switch_as_before = training.switch_quickly()
@@ -599,11 +598,6 @@ class FitSession:
         if self.in_job:
             self.stepper.manual_backward(run)
 
-    def _says(self) -> bytes:
-        """What this member says beside the gradient of the coming step."""
-        logged = self.handover.says(members=self.engine.world_size, leaves=self.engine.leaving)
-        return joined(self.outer.says(), logged) if self.outer else logged
-
     def _pass_is_over(self) -> None:
         """The average of what a backward pass of manual optimization reached."""
         with contextlib.suppress(NoStep):
@@ -651,7 +645,7 @@ class FitSession:
         """A slot committed, or this member came in: who is it now?"""
         engine = self.engine
         self.writer.logs.stable()
-        self.metrics.forget_computed()
+        self.handover.metrics.forget_computed()
         self._samples.committed(engine.header.ledger)
         self._boundary_asked |= engine.header.boundary
         if self.outer and engine.header.kind is not Kind.STEP:
@@ -859,7 +853,7 @@ class FitSession:
         """Idempotent."""
         self.closed = True
         self.abandon()
-        self.metrics.remove()
+        self.handover.metrics.remove()
         forget_agreement(self.trainer)
         if self._stepper is not None:
             self._stepper.close()

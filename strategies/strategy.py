@@ -225,7 +225,7 @@ class ChaosStrategy(ParallelStrategy):
             super().setup(trainer)
         go_by_step(trainer.lr_scheduler_configs)
         refuse(session.trainer, early=False)
-        session.metrics.install()
+        session.handover.metrics.install()
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Loaders of fit are divided among members; those of validate, test and predict run on this process alone."""

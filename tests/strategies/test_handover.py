@@ -91,7 +91,10 @@ class Members:
         for name in without:
             del self.sides[name]
         names = sorted(self.sides)
-        answers = [self.sides[name].handover.says(members=len(names), leaves=name in leaves) for name in names]
+        answers = [
+            self.sides[name].handover.says(SimpleNamespace(world_size=len(names), leaving=name in leaves))
+            for name in names
+        ]
         self.slots += 1
         header = Header(seq=self.slots, kind=Kind.STEP, step=self.slots, view=GENESIS.view, prev_hash="",
                         next_view=GENESIS.view, contributors=tuple(Share(n, 1.0, 1.0) for n in names))  # fmt: skip
@@ -200,7 +203,7 @@ def test_who_comes_in_anew_begins_with_nothing(members: Members) -> None:
     side.logged.clear()
     with side.at_work():
         side.handover.forget()
-    assert side.handover.says(members=3, leaves=False) == b""
+    assert side.handover.says(SimpleNamespace(world_size=3, leaving=False)) == b""
 
 
 def test_states_that_are_too_large_are_named_and_travel_with_a_leave(
