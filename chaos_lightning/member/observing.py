@@ -114,7 +114,7 @@ class Observation:
                 told = time.monotonic()
                 now = Progress("replay", reader.received_nbytes, reader.received_nbytes, 0.0, lag)
                 self._send(now)
-                self._transfer.teller.progress(now)
+                self._transfer.tell_progress(now)
         return self._finish(reader, at)
 
     def _finish(self, reader: LogReader, at: Header) -> Header:

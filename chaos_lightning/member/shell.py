@@ -21,7 +21,7 @@ from chaos_lightning.machine.process_table import same_machine_verdict
 from chaos_lightning.member.events import committed_fields
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
-from chaos_lightning.member.telling import lines
+from chaos_lightning.member.telling import batch_once, lines
 from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
@@ -316,7 +316,7 @@ class Shell:
         self.mailbox.post(view=view, together=self.mailbox.together or len(view.members) > 1)
         teller, replays = self.transfer.teller, self.machine.header.learners
         teller.tell(*lines(self._shown, view, self.links.me, carried=carried, replays=replays))
-        teller.tell_batch(self._shown, view)
+        teller.tell(*batch_once(self._shown, view))
         self._shown = view
 
     def _committed(self, header: Header, view: View) -> None:

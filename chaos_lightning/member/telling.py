@@ -1,33 +1,18 @@
 """What a member says on its console of the job: who joins, dies and leaves, its rank, and how far a newcomer is.
 
-Theory of operation. `lines` compares two views. `Teller` gives what it says to the logger "chaos_lightning.console" at
-INFO, in a daemon thread: a terminal or pipe that nobody reads holds up that thread alone. The queue between is bounded;
-what does not fit is counted, and the count is said. Handlers that the user has configured by then get each line; where
-there are none it goes to stderr. No level and no handler is ever set here, so the user may configure logging at any
-time. The level that holds for the logger is the switch, but for a root logger at WARNING, which is what nobody has
-set: `logging.getLogger("chaos_lightning.console").setLevel("WARNING")` turns the lines off.
+`lines` compares two views; `Teller` (machine/console.py) says what it gives.
 """
 
 from __future__ import annotations
 
-import io
-import logging
 import math
-import os
-import queue
 import re
-import sys
-import threading
 import time
 from collections.abc import Collection, Mapping
 
-from chaos_lightning.machine.terminal import printable
 from chaos_lightning.machine.units import amount, duration, part
 from chaos_lightning.protocol.types import Progress, View
 
-console = logging.getLogger("chaos_lightning.console")
-WAITING_LINES = 256
-"""So many lines wait for a console that is slow; further ones are dropped."""
 PROGRESS_EVERY_S = 5.0
 _batches_told = False
 """What becomes of the global batch is said once per process."""
@@ -105,96 +90,24 @@ def fetched_line(by_source: Mapping[str, int], skipped: int, seconds: float) -> 
     return f"the training state is here: {came} in {duration(seconds)}{here}"
 
 
-class Teller:
-    """See the module. Any thread may tell."""
+def batch_once(before: View | None, after: View) -> list[str]:
+    """Returns `batch_line` for the first change of views that this process sees, and nothing for later ones."""
+    global _batches_told
+    if _batches_told or not (line := batch_line(before, after)):
+        return []
+    _batches_told = True
+    return [line]
+
+
+class ProgressLines:
+    """Gives lines of a newcomer's transfer, one every few seconds."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[str | None] = queue.Queue(WAITING_LINES)
-        self._dropped = 0
-        self._lock = threading.Lock()
-        """Of starting the thread."""
-        self._thread: threading.Thread | None = None
-        self._told_progress = 0.0
+        self._told_at = 0.0
 
-    def tell(self, *said: str) -> None:
-        """Waits for no reader."""
-        with self._lock:
-            if said and self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="chaos-console", daemon=True)
-                self._thread.start()
-        for line in said:
-            try:
-                self._queue.put_nowait(line)
-            except queue.Full:
-                self._dropped += 1
-
-    def tell_batch(self, before: View | None, after: View) -> None:
-        """Says what becomes of the batch, at the first change of views that this process sees."""
-        global _batches_told
-        if not _batches_told and (line := batch_line(before, after)):
-            _batches_told = True
-            self.tell(line)
-
-    def progress(self, now: Progress) -> None:
-        """A newcomer's transfer; said every few seconds."""
-        if time.monotonic() - self._told_progress >= PROGRESS_EVERY_S:
-            self._told_progress = time.monotonic()
-            self.tell(progress_line(now))
-
-    def close(self, timeout_s: float = 0.5) -> None:
-        """What was told is shown, if somebody reads it within `timeout_s`."""
-        if self._thread is not None:
-            until = time.monotonic() + timeout_s
-            try:
-                self._queue.put(None, timeout=timeout_s)
-            except queue.Full:
-                return
-            self._thread.join(max(0.0, until - time.monotonic()))
-            self._thread = None
-
-    def _run(self) -> None:
-        while (line := self._queue.get()) is not None:
-            _show(printable(line))
-            dropped, self._dropped = self._dropped, 0
-            if dropped:
-                _show(f"{dropped} lines were left out, as nobody read them in time")
-
-
-def _show(line: str) -> None:
-    if not _wanted():
-        return
-    if console.hasHandlers():
-        # Not `console.info`, which a root logger that nobody has set would stop.
-        record = console.makeRecord(console.name, logging.INFO, __file__, 0, "chaos: %s", (line,), None)
-        try:
-            console.handle(record)
-        except Exception as error:  # a handler of the user's own; the next line may fare better
-            _write(f"chaos: {line} (a handler of the log raised {error!r})")
-    else:
-        _write(f"chaos: {line}")
-
-
-def _wanted() -> bool:
-    """Whether the user lets lines of this level through."""
-    ruling = console
-    while not ruling.level and ruling.parent is not None:
-        ruling = ruling.parent
-    unset = ruling is logging.root and ruling.level == logging.WARNING
-    return not console.disabled and console.manager.disable < logging.INFO and (unset or ruling.level <= logging.INFO)
-
-
-def _write(text: str) -> None:
-    """To stderr as it is now. A file is written to past Python's buffers, without their lock: so the process can end
-    while this waits for a reader. A notebook or a progress bar has put something else in its place, which gets it."""
-    stream = sys.stderr
-    try:
-        if not isinstance(stream, io.TextIOWrapper):
-            stream.write(f"{text}\n")
-            stream.flush()
-            return
-        file = stream.fileno()
-        if os.isatty(file):  # a progress bar may stand in this line
-            text = "\r" + text.ljust(os.get_terminal_size(file).columns - 1)
-        os.write(file, f"{text}\n".encode(stream.encoding, "backslashreplace"))
-    except Exception:  # there is none, nobody reads it any more, or what is in its place raises what it likes
-        return
+    def due(self, now: Progress) -> list[str]:
+        """Returns the line of this progress if it is time for one."""
+        if time.monotonic() - self._told_at < PROGRESS_EVERY_S:
+            return []
+        self._told_at = time.monotonic()
+        return [progress_line(now)]

@@ -16,12 +16,13 @@ from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.errors import ChaosError, DeadlineError, NoDonorError, StateError
 from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.console import Teller
 from chaos_lightning.machine.process_table import host_identity
 from chaos_lightning.member.choice import Situation, TransferChoice, endpoint, endpoints
 from chaos_lightning.member.connection_pool import ConnectionPool
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
-from chaos_lightning.member.telling import Teller, fetched_line
+from chaos_lightning.member.telling import ProgressLines, fetched_line
 from chaos_lightning.planning.shards import POLICIES
 from chaos_lightning.protocol.types import Header, Member, Progress, Span, View
 from chaos_lightning.replication.access import StateAccess
@@ -97,7 +98,7 @@ class Transfer:
     ) -> None:
         self.server = StateServer()
         self.server.checkpoints = choice.writer()
-        self.teller = Teller()
+        self.teller, self._progress_lines = Teller(), ProgressLines()
         self.report: PullReport | None = None
         self.mixed = ""
         """What a pull has begun to write over this member's own state, in words; whoever knows that it stands in a view
@@ -144,6 +145,10 @@ class Transfer:
         self._pool.close()
         self.server.close()
         self.teller.close()
+
+    def tell_progress(self, now: Progress) -> None:
+        """Says on the console how far the state is, every few seconds."""
+        self.teller.tell(*self._progress_lines.due(now))
 
     def _connect(self, donor: Endpoint) -> socket.socket:
         greeting = Greeting(self._job, self._mail.who(), donor.member, "bulk")
@@ -351,7 +356,7 @@ class Transfer:
                 sources={s.member: s.nbytes for s in now.sources},
             )
             self._tell(replace(now, phase=phase))
-            self.teller.progress(now)
+            self.tell_progress(now)
 
         return tell
 

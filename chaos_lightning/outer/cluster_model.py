@@ -7,6 +7,7 @@ cluster do the same with it, between two steps, and tell the same. Of several ra
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,18 +15,21 @@ from typing import Any
 from torch import Tensor
 
 from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.console import Teller
 from chaos_lightning.outer.cluster import ClusterMachine, Over
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.codec import Part, codec_of
 from chaos_lightning.outer.content import OuterContent
 from chaos_lightning.outer.getting import Attempt
-from chaos_lightning.outer.messages import Dismissed, PushAnswered, Welcomed
+from chaos_lightning.outer.messages import Dismissed, News, PushAnswered, Welcomed
 from chaos_lightning.outer.push_serving import PushServing
 from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.types import Agreement, VersionId
+from chaos_lightning.outer.types import Agreement, PushAnswer, VersionId
 
 STEPS_TOLD_S = 1.0
 """Inner steps are told in the event log at least so often."""
+VERSIONS_TOLD_S = 30.0
+"""Adopted versions are said on the console at most so often."""
 _log = logging.getLogger("chaos_lightning")
 
 
@@ -59,6 +63,11 @@ class ClusterModel:
         self._untold, self._told_at = (0, 0), time.monotonic()
         """Inner steps and their samples that the log has not heard of; when it last did."""
         self._loss: float | None = None
+        self.console = Teller()
+        """What is said on it is said by the process that writes the log."""
+        self._away = threading.Event()
+        """Set from the end of a stream to the next welcome."""
+        self._version_said = float("-inf")
         self._own: list[Tensor] | None = None
         """What is trained, while the base is shown."""
 
@@ -105,10 +114,28 @@ class ClusterModel:
             case Welcomed(term, incarnation, _, _, founded):
                 self._events.identify(str(incarnation), self._options.name)
                 self.tell("cluster_welcomed", incarnation=str(incarnation), term=term, founded=founded)
+                back = self._away.is_set()
+                self._away.clear()
+                self.say("the parameter server is back" if back else f"I am cluster {incarnation}")
             case PushAnswered(_, push, answer, version, reason):
                 self.tell("push_answered", push=str(push), answer=str(answer), version=str(version), reason=reason)
+                if answer is not PushAnswer.ACCEPTED:
+                    self.say(f"push {push} does not count: {reason}")
+            case News(_, text):
+                self.say(text)
             case Dismissed(_, reason, again) if self.tells and not again:
                 _log.warning("cluster %s is out: %s", self._options.name, reason)
+
+    def say(self, line: str) -> None:
+        """Says it on the console, if this process tells."""
+        if self.tells:
+            self.console.tell(line)
+
+    def away(self, reason: str) -> None:
+        """The stream to the leader has ended."""
+        if self.who() and not self._away.is_set():
+            self._away.set()
+            self.say(f"the parameter server is away ({reason}); training goes on with the samples that are leased")
 
     # ------------------------------------------------------------------ what becomes of the model
 
@@ -141,6 +168,10 @@ class ClusterModel:
             progress_steps=machine.job.steps,
             incarnation=self.who(),
         )
+        if (now := time.monotonic()) - self._version_said >= VERSIONS_TOLD_S:
+            self._version_said = now
+            job = machine.job
+            self.say(f"version {version.number} is taken over: the job is at step {job.steps}, {job.samples} samples")
         return outright and self.content.resets_optimizer
 
     def take_last(self, version: VersionId, part: Part | None, steps: int, samples: int) -> None:
@@ -148,6 +179,7 @@ class ClusterModel:
         self.tell_steps()
         self.content.end_with(part)
         self.tell("last_taken", version=str(version), steps=steps, samples=samples, incarnation=self.who())
+        self.say(f"the job is over, with version {version.number}")
         if steps and self.tells:
             _log.warning("cluster %s: the job is over, and its last version, %s, lacks %d inner steps of this cluster",
                          self._options.name, version, steps)  # fmt: skip

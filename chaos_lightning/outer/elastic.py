@@ -617,6 +617,8 @@ class ElasticCluster:
             self._news.clear()
 
         def happened(event: RankNews) -> None:
+            if isinstance(event, fx.Disconnected):
+                self._model.away("its stream has ended")
             with self._changed:
                 self._news.append(event)
                 self._changed.notify_all()
@@ -688,6 +690,7 @@ class ElasticCluster:
         self._serving.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._getter.close()
+        self._model.console.close()
         self._events.close()
 
 

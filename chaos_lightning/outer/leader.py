@@ -52,6 +52,7 @@ from chaos_lightning.outer.messages import (
     Goodbye,
     LoopEnded,
     Missing,
+    News,
     Offered,
     OnDisk,
     OnItsWay,
@@ -93,6 +94,8 @@ from chaos_lightning.outer.types import (
     named_offers,
 )
 
+MOST_REFUSED = 100
+"""Number of refusals that are remembered, so that each is told on consoles once."""
 MOST_WORDS = 2000
 """Characters of a reason that are recorded."""
 MOST_NAME = 1000
@@ -121,6 +124,7 @@ class LeaderMachine:
         self.end = Ending(desk, attendance)
         self.summaries = Summaries(desk, attendance)
         self._late: set[int] = set()
+        self._told_refused: set[tuple[str, str]] = set()
         """Streams of clusters that came after the job's end."""
 
     # ------------------------------------------------------------------ questions
@@ -267,12 +271,12 @@ class LeaderMachine:
         agreed = chain.agreement
         if agreed is None and (words := _impossible(hello.agreement)):
             reason = f"{hello.cluster} cannot begin this job: {words}"
-            desk.note("cluster_refused", of=hello.cluster, reason=reason)
+            self._refused(hello.cluster, reason)
             desk.send(conn, Dismissed(self.term, reason, again=False))
             return
         if agreed is not None and (words := agreed.difference(hello.agreement)):
             reason = f"{hello.cluster} cannot join this job, which {chain.by} began: {words}"
-            desk.note("cluster_refused", of=hello.cluster, reason=reason)
+            self._refused(hello.cluster, reason)
             desk.send(conn, Dismissed(desk.term, reason, again=False))
             return
         if chain.ended is not None:
@@ -291,7 +295,7 @@ class LeaderMachine:
         A follower would not heed a lower term than it knows, and its job may have had more leaders.
         """
         if isinstance(hello, ClusterHello):
-            self.desk.note("cluster_refused", of=hello.cluster, reason=words)
+            self._refused(hello.cluster, words)
             self.desk.out.append(HangUp(conn, words))
         else:
             self.desk.note("follower_refused", of=hello.follower, reason=words)
@@ -452,8 +456,10 @@ class LeaderMachine:
             case Joined(incarnation):
                 if (come := self.attendance.has_come(incarnation)) is not None:
                     self._take_over(come[0], incarnation, come[1])
+                    self._news(f"{incarnation} joins: {self._size}")
             case Removed(incarnation, reason):
                 self.attendance.removed(incarnation, reason)
+                self._news(f"{incarnation} is out ({reason}): {self._size}")
                 first = PushId(incarnation, self.chain.incarnations[incarnation].next)
                 self.shards.tell(DropPush(self.term, first, later=True))  # of one that never came back nobody knows
             case Voided(offer, reason):
@@ -471,6 +477,24 @@ class LeaderMachine:
                 self.attendance.tell_all(Served(self.term, served, self.chain.progress(served)))
             case Ended():
                 self._on_end(entry.body)
+
+    @property
+    def _size(self) -> str:
+        count = len(self.attendance.clusters)
+        return f"{count} cluster{'s' if count != 1 else ''}"
+
+    def _news(self, text: str) -> None:
+        """Says a line on the consoles of all clusters."""
+        self.attendance.tell_all(News(self.term, text[:MOST_WORDS]))
+
+    def _refused(self, cluster: str, reason: str) -> None:
+        """Tells the log and the other clusters of one that is not let in."""
+        self.desk.note("cluster_refused", of=cluster, reason=reason)
+        if (cluster, reason) not in self._told_refused:  # one that is turned away asks again and again
+            if len(self._told_refused) >= MOST_REFUSED:
+                self._told_refused.clear()
+            self._told_refused.add((cluster, reason))
+            self._news(f"{cluster} is not let in: {reason}")
 
     def _aside(self) -> set[Aside]:
         """Positions that are not trained any more in their epoch."""
@@ -512,7 +536,8 @@ class LeaderMachine:
                     self._answer(weighed.offer, PushAnswer.ACCEPTED, entry.version, decided.reason)
                 for refusal in decided.rejected:
                     self._answer(refusal.offer, PushAnswer.REJECTED, entry.version, refusal.reason)
-            case RolledBack(lost=lost):
+            case RolledBack(to=to, lost=lost, reason=reason):
+                self._news(f"versions after {to} are lost: the job goes on from it, as {entry.version} ({reason})")
                 self.pushes.rolled_back(entry.version, lost)
                 self.end.rolled_back()
         self._serve()

@@ -263,6 +263,17 @@ class JobFinished:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class News:
+    """A line for the consoles of all clusters: who came, left or was refused, or that a version is lost.
+
+    It decides nothing, and one that is lost is not said again.
+    """
+
+    term: int
+    text: str
+
+
 ToCluster = (
     Welcomed
     | Holders
@@ -276,6 +287,7 @@ ToCluster = (
     | Dismissed
     | JobFinished
     | Eldest
+    | News
 )
 
 # ---------------------------------------------------------------------- a follower says

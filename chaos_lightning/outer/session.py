@@ -379,6 +379,7 @@ class OuterSession:
         self._getter.close()
         if self._beats.is_alive():
             self._beats.join(5.0)
+        self._model.console.close()
         self._events.close()
 
     # ------------------------------------------------------------------ standing still
@@ -538,6 +539,7 @@ class OuterSession:
 
         def lost(reason: str) -> None:
             self._trouble = reason
+            self._model.away(reason)
             self._feed(life, fx.Disconnected())
 
         def trouble(error: ChaosError) -> None:

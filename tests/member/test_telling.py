@@ -19,11 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chaos_lightning.machine.console import WAITING_LINES, Teller, console
 from chaos_lightning.member.telling import (
-    WAITING_LINES,
-    Teller,
     batch_line,
-    console,
     fetched_line,
     lines,
     progress_line,
@@ -180,7 +178,7 @@ CONFIGURED = {
 }
 TELLING = """
 import logging, sys
-from chaos_lightning.member.telling import Teller
+from chaos_lightning.machine.console import Teller
 teller = Teller()
 for number, user in enumerate(sys.argv[1:], 1):
     exec(user)
