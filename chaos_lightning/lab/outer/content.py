@@ -6,6 +6,7 @@ them, and a codec with a residual leaves some out.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -15,7 +16,7 @@ from chaos_lightning.outer.types import NO_VERSION, PushAnswer, PushId, VersionI
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """The content of a push; a manifest tells all of it."""
+    """The content of a push; equal manifests mean equal contents."""
 
     base: VersionId
     steps: tuple[int, ...]
@@ -69,7 +70,9 @@ class Content:
         """The content of the push that was frozen last."""
         assert self.last is not None
         last = self.last
-        return Pushed(last.base, last.sent, f"{last.push}:{last.base}:{sorted(last.sent)}")
+        # Long lists by their hash: a leader takes manifests of bounded length.
+        steps = hashlib.sha256(repr(sorted(last.sent)).encode()).hexdigest()[:16]
+        return Pushed(last.base, last.sent, f"{last.push}:{last.base}:{len(last.sent)}:{steps}")
 
     def settle(self, push: PushId, answer: PushAnswer) -> list[int]:
         """What becomes of progress and residual (O10)."""
