@@ -13,11 +13,12 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -42,6 +43,21 @@ def no_rows(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: no_rows(item) for key, item in value.items()}
     return type(value)() if type(value) in (list, tuple) else value
+
+
+def watch_spikes(callbacks: Sequence[pl.Callback], *, idle: bool) -> None:
+    """Lets `SpikeDetection` leave a batch out that has no loss here: it would take it for one of 0, and the next true
+    loss for a spike that ends the job. Its collectives run all the same, since the others wait for them."""
+    for callback in callbacks:
+        if isinstance(callback, SpikeDetection):
+            for name in ("_update_stats", "_is_spike"):
+                vars(callback).pop(name, None)
+                if idle:
+                    vars(callback)[name] = _no_spike
+
+
+def _no_spike(loss: Tensor) -> bool:
+    return False
 
 
 class Companion(pl.Callback):
@@ -71,6 +87,7 @@ class Companion(pl.Callback):
         if not isinstance(outputs, dict):
             return
         idle = outputs.pop(IDLE_KEY, None)
+        watch_spikes(trainer.callbacks, idle=idle is not None)  # type: ignore[attr-defined]
         if idle is None:
             self._like = {name: no_rows(value) for name, value in outputs.items()}
             return

@@ -18,6 +18,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.trainer.call import _call_callbacks_state_dict, _call_lightning_module_hook
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -49,6 +50,10 @@ PRIVATE: dict[type[Callback], tuple[str, ...]] = {
     WeightAveraging: ("_latest_update_epoch",),
 }
 """What Lightning's own callbacks keep beside `state_dict()` and decide by."""
+
+OWN = (SpikeDetection,)
+"""Callbacks whose state is each member's own: this one watches the losses of its own samples, and cannot load what it
+saves (Lightning 2.6)."""
 
 
 class LightningState:
@@ -177,6 +182,8 @@ class LightningState:
         adopt_loops(trainer, manifest["loops"])
         self.ended = bool(manifest["loops"].get("ended"))
         for callback in trainer.callbacks:
+            if isinstance(callback, OWN):
+                callback.running_mean.to(trainer.strategy.root_device)  # else in an epoch's first batch alone
             if str(callback.state_key) in manifest["callbacks"]:
                 _adopt_callback(callback, manifest["callbacks"][str(callback.state_key)])
         if manifest["module"]:
@@ -218,6 +225,8 @@ def _check_count(what: str, theirs: Any, mine: Any) -> None:
 
 
 def _callback_state(callback: Callback) -> dict[str, Any]:
+    if isinstance(callback, OWN):
+        return {}
     private = {
         name: getattr(callback, name) for kind, names in PRIVATE.items() if isinstance(callback, kind) for name in names
     }
@@ -230,8 +239,15 @@ def _callback_state(callback: Callback) -> dict[str, Any]:
 def _adopt_callback(callback: Callback, given: Mapping[str, Any]) -> None:
     for name, value in given["private"].items():
         setattr(callback, name, value)
-    if given["state"]:
+    if not given["state"]:
+        return
+    try:
         callback.load_state_dict(given["state"])
+    except (LookupError, TypeError, AttributeError) as error:
+        raise StateError(
+            f"{type(callback).__name__}.load_state_dict cannot take what state_dict gave at another member "
+            f"({type(error).__name__}: {error}); start this member with the same script, or mend the callback"
+        ) from error
 
 
 def _cloned(value: Any) -> Any:

@@ -26,7 +26,7 @@ from chaos_lightning.data.workers import tie_workers
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
-from chaos_lightning.strategies.companion import Companion, Launcher
+from chaos_lightning.strategies.companion import Companion, Launcher, watch_spikes
 from chaos_lightning.strategies.elastic import ElasticPart, OuterTerms, refuse_ranks
 from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
 from chaos_lightning.strategies.evaluation import EvalLoader, can_be_assigned, unsharded, whole
@@ -426,6 +426,7 @@ class ChaosStrategy(ParallelStrategy):
             self.session.close()
             trainer = self.session.trainer
             trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, Companion)]
+            watch_spikes(trainer.callbacks, idle=False)
             # The rank stays, so that one process saves the final model; the others are gone.
             rank = self.global_rank
             self.environment.place(rank, rank + 1)

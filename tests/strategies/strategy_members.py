@@ -15,6 +15,7 @@ import strategy_models as models
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -195,7 +196,7 @@ def member(spec: dict[str, Any]) -> None:
         spec: name, port, out (folder of the report); samples, batch, val_samples, val_batch, val_loaders, epochs,
             gates, batches, by_rank (validation data are), evaluates (before fit, on as many data and by rank),
             model, model_args, trainer, options, data,
-            callbacks ("checkpoint", "steps", "stopping", "log", "boards": to TensorBoard, too),
+            callbacks ("checkpoint", "steps", "stopping", "spikes", "log", "boards": to TensorBoard, too),
             every_n_train_steps and ckpt_dir (of "steps"), plan (of faults),
             leaves_at (within this step), elsewhere (than the scheduler, as far as its place goes),
             dies_writing ("half", "whole"), room (for so many checkpoints; then the disk is full, and the report is what
@@ -229,6 +230,8 @@ def member(spec: dict[str, Any]) -> None:
         callbacks.append(ModelCheckpoint(dirpath=where, filename="{step}", every_n_train_steps=each, save_top_k=-1))
     if "stopping" in wanted:
         callbacks.append(EarlyStopping("val_loss", patience=spec.get("patience", 3), min_delta=0.0))
+    if "spikes" in wanted:
+        callbacks.append(SpikeDetection(rtol=30.0))
     if spec.get("slow_acceptor"):
         slow_acceptor()
     if spec.get("elsewhere"):

@@ -11,15 +11,20 @@ from unittest.mock import Mock, patch
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch.callbacks import Callback, RichProgressBar, ThroughputMonitor, TQDMProgressBar
 from lightning.pytorch.callbacks.progress import rich_progress, tqdm_progress
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers import CSVLogger
 from strategy_models import Regression, loader, trainer
 
-from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.strategies import ChaosStrategy
+from chaos_lightning.strategies.companion import Companion, watch_spikes
 from chaos_lightning.strategies.loops import refit
-from chaos_lightning.strategies.state import LightningState
+from chaos_lightning.strategies.state import LightningState, _adopt_callback, _callback_state
+from chaos_lightning.strategies.stepping import IDLE_KEY
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -210,3 +215,31 @@ def test_who_joins_again_measures_the_world_that_it_joins(
     run.fit(Measured(), loader(), loader(8))
     assert double.made[0].rejoined == 1
     assert {throughput.world_size for throughput in monitor._throughputs.values()} == {2}
+
+
+class OddState(Callback):
+    def state_dict(self) -> dict[str, int]:
+        return {"found": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.missing.update(state_dict)  # type: ignore[attr-defined]
+
+
+def test_a_callback_that_cannot_load_its_state_is_named() -> None:
+    with pytest.raises(StateError, match=r"OddState.load_state_dict cannot take .*no attribute 'missing'"):
+        _adopt_callback(OddState(), _callback_state(OddState()))
+
+
+def test_a_batch_without_samples_is_no_loss_beside_which_the_next_one_is_a_spike(tmp_path: Path) -> None:
+    """A member without samples has only a loss of 0 to show; any other one would be a spike beside it."""
+    spikes, companion, model = SpikeDetection(), Companion(None), Regression()
+    run = trainer(tmp_path, callbacks=[spikes], strategy="auto")
+    idle = {"loss": torch.zeros(()), IDLE_KEY: True}
+    batches = [idle, {"loss": torch.tensor(1.0)}, {"loss": torch.tensor(1.1)}, dict(idle)]
+    for number, outputs in enumerate(batches):
+        companion.on_train_batch_end(run, model, outputs, None, number)
+        spikes.on_train_batch_end(run, model, outputs, None, number)
+    assert spikes.running_mean.compute() == pytest.approx(1.05)
+    watch_spikes([spikes], idle=False)  # as at the end of fit
+    with pytest.raises(TrainingSpikeException):
+        spikes.on_train_batch_end(run, model, {"loss": torch.tensor(9.0)}, None, 4)

@@ -29,6 +29,12 @@ def test_newcomer_comes_into_a_validation(job: Job) -> None:
     assert c["validated"] < 6
 
 
+def test_newcomer_comes_where_spikes_of_the_loss_are_looked_for(job: Job) -> None:
+    """Lightning's callback cannot load its own state, and its window is of each member's own losses."""
+    start_two(job, {"epochs": 3, "samples": 26, "callbacks": ("spikes",)}, 5, {}, {})
+    same(job.finish("a", "b"))
+
+
 def test_newcomer_comes_just_before_the_last_step(job: Job) -> None:
     """The safe point before the last of 12 steps lets it in, and it makes that step with the others."""
     start_two(job, {"epochs": 2, "model_args": {"sync": True}}, 10, {}, {})
