@@ -127,7 +127,6 @@ def test_values_of_every_kind_are_told_apart(one: Any, other: Any) -> None:
         (Settings(0.1), Settings(0.1)),
         (None, "/a/path"),
     ],
-    ids=repr,
 )
 def test_equal_values_have_equal_words(one: Any, other: Any) -> None:
     assert words(one) == words(other)
