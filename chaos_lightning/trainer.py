@@ -460,6 +460,7 @@ class Trainer:
                     coefficient=weight,
                     spent=self._loader.spent(),
                     hyper=hyper_words([self._optimizer]),
+                    order=self._loader.order,
                     state_hash=self._proof,
                 )
             if self.engine.member_id in header.drifted:

@@ -260,6 +260,7 @@ class FitSession:
             self.collectives,
             lambda: self.elastic.current,
             lambda: self.elastic.spent(),
+            lambda: self.elastic.order,
             self._pass_is_over,
             lambda: joined(outer.says(), self.handover.says(engine)) if outer else self.handover.says(engine),
         )

@@ -82,6 +82,7 @@ class Stepper:
         collectives: For what is logged in training steps.
         current: What the loader says about the present micro-batch.
         spent: What a contribution made now spends.
+        order: Words about the order that the epoch's samples have.
         pass_is_over: Manual optimization: takes the slots of the optimizers that a backward pass reached.
         says: What this member says beside a step's gradient.
 
@@ -97,6 +98,7 @@ class Stepper:
         collectives: Collectives,
         current: Callable[[], MicroBatch | None],
         spent: Callable[[], tuple[Spent, ...]],
+        order: Callable[[], str],
         pass_is_over: Callable[[], None],
         says: Callable[[], bytes] = bytes,
     ) -> None:
@@ -106,6 +108,7 @@ class Stepper:
         self._collectives = collectives
         self._current = current
         self._spent = spent
+        self._order = order
         self._says = says
         self.sections = sections_of(self._module, trainer.optimizers)
         self._trained = {id(p) for s in self.sections for _, p in s.params}
@@ -268,6 +271,7 @@ class Stepper:
             spent=self._spent(),
             section=number,
             hyper=hyper_words(self._trainer.optimizers),
+            order=self._order(),
             state_hash=self._proof,
             yields=yields,
             payload=self._says(),

@@ -204,6 +204,14 @@ class ElasticLoader:
             entries += (ledger.announce_length(name, accumulations.epoch, accumulations.length),)
         return entries
 
+    @property
+    def order(self) -> str:
+        """Words about the order that the present epoch's samples have; equal on all members that share the data."""
+        if self._mode == "local" or self._units is None or self._accumulations is None:
+            return ""
+        epoch = self._accumulations.epoch
+        return f"epoch {epoch} in order {self._units.order_hash(epoch)}"
+
     # --- agreement and resume ----------------------------------------------------------------------------------
 
     @property
@@ -226,6 +234,7 @@ class ElasticLoader:
             "yielded": stands[1],
             "finished": stands[2],
             "ledger": [[s.stream, s.epoch, [list(span) for span in s.spans]] for s in self.ledger.streams],
+            "epoch_order": self._order_within(stands[0]) if stands[1] and not stands[2] else "",
             "head": self._source.header.hash,
             "ruling": None
             if ruling is None
@@ -258,6 +267,7 @@ class ElasticLoader:
             ConfigurationError: see `check_state`.
         """
         self.check_state(state)
+        self._check_order(state)
         spent = Ledger(
             tuple(Spent(stream, epoch, normalise((a, b) for a, b in spans)) for stream, epoch, spans in state["ledger"])
         )
@@ -273,6 +283,21 @@ class ElasticLoader:
         self._finished = False
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _order_within(self, epoch: int) -> str:
+        """Hash of the order that an epoch has which a sampler gave; "" if it can be no other."""
+        return self._units.drawn_hash(epoch) if isinstance(self._units, Orders) else ""
+
+    def _check_order(self, state: dict[str, Any]) -> None:
+        """In the midst of an epoch, whose positions mean other samples if the sampler gives another order here."""
+        theirs, epoch = state.get("epoch_order", ""), state["epoch"]
+        if theirs and isinstance(self._units, Orders) and (mine := self._order_within(epoch)) != theirs:
+            raise ConfigurationError(
+                f"epoch {epoch} is under way in order {theirs}, and the sampler gives order {mine} here, so some of "
+                "its samples would never be trained and others twice. The order must follow from the seed and the "
+                "epoch alone (draw from torch's generator, or implement set_epoch), not from losses or other state; or "
+                "go on from a checkpoint of an epoch's end"
+            )
 
     def _identity(self) -> str:
         if self._mode == "local":

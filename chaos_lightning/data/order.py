@@ -7,7 +7,9 @@ Theory of operation. The unit that is assigned is what the user's loader would d
 sampler: drawn in full once per epoch, under torch, numpy and random generators that are seeded with (seed, epoch)
 for the draw and put back afterwards. `set_epoch` is called first if the sampler has it, and a torch.Generator of
 its own is seeded and put back likewise. Since a member that joins in epoch 7 never drew epochs 0 to 6, the order
-must be a function of (seed, epoch): a sampler whose second draw of one epoch differs from its first is refused.
+must be a function of (seed, epoch): a sampler whose second draw of one epoch differs from its first is refused. An
+order that depends on state passes that test at first. So an epoch's order is drawn once and kept, and each step's
+contribution says its hash (protocol.md 25).
 
 What cannot have an order that is equal on all members is refused by name: iterable data sets (see mode="local"),
 DistributedSampler (it would shard a second time), samplers without an end.
@@ -39,6 +41,10 @@ from chaos_lightning.protocol.types import Span
 
 _ENDLESS = 64
 """A sampler without a length that yields more than so many times the data set's length has no end."""
+
+
+_KEPT = 2
+"""Orders kept: the present epoch's, and that of the one before or after."""
 
 
 def fast_permutation(length: int, seed: int, epoch: int, stream: str = "") -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -104,7 +110,10 @@ class Orders:
             self.unit, self.quota, self.drop_last = "batch", 1, False
         self._sampler: Any = sampler
         self._kind = self._classify(sampler)
-        self._cached: tuple[int, Sequence[Any] | np.ndarray[Any, Any]] | None = None
+        self._orders: dict[int, Sequence[Any] | np.ndarray[Any, Any]] = {}
+        """Of the epochs asked for last. A sampler may give another order when it is asked again."""
+        self._hashes: dict[int, str] = {}
+        self._words: dict[str, str] | None = None
         if self._kind == "drawn" and self._digest(self._draw(0)) != self._digest(self._draw(0)):
             raise UnsupportedError(
                 f"{type(sampler).__name__} draws another order each time, even with the same seed: members could not "
@@ -150,19 +159,28 @@ class Orders:
     def order_hash(self, epoch: int) -> str:
         """16 hex digits that are equal if and only if (but for chance) the orders are."""
         if self._kind == "drawn":
-            return self._digest(self._order(epoch))
+            order = self._order(epoch)
+            if epoch not in self._hashes:
+                self._hashes[epoch] = self._digest(order)
+            return self._hashes[epoch]
         words = (self._kind, orders.VERSION, self.length(epoch), self._seed, epoch, self._stream)
         return hashlib.blake2b(repr(words).encode(), digest_size=8).hexdigest()
 
+    def drawn_hash(self, epoch: int) -> str:
+        """`order_hash` of an order that the user's sampler gives; "" if the seed and the epoch give it."""
+        return self.order_hash(epoch) if self._kind == "drawn" else ""
+
     def fingerprint(self) -> dict[str, str]:
         """What must be equal on members that share the order, by name, for the job's fingerprint."""
-        return {
-            "data.seed": str(self._seed),
-            "data.unit": self.unit,
-            "data.drop_last": str(self.drop_last),
-            "data.length": str(self.length(0)),
-            "data.order": self.order_hash(0),
-        }
+        if self._words is None:  # a sampler may not give its first order again
+            self._words = {
+                "data.seed": str(self._seed),
+                "data.unit": self.unit,
+                "data.drop_last": str(self.drop_last),
+                "data.length": str(self.length(0)),
+                "data.order": self.order_hash(0),
+            }
+        return self._words
 
     # ----------------------------------------------------------------------------------------------------------
 
@@ -183,7 +201,7 @@ class Orders:
         return "drawn"
 
     def _order(self, epoch: int) -> Sequence[Any] | np.ndarray[Any, Any]:
-        if self._cached is None or self._cached[0] != epoch:
+        if epoch not in self._orders:
             order: Sequence[Any] | np.ndarray[Any, Any]
             if self._kind == "identity":
                 order = range(len(self._sampler))
@@ -191,8 +209,13 @@ class Orders:
                 order = fast_permutation(len(self._sampler), self._seed, epoch, self._stream)
             else:
                 order = self._draw(epoch)
-            self._cached = (epoch, order)
-        return self._cached[1]
+            while len(self._orders) >= _KEPT:
+                oldest = next(iter(self._orders))
+                del self._orders[oldest]
+                self._hashes.pop(oldest, None)
+            self._orders[epoch] = order
+        self._orders[epoch] = found = self._orders.pop(epoch)  # the last one asked for is the last to go
+        return found
 
     def _draw(self, epoch: int) -> Sequence[Any] | np.ndarray[Any, Any]:
         sampler = self._sampler

@@ -64,6 +64,12 @@ class TapeOrders:
         """How many samples these units are."""
         return self._orders.samples(keys)
 
+    def order_hash(self, epoch: int) -> str:
+        """Equal if and only if the orders are that this tape's places are taken of."""
+        tape = self._tape()
+        assert tape is not None
+        return self._orders.order_hash(tape.epoch)
+
     def fingerprint(self) -> dict[str, str]:
         """What must be equal at all ranks, and in all clusters, by name. The batch size need not be."""
         return {name: word for name, word in self._orders.fingerprint().items() if name != "data.drop_last"}

@@ -366,6 +366,7 @@ class Engine:
         spent: Sequence[Spent] = (),
         section: int = 0,
         hyper: str = "",
+        order: str = "",
         state_hash: str = "",
         yields: bool = False,
         payload: bytes = b"",
@@ -381,6 +382,7 @@ class Engine:
             spent: Sample ranges it used.
             section: Which optimizer steps.
             hyper: Hyperparameters in words; compared at the root.
+            order: Order of the epoch's samples in words; compared at the root.
             state_hash: Hash of the replicated state before the step, every n steps.
             yields: This member leaves and follows its script no more, or has no samples and runs no training step: if
                 the others close another kind of slot, it goes along, and the header is of that kind.
@@ -402,6 +404,7 @@ class Engine:
             presence=presence,
             spent=tuple(spent),
             hyper=hyper,
+            order=order,
             state_hash=state_hash,
             yields=yields,
             payload=fitting(payload),

@@ -30,7 +30,7 @@ from chaos_lightning.protocol.types import (
     View,
 )
 
-EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper", "lets_go")
+EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper", "order", "lets_go")
 """Fields in which all contributions to one slot must agree, in the order in which they are compared."""
 
 
@@ -60,6 +60,8 @@ def _unequal(name: str, reference: Contribution, other: Contribution) -> str:
     """Words about a field in which a member differs from the one whose value counts."""
     if name in ("kind", "name") and (reference.kind, other.kind) != (Kind.STEP, Kind.STEP):
         return _at_different_calls(reference, other)
+    if name == "order":
+        return _in_different_orders(reference, other)
     expected, given = str(getattr(reference, name)), str(getattr(other, name))
     if name == "hyper":  # of many, those that differ
         its, the_jobs = given.split(";"), expected.split(";")
@@ -85,6 +87,17 @@ def _at_different_calls(one: Contribution, other: Contribution) -> str:
     )
 
 
+def _in_different_orders(one: Contribution, other: Contribution) -> str:
+    """Words for two members whose samples have unlike orders in one epoch."""
+    return (
+        f"slot {one.seq}: {other.member} has {other.order or 'no shared order'}, {one.member} has "
+        f"{one.order or 'no shared order'}; members must have the samples of an epoch in one order, or some are never "
+        "trained and others twice. A sampler's order must follow from the seed and the epoch alone (draw from torch's "
+        "generator, or implement set_epoch), not from losses or other state that a member has for itself; a data set "
+        "that grows must be as long on all members when they load it for an epoch"
+    )
+
+
 def _doing(contribution: Contribution) -> str:
     """Words about what a member does in this slot, and by which line of its code."""
     does = {
@@ -100,7 +113,8 @@ def _yielded(reference: Contribution, other: Contribution) -> tuple[str, ...]:
     """Fields in which a contribution that yields may differ: what comes from the script, but for a step's section."""
     if other.kind is Kind.GATHER:
         return ("name", "lets_go")
-    return ("kind", "hyper") if other.kind is reference.kind else ("kind", "hyper", "name")
+    same_kind = other.kind is reference.kind
+    return ("kind", "hyper", "order") if same_kind else ("kind", "hyper", "order", "name")
 
 
 def leading(view: View, contributions: Mapping[str, Contribution]) -> Contribution:

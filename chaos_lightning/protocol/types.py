@@ -186,6 +186,8 @@ class Contribution:
     """Of a GATHER: it is no part of a validation, so that members may go with it as with a step (protocol.md 2)."""
     line: str = ""
     """Line of the member's own code that asked for this slot, such as "save() at train.py:31"; not compared."""
+    order: str = ""
+    """Order of the epoch's samples, of which this member takes its own, in words; compared at the root."""
 
 
 @dataclass(frozen=True, slots=True)

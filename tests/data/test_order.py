@@ -216,3 +216,33 @@ def test_fingerprint_tells_orders_apart():
     assert len({str(w) for w in words}) == 4
     assert all(type(v) is str for w in words for v in w.values())
     assert prints[0]._units.order_hash(0) != prints[0]._units.order_hash(1)
+
+
+class ByLoss(Sampler):
+    """Hard mining: the order follows what this member's training has found."""
+
+    def __init__(self):
+        self.loss = torch.ones(10)
+
+    def __iter__(self):
+        return iter(torch.argsort(self.loss, descending=True, stable=True).tolist())
+
+    def __len__(self):
+        return 10
+
+
+def test_an_epochs_order_is_drawn_once():
+    """Whatever is asked in between: a checkpoint asks for the first epoch's, the length for the next one's."""
+    sampler = ByLoss()
+    mine = orders(sampler=sampler)
+    told, first = dict(mine.fingerprint()), whole(mine, 0)
+    sampler.loss = torch.arange(10.0)
+    second = whole(mine, 1)
+    sampler.loss = torch.arange(10.0) % 3
+    assert mine.length(2) == 10
+    assert mine.fingerprint() == told
+    assert whole(mine, 1) == second
+    assert second == first[::-1]
+    other = orders(sampler=ByLoss())
+    assert other.fingerprint() == told
+    assert other.order_hash(1) != mine.order_hash(1)

@@ -287,3 +287,14 @@ def test_presence_is_the_union_of_all_masks(masks: list[bytes]) -> None:
 def test_header_does_not_depend_on_the_order_of_arrival(order: list[str], kind: str) -> None:
     contributions = box(kind)
     assert closed({m: contributions[m] for m in order}).hash == header_after(VIEW, GENESIS, kind).hash
+
+
+def test_an_order_that_differs_is_named_and_one_that_yields_has_none() -> None:
+    contributions = box(order="epoch 1 in order aa")
+    contributions["b~2"] = replace(contributions["b~2"], order="epoch 1 in order bb")
+    (told,) = differing(VIEW, contributions)  # type: ignore[arg-type]
+    assert told.member == "b~2"
+    assert "b~2 has epoch 1 in order bb, a~1 has epoch 1 in order aa" in told.reason
+    assert "set_epoch" in told.reason
+    contributions["b~2"] = replace(contributions["b~2"], order="", yields=True)
+    assert not differing(VIEW, contributions)  # type: ignore[arg-type]

@@ -108,14 +108,14 @@ class EngineDouble:
         self.armed = (coefficient, section, empty)
 
     def step(self, *, weight: float, coefficient: float, spent: Sequence[Spent] = (), section: int = 0, hyper: str = "",
-             state_hash: str = "", yields: bool = False, payload: bytes = b"") -> Header:  # fmt: skip
+             order: str = "", state_hash: str = "", yields: bool = False, payload: bytes = b"") -> Header:  # fmt: skip
         for _, param in self.layout_params(section):
             if not weight:
                 param.grad = None  # nobody had a sample, so there is no average
             elif param.grad is not None:
                 param.grad.mul_(coefficient / weight)
         self.steps.append({"weight": weight, "coefficient": coefficient, "section": section, "spent": tuple(spent),
-                           "hyper": hyper, "state_hash": state_hash})  # fmt: skip
+                           "hyper": hyper, "order": order, "state_hash": state_hash})  # fmt: skip
         answers = (payload,) if payload else ()
         return self._commit(Kind.STEP, f"section {section}", weight, spent=spent, answers=answers)
 

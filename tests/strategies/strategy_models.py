@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, MeanSquaredError, MetricCollection, SumMetric
 
 from chaos_lightning.errors import LeftJobError
@@ -149,6 +149,34 @@ class ClipsInBackward(Regression):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(loss, *args, **kwargs)
         nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class MinesHard(Regression):
+    """Notes each sample's loss, by its first number; what was hardest comes first in the next epoch."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.losses: dict[float, float] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        errors = (self.net(x) - y).detach().abs().flatten()
+        self.losses |= dict(zip(x[:, 0].tolist(), errors.tolist(), strict=True))
+        return super().training_step(batch, batch_idx)
+
+
+class ByLoss(Sampler):
+    """The order of 24 samples by the losses that this member has seen."""
+
+    def __init__(self, model: MinesHard) -> None:
+        self.model = model
+
+    def __iter__(self) -> Any:
+        x = data().tensors[0][:, 0].tolist()
+        return iter(sorted(range(24), key=lambda i: -self.model.losses.get(x[i], 0.0)))
+
+    def __len__(self) -> int:
+        return 24
 
 
 class AsksForItsFolder(Regression):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import forked_support
 import pytest
 from strategy_job import Job
+from strategy_models import MinesHard
 from test_members import expected_validation, same, start_three, start_two, start_validating
 
 
@@ -56,6 +57,39 @@ def test_newcomer_comes_when_no_rest_point_is_left(job: Job, steps: int) -> None
 
 
 @pytest.mark.slow
+def test_an_order_that_depends_on_losses_is_refused(job: Job) -> None:
+    """Each member has seen other losses, so in the second epoch they would take samples of different orders."""
+    job.harness.declare("b")
+    job.start("a", model=MinesHard.__name__, epochs=3, gates={2: job.gate("a")})
+    job.harness.wait_step(2, node="a")
+    job.start("b", model=MinesHard.__name__, epochs=3)
+    job.wait_admitted("b")
+    job.open("a")
+    assert job.harness.wait_exit("b") == 1
+    said = job.harness.children["b"].log.read_text()
+    assert "b~2 is put out of the job: slot " in said
+    assert "b~2 has epoch 1 in order" in said
+    assert "set_epoch" in said
+    job.finish("a")  # the audit sees that each sample is in exactly one step
+    steps = [r for r in job.harness.records if r.name == "committed" and r.node == "a" and r["kind"] == "step"]
+    later = [r["contributors"] for r in steps if r["ledger"][0]["epoch"]]
+    assert [[row[0] for row in rows] for rows in later] == [["a~1"]] * 12, "b has no part in any of its own order"
+
+
+@pytest.mark.slow
+def test_a_newcomer_whose_sampler_gives_another_order_is_refused_alone(job: Job) -> None:
+    job.harness.declare("b")
+    job.start("a", model=MinesHard.__name__, epochs=3, gates={8: job.gate("a")})
+    job.harness.wait_step(8, node="a")
+    job.start("b", model=MinesHard.__name__, epochs=3)
+    job.wait_admitted("b")
+    job.open("a")
+    assert job.harness.wait_exit("b") == 1
+    assert "epoch 1 is under way in order" in job.harness.children["b"].log.read_text()
+    (a,) = job.finish("a")
+    assert a["step"] == 18
+
+
 def test_newcomer_comes_to_a_finished_job(job: Job) -> None:
     """A scheduler that was told to keep the finished chain answers it in words; it neither waits nor begins anew."""
     job.start("a", epochs=1)
