@@ -43,6 +43,8 @@ def fingerprint_of(trainer: Trainer, loader: ElasticLoader, *, assigns_validatio
     module = trainer.lightning_module
     by_time = trainer._val_check_time_interval
     interval = trainer.val_check_interval if by_time is None else f"{by_time:g} s"
+    # Where loaders are made anew, data may grow: a newcomer makes those of the job's epoch, and then they are compared.
+    moving = ("data.length", "data.order") if trainer.reload_dataloaders_every_n_epochs else ()
     deciding = [c for c in trainer.callbacks if isinstance(c, Checkpoint | EarlyStopping | Timer)]
     return {
         "lightning": ".".join(version("lightning").split(".")[:2]),
@@ -65,10 +67,14 @@ def fingerprint_of(trainer: Trainer, loader: ElasticLoader, *, assigns_validatio
             for name, value in _cadence(c).items()
         },
         **_validation(trainer, loader.stream, assigns_validation=assigns_validation),
-        **({"training data": part_of(getattr(loader.loader, "dataset", None))} if loader.stream == SHARED else {}),
+        **(
+            {"training data": part_of(getattr(loader.loader, "dataset", None))}
+            if loader.stream == SHARED and not moving
+            else {}
+        ),
         **default_words(trainer.optimizers),
         **words_of_run(trainer),
-        **loader.order_fingerprint,
+        **{name: words for name, words in loader.order_fingerprint.items() if name not in moving},
     }
 
 

@@ -12,14 +12,17 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, ThroughputMonitor, Timer, TQDMProgressBar
 from lightning.pytorch.loops import _Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader, _request_dataloader
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 
 from chaos_lightning.strategies.lightning_types import Trainer
 
@@ -282,6 +285,42 @@ def adopt_loops(trainer: Trainer, manifest: dict[str, Any]) -> None:
     for name in _CONNECTOR_DICTS:
         moved = {k: v.to(device) if hasattr(v, "to") else v for k, v in manifest["metrics"][name].items()}
         setattr(connector, name, moved)
+
+
+def reload_epochs(trainer: Trainer) -> tuple[float, float]:
+    """Epochs in which `reload_dataloaders_every_n_epochs` last made the loaders of training and of validation; -inf if
+    it has not yet."""
+    fit_loop = trainer.fit_loop
+    return fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
+
+
+@contextmanager
+def at_epoch(trainer: Trainer, epoch: float) -> Iterator[None]:
+    """`trainer.current_epoch` is this one inside: user code makes loaders by it."""
+    current, _ = _processed(trainer.fit_loop.epoch_progress)
+    kept = current.completed
+    current.completed = int(epoch) if math.isfinite(epoch) else kept
+    try:
+        yield
+    finally:
+        current.completed = kept
+
+
+def training_loader(trainer: Trainer) -> Any:
+    """Asks the user's code for the training loader again; returns it as the strategy hands it to Lightning."""
+    made = _request_dataloader(trainer.fit_loop._data_source)
+    (loader,) = made.flattened if isinstance(made, CombinedLoader) else (made,)
+    return _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, loader)
+
+
+def remake_validation_loaders(trainer: Trainer) -> None:
+    """Asks the user's code for the loaders of validation again."""
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    kept, val_loop._combined_loader = val_loop._last_val_dl_reload_epoch, None
+    trainer.validating = True
+    val_loop.setup_data()
+    trainer.training = True
+    val_loop._last_val_dl_reload_epoch = kept
 
 
 def settle(loop: _Loop) -> None:

@@ -57,15 +57,19 @@ from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import (
     ENDLESS,
     Suspension,
+    at_epoch,
     batches_begun,
     epoch_of,
     forget_agreement,
     loops_manifest,
     make_up_for_end,
     refit,
+    reload_epochs,
+    remake_validation_loaders,
     rolled_back,
     skip_validation,
     start_clocks,
+    training_loader,
     uncount,
 )
 from chaos_lightning.strategies.metrics import MetricRoute
@@ -218,6 +222,25 @@ class FitSession:
             self._state.loader = elastic
         return self._loader
 
+    def _reload(self, made_in: tuple[float, float]) -> None:
+        """What was taken over stands on loaders of a later epoch (`reload_dataloaders_every_n_epochs`) than this
+        member's: they are made anew for that one. Lightning goes on with the training loader that it has, so the
+        new one takes the place of what that one wraps."""
+        trainer = self.trainer
+        if not trainer.reload_dataloaders_every_n_epochs:
+            return
+        training, validation = reload_epochs(trainer)
+        if training != made_in[0]:
+            held = self._loader
+            assert held is not None
+            with at_epoch(trainer, training):
+                held.elastic = training_loader(trainer).elastic
+            held.restart()
+            self._loader = held
+        if validation != made_in[1]:
+            with at_epoch(trainer, validation):
+                remake_validation_loaders(trainer)
+
     def warn_of_lost_place(self) -> None:
         """Of a checkpoint within an epoch that does not say where the data stood."""
         if self._loader is not None:
@@ -253,7 +276,9 @@ class FitSession:
         outer = self.outer
         batch = self.elastic.batch * trainer.accumulate_grad_batches
         beside = outer.enter(engine, batch, self.elastic) if outer else None
-        self._state = LightningState(trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra, beside)
+        self._state = LightningState(
+            trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra, beside, self._reload
+        )
         self._stepper = Stepper(
             engine,
             trainer,

@@ -36,7 +36,7 @@ from chaos_lightning.replication.access import (
 from chaos_lightning.replication.table import StateTable
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.lightning_types import Trainer
-from chaos_lightning.strategies.loops import adopt_loops, loops_manifest, rolled_back
+from chaos_lightning.strategies.loops import adopt_loops, loops_manifest, reload_epochs, rolled_back
 from chaos_lightning.strategies.metrics import is_metrics
 
 PRIVATE: dict[type[Callback], tuple[str, ...]] = {
@@ -66,6 +66,7 @@ class LightningState:
         extra: What else travels, by name, at the donor.
         adopt_extra: Takes it over at the newcomer.
         beside: What else all members hold alike, with tensors of its own.
+        reload: Makes this member's loaders anew if the donor's were made in another epoch; told in which its own were.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class LightningState:
         extra: Mapping[str, Callable[[], Any]],
         adopt_extra: Callable[[Mapping[str, Any]], None],
         beside: StateAccess | None = None,
+        reload: Callable[[tuple[float, float]], None] | None = None,
     ) -> None:
         self._trainer = trainer
         self.loader = loader
@@ -83,6 +85,7 @@ class LightningState:
         self._extra = extra
         self._adopt_extra = adopt_extra
         self._beside = beside
+        self._reload = reload
         self.ended = False
         """What was taken over ends with an epoch's last batch, and what follows that is to be made up for."""
 
@@ -179,7 +182,10 @@ class LightningState:
             config.scheduler.load_state_dict(state)
         if manifest["precision"]:
             trainer.precision_plugin.load_state_dict(manifest["precision"])
+        made_in = reload_epochs(trainer)
         adopt_loops(trainer, manifest["loops"])
+        if self._reload is not None:
+            self._reload(made_in)
         self.ended = bool(manifest["loops"].get("ended"))
         for callback in trainer.callbacks:
             if isinstance(callback, OWN):

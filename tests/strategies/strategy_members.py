@@ -296,7 +296,9 @@ def member(spec: dict[str, Any]) -> None:
             raise
     else:
         with contextlib.suppress(LeftJobError):  # what it reports says how far it came
-            if spec.get("by_rank"):
+            if spec.get("own_data"):
+                trainer.fit(model)
+            elif spec.get("by_rank"):
                 trainer.fit(model, datamodule=ByRank(train, val_samples, val_batch))
             else:
                 trainer.fit(model, train, held_out, ckpt_path=spec.get("ckpt"))

@@ -179,6 +179,33 @@ class ByLoss(Sampler):
         return 24
 
 
+class Grows(Regression):
+    """Makes its own loaders: each second epoch has other data than those before, and more of them."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.validated: list[float] = []
+
+    @staticmethod
+    def data(epoch: int) -> TensorDataset:
+        return data(16 + 8 * (epoch // 2), seed=epoch // 2)
+
+    @staticmethod
+    def batches(epoch: int) -> int:
+        return len(Grows.data(epoch)) // 4
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.data(self.trainer.current_epoch), 4, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.data(self.trainer.current_epoch), 4)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.validated.append(batch[0].sum().item())
+        super().validation_step(batch, batch_idx)
+
+
 class AsksForItsFolder(Regression):
     """As Lightning's documentation of `trainer.log_dir` has it; notes what it was told, by the step."""
 
