@@ -40,7 +40,7 @@ class Slotted:
 class Settings:
     def __init__(self, margin: float) -> None:
         self.margin = margin
-        self._cached = object()
+        self._kept = object()
 
 
 def words(value: Any, name: str = "x", **kwargs: Any) -> dict[str, str]:
