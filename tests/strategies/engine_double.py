@@ -12,6 +12,7 @@ from torch import Tensor
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.errors import DepartedError, FencedError
 from chaos_lightning.events.events import EventLog
+from chaos_lightning.member.keeping import LoadedCheckpoint
 from chaos_lightning.member.losses import Losses
 from chaos_lightning.planning import ledger
 from chaos_lightning.protocol.types import (
@@ -82,7 +83,7 @@ class EngineDouble:
         accumulate: int,
         state: Any,
         replay: Any = None,
-        loaded: bool = False,
+        loaded: LoadedCheckpoint | None = None,
     ) -> Header:
         self.fingerprint, self.state, self.loaded = dict(fingerprint), state, loaded
         self.member_id = f"{self.name}~{len(self.log)}"

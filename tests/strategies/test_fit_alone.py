@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from strategy_models import Regression, fitted, loader, trainer, weights
 
 import chaos_lightning  # noqa: F401  (registers "chaos")
+from chaos_lightning.member.keeping import LoadedCheckpoint
+from chaos_lightning.protocol.types import Kind
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -92,7 +94,8 @@ def test_whole_job_resumes_exactly_once(tmp_path: Path, stop: int) -> None:
     second = Regression()
     again = trainer(tmp_path, max_epochs=2)
     again.fit(second, loader(), ckpt_path=tmp_path / f"step={stop}.ckpt")
-    assert [engine.loaded for engine in EngineDouble.made] == [False, True]
+    saved = next(header for header in EngineDouble.made[0].log if header.kind == Kind.STEP and header.step == stop)
+    assert [engine.loaded for engine in EngineDouble.made] == [None, LoadedCheckpoint(stop, saved.hash)]
     whole = Regression()
     fitted(tmp_path, whole, loader(), max_epochs=2)
     assert torch.equal(torch.cat(first.seen + second.seen), torch.cat(whole.seen))
