@@ -213,7 +213,9 @@ class FitSession:
         outer = self.outer
         seed = seed_of(self._options.seed if outer is None or outer.seed is None else outer.seed)
         tape = outer.tape if outer and outer.shared else None
-        elastic = ElasticLoader(dataloader, mode=self._data, seed=seed, source=self._source, tape=tape)
+        elastic = ElasticLoader(
+            dataloader, mode=self._data, seed=seed, source=self._source, tape=tape, as_lightning=True
+        )
         if self._loader is not None:
             self.elastic.close()
         self._loader = TrainLoader(elastic, self.trainer, self)

@@ -52,6 +52,7 @@ class ElasticLoader:
         seed: keys the order of every epoch; equal on all members.
         source: the job.
         tape: of what is leased to the members together, where others share the data with them; epochs are tapes then.
+        as_lightning: see `Orders`. Not with a tape: other clusters may be in another epoch than the script's hooks.
 
     Attributes:
         loader: the user's loader.
@@ -67,6 +68,7 @@ class ElasticLoader:
         seed: int,
         source: AssignmentSource,
         tape: Callable[[], Tape | None] | None = None,
+        as_lightning: bool = False,
     ) -> None:
         if mode not in ("shared", "local"):
             raise ConfigurationError(f"data={mode!r}; expected 'shared' or 'local'")
@@ -81,7 +83,9 @@ class ElasticLoader:
         self._units: Orders | TapeOrders | None = None
         self._feed: MapFeed | IterableFeed
         if isinstance(loader, DataLoader) and (mode == "shared" or _has_positions(loader)):
-            orders_of_epochs = Orders(loader, seed=seed, stream=self._stream)
+            orders_of_epochs = Orders(
+                loader, seed=seed, stream=self._stream, as_lightning=as_lightning and tape is None
+            )
             self._units = orders_of_epochs if tape is None else TapeOrders(orders_of_epochs, tape)
             self._feed = MapFeed(loader, self._units, seed=seed, stats=self.stats)
         elif mode == "shared":
@@ -98,6 +102,8 @@ class ElasticLoader:
         self._epoch: int | None = None
         self._wanted: int | None = None
         self._loaded: tuple[int, int, bool] | None = None
+        self._order_there = (0, "")
+        """Epoch in whose midst the state was that was loaded, and the hash of its order there."""
         self._yielded = 0
         self._resync = True
         self._told = False
@@ -267,7 +273,7 @@ class ElasticLoader:
             ConfigurationError: see `check_state`.
         """
         self.check_state(state)
-        self._check_order(state)
+        self._order_there = (state["epoch"], state.get("epoch_order", ""))
         spent = Ledger(
             tuple(Spent(stream, epoch, normalise((a, b) for a, b in spans)) for stream, epoch, spans in state["ledger"])
         )
@@ -286,12 +292,18 @@ class ElasticLoader:
 
     def _order_within(self, epoch: int) -> str:
         """Hash of the order that an epoch has which a sampler gave; "" if it can be no other."""
+        if self._order_there[0] == epoch and self._order_there[1]:
+            return self._order_there[1]  # no pass has begun here since
         return self._units.drawn_hash(epoch) if isinstance(self._units, Orders) else ""
 
-    def _check_order(self, state: dict[str, Any]) -> None:
+    def _begin_order(self, epoch: int) -> None:
         """In the midst of an epoch, whose positions mean other samples if the sampler gives another order here."""
-        theirs, epoch = state.get("epoch_order", ""), state["epoch"]
-        if theirs and isinstance(self._units, Orders) and (mine := self._order_within(epoch)) != theirs:
+        if not isinstance(self._units, Orders):
+            return
+        self._units.begin(epoch)
+        theirs = self._order_there[1] if self._order_there[0] == epoch else ""
+        self._order_there = (epoch, "")
+        if theirs and (mine := self._order_within(epoch)) != theirs:
             raise ConfigurationError(
                 f"epoch {epoch} is under way in order {theirs}, and the sampler gives order {mine} here, so some of "
                 "its samples would never be trained and others twice. The order must follow from the seed and the "
@@ -350,6 +362,7 @@ class ElasticLoader:
                 f"a pass over epoch {epoch} was asked for, but the job's data stand in epoch {stood} already; "
                 f"set_epoch({stood}) or later"
             )
+        self._begin_order(epoch)
         accumulations = self._make_accumulations(epoch)
         self._yielded = self._start_count(epoch)
         self._pass, self._accumulations, self._epoch = new, accumulations, epoch

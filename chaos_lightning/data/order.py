@@ -5,11 +5,13 @@ Theory of operation. The unit that is assigned is what the user's loader would d
 
 - `shuffle=True`: the keyed permutation of `planning/orders.py`; - `shuffle=False`: 0, 1, 2, ...; - any other
 sampler: drawn in full once per epoch, under torch, numpy and random generators that are seeded with (seed, epoch)
-for the draw and put back afterwards. `set_epoch` is called first if the sampler has it, and a torch.Generator of
-its own is seeded and put back likewise. Since a member that joins in epoch 7 never drew epochs 0 to 6, the order
-must be a function of (seed, epoch): a sampler whose second draw of one epoch differs from its first is refused. An
-order that depends on state passes that test at first. So an epoch's order is drawn once and kept, and each step's
-contribution says its hash (protocol.md 25).
+for the draw and put back afterwards. `set_epoch` is called first if the sampler has it (under Lightning only on those
+that Lightning calls it on, and a batch sampler of the user's is not one of them), and a torch.Generator of its own is
+seeded and put back likewise. Since a member that joins in epoch 7 never drew epochs 0 to 6, the order must be a
+function of (seed, epoch): a sampler whose second draw of one epoch differs from its first is refused. An order that
+depends on state passes that test at first. So an epoch's order is drawn where its first pass begins (the length may be
+asked for before the script has told its sampler the epoch) and kept, and each step's contribution says its hash
+(protocol.md 25).
 
 What cannot have an order that is equal on all members is refused by name: iterable data sets (see mode="local"),
 DistributedSampler (it would shard a second time), samplers without an end.
@@ -81,8 +83,22 @@ def keyed_randomness(key: int, *generators: torch.Generator) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
+def _chain(sampler: Any) -> list[Any]:
+    """A sampler and those that it draws from."""
+    chain = [sampler]
+    while (inner := getattr(chain[-1], "sampler", None)) is not None and len(chain) < 8:
+        chain.append(inner)
+    return chain
+
+
 class Orders:
     """The orders of one loader's epochs.
+
+    Args:
+        loader: The user's.
+        seed: Keys all orders.
+        stream: The ledger's name of these samples.
+        as_lightning: `set_epoch` is called on the samplers that Lightning calls it on, and not on a batch sampler.
 
     Attributes:
         unit: "sample", "batch" or "item".
@@ -90,7 +106,7 @@ class Orders:
         drop_last: as the user's loader has it.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seed: int, stream: str) -> None:
+    def __init__(self, loader: DataLoader[Any], *, seed: int, stream: str, as_lightning: bool = False) -> None:
         if isinstance(loader.dataset, IterableDataset):
             raise UnsupportedError(
                 f"{type(loader.dataset).__name__} is an IterableDataset: it has no positions that members could share. "
@@ -109,6 +125,10 @@ class Orders:
         else:
             self.unit, self.quota, self.drop_last = "batch", 1, False
         self._sampler: Any = sampler
+        self._chain = _chain(sampler)
+        own = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))  # as its `_set_sampler_epoch` has it
+        self._told = [one for one in self._chain if not as_lightning or any(one is other for other in own)]
+        self._begun: int | None = None
         self._kind = self._classify(sampler)
         self._orders: dict[int, Sequence[Any] | np.ndarray[Any, Any]] = {}
         """Of the epochs asked for last. A sampler may give another order when it is asked again."""
@@ -124,6 +144,13 @@ class Orders:
             raise ConfigurationError(
                 f"the training loader has no samples ({type(self._dataset).__name__}); expected at least one"
             )
+
+    def begin(self, epoch: int) -> None:
+        """Begins the first pass over an epoch: what the script has told its sampler until now counts."""
+        if epoch != self._begun and self._kind == "drawn":
+            self._orders.pop(epoch, None)
+            self._hashes.pop(epoch, None)
+        self._begun = epoch
 
     def length(self, epoch: int) -> int:
         """Units in this epoch."""
@@ -219,11 +246,8 @@ class Orders:
 
     def _draw(self, epoch: int) -> Sequence[Any] | np.ndarray[Any, Any]:
         sampler = self._sampler
-        chain = [sampler]
-        while (inner := getattr(chain[-1], "sampler", None)) is not None and len(chain) < 8:
-            chain.append(inner)
-        generators = [g for s in chain if isinstance(g := getattr(s, "generator", None), torch.Generator)]
-        for one in chain:
+        generators = [g for s in self._chain if isinstance(g := getattr(s, "generator", None), torch.Generator)]
+        for one in self._told:
             if callable(set_epoch := getattr(one, "set_epoch", None)):
                 set_epoch(epoch)
         limit = self._limit(sampler)

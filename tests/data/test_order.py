@@ -121,6 +121,42 @@ def test_samplers_are_drawn_alike_everywhere(make):
         assert before[1] != before[2]
 
 
+class Told(Sampler):
+    """A batch sampler that passes no epoch on."""
+
+    def __init__(self, sampler):
+        self.sampler, self.epochs = sampler, []
+
+    def __iter__(self):
+        return iter([[i] for i in self.sampler])
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+@pytest.mark.parametrize("as_lightning", [True, False])
+def test_who_is_told_the_epoch(as_lightning):
+    """Without Lightning nobody else calls set_epoch, so all samplers get it; with it those that Lightning calls."""
+    batches = Told(ByEpoch())
+    one = Orders(DataLoader(Numbers(10), batch_sampler=batches), seed=3, stream="", as_lightning=as_lightning)
+    whole(one, 7)
+    assert batches.sampler.epoch == 7
+    assert batches.epochs[-1:] == ([] if as_lightning else [7])
+
+
+def test_what_a_script_tells_its_sampler_before_a_pass_counts_in_it():
+    """The length is asked for before; within the epoch, where a pass may begin again, the order stays."""
+    sampler = ByLoss()
+    mine = orders(sampler=sampler)
+    mine.length(1)
+    sampler.loss = torch.arange(10.0)
+    mine.begin(1)
+    assert whole(mine, 1) == list(range(9, -1, -1))
+    sampler.loss = torch.ones(10)
+    mine.begin(1)
+    assert whole(mine, 1) == list(range(9, -1, -1))
+
+
 class Buckets(Sampler):
     """Batches of unequal size."""
 

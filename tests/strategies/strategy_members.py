@@ -273,6 +273,8 @@ def member(spec: dict[str, Any]) -> None:
     model = make_model(spec)
     if spec.get("stream"):
         train = DataLoader(models.Stream(spec["samples"], spec["data_seed"]), batch_size=spec.get("batch", 4))
+    elif spec.get("model") == "Deals":
+        train = DataLoader(models.data(), batch_sampler=models.Dealt())
     elif spec.get("model") == "MinesHard":
         train = models.loader(spec.get("samples", 24), spec.get("batch", 4), sampler=models.ByLoss(model))
     else:

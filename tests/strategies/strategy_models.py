@@ -179,6 +179,41 @@ class ByLoss(Sampler):
         return 24
 
 
+class Dealt(Sampler):
+    """Batches of 24 samples in an order of the epoch that this sampler was told; `told` says which ones."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.told: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.told.append(epoch)
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return iter(order[i : i + 4] for i in range(0, 24, 4))
+
+    def __len__(self) -> int:
+        return 6
+
+
+class Deals(Regression):
+    """Tells its loader's batch sampler the epoch, as Lightning does not.
+
+    Args:
+        tells: It does.
+    """
+
+    def __init__(self, tells: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.tells = tells
+
+    def on_train_epoch_start(self) -> None:
+        if self.tells:
+            self.trainer.train_dataloader.batch_sampler.set_epoch(self.current_epoch)
+
+
 class Grows(Regression):
     """Makes its own loaders: each second epoch has other data than those before, and more of them."""
 

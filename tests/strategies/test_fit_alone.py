@@ -10,7 +10,8 @@ import pytest
 import torch
 from engine_double import EngineDouble
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from strategy_models import Regression, fitted, loader, trainer, weights
+from strategy_models import Deals, Dealt, Regression, data, fitted, loader, trainer, weights
+from torch.utils.data import DataLoader
 
 import chaos_lightning  # noqa: F401  (registers "chaos")
 from chaos_lightning.member.keeping import LoadedCheckpoint
@@ -50,6 +51,18 @@ def test_same_numbers_as_without_strategy(tmp_path: Path, settings: dict[str, An
     assert set(a.callback_metrics) == set(b.callback_metrics)
     for key, value in a.callback_metrics.items():
         assert torch.allclose(value, b.callback_metrics[key], rtol=1e-5), key
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_batch_sampler_is_told_the_epoch_by_the_script_alone(tmp_path: Path, tells: bool) -> None:
+    """Lightning calls set_epoch on samplers, and on no batch sampler; the script may, before an epoch's first batch."""
+    plain, ours = Deals(tells), Deals(tells)
+    samplers = [Dealt(), Dealt()]
+    for model, sampler, strategy in zip((plain, ours), samplers, ("auto", "chaos"), strict=True):
+        fitted(tmp_path, model, DataLoader(data(), batch_sampler=sampler), max_epochs=3, strategy=strategy)
+    assert samplers[1].told == samplers[0].told == ([0, 1, 2] if tells else [])
+    assert len(ours.seen) == len(plain.seen) == 18
+    assert all(torch.equal(x, y) for x, y in zip(ours.seen, plain.seen, strict=True))
 
 
 def test_uneven_last_batches_weigh_their_samples(tmp_path: Path, double: Any) -> None:

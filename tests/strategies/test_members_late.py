@@ -8,7 +8,7 @@ from dataclasses import replace
 import forked_support
 import pytest
 from strategy_job import Job
-from strategy_models import MinesHard
+from strategy_models import Deals, MinesHard
 from test_members import expected_validation, same, start_three, start_two, start_validating
 
 
@@ -33,6 +33,16 @@ def test_newcomer_comes_into_a_validation(job: Job) -> None:
 def test_newcomer_comes_where_spikes_of_the_loss_are_looked_for(job: Job) -> None:
     """Lightning's callback cannot load its own state, and its window is of each member's own losses."""
     start_two(job, {"epochs": 3, "samples": 26, "callbacks": ("spikes",)}, 5, {}, {})
+    same(job.finish("a", "b"))
+
+
+def test_newcomer_tells_its_batch_sampler_the_epoch_in_time(job: Job) -> None:
+    """Its script does so in a hook, after it has taken over a state of the midst of that epoch."""
+    job.start("a", model=Deals.__name__, epochs=3, gates={8: job.gate("a")})
+    job.harness.wait_step(8, node="a")
+    job.start("b", model=Deals.__name__, epochs=3)
+    job.wait_admitted("b")
+    job.open("a")
     same(job.finish("a", "b"))
 
 
