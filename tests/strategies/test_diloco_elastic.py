@@ -322,20 +322,21 @@ def test_a_second_signal_says_what_it_may_cost(job: ElasticJob) -> None:
     audited(job)
 
 
-def wait_for_meetings(job: ElasticJob) -> None:
-    """Nothing that was under way lets the ranks train any more: they only meet."""
+def wait_for_meetings(job: ElasticJob, trained: int = 0) -> None:
+    """Nothing that was under way lets the ranks train any more: they only meet, once they have `trained` samples."""
 
     def waits() -> bool:
-        kinds = [r["kind"] for r in job.harness.records if r.name == "committed"]
-        return len(kinds) > 50 and set(kinds[-50:]) == {"gather"}
+        slots = [r for r in job.harness.records if r.name == "committed"]
+        samples = max((count(each["spans"]) for r in slots for each in r["ledger"]), default=0)
+        return samples >= trained and len(slots) > 50 and {r["kind"] for r in slots[-50:]} == {"gather"}
 
     job.harness.wait_until(waits, "meetings in place of steps")
 
 
-def leave_a_meeting(job: ElasticJob) -> None:
+def leave_a_meeting(job: ElasticJob, trained: int = 0) -> None:
     """Rank a leaves while the ranks only meet."""
     harness = job.harness
-    wait_for_meetings(job)
+    wait_for_meetings(job, trained)
     harness.terminate("a")
     assert harness.wait_exit("a") == 0
     carried = [r["kind"] for r in harness.records if r.name == "committed" and r["next_view"] != r["view"]]
@@ -374,12 +375,16 @@ def test_a_rank_leaves_while_its_cluster_waits_for_an_answer(job: ElasticJob) ->
 def test_a_rank_leaves_while_all_that_its_cluster_was_dealt_is_used(job: ElasticJob) -> None:
     """Within a batch, of which the step is made."""
     job.serve()
-    rules = {"heartbeat_s": 2.0, "lease_ahead_s": 0.3}
+    rules = {"heartbeat_s": 2.0, "lease_ahead_s": 0.3, "ahead_steps": 1000}
     spec: dict[str, Any] = {"step_s": 0.02, "samples": 100_000, "trainer": {"max_epochs": 1}, "rules": rules}
     for name in ("a", "b"):
         job.rank(name, told={"data": "shared"}, **spec)
         job.harness.wait_for("joined", node=name)
     leave_while_it_waits(job, "leader")
+
+
+THROUGH = 400
+"""Number of samples after which ranks a and b are through."""
 
 
 def through(job: ElasticJob, **rules: Any) -> None:
@@ -394,7 +399,7 @@ def through(job: ElasticJob, **rules: Any) -> None:
     job.harness.start_function("solo", cluster, {**spec, **stops})
     job.harness.wait_for("cluster_welcomed")
     for name in ("a", "b"):
-        job.rank(name, step_s=0.1, samples=400, trainer={"max_epochs": 1}, rules=rules)
+        job.rank(name, step_s=0.1, samples=THROUGH, trainer={"max_epochs": 1}, rules=rules)
         job.harness.wait_for("joined", node=name)
 
 
@@ -410,24 +415,24 @@ def left_in_good_order(job: ElasticJob) -> None:
     assert "it was asked to leave" in removed["body"]["reason"]
     assert job.harness.children["solo"].running
     go_on(job)
-    assert counted(job)[0] == 400 + 240
+    assert counted(job)[0] == THROUGH + 240
     hashes(job)
     audited(job)
 
 
 def test_a_rank_leaves_while_its_cluster_is_through_and_another_is_not(job: ElasticJob) -> None:
     through(job)
-    leave_a_meeting(job)
+    leave_a_meeting(job, THROUGH)
     solo = go_on(job)
     (b,) = job.finish("b")
     assert torch.equal(b["weights"], solo["weights"])
-    assert counted(job)[0] == 400 + 240
+    assert counted(job)[0] == THROUGH + 240
     audited(job)
 
 
 def test_the_last_rank_leaves_while_its_cluster_is_through_and_another_is_not(job: ElasticJob) -> None:
     through(job)
-    leave_a_meeting(job)
+    leave_a_meeting(job, THROUGH)
     job.harness.terminate("b")
     assert job.harness.wait_exit("b") == 0
     left_in_good_order(job)
@@ -435,7 +440,7 @@ def test_the_last_rank_leaves_while_its_cluster_is_through_and_another_is_not(jo
 
 def test_all_ranks_are_asked_to_leave_at_once_while_their_cluster_is_through(job: ElasticJob) -> None:
     through(job)
-    wait_for_meetings(job)
+    wait_for_meetings(job, THROUGH)
     for name in ("a", "b"):
         job.harness.terminate(name, number=signal.SIGINT)
     assert [job.harness.wait_exit(name) for name in ("a", "b")] == [0, 0]
@@ -445,7 +450,7 @@ def test_all_ranks_are_asked_to_leave_at_once_while_their_cluster_is_through(job
 def test_all_ranks_leave_while_their_cluster_is_through_and_their_scheduler_is_away(job: ElasticJob) -> None:
     """Nobody can let one of them go, so they go together."""
     through(job)
-    wait_for_meetings(job)
+    wait_for_meetings(job, THROUGH)
     job.kill_scheduler()
     for name in ("a", "b"):
         job.harness.terminate(name)
@@ -465,8 +470,8 @@ def test_a_cluster_of_ranks_that_is_through_long_before_the_others_leaves(job: E
 def test_a_rank_comes_when_the_others_are_through(job: ElasticJob) -> None:
     """It trains nothing, and is the last one, which takes the cluster along."""
     through(job)
-    wait_for_meetings(job)
-    job.rank("c", step_s=0.1, samples=400, trainer={"max_epochs": 1})
+    wait_for_meetings(job, THROUGH)
+    job.rank("c", step_s=0.1, samples=THROUGH, trainer={"max_epochs": 1})
     late = job.harness.wait_for("joined", node="c")
     assert late["step"] == max(r["step"] for r in job.harness.records if r.name == "committed")
     for name in ("a", "b", "c"):
@@ -483,8 +488,9 @@ def test_ranks_that_cannot_even_leave_give_up(job: ElasticJob) -> None:
     """The push after the last step is not answered: they wait, are to leave, and wait as long for that."""
     job.serve()
     harness = job.harness
+    rules = {"patience_s": 2.0, "ahead_steps": 1000}
     for name in ("a", "b"):
-        job.rank(name, step_s=0.05, samples=1600, trainer={"max_epochs": 1}, rules={"patience_s": 2.0})
+        job.rank(name, step_s=0.05, samples=1600, trainer={"max_epochs": 1}, rules=rules)
         harness.wait_for("joined", node=name)
     harness.wait_for("version_adopted", lambda r: r["progress_steps"] > 0)
     harness.stop("follower")
