@@ -60,6 +60,7 @@ from chaos_lightning.errors import (
 )
 from chaos_lightning.machine.signals import ExitSignals, aside, say
 from chaos_lightning.member import checkpoints, training
+from chaos_lightning.member.drift import StateComparison
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.keeping import LoadedCheckpoint, remembered
 from chaos_lightning.member.micro_batches import MicroBatches
@@ -147,7 +148,7 @@ class Trainer:
         self._fenced = False
         self._awaited = False
         self._closed = False
-        self._proof = ""
+        self._comparison = StateComparison(self.engine)
         self._clip = training.Clipping()
         self._scaler: GradScaler | None = None
         self._start = checkpoints.Start()
@@ -380,7 +381,7 @@ class Trainer:
         current = self._present("the loop")
         self._let_in, self._open = False, True
         if current.first:
-            self._proof = training.proof(self.engine, state)
+            self._comparison.take(state)
         # Nothing was assigned by a view that this member does not know.
         view = self.engine.ruling_view
         share = current.samples / view.members[0].quota if view is not None else 0.0
@@ -461,12 +462,11 @@ class Trainer:
                     spent=self._loader.spent(),
                     hyper=hyper_words([self._optimizer]),
                     order=self._loader.order,
-                    state_hash=self._proof,
+                    state_hash=self._comparison.hash,
                 )
-            if self.engine.member_id in header.drifted:
-                raise FencedError(f"the state of {self.engine.member_id} differs from the others' at {header.step}")
-        except FencedError:
-            self._rejoin(self._state)
+                self._comparison.settle(header)
+        except FencedError as error:
+            self._rejoin(self._state, error)
             return False
         except DepartedError:
             self._depart()
@@ -520,8 +520,8 @@ class Trainer:
         try:
             with _wish.end_the_wait(self.engine):
                 answers = self.engine.gather(name, encode_payload(value))
-        except FencedError:
-            self._rejoin(self._state)
+        except FencedError as error:
+            self._rejoin(self._state, error)
             return None
         except DepartedError:
             self._depart()
@@ -597,8 +597,8 @@ class Trainer:
             try:
                 with _wish.end_the_wait(self.engine):
                     self.engine.boundary(state)
-            except FencedError:
-                self._rejoin(state)
+            except FencedError as error:
+                self._rejoin(state, error)
             except DepartedError:
                 self._depart()
 
@@ -608,8 +608,8 @@ class Trainer:
             self.engine.keep(self._state, self._checkpoints())
         self.engine.out = True
 
-    def _rejoin(self, state: ModuleState) -> None:
-        _log.warning("%s was put out of the job; this process joins again by itself", self.engine.member_id)
+    def _rejoin(self, state: ModuleState, error: FencedError) -> None:
+        _log.warning("%s; this process joins again by itself", error)
         if self._optimizer is not None:
             self._optimizer.zero_grad()  # a loop may keep what it has accumulated until it steps
         self.engine.losses.tell(0)

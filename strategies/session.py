@@ -422,7 +422,7 @@ class FitSession:
                 break
         self.writer.promote_if_due(fresh=False)
         self.writer.tell_files(lambda: self.members)
-        self.stepper.prove(self.state)
+        self.stepper.comparison.take(self.state)
         assert self._loader is not None
         if self.outer and self.outer.turned:
             self._loader.restart()
@@ -554,7 +554,7 @@ class FitSession:
             self._average(number)
         self.stepper.stepped(number)
         # A scaler fails where there is no gradient; None is what tells it, as it does without the strategy.
-        return None if self.stepper.manual is None and self.engine.header.total_weight <= 0 else result
+        return None if self.stepper.manual is None and self.stepper.total_weight <= 0 else result
 
     def _average(self, number: int) -> None:
         if not self.in_job:
@@ -570,11 +570,11 @@ class FitSession:
         self.stepped = (header.step, header.hash)
         self._outer_due = header
         self._observe()
-        if self.engine.member_id in header.drifted:
-            self.fenced(
-                FencedError(f"the state of {self.engine.member_id} differs from the others' at step {header.step}")
-            )
-            raise NoStep
+        try:
+            self.stepper.comparison.settle(header)
+        except FencedError as error:
+            self.fenced(error)
+            raise NoStep from error
         self._check_departure(stepped=True)
         if not self.departed:
             self._refit()
@@ -619,7 +619,7 @@ class FitSession:
             self._within = False
             return loss
         self._within = True
-        return hooks(loss) if self.engine.header.total_weight > 0 else loss
+        return hooks(loss) if self.stepper.total_weight > 0 else loss
 
     def manual_backward(self, run: Callable[[], None]) -> None:
         """One backward pass of manual optimization and its average, or none if this member is out of the job."""

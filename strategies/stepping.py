@@ -39,12 +39,12 @@ from chaos_lightning.collectives.hyper import hyper_words
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.source import MicroBatch
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.member.drift import StateComparison
 from chaos_lightning.member.engine import Engine
-from chaos_lightning.member.training import proof, reduced_buffers
+from chaos_lightning.member.training import reduced_buffers
 from chaos_lightning.member.watching import Watch
 from chaos_lightning.member.weighing import Weighing, refuse_kept
 from chaos_lightning.protocol.types import Header, Kind, Spent
-from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import batches_begun
@@ -87,6 +87,8 @@ class Stepper:
         says: What this member says beside a step's gradient.
 
     Attributes:
+        comparison: Of the members' states, every so many steps.
+        total_weight: All members' weight in the last step's average.
         manual: The gradients of manual optimization; None under automatic optimization.
         hooked: Somebody has `on_after_backward`, and so sees gradients, or changes them, before the optimizer's step.
     """
@@ -103,6 +105,7 @@ class Stepper:
         says: Callable[[], bytes] = bytes,
     ) -> None:
         self._engine = engine
+        self.comparison = StateComparison(engine)
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._collectives = collectives
@@ -124,7 +127,7 @@ class Stepper:
         """Manual optimization: what the present micro-batch weighs."""
         self._skip_backward = False
         self._stepping = False
-        self._proof = ""
+        self.total_weight = 0.0
         hooks = [self._module, *trainer.callbacks]
         self.hooked = any(is_overridden("on_after_backward", hook) for hook in hooks)
 
@@ -272,13 +275,13 @@ class Stepper:
             section=number,
             hyper=hyper_words(self._trainer.optimizers),
             order=self._order(),
-            state_hash=self._proof,
+            state_hash=self.comparison.hash,
             yields=yields,
             payload=self._says(),
         )
         if header.kind is not Kind.STEP:
             return header
-        self._proof = ""
+        self.total_weight = header.total_weight
         self._engine.losses.tell(header.step)
         if self.manual is not None:
             self.manual.averaged(number)
@@ -290,8 +293,7 @@ class Stepper:
     def manual_backward(self, run: Callable[[], None]) -> None:
         """One backward pass of `LightningModule.manual_backward`, and the average of what it reached."""
         assert self.manual is not None
-        engine = self._engine
-        self.manual.backward(run, stands_in=self._present == 0.0, unweighed=lambda: engine.header.total_weight <= 0)
+        self.manual.backward(run, stands_in=self._present == 0.0, unweighed=lambda: self.total_weight <= 0)
 
     def holds_average(self, number: int) -> bool:
         """Whether this optimizer's gradients are an average that it has not stepped with; it steps without a slot."""
@@ -358,10 +360,6 @@ class Stepper:
                         f"parameter {names.get(id(param), 'of an added group')!r} has a gradient, but was frozen or "
                         "absent when this member joined; parameters that are trained may not change within a job"
                     )
-
-    def prove(self, state: StateAccess) -> None:
-        """At a safe point: what the coming step says of the state, every so many steps."""
-        self._proof = proof(self._engine, state)
 
 
 def _loss_of(output: object) -> object:

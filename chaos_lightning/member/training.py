@@ -2,8 +2,7 @@
 
 Theory of operation. The engine knows of gradients, slots and state. What surrounds it is the same for every loop that
 trains a torch model: which buffers a step averages, which modules and optimizers no step can serve, how averaged
-gradients are clipped, the hash by which members prove that their states are equal, and how long a thread of Python's
-keeps the interpreter.
+gradients are clipped, and how long a thread of Python's keeps the interpreter.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from torch.optim import Optimizer
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.member.engine import Engine
-from chaos_lightning.replication.access import StateAccess, unique
-from chaos_lightning.replication.table import state_hash
+from chaos_lightning.replication.access import unique
 
 
 def reduced_buffers(module: nn.Module, names: Iterable[str] = (), *, named_by: str = "") -> list[tuple[str, Tensor]]:
@@ -123,22 +121,6 @@ class Clipping:
             nn.utils.clip_grad_norm_(params, self.norm)
         if self.value is not None:
             nn.utils.clip_grad_value_(params, self.value)
-
-
-def proof(engine: Engine, state: StateAccess) -> str:
-    """Every so many steps, at a safe point: the hash of the replicated state, to be compared with the others' in the
-    coming step (protocol.md 24); "" in between.
-
-    Args:
-        engine: In the job, between two steps. A forward pass would have changed reduced buffers.
-        state: What all members hold alike.
-    """
-    every, header = engine.config.state_hash_every, engine.header
-    if not every or not header.step or header.step % every:
-        return ""
-    found = state_hash(state.tensors())
-    engine.events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=found)
-    return found
 
 
 def tell_epoch(engine: Engine, loader: ElasticLoader, epoch: int) -> None:

@@ -105,6 +105,10 @@ class StateTable:
         """32 hex digits over the attached tensors."""
         return _fold(e for e in self.entries if e.attached)
 
+    def digests(self, nbytes: int) -> dict[str, bytes]:
+        """Digest of each replicated tensor's name, type, shape and bytes, cut to so many bytes."""
+        return {e.name: bytes.fromhex(_fold([e]))[:nbytes] for e in self.entries if not e.attached}
+
     def pieces(self) -> Iterator[Piece]:
         """All pieces in address order."""
         for index, entry in enumerate(self.entries):

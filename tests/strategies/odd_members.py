@@ -106,13 +106,20 @@ class Drifts(models.Regression):
     Args:
         drifts_at: Step; 0: never.
         gathers_at: Step; 0: never.
+        nudges: It changes a weight after each step, which the others do not.
     """
 
-    def __init__(self, drifts_at: int = 0, gathers_at: int = 0) -> None:
+    def __init__(self, drifts_at: int = 0, gathers_at: int = 0, nudges: bool = False) -> None:
         super().__init__()
-        self.drifts_at, self.gathers_at = drifts_at, gathers_at
+        self.drifts_at, self.gathers_at, self.nudges = drifts_at, gathers_at, nudges
+
+    def nudge(self) -> None:
+        if self.nudges:
+            with torch.no_grad():
+                self.net[2].weight.add_(1e-3)
 
     def on_train_batch_end(self, *_: Any) -> None:
+        self.nudge()
         if self.global_step == self.drifts_at:
             self.optimizers().param_groups[0]["lr"] = 0.007  # type: ignore[union-attr]
         if self.global_step == self.gathers_at:
@@ -141,7 +148,8 @@ def drifts_plainly(spec: dict[str, Any]) -> None:
         for x, y in batches:
             optimizer.zero_grad()
             trainer.backward(nn.functional.mse_loss(module.net(x), y))
-            trainer.update()
+            if trainer.update():
+                module.nudge()
             if trainer.step == module.drifts_at:
                 optimizer.param_groups[0]["lr"] = 0.007
             if trainer.step == module.gathers_at:

@@ -3,6 +3,7 @@ state."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import odd_members
@@ -33,6 +34,34 @@ def test_a_newcomer_whose_schedule_is_another_is_put_out_by_name(job: Job, run: 
     job.finish("a")  # the audit sees that each sample is in exactly one step
     fenced = [r for r in job.harness.records if r.name == "committed" and r.node == "a" and r["step"] == 7]
     assert [row[0] for row in fenced[0]["contributors"]] == ["a~1"], "what it gave to the open step is left out"
+
+
+@BOTH
+@pytest.mark.slow
+def test_a_tensor_that_a_member_changes_for_itself_is_named_and_refused_when_it_differs_again(
+    job: Job, run: Any
+) -> None:
+    """Of two the older one's state counts, so the younger one joins again, once."""
+    settings = {"epochs": 60, "options": {"state_hash_every": 2}}
+    start(job, "a", run, gates={2: job.gate("a")}, **settings)
+    job.harness.wait_step(2)
+    start(job, "c", run, model_args={"nudges": True}, **settings)
+    job.wait_admitted("c")
+    job.open("a")
+    job.harness.declare("c")
+    assert job.harness.wait_exit("c") == 1
+    said = job.harness.children["c"].log.read_text()
+    first = re.search(r"the state of (c~\d+) differs from the others' at step (\d+), in 'param.net.2.weight'; ", said)
+    again = re.search(
+        r"the state of (c~\d+) differs again from the others' at step \d+, in 'param.net.2.weight', ", said
+    )
+    assert first
+    assert again
+    assert first[1] != again[1], "it had joined again meanwhile"
+    assert "state_hash_every=0" in said
+    assert job.harness.wait_exit("a") == 0
+    told = f"the state of {first[1]} differs at step {first[2]}, in 'param.net.2.weight'; it joins again"
+    assert told in job.harness.children["a"].log.read_text()
 
 
 @BOTH
