@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import signal
 import time
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
+import lightning.pytorch as pl
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 
@@ -36,6 +38,7 @@ from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import Boundary, agreement_of, renew
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.strategy_options import DiLoCoOptions, build
+from chaos_lightning.outer.types import HYPER
 from chaos_lightning.outer.vocabulary import OUTER
 from chaos_lightning.planning import ledger, orders
 from chaos_lightning.planning.batches import UNTOLD, Batches
@@ -55,6 +58,8 @@ LET_GO_S = 3.0
 is away, the cluster leaves as a whole."""
 OTHERS_HOLD = "still waiting to be let go. To end now costs nothing as long as another rank stays, which holds the same"
 CHECKPOINT = "checkpoint (ckpt_path)"
+MOST_HYPER = 1 << 16
+"""Characters of hyperparameters that are told for exports; longer ones come from a checkpoint (`--like`)."""
 """What a job goes on from, as clusters compare it."""
 SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
 """Of what ranks agree on about their data, what clusters do, too."""
@@ -117,7 +122,28 @@ def words_of(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
         CHECKPOINT: f"of {loaded.get('global_step', 0)} steps, {loaded.get('epoch', 0)} epochs" if loaded else "none",
         **{f"chaos_words.{name}": str(word) for name, word in getattr(module, "chaos_words", {}).items()},
         **words_of_run(trainer, warns=warns),
+        **_hyper_parameters(module),
     }
+
+
+def _hyper_parameters(module: pl.LightningModule) -> dict[str, str]:
+    """Returns the word from which `ps export` gives a model its arguments; those that JSON cannot hold are left out."""
+    own = set(getattr(module, "chaos_own_hparams", ()))
+    held = {}
+    for name, value in module.hparams_initial.items():
+        text = _json(value)
+        if text is not None and name not in own:
+            held[name] = json.loads(text)
+    text = json.dumps(held, sort_keys=True)
+    return {HYPER: text} if held and len(text) <= MOST_HYPER else {}
+
+
+def _json(value: object) -> str | None:
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return None
+    return text if json.loads(text) == value else None
 
 
 def explained(refusal: str) -> str:

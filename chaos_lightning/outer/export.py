@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError
@@ -30,13 +32,15 @@ from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.control.store import Store
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError, StateError
+from chaos_lightning.machine.addresses import is_local, split_endpoint, split_endpoints
 from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.chain_store import load_chain
 from chaos_lightning.outer.export_schedules import move_schedules
 from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.options import ServerOptions
+from chaos_lightning.outer.options import DEFAULT_SERVER, VARIABLE, ServerOptions
 from chaos_lightning.outer.shard_files import ShardFiles
-from chaos_lightning.outer.types import TIED, JobProgress, VersionId
+from chaos_lightning.outer.types import HYPER, TIED, JobProgress, VersionId
+from chaos_lightning.replication.saving import put_in_place
 from chaos_lightning.replication.table import DTYPES
 
 NEWEST = "newest"
@@ -61,6 +65,13 @@ def durable_version(chain: OuterChain, wanted: str) -> tuple[VersionId, tuple[st
             return found, digests
     there = ", ".join(str(found) for found, _ in chain.durable) or "none yet"
     raise ConfigurationError(f"version {wanted}: expected {NEWEST} or a durable one; durable are {there}")
+
+
+def hyper_parameters(chain: OuterChain) -> dict[str, Any]:
+    """Returns the model's arguments as the job's first cluster told them; those that JSON cannot hold are missing."""
+    assert chain.agreement is not None, "a job with a version has begun"
+    held: dict[str, Any] = json.loads(dict(chain.agreement.words).get(HYPER, "{}"))
+    return held
 
 
 def read_version(chain: OuterChain, folder: Path, job: str, wanted: str) -> tuple[dict[str, Tensor], JobProgress]:
@@ -204,10 +215,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--like", type=Path, metavar="CKPT", help="a cluster's checkpoint, for what is not exchanged, and to go on from"
     )
-    for name in ("dir", "store", "job", "listen"):
+    parser.add_argument(
+        "--server",
+        "--listen",
+        default=os.environ.get(VARIABLE) or DEFAULT_SERVER,
+        metavar="HOST:PORT",
+        help=f"the server whose files lie here; its port names their default folder. Or the environment: {VARIABLE} "
+        f"(default: {DEFAULT_SERVER})",
+    )
+    for name in ("dir", "store", "job"):
         parser.add_argument(f"--{name}", default=known[name].default, metavar="VALUE", help=known[name].short)
     given = parser.parse_args(arguments)
-    options = ServerOptions(dir=given.dir, store=given.store, job=given.job, listen=given.listen)
+    if not given.file.absolute().parent.is_dir():
+        raise ConfigurationError(f"{given.file}: there is no folder {given.file.absolute().parent}; make it first")
+    server = split_endpoints(given.server)[0]
+    if not given.dir and not given.store and not is_local(split_endpoint(server)[0]):
+        raise ConfigurationError(
+            f"--server {server}: the files of a version lie on that machine; run the command there, or copy its folder "
+            "here and name it by --dir"
+        )
+    options = ServerOptions(dir=given.dir, store=given.store, job=given.job, listen=server)
 
     def load() -> OuterChain:
         with _store(options) as store:
@@ -215,9 +242,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     found, tensors, progress = read_while_it_runs(load, options.folder, options.job, given.version)
     # The user's own file, named by hand: Lightning's checkpoints hold objects of the user's classes.
-    like = torch.load(given.like, map_location="cpu", weights_only=False) if given.like is not None else None
+    try:
+        like = torch.load(given.like, map_location="cpu", weights_only=False) if given.like is not None else None
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ConfigurationError(f"--like {given.like} is no checkpoint that can be read: {error}") from error
     made, left = checkpoint_of(tensors, progress, like)
-    torch.save(made, given.file)
+    if like is None and (held := hyper_parameters(load())):
+        made |= {"hyper_parameters": held, "hparams_name": "kwargs"}
+    try:
+        put_in_place(given.file, str(found.number), lambda beside: torch.save(made, beside))
+    except (OSError, RuntimeError) as error:
+        raise ConfigurationError(f"{given.file} cannot be written: {error}") from error
     print(f"{found} of job {options.job}: {len(tensors)} tensors, step {progress.steps}, written to {given.file}")
     for words in left:
         print(f"note: {words}", file=sys.stderr)

@@ -256,6 +256,8 @@ class TensorSpec:
 COMPILED = "compiled"
 """Word of every agreement that says what tells runs of a sweep apart: layers and hyperparameters."""
 _OF_A_RUN = (COMPILED, "layer ", "hyperparameter ", "data hyperparameter ", "all after ")
+HYPER = "hyper_parameters"
+"""Word with the LightningModule's hyperparameters as JSON, for exports; it is not compared, as each one has words."""
 TIED = "tied tensors"
 """The word of an agreement that has the further names of tensors, as JSON: name by name that travels."""
 
@@ -305,6 +307,8 @@ class Agreement:
             if ours is self.words and COMPILED not in first:  # of a release that compared no layers and hyperparameters
                 second = {name: word for name, word in second.items() if not name.startswith(_OF_A_RUN)}
             # A setting that one of them does not name is of a newer release, and has its default at the other.
+            second.pop(HYPER, None)
+            first.pop(HYPER, None)
             for name in sorted({*first, *second} if ours is self.words else {*first} & {*second}):
                 if first.get(name) != second.get(name):
                     return f"its {name} is {second.get(name, 'not set')}, the job's is {first.get(name, 'not set')}"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer import export
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.kernel import OuterState
@@ -38,7 +39,7 @@ from chaos_lightning.outer.types import (
     Weighed,
 )
 from chaos_lightning.outer.vocabulary import body_bytes
-from chaos_lightning.strategies.elastic import replica_of
+from chaos_lightning.strategies.elastic import _hyper_parameters, replica_of
 
 HOME = IncarnationId("home", 1)
 STEPS = 41
@@ -89,7 +90,8 @@ def fitted(folder: Path, model: Reads, max_steps: int, ckpt_path: Path | None = 
 def durable_job(folder: Path, model: Reads) -> dict[str, Tensor]:
     """A job on this model with one durable version; its parameters by all their names."""
     replica = replica_of(model)
-    agreement = agreement_of(replica, ClusterOptions.build({"block": 64, "data": "local"}, {}), OuterSettings())
+    options = ClusterOptions.build({"block": 64, "data": "local"}, {})
+    agreement = agreement_of(replica, options, OuterSettings(), words=_hyper_parameters(model))
     theta = torch.randn(replica.grid(64).elements, generator=torch.Generator().manual_seed(2))
     counters = Counters(samples=100, ticks=STEPS * TICKS)
     first = Offer(PushId(HOME, 1), NO_VERSION, "m", 0, 0)
@@ -123,9 +125,53 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def test_plain_lightning_loads_an_export_without_any_other_checkpoint(tmp_path: Path, tied: bool) -> None:
     expected, file = durable_job(tmp_path, Reads(tied)), tmp_path / "exported.ckpt"
     assert export.main(["newest", str(file), "--dir", str(tmp_path)]) == 0
-    loaded = Reads.load_from_checkpoint(file, tied=tied)
+    loaded = Reads.load_from_checkpoint(file)
     assert same(loaded.state_dict(), expected)
     assert (loaded.decoder.weight is loaded.encoder.weight) == tied
+
+
+def test_arguments_that_json_cannot_hold_or_clusters_may_differ_in_are_left_out() -> None:
+    class Odd(pl.LightningModule):
+        chaos_own_hparams = ("rate",)
+
+        def __init__(self, rate: float, width: int, loss: nn.Module, shape: tuple[int, ...]) -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore=["loss"])
+            self.hparams_initial["loss"] = loss
+
+    assert _hyper_parameters(Odd(0.1, 8, nn.MSELoss(), (1, 2))) == {"hyper_parameters": '{"width": 8}'}
+
+
+def test_what_an_export_cannot_do_is_said_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durable_job(tmp_path, Reads())
+    there = ["newest", str(tmp_path / "none" / "x.ckpt"), "--dir", str(tmp_path)]
+    with pytest.raises(ConfigurationError, match=r"there is no folder .*none; make it first"):
+        export.main(there)
+    (tmp_path / "text").write_text("no checkpoint")
+    file = str(tmp_path / "x.ckpt")
+    with pytest.raises(ConfigurationError, match=r"--like .*text is no checkpoint"):
+        export.main(["newest", file, "--dir", str(tmp_path), "--like", str(tmp_path / "text")])
+    with pytest.raises(ConfigurationError, match=r"--server 192.0.2.9:29470: the files of a version lie"):
+        export.main(["newest", file, "--server", "192.0.2.9:29470"])
+    monkeypatch.setenv("CHAOS_PS", "192.0.2.9:1")
+    with pytest.raises(ConfigurationError, match=r"--server 192.0.2.9:1: "):
+        export.main(["newest", file])
+
+
+def test_an_export_that_fails_leaves_the_file_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durable_job(tmp_path, Reads())
+    file = tmp_path / "x.ckpt"
+    file.write_text("before")
+
+    def full(made: object, where: str) -> None:
+        Path(where).write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export.torch, "save", full)
+    with pytest.raises(ConfigurationError, match=r"x.ckpt cannot be written: .*No space left"):
+        export.main(["newest", str(file), "--dir", str(tmp_path)])
+    assert file.read_text() == "before"
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith("x.ckpt.")]
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
