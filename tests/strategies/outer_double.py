@@ -30,9 +30,9 @@ class SessionDouble:
     made: ClassVar[list[SessionDouble]] = []
     setting: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, replica: Any, agreement: Any, options: Any, events: Any) -> None:
+    def __init__(self, replica: Any, agreement: Any, options: Any, events: Any, batches: Any) -> None:
         self.live = [tensor for _, tensor in replica._named]
-        self.agreement, self.options = agreement, options
+        self.agreement, self.options, self.batches = agreement, options, batches
         self.inner_steps = OuterSettings.of_words(agreement.settings).inner_steps
         self.incarnation = f"{options.name}~2"
         self.oldest = True
