@@ -34,6 +34,7 @@ PAGES = (
             "when-not",
             "metrics",
             "plain",
+            "hydra",
             "pipelines",
         )
     ),

@@ -110,7 +110,8 @@ def install(folder: Path) -> Installed:
     for old in packages.glob("setuptools*"):  # older than torch wants; the newer one is among the downloaded ones
         shutil.rmtree(old)
     extras = re.findall(r"whl\[(.+?)\]", "\n".join(rest))[0].split(",")
-    (packages / "downloaded.pth").write_text(f"{_downloaded(folder / 'downloaded', extras)}\n")
+    there = _downloaded(folder / "downloaded", [*extras, "hydra"])  # docs/hydra.md has one more
+    (packages / "downloaded.pth").write_text(f"{there}\n")
     torchrun = folder / "venv" / "bin" / "torchrun"  # of the downloaded packages, the one whose program is needed
     torchrun.write_text(f"#!{torchrun.parent}/python\nfrom torch.distributed.run import main\n\nmain()\n")
     torchrun.chmod(0o755)
