@@ -86,19 +86,15 @@ def test_overrides_and_what_is_misspelt(installed: Installed, project: Path) -> 
 
 
 def test_a_sweep_is_trained_by_whoever_comes(project: Path, start) -> None:
-    """Two machines from the start, and one in the second run; all have the same losses."""
+    """Two machines from the start have the same losses."""
     sweep = block(PAGE, "CHAOS_ENDPOINT=10.0.0.5:29400 python train.py -m lr=0.01,0.05").strip() + LONG
     a, b = start(sweep), start(sweep)
-    a.until("#1 : lr=0.05")
-    rest = start(block(PAGE, "CHAOS_ENDPOINT=10.0.0.5:29400 python train.py -m lr=0.05\n").strip() + LONG)
-    first, second, third = a.end(), b.end(), rest.end()
+    first, second = a.end(), b.end()
     losses = re.findall(r"^lr .*: loss .*", first, re.MULTILINE)
     assert len(losses) == 2
     assert re.findall(r"^lr .*: loss .*", second, re.MULTILINE) == losses
-    assert re.findall(r"^lr .*: loss .*", third, re.MULTILINE) == losses[1:]
     assert "of 2" in first
-    assert re.search(r"rank \d of [23]", third)
-    assert [one.process.returncode for one in (a, b, rest)] == [0, 0, 0]
+    assert [one.process.returncode for one in (a, b)] == [0, 0]
 
 
 def test_a_sweep_is_run_and_an_interrupted_one_goes_on(installed: Installed, project: Path, start) -> None:
