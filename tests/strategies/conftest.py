@@ -52,6 +52,7 @@ def double(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     monkeypatch.setenv("CHAOS_ENDPOINT", f"127.0.0.1:{free_port()}")
     yield EngineDouble
     EngineDouble.made.clear()
+    EngineDouble.setting.clear()
 
 
 @pytest.fixture
