@@ -252,9 +252,7 @@ def test_a_process_that_stands_by_again_knows_what_it_owes(monkeypatch: pytest.M
     ) -> tuple[str, bool]:
         seen.append(config.owed)
         if len(seen) == 1:
-            on_started(
-                SimpleNamespace(life=SimpleNamespace(end=None), status=lambda: dict.fromkeys(STATUS, ""), owed=owed)
-            )
+            on_started(SimpleNamespace(asked_to_end=None, status=lambda: dict.fromkeys(STATUS, ""), owed=owed))
         return "it leads no more", len(seen) < 3
 
     monkeypatch.setattr("chaos_lightning.control.server.serve", serve)
