@@ -26,7 +26,7 @@ from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
 GIB = 1 << 30
 PLAN_S = 5.0
 WITHIN = 1.05
-"""Of the best plan that is known."""
+"""Bound on a plan's step, as a multiple of the best known one."""
 
 Row = tuple[tuple[str, ...], tuple[int, ...], int]
 """Devices, borders of layers, micro-batches."""

@@ -92,7 +92,7 @@ def reduce_s(nbytes: float, owners: int, link: LinkRate, hop_s: float = 0.0) -> 
 
 
 def reduce_latency_s(link: LinkRate, hop_s: float) -> float:
-    """Of an all-reduce, up the trees and down."""
+    """Returns the latency of an all-reduce, up the trees and down, in seconds."""
     return 2 * (link.latency_s + hop_s)
 
 
@@ -503,7 +503,7 @@ class _Critical:
     """
     hops: tuple[int, ...]
     byte_s: float
-    """Of the all-reduce of one byte."""
+    """Seconds of all-reduce per byte of gradients."""
     still_s: float = 0.0
     """What no border changes."""
 
