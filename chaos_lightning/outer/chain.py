@@ -64,9 +64,6 @@ from chaos_lightning.outer.types import (
     Voided,
 )
 
-AHEAD = 3
-"""So many versions at most are decided beyond the newest durable one (O5)."""
-
 
 @dataclass(frozen=True, slots=True)
 class GivenAnswer:

@@ -8,7 +8,7 @@ outright and discards that, too. After a void its base stands, and the next push
 
 Where steps are short, many of them would be trained while one version is under way, on a base that gets older and
 older. So a cluster trains at most `ahead_steps` beyond a push, and then waits for the version (O9a). While the server
-is away it trains on.
+is away, or waits for its disks (O5), it trains on.
 
 An accepted push is *kept*, since followers may have to fetch it again, until the leader frees it (O5). A rollback makes
 kept pushes unanswered again: they are offered anew, in order, before the open one (O5a).
@@ -52,6 +52,7 @@ from chaos_lightning.outer.messages import (
 )
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
+    AHEAD,
     NO_VERSION,
     TICKS,
     Agreement,
@@ -471,9 +472,15 @@ class ClusterMachine:
     def waits(self) -> bool:
         """A push is under way, or its version is to be adopted, and no step may be trained before that."""
         under_way = self._freezing is not None or bool(self._unanswered()) or self._due is not None
-        if not under_way or (self.overlap and not (self._stream == _WELCOME and self._whole)):
+        if not under_way or (self.overlap and not self._versions_come):
             return False
         return self.unpushed.steps >= self.may_be_ahead
+
+    @property
+    def _versions_come(self) -> bool:
+        """Leader and followers are there, and no full disk holds up the next version (O5)."""
+        there = self._stream == _WELCOME and self._whole
+        return there and self.newest.number - self._durable.number < AHEAD
 
     @property
     def dry(self) -> bool:

@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from chaos_lightning.outer.attendance import Attendance
-from chaos_lightning.outer.chain import AHEAD
 from chaos_lightning.outer.leader_desk import LeaderDesk
 from chaos_lightning.outer.messages import Dismissed, DropPush, Freed, PushAnswered, Reopened
 from chaos_lightning.outer.offers import impossible, oversize
 from chaos_lightning.outer.rounds import Rounds
 from chaos_lightning.outer.shards import Shards
 from chaos_lightning.outer.types import (
+    AHEAD,
     NO_VERSION,
     Founded,
     IncarnationId,

@@ -20,6 +20,9 @@ from chaos_lightning.membership.peers import FIT
 from chaos_lightning.outer.arrivals import UNTAUGHT, ArrivalRates
 from chaos_lightning.protocol.types import Span
 
+AHEAD = 3
+"""So many versions at most are decided beyond the newest durable one (O5)."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class IncarnationId:

@@ -16,17 +16,13 @@ from test_members_come_go_and_die import same
 from chaos_lightning.events.events import Record
 
 OUT = ("death", "fenced", "rejoin", "prepare")
-pytestmark = pytest.mark.xfail(
-    reason="since rule 6b, 14d and O9a came in, members of other machines are left out after heartbeat_timeout_s; the "
-    "cause is not found (docs/LOG.md, Nothing passes in silence, Next 1)",
-    strict=False,
-)
 STOPPED = "its machine says that its process is stopped"
 
 
 def start_apart(job: Job, names: str, busy: dict[str, dict[int, float]], min_nodes: int = 3, **spec: Any) -> None:
     """Each as on a machine of its own, and the scheduler, too: nobody sees another one's process table or memory."""
-    job.serve(min_nodes=min_nodes, **spec.pop("rules", {}))
+    # Else the scheduler stays to tell newcomers of other machines that the job is finished.
+    job.serve(min_nodes=min_nodes, finished_s=0.0, **spec.pop("rules", {}))
     for name in names:
         begin(job, name, busy=busy.get(name, {}), **spec)
 

@@ -33,7 +33,7 @@ from chaos_lightning.outer.types import (
 )
 
 WHO = IncarnationId("home", 1)
-V1, V2, V3 = (VersionId(number, f"hash {number}") for number in (1, 2, 3))
+V1, V2, V3, V4 = (VersionId(number, f"hash {number}") for number in (1, 2, 3, 4))
 RULES = OuterSettings(inner_steps=2, batch=1)
 
 
@@ -154,10 +154,11 @@ def test_beyond_a_push_it_trains_so_many_steps_and_then_waits_for_the_version(*,
     [
         (Disconnected(), Told(Welcomed(2, WHO, 2, V1, True, JobProgress()))),
         (Told(Holders(1, (Holder("f0", ""),))), Told(Holders(1, (Holder("f0", "127.0.0.1:1"),)))),
+        (Told(Served(1, V4, JobProgress())), Told(OnDisk(1, V2))),
     ],
-    ids=["leader", "follower"],
+    ids=["leader", "follower", "room on a disk"],
 )
-def test_while_the_server_is_away_it_trains_on(*, goes: cl.ClusterEvent, comes: cl.ClusterEvent) -> None:
+def test_while_the_server_lacks_something_it_trains_on(*, goes: cl.ClusterEvent, comes: cl.ClusterEvent) -> None:
     machine = ahead(training(overlap=True), 2)
     assert not machine.may_train
     machine.on(goes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from chaos_lightning.lab.outer.store import ChainStore
 from chaos_lightning.outer.attendance import Attendance
-from chaos_lightning.outer.chain import AHEAD, OuterChain
+from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.cluster import ClusterEffect, ClusterEvent, ClusterMachine
 from chaos_lightning.outer.effects import Connected
 from chaos_lightning.outer.ending import Ending
@@ -23,6 +23,7 @@ from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.shards import Shards
 from chaos_lightning.outer.summaries import Summaries, summary_of
 from chaos_lightning.outer.types import (
+    AHEAD,
     NO_VERSION,
     Body,
     Ended,

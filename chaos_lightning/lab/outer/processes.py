@@ -27,6 +27,7 @@ from chaos_lightning.outer.messages import (
     FollowerHello,
     Holders,
     Offered,
+    OnDisk,
     PushAnswered,
     PushProduct,
     Welcomed,
@@ -35,6 +36,7 @@ from chaos_lightning.outer.recut_steps import Steps, recut_steps
 from chaos_lightning.outer.serving import ServedVersions
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import (
+    AHEAD,
     NO_VERSION,
     Agreement,
     Covered,
@@ -630,6 +632,8 @@ class ClusterProcess(Client):
         """It has wanted a newer version since then."""
         self._welcome = self._whole = False
         """It stands with a leader; all followers are there."""
+        self._told = self._durable = NO_VERSION
+        """The newest version that it was told of, and the newest durable one."""
         self.timer(TICK_S, self._tick)
         self._train(0)
         self.connect()
@@ -663,6 +667,9 @@ class ClusterProcess(Client):
                 self._welcome = True
             case Holders(_, holders):
                 self._whole = all(holder.endpoint for holder in holders)
+            case OnDisk(_, version):
+                self._durable = max(self._durable, version)
+        self._told = max(self._told, getattr(message, "version", NO_VERSION))
         self.feed(fx.Told(message))  # type: ignore[arg-type]
 
     def say(self, message: object) -> None:
@@ -773,7 +780,8 @@ class ClusterProcess(Client):
         spans = self._share()
         if machine.phase is Phase.TRAINING and machine.may_train and spans is not None:
             self._busy = True
-            if machine.overlap and self._welcome and self._whole and len(self.content.live) >= machine.inner_steps:
+            there = self._welcome and self._whole and self._told.number - self._durable.number < AHEAD
+            if machine.overlap and there and len(self.content.live) >= machine.inner_steps:
                 raise Violation(f"{self.name} trains {len(self.content.live) + 1} steps beyond its push (O9a)")
             self.timer(pace_s, lambda: self._trained(life, *spans))
         else:
