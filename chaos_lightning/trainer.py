@@ -264,7 +264,7 @@ class Trainer:
         named = _trained(model, optimizer)
         buffers = training.reduced_buffers(model, reduced_buffers, named_by="prepare(reduced_buffers=...)")
         engine = self.engine
-        elastic = ElasticLoader(loader, mode=data, seed=seed, source=engine)
+        elastic = ElasticLoader(loader, mode=data, seed=seed, source=engine, least=training.least_batch(model))
         state = ModuleState(model, optimizer, self._extra_state(extra, scaler))
         found = None
         if resume is not None:

@@ -42,6 +42,7 @@ from chaos_lightning.member import training
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.keeping import LoadedCheckpoint, SavedCheckpoints
 from chaos_lightning.member.process_group import warn_who_asks
+from chaos_lightning.member.training import least_batch
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
@@ -214,7 +215,13 @@ class FitSession:
         seed = seed_of(self._options.seed if outer is None or outer.seed is None else outer.seed)
         tape = outer.tape if outer and outer.shared else None
         elastic = ElasticLoader(
-            dataloader, mode=self._data, seed=seed, source=self._source, tape=tape, as_lightning=True
+            dataloader,
+            mode=self._data,
+            seed=seed,
+            source=self._source,
+            tape=tape,
+            as_lightning=True,
+            least=least_batch(self.trainer.lightning_module),
         )
         if self._loader is not None:
             self.elastic.close()

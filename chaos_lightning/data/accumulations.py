@@ -70,6 +70,7 @@ class Accumulations:
         epoch: int,
         length: int,
         drop_last: bool,
+        least: int,
         resumed: Resumed,
         quota: int,
     ) -> None:
@@ -78,6 +79,7 @@ class Accumulations:
         self.length = length
         self._source = source
         self._drop_last = drop_last
+        self._least = least
         self._resumed = resumed
         self._quota = quota
         self._base: _Base | None = None
@@ -226,7 +228,7 @@ class Accumulations:
         return known.accumulate if known is not None else 1
 
     def _mine(self, base: _Base, view: View, ahead: int) -> assignment.Assignment | None:
-        assigned = assignment.assign_step(view, base.ledger, ahead=ahead, **self._stretch)
+        assigned = assignment.assign_step(view, base.ledger, ahead=ahead, least=self._least, **self._stretch)
         return assigned.get(self._source.member_id)
 
     def _rest(self, base: _Base, view: View, ahead: int) -> Part:

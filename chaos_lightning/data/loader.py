@@ -53,6 +53,7 @@ class ElasticLoader:
         source: the job.
         tape: of what is leased to the members together, where others share the data with them; epochs are tapes then.
         as_lightning: see `Orders`. Not with a tape: other clusters may be in another epoch than the script's hooks.
+        least: Fewest samples that the model trains on at once; equal on all members.
 
     Attributes:
         loader: the user's loader.
@@ -69,6 +70,7 @@ class ElasticLoader:
         source: AssignmentSource,
         tape: Callable[[], Tape | None] | None = None,
         as_lightning: bool = False,
+        least: int = 1,
     ) -> None:
         if mode not in ("shared", "local"):
             raise ConfigurationError(f"data={mode!r}; expected 'shared' or 'local'")
@@ -79,6 +81,7 @@ class ElasticLoader:
         self._seed = seed
         self._source = source
         self._stream = ledger.SHARED if mode == "shared" else source.name
+        self._least = least
         self._resumed = Resumed()
         self._units: Orders | TapeOrders | None = None
         self._feed: MapFeed | IterableFeed
@@ -348,6 +351,7 @@ class ElasticLoader:
             epoch=epoch,
             length=length,
             drop_last=self._units is not None and self._units.drop_last,
+            least=self._least if self._units is not None and self._units.unit == "sample" else 1,
             resumed=self._resumed,
             quota=self.quota,
         )

@@ -4,7 +4,8 @@ Theory of operation. The assignment of step s+1 is a function of header s alone:
 view that it names (`ruling_view`) says among whom to assign. The first unspent positions go out micro-batch by
 micro-batch and, within a micro-batch, member by member in rank order, each up to its quota; so micro-batch j of all
 members together is one stretch of the epoch's order (with jumps over what was spent before). Nothing is padded: at the
-end of an epoch the last member to get any gets fewer and the others are idle (an empty micro-batch, weight 0). Because
+end of an epoch the last member to get any gets fewer and the others are idle (an empty micro-batch, weight 0). Where
+these are too few for the model (BatchNorm has no variance of one), the member before leaves it some of its own. Because
 no message is involved, all members know the whole assignment, a member's death needs no new assignment (its share is
 simply not in the next ledger and so the first to be assigned again), and a DataLoader can draw ahead: `ahead=k` is the
 assignment k steps later if every step until then commits as assigned.
@@ -75,6 +76,7 @@ def assign_step(
     stream: str = SHARED,
     ahead: int = 0,
     drop_last: bool = False,
+    least: int = 1,
 ) -> dict[str, Assignment]:
     """The assignment of the next step of this view.
 
@@ -86,6 +88,7 @@ def assign_step(
         stream: "" for the shared order; a member's name for its own data, and then only that member gets any.
         ahead: how many further steps are assumed to have committed as assigned.
         drop_last: whether short micro-batches are dropped (see the module).
+        least: fewest positions of a micro-batch, unless a step has fewer.
 
     Returns:
         An Assignment per member id. Members without samples have one, too, with idle micro-batches.
@@ -105,9 +108,11 @@ def assign_step(
     total -= skipped
     parts: list[list[tuple[Span, ...]]] = [[] for _ in members]
     samples = [0] * len(members)
+    room = view.accumulate * sum(quotas)
     for _ in range(view.accumulate):
         for i, quota in enumerate(quotas):
-            take = min(quota, total)
+            room -= quota
+            take = _taken(quota, total, room, least)
             if drop_last and take < quota:
                 take = 0
             parts[i].append(cursor.take(take) if take else ())
@@ -213,6 +218,12 @@ def _used_by(quotas: Sequence[int], accumulate: int, total: int, drop_last: bool
             break
         done += sum(_used(quotas, accumulate, total - done, drop_last))
     return done
+
+
+def _taken(quota: int, total: int, room: int, least: int) -> int:
+    """Positions that a micro-batch takes where later ones of its step have room for so many: it leaves them enough."""
+    short = least - (total - quota)
+    return quota - short if 0 < short < least <= min(quota - short, room) else min(quota, total)
 
 
 class _Cursor:

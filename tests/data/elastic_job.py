@@ -33,7 +33,8 @@ class Source:
 class Job:
     """Members are named; each holds an ElasticLoader over what `make` gives for its name."""
 
-    def __init__(self, make, names, *, mode="shared", accumulate=1, seed=5):
+    def __init__(self, make, names, *, mode="shared", accumulate=1, seed=5, least=1):
+        self.least = least
         self.make, self.mode, self.seed, self.accumulate = make, mode, seed, accumulate
         self.header: Header = GENESIS
         self.views: list[View] = []
@@ -50,7 +51,7 @@ class Job:
         self.born += 1
         member = Member(f"{name}~{self.born}", name, "h", "", 0)
         source = Source(self, member.id, name)
-        loader = ElasticLoader(self.make(name), mode=self.mode, seed=self.seed, source=source)
+        loader = ElasticLoader(self.make(name), mode=self.mode, seed=self.seed, source=source, least=self.least)
         self.loaders[member.id] = loader
         return replace(member, quota=loader.quota)
 

@@ -264,6 +264,16 @@ def test_drop_last_drops_fewer_than_the_smallest_quota():
     assert job.header.ledger.streams == (Spent("", 0, ((0, 23),)),)
 
 
+def test_a_model_with_batch_norm_gets_no_batch_of_one_where_its_step_has_more():
+    """16 and 1 of the last 17 samples: the second member's BatchNorm ended it."""
+    job = Job(numbers(49, {"a": 16, "b": 16}), "ab", least=2)
+    sizes = []
+    while (accumulations := {m.id: job.draw(m.id) for m in job.members})["a~1"] is not None:
+        sizes.append([len(batch) for accumulation in accumulations.values() for _, batch in accumulation])
+        job.commit(spent=[s for m in job.members for s in job.loaders[m.id].spent()])
+    assert sizes == [[16, 16], [15, 2]]
+
+
 def test_several_windows_per_step_are_assigned_on():
     """Manual optimisation that steps every third batch: no header in between, yet nothing is assigned twice."""
     job = Job(numbers(26, {"a": 2, "b": 3}), "ab")

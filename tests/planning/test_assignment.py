@@ -63,6 +63,23 @@ def test_one_assignment(quota, accumulate, spent, length, ahead, drop_last):
     assert rest == unspent[len(assigned) + len(dropped) :]
 
 
+@given(quotas, st.integers(1, 3), st.integers(0, 80), st.integers(2, 3))
+@example([16, 16], 1, 49, 2)
+def test_a_step_leaves_no_micro_batch_too_few_for_the_model(quota, accumulate, length, least):
+    view = view_of([member(f"m{i}", q) for i, q in enumerate(quota)], accumulate)
+    ledger = Ledger()
+    for _ in range(steps_left(view, ledger, epoch=0, length=length)):
+        usual = assign_step(view, ledger, epoch=0, length=length)
+        assigned = assign_step(view, ledger, epoch=0, length=length, least=least)
+        spans = [normalise(span for d in each.values() for span in d.spans) for each in (usual, assigned)]
+        assert spans[0] == spans[1]
+        sizes = [count(part) for d in assigned.values() for part in d.micro_batches if part]
+        if min(quota) >= 2 * least and sum(sizes) >= least:
+            assert min(sizes) >= least
+        ledger = merge(ledger, [Spent("", 0, d.spans) for d in assigned.values()])
+    assert is_spent(ledger, "", 0, length)
+
+
 @given(quotas, st.integers(1, 3), st.integers(0, 80), st.booleans())
 def test_steps_left_is_the_number_of_steps(quota, accumulate, length, drop_last):
     view = view_of([member(f"m{i}", q) for i, q in enumerate(quota)], accumulate)
