@@ -17,14 +17,16 @@ from chaos_lightning.outer.snapshot import snapshot
 from chaos_lightning.outer.types import Entry, Removed, Round
 
 SHOWED = {
-    "O1a-forgotten": 10,
-    "O3-base": 18,
-    "O3-order": 18,
+    "O3-base": 4,
+    "O3-order": 4,
     "O4-older": 8,
-    "O5a-samples": 18,
-    "O6-newest": 40,
+    "O5-freed": 15,
+    "O5a-joins": 20,
+    "O5a-samples": 28,
+    "O6-newest": 4,
     "O10-nan": 3,
     "O10-sent": 11,
+    "O16-home": 30,
 }
 """Tried first: seeds that showed a bug which the first three do not show."""
 BOUND = 40
