@@ -33,6 +33,7 @@ from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.orphan import VARIABLE as UNDER_OUR_TORCHRUN
 from chaos_lightning.member.training import least_batch
 from chaos_lightning.outer.cluster_options import ClusterOptions
+from chaos_lightning.outer.hosting import others_in
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import OuterSession, agreement_of
 from chaos_lightning.outer.strategy_options import ARGUMENTS, DiLoCoOptions, build
@@ -119,6 +120,8 @@ class ClusterStrategy(Strategy):
         super().setup_environment()
         if self.fit is not None:
             refuse(self.fit.trainer, early=True, table=OUTER_TABLE, strategy=NAME)
+            # Loggers open while Lightning sets up, and empty a folder that is named; another cluster's may be this one.
+            self.writes(not self.broadcast(others_in(build(self.options, self._given)[1])))
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)

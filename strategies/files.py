@@ -1,10 +1,12 @@
 """The files of a run stay together when another member becomes the writer (writer.py).
 
 Theory of operation. The writer tells its loggers' versions, and the next one takes them: it opens the same folder, and
-W&B the same run. Where the next writer is on another machine, with a file system of its own, a folder of that name may
-be another run's; so the writer leaves the run's id in a file in its folder, `RUN_FILE`. Only a folder with that id is
-gone on with, a new one is made under the same name, and any other one is left alone for one named after the member.
-The file names the writer, too: one that was frozen and put out looks there before it writes, and finds the next one.
+W&B the same run. Clusters of an outer job tell each other nothing, but know the job's id, which is the run's id with
+them: the next one looks for the folder with that id in which a writer has begun last. Where the next writer is on
+another machine, with a file system of its own, a folder of that name may be another run's; so the writer leaves the
+run's id in a file in its folder, `RUN_FILE`. Only a folder with that id is gone on with, a new one is made under the
+same name, and any other one is left alone for one named after the member. The file names the writer, too: one that was
+frozen and put out looks there before it writes, and finds the next one.
 
 Each step is to be logged once. Lightning's writer of metrics.csv deletes the file when it opens one that exists;
 `_Continued` keeps it, and leaves out rows that it has. What other loggers have written is not known, so with them the
@@ -115,14 +117,15 @@ def go_on(logger: Logger, version: Version, run: str, name: str, writer: str) ->
 
     Args:
         logger: One of the trainer's, not open or left open when this member was the writer before.
-        version: Of the other's; "": it was not told.
-        run: What the other's folder is marked with.
+        version: Of the other's; "": it was not told, and is looked for.
+        run: What the other's folder is marked with; "": it is not known either.
         name: This member's name.
         writer: Tells this member from others; "": who wrote before is let go, and has something to write still.
 
     Returns:
         Whether it leaves out what the other has written.
     """
+    version = version if version != "" else _marked_last(logger, run)
     if version != "" and isinstance(logger, WandbLogger):
         logger._id = logger._wandb_init["id"] = version
     elif version != "" and isinstance(logger, CSVLogger | TensorBoardLogger):
@@ -164,6 +167,27 @@ def _marked(folder: str) -> tuple[str, str]:
     return run, writer
 
 
+def _marked_last(logger: Logger, run: str) -> Version:
+    """Returns the version in whose folder a writer of this run has begun last; "" if this machine sees none."""
+    if not run or not isinstance(logger, CSVLogger | TensorBoardLogger) or not _in_folder(logger):
+        return ""
+    root = Path(os.path.expandvars(logger.root_dir)).expanduser()
+    if not root.is_dir():
+        return ""
+    own, newest, found = logger._version, -1, ""
+    try:
+        for folder in root.iterdir():
+            logger._version = folder.name
+            if _marked(place := str(logger.log_dir))[0] == run:
+                with contextlib.suppress(OSError):
+                    if (marked_at := Path(place, RUN_FILE).stat().st_mtime_ns) > newest:
+                        newest, found = marked_at, folder.name
+    finally:
+        logger._version = own
+    number = found.removeprefix("version_")
+    return int(number) if number.isdecimal() and found == f"version_{int(number)}" else found
+
+
 class _Continued(ExperimentWriter):
     """Goes on with a file, if it is there.
 
@@ -178,17 +202,21 @@ class _Continued(ExperimentWriter):
     def __init__(self, log_dir: str, known: int) -> None:
         super().__init__(log_dir)
         self.there: deque[tuple[str, frozenset[str]]] = deque(maxlen=known)
+        self._last = -1
         if self._fs.isfile(self.metrics_file_path):
             with self._fs.open(self.metrics_file_path, "r", newline="") as file:
                 rows = csv.DictReader(file)
                 self.metrics_keys = list(rows.fieldnames or ())
                 self.there.extend(_key(row) for row in rows)
+            self._last = max((int(step) for step, _ in self.there if step.isdecimal()), default=-1)
 
     def _check_log_dir_exists(self) -> None:
         """Lightning's deletes the file here."""
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
         super().log_metrics(metrics_dict, step)
+        if step is not None and step > self._last:
+            self.there.clear()  # all that follows is new
         if _key(self.metrics[-1]) in self.there:
             self.metrics.pop()
 

@@ -12,7 +12,8 @@ pushes and adopts meanwhile. If it is more of this epoch, the batch was not the 
 afterwards. So what is validated at an epoch's end is a version that holds the whole epoch.
 
 The oldest cluster logs and writes files, as rank 0 does elsewhere. When it goes, another one opens its loggers between
-two batches.
+two batches; where both see the same disk it goes on with the files of the one before (files.py). What is logged goes to
+them before the next batch, so one that is killed has written all but its last step.
 
 A cluster may have to stop in the middle of an epoch: the job is over, or it was asked to leave. Then fit ends at the
 next batch, without the hooks that judge an epoch.
@@ -23,12 +24,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import signal
+import uuid
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 
@@ -40,17 +44,20 @@ from chaos_lightning.outer.session import Boundary, OuterSession, renew
 from chaos_lightning.outer.types import Covered
 from chaos_lightning.strategies.data import themselves
 from chaos_lightning.strategies.elastic import explained
+from chaos_lightning.strategies.files import LogPlace, mark
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import ENDLESS, batches_begun, epoch_of, refit, skip_validation, unfinish_epoch
 from chaos_lightning.strategies.outer_clock import JobClock
 from chaos_lightning.strategies.outer_ranks import RankedSession
 from chaos_lightning.strategies.session import handlers_of_user
-from chaos_lightning.strategies.writer import open_loggers
+from chaos_lightning.strategies.writer import StableLog, open_loggers
 
 _log = logging.getLogger("chaos_lightning")
 
 NOTHING: tuple[Covered, ...] = ()
 WHERE_TO_LOOK = "`chaos-lightning ps status` tells what is held up; options.patience_s sets how long to wait"
+CHECKPOINTS = "checkpoints"
+"""Where Lightning keeps them by default, in the first logger's folder."""
 TURN_S = 0.1
 """While it waits for samples, a cluster looks after its pushes and versions so often."""
 
@@ -75,6 +82,7 @@ class OuterFit:
         self.trainer = trainer
         self.ranks = ranks
         self._writes = writes
+        self._logs = StableLog(lambda: False, uuid.uuid4().hex)
         self.loader: SharedLoader | None = None
         self.departed = self.closed = False
         self.asked: signal.Signals | None = None
@@ -138,7 +146,8 @@ class OuterFit:
             session.start(timeout_s)
         except ConfigurationError as error:
             raise ConfigurationError(explained(str(error))) from error
-        self._writes(session.oldest)
+        if self._writes(session.oldest) and self.trainer.is_global_zero:
+            open_loggers(self.trainer, session.incarnation, fresh=True)  # it set up as one that does not write
 
     def begin(self, leave_on_signals: bool) -> None:
         """Before the first batch: the loops stand where the job does."""
@@ -149,6 +158,8 @@ class OuterFit:
             self._clock.skip_epochs(self.session.progress.epoch)
             refit(self.trainer, math.inf)
         self._clock.put(self.session.reckoned, in_batch=False)
+        self._logs.hold(self.trainer.loggers)
+        self._mark_files()
         if leave_on_signals:
             self._signals.install()
 
@@ -174,6 +185,7 @@ class OuterFit:
         patience = Patience(self.session.incarnation, self._waits_for, self._patience_s, tells=self._speaks)
         while not (self._stops or self.closed or found()):
             self._take(self.session.boundary(0, steps=0), in_batch=self._in_batch)
+            self._logs.stable()
             self.session.pause(TURN_S)
             patience.look()
 
@@ -208,6 +220,7 @@ class OuterFit:
             progress.current.ready, progress.total.ready = progress.current.ready - 1, progress.total.ready - 1
             progress.is_last_batch = False
             self.safe_point()
+        self._look_who_writes()
         self._local_samples += batch_length(batch)
 
     def saw(self, output: Any) -> None:
@@ -271,8 +284,27 @@ class OuterFit:
         if self._stops:
             self._ended = self._ended or self.session.over or "it was asked to leave"
             raise StopIteration
-        if self._writes(self.session.oldest):
-            open_loggers(self.trainer, self.session.incarnation, fresh=False)
+
+    def _look_who_writes(self) -> None:
+        """Outside of steps: if this cluster has become the oldest one, it goes on with the files of the one before."""
+        self._logs.stable()
+        if not self._writes(self.session.oldest):
+            return
+        trainer, session = self.trainer, self.session
+        before = os.path.join(str(trainer.log_dir), CHECKPOINTS)
+        if trainer.is_global_zero:
+            told = LogPlace(run=session.job_id)
+            open_loggers(trainer, session.incarnation, fresh=False, told=told, writer=self._logs.writer)
+            self._mark_files()
+        now = os.path.join(str(trainer.log_dir), CHECKPOINTS)
+        for callback in trainer.callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath == before:
+                callback.dirpath = now
+
+    def _mark_files(self) -> None:
+        """The next oldest cluster finds these folders, if it sees them."""
+        if self.trainer.is_global_zero:
+            mark(self.trainer.loggers, self.session.job_id, self._logs.writer)
 
     @property
     def stopped_within_epoch(self) -> bool:
@@ -332,6 +364,8 @@ class OuterFit:
             self.session.leave()
         self.session.finish(self._reason())
         self.clock.put(self.session.reckoned, in_batch=False, back=True)
+        if not self.departed:
+            self._look_who_writes()
 
     def _reason(self) -> str:
         fit_loop = self.trainer.fit_loop
@@ -350,12 +384,14 @@ class OuterFit:
         self.show_own()
         self.closed = True
         try:
+            self._logs.stable()
             if self._session is not None:
                 self._session.close()
         except Exception as error:  # the exception that brought us here must be the one that is seen
             _log.warning("closing the session of %s failed: %r", self.session.incarnation, error)
         if self._clock is not None:
             self._clock.end()
+        self._logs.release()
         self._signals.restore()
         if self.loader is not None:
             self.loader.leased.close()

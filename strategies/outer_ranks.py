@@ -171,6 +171,11 @@ class RankedSession:
         return reckon(told.job, told.ahead[0] + samples, told.ahead[1] + untold.steps, *told.steps)
 
     @property
+    def job_id(self) -> str:
+        """The job's name among all jobs, as rank 0 knows it; "" at the others, which write nothing."""
+        return self.member.job_id if self.member is not None else ""
+
+    @property
     def oldest(self) -> bool:
         """Whether it came before all others that are in."""
         return self._facts.oldest

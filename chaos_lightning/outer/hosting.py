@@ -18,7 +18,7 @@ from dataclasses import replace
 from chaos_lightning.control.hosting import IDLE_TIMEOUT_S, HostedScheduler, last_words, listens, named, start_detached
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.declared import command_line
-from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
+from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.machine.addresses import is_local, split_endpoint
 from chaos_lightning.machine.listener import is_another_kind
 from chaos_lightning.machine.process_table import start_time
@@ -35,6 +35,8 @@ logger = logging.getLogger("chaos_lightning.outer")
 TELL_S = 5.0
 """Between two lines of who waits for a server."""
 _LOOK_S = 0.05
+_ANSWER_S = 2.0
+"""How long a server may take to say what it has."""
 _RACE_S = 2.0
 """Who has lost a race for the files tries again after so long, for the winner may have died."""
 _ODD_LISTENER_PATIENCE_S = 6.0
@@ -50,7 +52,7 @@ def look(endpoint: str, job: str, secret: Secret) -> str:
     if not listens(endpoint):
         return "free"
     try:
-        facts = fetch_facts(endpoint, secret, 2.0, follow=False)
+        facts = fetch_facts(endpoint, secret, _ANSWER_S, follow=False)
     except SchedulerUnreachableError:
         return "odd" if is_another_kind(*split_endpoint(endpoint)) else "silent"
     if facts.get("job") != job:
@@ -139,7 +141,7 @@ def _gave_way(started: HostedScheduler) -> bool:
 def _compare(options: ServerOptions, secret: Secret) -> None:
     """Tells whoever asked for another number of followers than the server has."""
     try:
-        facts = fetch_facts(options.listen, secret, 2.0, follow=False)
+        facts = fetch_facts(options.listen, secret, _ANSWER_S, follow=False)
     except SchedulerUnreachableError:
         return
     held, wanted = sum(follower["shard"] >= 0 for follower in facts["followers"]), facts["wanted"]
@@ -174,6 +176,19 @@ def host_for_cluster(
     )
     secret = Credentials.load(options.keys_dir, options.token_file)
     return ensure_server(server, secret, again=again, job_id=job_id, given_up=given_up)
+
+
+def others_in(options: ClusterOptions) -> bool:
+    """Whether other clusters are in this job, as far as its server says so at once; then this one is not the oldest."""
+    if not any(listens(endpoint) for endpoint in options.endpoints):
+        return False
+    try:
+        secret = Credentials.load(options.keys_dir, options.token_file)
+        facts = fetch_facts(",".join(options.endpoints), secret, _ANSWER_S)
+    except ChaosError:  # the start that follows says it
+        return False
+    there = {each["name"] for each in facts.get("clusters", ())}
+    return (facts.get("job"), facts.get("phase") == "ended") == (options.job, False) and bool(there - {options.name})
 
 
 def _check_chain(options: ServerOptions, job_id: str) -> None:

@@ -191,6 +191,11 @@ class OuterSession:
         return str(self._life.machine.incarnation or "")
 
     @property
+    def job_id(self) -> str:
+        """The job's name among all jobs; "" before this cluster was let in."""
+        return self._life.machine.job_id
+
+    @property
     def oldest(self) -> bool:
         """Whether it came before all others that are in: its verdict ends the job."""
         machine = self._life.machine

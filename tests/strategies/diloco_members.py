@@ -6,12 +6,14 @@ import contextlib
 import os
 import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import strategy_models as models
 import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from strategy_members import Gates
 
 from chaos_lightning.diloco import DiLoCo
@@ -59,6 +61,9 @@ class Another(Paced):
         self.more = torch.nn.Linear(3, 3)
 
 
+FILE_LOGGERS: tuple[Any, ...] = (partial(CSVLogger, name="rows"),)
+if find_spec("tensorboard"):
+    FILE_LOGGERS += (partial(TensorBoardLogger, name="boards"),)
 KINDS: dict[str, Any] = {"paced": partial(Paced, lr=0.01, sync=True), "rough": Rough, "another": Another}
 
 
@@ -100,10 +105,14 @@ def cluster(spec: dict[str, Any]) -> None:
 
     Args:
         spec: "name", "server", "out", "trainer" (arguments), "told" (of the strategy), "samples", "step_s", "gates",
-            "ckpt".
+            "ckpt", "files" (folder to which it logs, and writes checkpoints).
     """
-    gates = Gates(spec.get("gates", {}), {}, "", spec.get("batches", {}))
-    run(spec, Path(spec["out"]), Paced(lr=0.01), [gates])
+    callbacks: list[pl.Callback] = [Gates(spec.get("gates", {}), {}, "", spec.get("batches", {}))]
+    files: dict[str, Any] = {}
+    if "files" in spec:
+        files = {"logger": [kind(spec["files"]) for kind in FILE_LOGGERS], "enable_checkpointing": True}
+        callbacks.append(pl.callbacks.ModelCheckpoint(save_top_k=-1))
+    run(spec, Path(spec["out"]), Paced(lr=0.01), callbacks, **files)
 
 
 def run(spec: dict[str, Any], out: Path, model: Paced, callbacks: list[pl.Callback], **trainer: Any) -> None:

@@ -35,6 +35,7 @@ class SessionDouble:
         self.agreement, self.options, self.batches = agreement, options, batches
         self.inner_steps = OuterSettings.of_words(agreement.settings).inner_steps
         self.incarnation = f"{options.name}~2"
+        self.job_id = "job"
         self.oldest = True
         self.base = VersionId()
         self.progress = JobProgress()

@@ -24,6 +24,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer.types import TICKS, JobProgress
 from chaos_lightning.protocol.spans import count
 from chaos_lightning.strategies import BySamples, DiLoCoStrategy
+from chaos_lightning.strategies.files import RUN_FILE, mark
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +34,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SessionDouble]]:
     SessionDouble.made.clear()
     SessionDouble.setting.clear()
     monkeypatch.setattr(module, "OuterSession", SessionDouble)
+    monkeypatch.setattr(module, "others_in", lambda options: not SessionDouble.setting.get("oldest", True))
     yield SessionDouble
     SessionDouble.made.clear()
 
@@ -402,6 +404,32 @@ def test_who_becomes_the_oldest_cluster_writes_from_then_on(tmp_path: Path) -> N
         steps = [int(row["step"]) for row in csv.DictReader(file)]
     assert steps[0] == 7
     assert steps[-1] == 11
+
+
+def test_who_becomes_the_oldest_cluster_goes_on_in_the_folder_of_the_job(tmp_path: Path) -> None:
+    """It was written to up to a step that this one has yet to make; a later folder is another job's."""
+
+    class Goes(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            made().oldest = trainer.global_step >= 7
+
+    for run in ("job", "another job"):
+        before = CSVLogger(tmp_path)
+        for step in range(9):
+            before.log_metrics({"loss_step": 0.0, "epoch": 0}, step)
+        before.save()
+        mark([before], run, "before")
+    SessionDouble.setting["oldest"] = False
+    keeps = ModelCheckpoint()
+    settings: dict[str, Any] = {"enable_checkpointing": True, "log_every_n_steps": 1, "callbacks": [Goes(), keeps]}
+    fitted(tmp_path, Regression(), models.loader(), logger=CSVLogger(tmp_path), **settings)
+    folder = tmp_path / "lightning_logs"
+    assert sorted(path.name for path in folder.iterdir()) == ["version_0", "version_1"]
+    with (folder / "version_0" / "metrics.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file) if row["loss_step"]] == list(range(12))
+    assert sorted(os.listdir(folder / "version_1")) == [RUN_FILE, "metrics.csv"]
+    assert keeps.dirpath == str(folder / "version_0" / "checkpoints")
+    assert os.listdir(keeps.dirpath)
 
 
 def test_evaluation_outside_of_fit_needs_no_job(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,6 +173,41 @@ def test_a_signal_leaves_once_all_is_durable_and_loses_nothing(job: OuterJob) ->
     steps = sum(w["offer"]["steps"] for body in job.entries("Round") for w in body["accepted"])
     trained = sum(len([line for line in each["lines"] if line[0] == "step"]) for each in (one, gone))
     assert steps == trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["shared", "local"])
+def test_metrics_go_on_in_one_folder_when_the_oldest_cluster_dies(job: OuterJob, data: str) -> None:
+    job.serve()
+    files = job.out / "files"
+    last = {"max_epochs": 4} if data == "shared" else {"max_epochs": -1, "max_steps": 300}
+    spec = {
+        "told": {**told(job), "data": data},
+        "step_s": 0.03,
+        "trainer": {**last, "log_every_n_steps": 1},
+        "files": str(files),
+    }
+    job.cluster("one", **spec)
+    job.harness.wait_until(lambda: job.accepted("one") > 0, "a push of the oldest cluster")
+    job.cluster("two", **spec)
+    job.harness.wait_until(lambda: job.accepted("two") > 1, "pushes of the other cluster")
+    job.harness.kill("one")
+    before = steps_logged(files / "rows" / "version_0")
+    assert before
+    (two,) = job.finish("two")
+    for logger in os.listdir(files):
+        assert os.listdir(files / logger) == ["version_0"], "no other folder, of metrics or checkpoints"
+    steps = steps_logged(files / "rows" / "version_0")
+    assert steps[: len(before)] == before
+    assert steps[-1] == two["step"] - 1
+    assert steps == sorted(steps), "it begins behind what is there"
+    assert {file.suffix for file in (files / "rows" / "version_0" / "checkpoints").iterdir()} == {".ckpt"}
+
+
+def steps_logged(folder: Path) -> list[int]:
+    """Steps whose loss a folder's metrics.csv has, in order."""
+    with (folder / "metrics.csv").open() as file:
+        return [int(row["step"]) for row in csv.DictReader(file) if row.get("loss_step")]
 
 
 def audited(job: OuterJob) -> None:
