@@ -130,15 +130,22 @@ class _OuterJudge:
     def chained(self) -> Finding:
         """Point 6."""
         chain, bad = self.chain, self._bad("chain")
+        wrote = {(told.source, told.entry.term) for told in chain.told.values() if told.entry is not None}
         led: dict[tuple[str, int], str] = {}
+        idle = []
         for leader in self.run.leaders:
+            if (leader.source, leader.term) not in wrote:
+                idle.append(leader)
+                continue
             other = led.setdefault((leader.job, leader.term), leader.source)
             if other != leader.source:
                 bad.append(f"{other} and {leader.source} both led job {leader.job} in term {leader.term} (O7)")
+        beside = [one.source for one in idle if led.get((one.job, one.term), one.source) != one.source]
         named = {one.version for _, _, one in self._told(Adoption)}
         named |= {step.version for one in self.run.followers.values() for step in one.states if step.version}
         late = sorted({v for v in named if self._unknown(v) and _number(v) > chain.newest.number}, key=_number)
         remarks = [*self._gaps(), *_few(chain.doubts), *_few(chain.strays)]
+        remarks += [f"{source} led on another store, and decided nothing that counts" for source in beside]
         if late:
             remarks.append(f"entries that made {', '.join(_few(late))} are in no log; others tell of these versions")
         remarks += [f"{count} lines of {source} were lost" for source, count in self.run.lost.items()]

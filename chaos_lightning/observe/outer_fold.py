@@ -27,7 +27,7 @@ from chaos_lightning.events.registry import known
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.outer_entries import ToldEntry, read_entry
 from chaos_lightning.outer.events import EVENTS
-from chaos_lightning.outer.types import Removed
+from chaos_lightning.outer.types import JobOpened, Removed
 
 OUTER = frozenset(event.name for event in EVENTS)
 _AFTERWARDS = frozenset({"outer_leader_ended", "cluster_over", "cluster_stream", "follower_stream"})
@@ -448,6 +448,8 @@ class _Account:
     entries: bool = False
     begins: bool = False
     """It led an empty chain."""
+    chain: str = ""
+    """Id of the job that it was of; "": it does not say."""
     job: int = -1
 
 
@@ -478,11 +480,14 @@ def _outer_jobs(everything: Sequence[Record]) -> list[list[Record]]:
             one.ended = r.t
         one.entries |= r.name == "entry"
         one.begins |= r.name == "outer_leader_started" and f.integer(r.get("position")) == 0
+        opens = r.name == "entry" and r.get("kind") == JobOpened.__name__
+        one.chain = one.chain or str(r.get("hash" if opens else "chain") or "")
     groups: list[list[_Account]] = [[]]
     for one in sorted(accounts.values(), key=lambda each: each.first):
         groups[-1].append(one)
         if one.begins and (cut := _cut(groups[-1])):
             groups[-1:] = [groups[-1][:cut], groups[-1][cut:]]
+    groups = [part for group in groups for part in _by_chain(group)]
     for number, group in enumerate(groups):
         for one in group:
             one.job = number
@@ -503,6 +508,15 @@ def _cut(group: Sequence[_Account]) -> int:
         if any(one.entries for one in before) and all(one.ended <= group[at].first for one in before):
             return at
     return 0
+
+
+def _by_chain(group: Sequence[_Account]) -> list[list[_Account]]:
+    """Those of another job apart, whose folder a server was started on by mistake; who names none is of the first."""
+    first = next((one.chain for one in group if one.chain), "")
+    found: dict[str, list[_Account]] = {first: []}
+    for one in group:
+        found.setdefault(one.chain or first, []).append(one)
+    return [*found.values()]
 
 
 def _inner_jobs(everything: Sequence[Record]) -> list[tuple[str, list[Record]]]:

@@ -25,6 +25,7 @@ EVENTS = (
             "position": "of the last entry of the chain that it found; 0: none",
             "store": "where the chain is kept",
         },
+        {"chain": "id of the job that the store holds; empty: none yet"},
         note="leads job {job} from entry {position} on, in term {term}",
     ),
     Event(
@@ -103,6 +104,7 @@ EVENTS = (
         "version_loaded",
         "a shard's state stands at a version that was read from disk",
         {"version": "which", "seconds": "s"},
+        {"chain": "id of the job whose leader asked for it"},
         note="loaded {version} from disk",
     ),
     Event(

@@ -276,8 +276,8 @@ class _State:
         self._note("version_computed", version=str(version), seconds=0.0, nbytes=0)
         return Computed(version)
 
-    def load(self, version: VersionId, digest: str) -> FollowerEvent:
-        """A version from its file."""
+    def load(self, version: VersionId, digest: str, job_id: str) -> FollowerEvent:
+        """A version from its file, for the leader of that job."""
         began, held = time.monotonic(), self._held
         assert held is not None
         self.versions.go_back(version)
@@ -292,7 +292,8 @@ class _State:
         served = Part.empty(held.shard, held.codec.version)
         self._encode(served)
         momentum = self._stand(version, served)
-        self._note("version_loaded", version=str(version), seconds=round(time.monotonic() - began, 4))
+        seconds = round(time.monotonic() - began, 4)
+        self._note("version_loaded", version=str(version), seconds=seconds, chain=job_id)
         return Loaded(version, True, momentum)
 
     def copy(self, version: VersionId) -> _Copy:
@@ -468,7 +469,8 @@ class FollowerProcess:
             case Save(version):
                 worker.do(lambda: self._saver.inbox.put(state.copy(version)))
             case Load(version, digest):
-                worker.do(lambda: self.post(state.load(version, digest)))
+                job_id = self._machine.job_id
+                worker.do(lambda: self.post(state.load(version, digest, job_id)))
             case Delete(version):
                 self._saver.inbox.put(version)
             case Forget(push):

@@ -207,6 +207,7 @@ class OuterServer:
             job=self.config.job,
             term=term,
             position=chain.position,
+            chain=chain.job_id,
             store=self._store.place,
         )
         if chain.last is not None:  # its leader may have been killed before it wrote of it

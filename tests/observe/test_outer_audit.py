@@ -135,6 +135,9 @@ def older_term(run: OuterScript) -> None:
 def one_term_twice(run: OuterScript) -> None:
     line = run.change("outer_leader_started")
     run.say("leader-other-9.jsonl", "outer_leader_started", **{k: line[k] for k in LED}, position=11)
+    last = run.entries[-1]
+    gone = Removed(run.trainers["near"].who, "silent")
+    run.tell(Entry(last.position + 1, last.term, gone, last.hash), "leader-other-9.jsonl")
 
 
 def number_left_out(run: OuterScript) -> None:
@@ -579,6 +582,39 @@ def test_a_cluster_that_wrote_no_log_here_is_named(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ folders
+
+
+@pytest.mark.parametrize("there", [0, 5], ids=["empty", "an older copy"])
+def test_a_leader_on_another_store_that_decides_nothing_is_no_second_leader(tmp_path: Path, there: int) -> None:
+    run = begun()
+    one_round(run)
+    line = next(line for line in run.lines["leader-alpha-1.jsonl"] if line["name"] == "outer_leader_started")
+    other = "leader-other-9.jsonl"
+    run.opened(other, "leader")
+    run.say(other, "outer_leader_started", **{k: line[k] for k in LED}, position=there)
+    if there:
+        run.tell(run.entries[there - 1], other)
+    run.tell(Entry(there + 1, 1, Started("f0", "feed"), run.entries[there - 1].hash if there else ""), other)
+    run.train("near", 140, 160)
+    run.adopt("near", run.round(run.freeze("near")))
+    found = findings(run, tmp_path)
+    assert {finding.verdict for finding in found.values()} == {OK}
+    assert f"{other} led on another store, and decided nothing that counts" in found[6].details
+
+
+def test_a_server_that_is_started_on_another_jobs_folder_is_a_job_of_its_own(tmp_path: Path) -> None:
+    run = outer_story()
+    line = next(line for line in run.lines["leader-alpha-1.jsonl"] if line["name"] == "outer_leader_started")
+    other, follower = "leader-other-9.jsonl", "follower-other-9.jsonl"
+    run.opened(other, "leader")
+    run.say(other, "outer_leader_started", **{k: line[k] for k in LED}, position=5, chain="c0ffee")
+    run.tell(Entry(5, 1, Joined(PushId(run.trainers["near"].who, 9).incarnation, "far", 1), "dead"), other)
+    run.opened(follower, "follower")
+    run.say(follower, "follower_started", follower="one", endpoint="one:4000", files=[])
+    run.say(follower, "version_loaded", version="v2-abcdef", seconds=0.1, chain="c0ffee")
+    own, apart = audit_folder(run.write(tmp_path))
+    assert {finding.verdict for finding in own.findings} == {OK}
+    assert VIOLATED not in {finding.verdict for finding in apart.findings}
 
 
 def test_two_leaders_tell_the_same_entries_once(tmp_path: Path) -> None:
