@@ -605,7 +605,7 @@ class Trainer:
     def _depart(self) -> None:
         """Let go by no header; the state stands on the last one."""
         if self._state is not None:
-            self.engine.keep(self._state, self._checkpoints())
+            self.engine.keep(self._state, self._checkpoints(), counted=self.step)
         self.engine.out = True
 
     def _rejoin(self, state: ModuleState, error: FencedError) -> None:
@@ -654,7 +654,7 @@ class Trainer:
         except DepartedError:
             pass  # let go at once: nobody is left who would need another step
         if state is not None and current:
-            engine.keep(state, self._checkpoints())
+            engine.keep(state, self._checkpoints(), counted=self.step)
         if engine.leaving and engine.header.kind is not Kind.CLOSING:
             engine.out = True
         if not engine.out:
@@ -720,7 +720,7 @@ class Trainer:
     def _keep_stuck(self) -> None:
         """No member can go on: the state outlives them."""
         if self._state is not None:
-            self.engine.keep(self._state, self._checkpoints(), stuck=True)
+            self.engine.keep(self._state, self._checkpoints(), counted=self.step, stuck=True)
 
     def _end(self) -> None:
         """Closes the job with the others, or waits to be released by those who go on."""

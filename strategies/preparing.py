@@ -65,13 +65,14 @@ class DataTurn:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                holder = os.pread(file, 32, 0).decode(errors="replace").strip() or "unknown"
+                pid = os.pread(file, 32, 0).decode(errors="replace").strip()
+                holder = f"process {pid} of this machine" if pid else "another process of this machine"
             if holder != said:
                 said = holder
-                _log.info("process %s of this machine prepares data for job %r; this one comes after it", holder, job)
+                _log.info("%s prepares data for job %r; this one comes after it", holder, job)
             if time.monotonic() >= end:
                 raise DeadlineError(
-                    f"process {holder} of this machine has been preparing data for job {job!r}, or holds {path} for "
+                    f"{holder} has been preparing data for job {job!r}, or holds {path} for "
                     f"another reason, and this process has waited {self._deadline_s:g} s for its turn; if that process "
                     "hangs, end it and start again"
                 )

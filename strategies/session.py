@@ -796,6 +796,7 @@ class FitSession:
             self.engine.keep(
                 KeptState(self.state, self.elastic.uncommitted, ended=ended),
                 self.checkpoints.at(self.stepped[1]),
+                counted=self.trainer.global_step,
                 stuck=stuck,
             )
 

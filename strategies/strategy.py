@@ -406,7 +406,7 @@ class ChaosStrategy(ParallelStrategy):
         checkpoint = with_loaders(super().load_checkpoint(*args, **kwargs))
         ours = checkpoint.pop(KEY, {})  # `on_load_checkpoint` sees what Lightning has written, and no more
         if self.session is not None:
-            self.session.checkpoints.load(ours)
+            self.session.checkpoints.load({**ours, "step": checkpoint.get("global_step", 0)})
         return checkpoint
 
     # ------------------------------------------------------------------ the end

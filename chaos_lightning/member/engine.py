@@ -532,13 +532,21 @@ class Engine:
                 mail.changed.wait(left_s)
             return bool(mail.left or mail.lost)
 
-    def keep(self, state: StateAccess, checkpoints: Sequence[str] = (), *, stuck: bool = False) -> None:
+    def keep(
+        self,
+        state: StateAccess,
+        checkpoints: Sequence[str] = (),
+        *,
+        counted: int | None = None,
+        stuck: bool = False,
+    ) -> None:
         """This member goes, and no header lets it go: others that hold the state may be gone, too. So it keeps its own
         in a file, from which the job can be founded again (protocol.md 14c).
 
         Args:
             state: It stands on `header`; what forward passes since then did to reduced buffers is undone here.
             checkpoints: Header hashes of the checkpoints that it goes on from.
+            counted: Steps as the script counts them, with those before the job began; None: the job's own.
             stuck: It goes since no member can go on, and not because it was asked to.
         """
         mail = self._mail
@@ -549,7 +557,7 @@ class Engine:
             return
         assert self._hello is not None
         self._prepared().accumulation.restore()
-        kept = self._keeping.keep(self.header, self.view, self.member_id, self._hello, state, checkpoints)
+        kept = self._keeping.keep(self.header, self.view, self.member_id, self._hello, state, checkpoints, counted)
         if kept is not None:
             self._control.send(kept)
 

@@ -137,7 +137,7 @@ class Keeping:
         kept, record = self._offered = max(mine, key=lambda f: (f[0].header.view, f[0].header.seq))
         if loaded is not None and record.folder.name != FINAL:
             self._warn(
-                f"the state that {kept.member} kept at step {kept.header.step} ({record.path}) goes on from the "
+                f"the state that {kept.member} kept at {_step_of(record.said)} ({record.path}) goes on from the "
                 f"checkpoint of step {loaded.step} that this script has loaded, so it counts. To go back to the "
                 "checkpoint: resume_from='checkpoint' (CHAOS_RESUME_FROM)"
             )
@@ -157,8 +157,8 @@ class Keeping:
         else:
             why = "for it does not say of which step of this job it is"
         self._warn(
-            f"this process starts from what its script has loaded, {why}; the state that {kept.member} kept at step "
-            f"{kept.header.step} ({record.path}) is not used. To go on from it, start without a checkpoint"
+            f"this process starts from what its script has loaded, {why}; the state that {kept.member} kept at "
+            f"{_step_of(record.said)} ({record.path}) is not used. To go on from it, start without a checkpoint"
         )
 
     def load(self, header: Header, state: StateAccess) -> None:
@@ -176,8 +176,8 @@ class Keeping:
             bad = record.folder.with_name(f"{record.folder.name}.bad")
             record.folder.replace(bad)
             raise StateError(
-                f"the state that {kept.member} kept at step {header.step} cannot be used: {error}; it was put aside as "
-                f"{bad}. Start again: the job then begins anew, or from a checkpoint"
+                f"the state that {kept.member} kept at {_step_of(record.said)} cannot be used: {error}; it was put "
+                f"aside as {bad}. Start again: the job then begins anew, or from a checkpoint"
             ) from error
         age_s = max(0.0, time.time() - float(record.said.get("time", 0.0)))
         # For readers of the logs this slot joins the two parts of the run.
@@ -185,8 +185,8 @@ class Keeping:
         self._say_hash(header, state_hash(state.tensors()))
         self._events.emit("resumed_kept", step=header.step, seq=header.seq, keeper=kept.member, path=str(record.path))
         _log.warning(
-            "job %s goes on from step %d: %s kept its training state %s ago, as the last member (%s)",
-            self._job, header.step, kept.member, _ago(age_s), record.path,
+            "job %s goes on from %s: %s kept its training state %s ago, as the last member (%s)",
+            self._job, _step_of(record.said), kept.member, _ago(age_s), record.path,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ going
@@ -199,16 +199,27 @@ class Keeping:
         hello: Hello,
         state: StateAccess,
         checkpoints: Sequence[str] = (),
+        counted: int | None = None,
     ) -> Kept | None:
         """Writes the state at header `last` down, with the header hashes of the checkpoints that it goes on from.
+
+        Args:
+            last: The state stands on it.
+            view: The present one.
+            member: This one.
+            hello: What this member trains.
+            state: It is written.
+            checkpoints: These hashes.
+            counted: Steps as the script counts them, with those before the job began; None: the job's own.
 
         Returns:
             None if it is not to be kept, or cannot be.
         """
+        steps = {"step": last.step, "counted": last.step if counted is None else counted}
         if self._folder is None:
             _log.warning(
-                "%s: the training state of job %s at step %d ends with this process, by on_last_exit='none'",
-                member, self._job, last.step,
+                "%s: the training state of job %s at %s ends with this process, by on_last_exit='none'",
+                member, self._job, _step_of(steps),
             )  # fmt: skip
             return None
         header = kept_header(last, view.id)
@@ -218,7 +229,7 @@ class Keeping:
             "chain": view.chain,
             "run": self._run,
             "time": time.time(),
-            "step": last.step,
+            **steps,
             "header": encode(header).hex(),
             "checkpoints": list(checkpoints),
             **_terms(hello),
@@ -228,7 +239,7 @@ class Keeping:
             record = files.write(folder, header.hash, header.seq, state, said)
         except StateError as error:
             self._events.emit("error", what="keep", reason=str(error))
-            _log.error("%s was the last one with the training state at step %d, and %s", member, last.step, error)
+            _log.error("%s was the last one with the training state at %s, and %s", member, _step_of(steps), error)
             return None
         for other in self._records():
             whose = (other.said.get("job"), other.said.get("chain"))
@@ -237,8 +248,8 @@ class Keeping:
         self._say_hash(header, record.state_hash)
         self._events.emit("kept", step=last.step, seq=header.seq, head=header.hash, path=str(record.path))
         _log.warning(
-            "%s: the training state of job %s at step %d is kept in %s; the next start goes on from it",
-            member, self._job, last.step, record.path,
+            "%s: the training state of job %s at %s is kept in %s; the next start goes on from it",
+            member, self._job, _step_of(steps), record.path,
         )  # fmt: skip
         return Kept(header, member, view.chain)
 
@@ -346,7 +357,7 @@ class Keeping:
             ChaosError: It may not; says why.
         """
         said = record.said
-        what = f"the state kept at step {said.get('step')} by {said.get('member')} ({record.path})"
+        what = f"the state kept at {_step_of(said)} by {said.get('member')} ({record.path})"
         if said.get("job") != self._job:
             raise StateError(f"{what} is of job {said.get('job')!r}, not of {self._job!r}")
         if (theirs := said.get("run", "")) != self._run:
@@ -369,6 +380,12 @@ class Keeping:
         if text not in self._told:
             self._told.add(text)
             _log.warning(text)
+
+
+def _step_of(said: Mapping[str, Any]) -> str:
+    """Returns the step as the script counts it; a job that began from a checkpoint counts its own from 0."""
+    step, counted = said.get("step"), said.get("counted", said.get("step"))
+    return f"step {step}" if counted == step else f"step {counted} (step {step} of this job)"
 
 
 def _words_of_run(run: str) -> str:

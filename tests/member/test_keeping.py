@@ -152,6 +152,21 @@ def test_a_checkpoint_of_an_unknown_step_counts(caplog: pytest.LogCaptureFixture
     assert keeping().offer(said()) == kept
 
 
+def test_a_kept_states_step_is_the_one_that_the_script_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """A job that began from a checkpoint of step 40 counts its own steps from 0."""
+    stood = View(ViewId(1, 1), NO_VIEW, (MEMBER,), chain="chain")
+    with caplog.at_level(logging.WARNING):
+        kept = keeping().keep(replace(GENESIS, step=3), stood, "a~1", said(), state(1), ["h40"], counted=43)
+        assert "the training state of job default at step 43 (step 3 of this job) is kept in" in caplog.text
+        assert keeping().offer(said(), LoadedCheckpoint(40, "other")) is None
+        assert "the state that a~1 kept at step 43 (step 3 of this job)" in caplog.text
+        founder = keeping()
+        assert founder.offer(said(), LoadedCheckpoint(40, "h40")) == kept
+        assert kept is not None
+        founder.load(kept.header, state(2))
+    assert "job default goes on from step 43 (step 3 of this job): a~1 kept its training state" in caplog.text
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
 def test_an_optimizer_that_has_stepped_is_told_from_a_fresh_one(kind: type[torch.optim.Optimizer]) -> None:
     weight = torch.nn.Parameter(torch.ones(1))

@@ -75,6 +75,23 @@ def goes_on(job: Job, tmp_path: Path, way: str, stop: int, **trainer: Any) -> No
     assert set(left) <= {"final"}, "the job is finished; for a while its final state answers who comes late"
 
 
+@pytest.mark.slow
+def test_a_kept_state_says_the_step_that_the_script_counts(job: Job, tmp_path: Path) -> None:
+    """The job of the second process began from a checkpoint of step 5, and counts its own steps from 0."""
+    options = {"on_last_exit": str(tmp_path / "kept"), "resume_from": "checkpoint"}
+    spec: dict[str, Any] = {"callbacks": ("steps",), "options": options}
+    for name, at, own, ckpt in (("a", 7, 7, None), ("b", 8, 3, str(job.out / "ckpt" / "step=5.ckpt"))):
+        job.start(name, **spec, gates={at: job.gate(name)}, ckpt=ckpt)
+        job.harness.wait_step(own, node=name)
+        job.harness.terminate(name)
+        job.harness.wait_for("leave", node=name)
+        job.open(name)
+        assert job.harness.wait_exit(name) == 0
+    kept = job.harness.wait_for("kept", node="b")["step"]
+    said = job.harness.children["b"].log.read_text()
+    assert f"at step {5 + kept} (step {kept} of this job) is kept in" in said
+
+
 @pytest.mark.parametrize("resume_from", ["newest", "checkpoint"])
 def test_a_kept_state_counts_before_the_checkpoint_that_it_goes_on_from(
     job: Job, tmp_path: Path, resume_from: str

@@ -32,6 +32,14 @@ def test_the_holder_is_named_when_the_wait_is_over() -> None:
     second.end()
 
 
+def test_a_holder_that_has_not_said_who_it_is_is_another_process() -> None:
+    """It has the lock, and has yet to write its process id."""
+    with lock_path("job").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(DeadlineError, match=r"^another process of this machine has been preparing data for job"):
+            DataTurn(ChaosEnvironment(), deadline_s=0.0).begin("job")
+
+
 def test_the_turn_comes_when_the_other_is_through(caplog: pytest.LogCaptureFixture) -> None:
     first, second = DataTurn(ChaosEnvironment()), DataTurn(ChaosEnvironment())
     first.begin("job")
