@@ -70,8 +70,8 @@ class ClusterOptions:
     )
     patience_s: float = setting(
         1800.0,
-        "How long to wait for samples, before this cluster gives up with an error, or for the job's end, before it "
-        "leaves.",
+        "How long to wait for samples, for a version or for the answer to a push, before this cluster gives up with an "
+        "error, or for the job's end, before it leaves.",
         check=positive("seconds"),
     )
     followers: int = same_as(LeaderOptions, "followers")

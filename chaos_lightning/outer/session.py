@@ -274,6 +274,7 @@ class OuterSession:
 
         Raises:
             ChaosError: This cluster cannot go on.
+            DeadlineError: What it had to wait for did not come within `options.patience_s`.
         """
         began = self._waits.kept_at = time.monotonic()
         self._measure(samples, steps, began)
@@ -282,7 +283,7 @@ class OuterSession:
             for each in covers:
                 self._unclaim(each)
             self._feed(self._life, cl.Trained(samples, tuple(covers), steps), resting=True)
-        done = self._rest(self._is_in)
+        done = self._rest(self._is_in, self.options.patience_s)
         self._go_on()
         return Boundary(done.adopted, done.outright, done.reset_optimizer, self.over, self._rested_at - began)
 

@@ -217,6 +217,16 @@ def test_positions_that_are_leased_twice_are_an_error_that_says_so(clusters: Clu
         session.boundary(16)
 
 
+def test_a_version_that_does_not_come_is_waited_for_no_longer_than_patience(clusters: Clusters) -> None:
+    """A cluster without overlap waited for ever at a server that is gone."""
+    home = clusters.come_in("home", overlap=False, patience_s=0.5)
+    clusters.job.kill_server()
+    for _ in range(home.session.inner_steps - 1):
+        home.session.boundary(16)
+    with pytest.raises(DeadlineError, match=r"cluster home waited 0\.5 s for"):
+        home.session.boundary(16)
+
+
 def test_a_plain_loop_that_is_dealt_no_samples_says_what_it_waits_for(clusters: Clusters) -> None:
     """Another cluster has all there is, and does not get on."""
     data = TensorDataset(torch.zeros(64, 8), torch.zeros(64, 3))
