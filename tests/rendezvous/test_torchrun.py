@@ -269,9 +269,12 @@ class Training:
         self.harness = harness
         self._torchrun = torchrun
 
-    def start(self, node: str, *arguments: str, **spec: Any) -> Torchrun:
+    def start(self, node: str, *arguments: str, program: Sequence[str] = (TORCHRUN,), **spec: Any) -> Torchrun:
         """One agent with one worker; see training_worker.py."""
-        return self._torchrun(*arguments, conf=f"node={node}", script=json.dumps(spec), worker="training_worker.py")
+        script = json.dumps(spec)
+        return self._torchrun(
+            *arguments, conf=f"node={node}", script=script, worker="training_worker.py", program=program
+        )
 
     def gate(self, name: str) -> str:
         path = self.harness.directory / f"gate-{name}"
@@ -424,6 +427,38 @@ def test_a_standby_agent_trains_once_a_place_is_free(training: Training) -> None
     assert ends[0]["hash"] == ends[1]["hash"]
     assert ends[1]["company"] > 0
     assert [one.wait_ended(), three.wait_ended()] == [0, 0]
+    training.harness.audit()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [(TORCHRUN,), RUN])
+def test_a_spare_that_waits_when_the_job_ends_is_a_success(training: Training, program: Sequence[str]) -> None:
+    """It has no traceback and is not started again, though it may be; no code behind its training runs."""
+    one = training.start("one", "--nnodes=1:1", program=program, gates={2: training.gate("start")}, epochs=1)
+    training.harness.wait_step(2)
+    spare = training.start("spare", "--nnodes=1:1", "--max-restarts=3", program=program, epochs=1)
+    training.harness.wait_for("welcomed", lambda r: r.get("role") == "standby")
+    training.open("start")
+    one.wait("done")
+    assert [one.wait_ended(), spare.wait_ended()] == [0, 0]
+    said = "".join(spare.noise)
+    assert "came when the job was finished" in said
+    assert "Traceback" not in said
+    assert "RendezvousClosedError" not in said
+    assert [line["what"] for line in spare.lines] == ["start"]
+    training.harness.audit()
+
+
+@pytest.mark.slow
+def test_a_node_founds_its_job_with_all_of_its_workers(training: Training) -> None:
+    """No step is made before the second one is in, so that their steps are those of two from the first on."""
+    one = training.start("one", "--nproc-per-node=2", program=RUN, epochs=2)
+    ends = [one.wait("done", count=count) for count in (1, 2)]
+    assert one.wait_ended() == 0
+    assert [line["step"] for line in one.lines if line["what"] == "in"] == [0, 0]
+    # 240 samples in batches of 4 for two workers, twice; each step was in company.
+    assert [(end["step"], end["company"]) for end in ends] == [(60, 60)] * 2
+    assert ends[0]["hash"] == ends[1]["hash"]
     training.harness.audit()
 
 
