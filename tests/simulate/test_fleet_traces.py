@@ -157,6 +157,65 @@ def test_node_that_goes_and_comes_at_the_first_time_stamp_is_there_once(tmp_path
     assert found == Trace((1, 0), (Change(1.0, "remove", (1,)),), 1.0, str(path))
 
 
+def test_history_that_begins_with_a_removal_begins_with_all_devices(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("60000,remove,x\n60000,remove,y\n90000,add,z\n120000,add,x\n")
+    assert read(path, devices=4) == Trace(
+        (0, 1, 2, 3),
+        (Change(60.0, "remove", (0, 1)), Change(90.0, "add", (4,)), Change(120.0, "add", (0,))),
+        120.0,
+        str(path),
+    )
+
+
+def test_nodes_are_the_devices_of_a_fleet_of_several_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("60000,remove,new1\n90000,add,old1\n")
+    found = read(path, names=["new0", "new1", "old0", "old1"])
+    assert found.first == (0, 1, 2)
+    assert found.changes == (Change(60.0, "remove", (1,)), Change(90.0, "add", (3,)))
+    path.write_text("500,add,old0\n500,add,new0\n1500,remove,old0\n")
+    found = read(path, names=["new0", "new1", "old0", "old1"])
+    assert (found.first, found.changes) == ((2, 0), (Change(1.0, "remove", (2,)),))
+
+
+def test_counts_of_a_fleet_of_several_kinds_name_its_own_devices(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("0,3\n1,3\n1,2\n2,2\n2,3\n3,3\n")
+    found = read(path, names=["a", "b", "c"])
+    assert found.first == (0, 1, 2)
+    lost, back = found.changes
+    assert back.devices == lost.devices
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0,add,a\n5000,remove,x\n", "line 2: 'x' is no device of the fleet, which has several kinds; expected one of a,"),
+        ("5000,remove,x\n", "line 1: 'x' is no device of the fleet"),
+        ("5000,remove,a\n6000,remove,a\n", "line 2: removes 'a', which is not there"),
+        ("5000,remove,a\n6000,add,a\n7000,add,a\n", "line 3: adds 'a', which is there already"),
+        ("5000,remove,a\n6000,lost,b\n", "line 2: the second field is 'lost'; expected add or remove"),
+        ("1600000000000,remove,a\n", "line 1: the first removal is at 1600000000000 ms; expected milliseconds since"),
+        ("0,2\n1,2\n1,4\n2,4\n", "line 3: the count is 4; the fleet has 3 devices, of several kinds; expected no more"),
+    ],
+)  # fmt: skip
+def test_history_that_does_not_fit_a_fleet_of_several_kinds_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "a"
+    path.write_text(text)
+    with pytest.raises(TraceError) as refused:
+        read(path, names=["a", "b", "c"])
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("devices", "words"), [(1, "the fleet has 1"), (None, "how many devices there are is not")])
+def test_more_removals_than_the_fleet_has_devices_are_refused(tmp_path: Path, devices: int | None, words: str) -> None:
+    path = tmp_path / "a"
+    path.write_text("5000,remove,a\n5000,remove,b\n6000,add,a\n")
+    with pytest.raises(TraceError, match=rf"line 1: .* 2 are removed that were not added; {words}.*--devices 2 or"):
+        read(path, devices=devices)
+
+
 EVENTS = "0,add,a\n0,add,b\n"
 
 

@@ -4,14 +4,18 @@ Theory of operation. A `Trace` says who is there at first and what changes when;
 that all policies meet the same losses. Changes of one moment are one change: what is lost together is one loss.
 
 Files have no header. `milliseconds,add|remove,node` has a line for each device that comes or goes; the time begins with
-the first line. `hours,count` is a step function: where the count changes it has two lines with one time, the value
+the first line. Where the first line is a removal, the fleet is complete until then: all its devices are there at 0 ms,
+but for those whose own first line is an addition. `hours,count` is a step function: where the count changes it has two lines with one time, the value
 before and the value after it; which devices are lost is drawn.
+
+In a fleet of devices that are alike a node may have any name. In a fleet of several kinds nodes are the names of its
+devices, and a device's number is its place among them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -21,6 +25,8 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning.pipelines.job import MOST_DEVICES
 from chaos_lightning.planning.quantities import HOUR_S
 
+LONGEST_MS = 366 * 24 * HOUR_S * 1000
+"""Later than that is no first removal: the time stamps are those of a clock."""
 KINDS = "`milliseconds,add|remove,node` (such as 60000,remove,node-3) or `hours,count` (such as 0.5,32)"
 
 
@@ -122,22 +128,34 @@ def _lines(path: Path) -> list[_Line]:
     return found
 
 
-def read(path: Path, *, seed: int = 0, hours: float = 0.0) -> Trace:
+def begins_complete(path: Path) -> bool:
+    """Returns whether a file begins with a removal, so that the fleet is complete at first."""
+    try:
+        return _lines(path)[0].fields[1:2] == ["remove"]
+    except TraceError:
+        return False  # `read` says why
+
+
+def read(
+    path: Path, *, seed: int = 0, hours: float = 0.0, devices: int | None = None, names: Sequence[str] = ()
+) -> Trace:
     """The history that a file holds.
 
     Args:
         path: Of the file, of either kind.
         seed: Draws which devices are lost where the file has only counts.
         hours: Where the history ends; 0: at its last line.
+        devices: How many there are at first where the file begins with a removal; None: that is not known.
+        names: Of the devices of a fleet of several kinds.
 
     Raises:
         TraceError: It holds none.
     """
     lines = _lines(path)
     if len(lines[0].fields) == 3:
-        first, changes, last_s = _events(lines)
+        first, changes, last_s = _events(lines, devices, {name: i for i, name in enumerate(names)})
     else:
-        first, changes, last_s = _steps(lines, Random(seed))
+        first, changes, last_s = _steps(lines, Random(seed), len(names))
     end_s = hours * HOUR_S or last_s
     if not end_s:
         raise TraceError(
@@ -153,12 +171,35 @@ def _ordered(line: _Line, at: float, before: float, unit: str) -> None:
         line.refuse(f"time goes backwards, from {before:.15g} to {at:.15g} {unit}; expected lines in the order of time")
 
 
-def _events(lines: list[_Line]) -> tuple[tuple[int, ...], list[Change], float]:
-    numbers: dict[str, int] = {}
-    there: dict[str, int] = {}
-    first: tuple[int, ...] = ()
+def _complete(lines: list[_Line], devices: int | None, known: dict[str, int]) -> dict[str, int]:
+    """Returns the number of each node that is there at first, in a history that begins with a removal."""
+    kinds: dict[str, str] = {}
+    for line in lines:
+        kinds.setdefault(line.fields[2], line.fields[1])
+    if known:
+        return {name: i for name, i in known.items() if kinds.get(name) != "add"}
+    leaving = [node for node, kind in kinds.items() if kind == "remove"]
+    if devices is None or len(leaving) > devices:
+        given = "how many devices there are is not known" if devices is None else f"the fleet has {devices}"
+        lines[0].refuse(
+            f"a history that begins with a removal begins with all devices, and {len(leaving)} are removed that were "
+            f"not added; {given}; expected --devices {len(leaving)} or more"
+        )
+    others = (f"\0{i}" for i in range(devices - len(leaving)))
+    return {node: i for i, node in enumerate([*leaving, *others])}
+
+
+def _events(
+    lines: list[_Line], devices: int | None, known: dict[str, int]
+) -> tuple[tuple[int, ...], list[Change], float]:
+    complete = lines[0].fields[1] == "remove"
+    start = before = 0.0 if complete else lines[0].number_in(0, "milliseconds")
+    if complete and (at := lines[0].number_in(0, "milliseconds")) > LONGEST_MS:
+        lines[0].refuse(f"the first removal is at {at:.15g} ms; expected milliseconds since the fleet was complete")
+    there = _complete(lines, devices, known) if complete else {}
+    numbers = dict(known or there)
+    first = tuple(there.values())
     rows: list[tuple[float, str, int]] = []
-    start = before = lines[0].number_in(0, "milliseconds")
     for line in lines:
         at, (_, kind, node) = line.number_in(0, "milliseconds"), line.fields
         _ordered(line, at, before, "ms")
@@ -167,20 +208,30 @@ def _events(lines: list[_Line]) -> tuple[tuple[int, ...], list[Change], float]:
             line.refuse(f"the second field is {kind!r}; expected add or remove, as in {KINDS}")
         if not node:
             line.refuse("the third field, the node, is empty; expected its name")
+        if known and node not in known:
+            line.refuse(f"{node!r} is no device of the fleet, which has several kinds; expected {_some(known)}")
         if kind == "add" and node in there:
             line.refuse(f"adds {node!r}, which is there already; expected it to be removed first")
         if kind == "remove" and node not in there:
-            line.refuse(f"removes {node!r}, which is not there; expected a node that was added before")
+            line.refuse(
+                f"removes {node!r}, which is not there; expected a node that was added before"
+                + ("" if complete else ", or a first line that removes one: then all are there at first")
+            )
         number = numbers.setdefault(node, len(numbers))
         if kind == "add":
             there[node] = number
         else:
             del there[node]
-        if at == start:
+        if at == start and not complete:
             first = tuple(there.values())
         else:
             rows.append(((at - start) / 1000, kind, number))
     return first, _together(rows), (before - start) / 1000
+
+
+def _some(known: Iterable[str]) -> str:
+    names = list(known)
+    return f"one of {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
 
 
 def _together(rows: Iterable[tuple[float, str, int]]) -> list[Change]:
@@ -194,7 +245,7 @@ def _together(rows: Iterable[tuple[float, str, int]]) -> list[Change]:
     return found
 
 
-def _steps(lines: list[_Line], random: Random) -> tuple[tuple[int, ...], list[Change], float]:
+def _steps(lines: list[_Line], random: Random, most: int) -> tuple[tuple[int, ...], list[Change], float]:
     changes: list[Change] = []
     there: list[int] = []
     start = before = lines[0].number_in(0, "hours")
@@ -207,6 +258,8 @@ def _steps(lines: list[_Line], random: Random) -> tuple[tuple[int, ...], list[Ch
             line.refuse(
                 f"the count is {line.fields[1]!r}; expected a whole number of devices, at most {MOST_DEVICES:,}"
             )
+        if most and value > most:
+            line.refuse(f"the count is {int(value)}; the fleet has {most} devices, of several kinds; expected no more")
         more = int(value) - len(there)
         if i and more and at != before:
             line.refuse(
@@ -215,7 +268,10 @@ def _steps(lines: list[_Line], random: Random) -> tuple[tuple[int, ...], list[Ch
             )
         at_s, before = (at - start) * HOUR_S, at
         if more > 0:
-            new = tuple(range(following, following + more))
+            if most:
+                new = tuple([d for d in range(most) if d not in there][:more])
+            else:
+                new = tuple(range(following, following + more))
             following += more
             there += new
             if i == 0:
