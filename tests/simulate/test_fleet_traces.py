@@ -191,7 +191,7 @@ def test_counts_of_a_fleet_of_several_kinds_name_its_own_devices(tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0,add,a\n5000,remove,x\n", "line 2: 'x' is no device of the fleet, which has several kinds; expected one of a,"),
+        ("0,add,a\n5000,remove,x\n", "line 2: 'x' is no device of the fleet, which has several kinds; expected one"),
         ("5000,remove,x\n", "line 1: 'x' is no device of the fleet"),
         ("5000,remove,a\n6000,remove,a\n", "line 2: removes 'a', which is not there"),
         ("5000,remove,a\n6000,add,a\n7000,add,a\n", "line 3: adds 'a', which is there already"),

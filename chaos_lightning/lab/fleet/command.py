@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -16,11 +16,12 @@ from rich.table import Table
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.fleet.generator import Chance, generate
+from chaos_lightning.lab.fleet.seats import MixedFleet, check_policies
 from chaos_lightning.lab.fleet.simulator import CAUSES, FleetRun, Outcome, Rules
-from chaos_lightning.lab.fleet.traces import Trace, TraceError, read
+from chaos_lightning.lab.fleet.traces import Trace, TraceError, begins_complete, read
 from chaos_lightning.planning.pipelines.files import find_job
 from chaos_lightning.planning.pipelines.formation import EqualFleet, Pauses
-from chaos_lightning.planning.pipelines.job import check_number
+from chaos_lightning.planning.pipelines.job import TrainingJob, check_number
 from chaos_lightning.planning.pipelines.policies import POLICIES, policy
 from chaos_lightning.planning.pipelines.shortage import nearest
 from chaos_lightning.planning.quantities import HOUR_S
@@ -73,14 +74,23 @@ def simulate(
     for option, path in (("--json", as_json), ("--plot", plot)):
         if path is not None and not path.parent.is_dir():
             raise ConfigurationError(f"{option} {path}: {path.parent} is no folder; expected one that is there")
+    for option, value in (("--transition", transition), ("--reload", reload)):
+        check_number(option, value, least=0)
+    check_number("--checkpoint-minutes", checkpoint_minutes)
     if plot is not None:
         from chaos_lightning.lab.fleet.plot import check_kind
 
         check_kind(plot)
     if trace is not None:
-        _check_beside_trace(context)
+        _check_beside_trace(context, trace)
+    pauses = Pauses(move_s=transition, reload_s=reload, checkpoint_s=60 * checkpoint_minutes)
+    job = None if model.startswith("gpt:") else _in_steps(find_job(model, devices), micro_batches)
+    mixed = None if job is None or job.alike else MixedFleet(job, pauses)
+    if mixed is not None:
+        check_policies(names)
+        _check_beside_kinds(context)
     if devices is None:
-        devices = 32 if trace is not None or model.startswith("gpt:") else len(find_job(model).devices)
+        devices = 32 if job is None else len(job.devices)
     chance = Chance(
         devices=devices,
         hours=hours or 9.0,
@@ -94,28 +104,24 @@ def simulate(
         slow_rate=slow_rate,
         slow_hours=slow_hours,
         slow_speed=slow_speed,
+        hosts=() if mixed is None else tuple(d.place for d in mixed.job.devices),
     )
 
     def drawn(seed: int) -> Trace:
         try:
-            return generate(chance, seed) if trace is None else read(trace, seed=seed, hours=hours)
+            if trace is None:
+                return generate(chance, seed)
+            return read(trace, seed=seed, hours=hours, devices=devices, names=() if mixed is None else mixed.names)
         except TraceError as error:
             raise TraceError(f"{f'seed {seed}: ' if trace is None else ''}{error}") from None
 
     histories = [drawn(seed) for seed in range(seeds)]
     first = histories[0]
     there = max(count for _, count in first.counts())
-    for option, value in (("--transition", transition), ("--reload", reload)):
-        check_number(option, value, least=0)
-    check_number("--checkpoint-minutes", checkpoint_minutes)
-    pauses = Pauses(move_s=transition, reload_s=reload, checkpoint_s=60 * checkpoint_minutes)
-    job = find_job(model, there)
-    fleet = EqualFleet(replace(job, micro_batches=micro_batches) if micro_batches else job, pauses)
+    fleet = mixed or EqualFleet(_in_steps(find_job(model, there), micro_batches), pauses)
     outcomes = _runs(fleet, histories, names, Rules(with_risk=risk))
     _check_progress(outcomes, first, fleet)
     console = Console()
-    if not job.alike:
-        console.print(f"note: all devices count as {job.devices[0].name}, the first one of {model}", soft_wrap=True)
     show(outcomes, console)
     if as_json is not None:
         as_json.write_text(to_json(outcomes, about=f"{model}, {first.about}"))
@@ -126,7 +132,7 @@ def simulate(
 
 
 def _runs(
-    fleet: EqualFleet, histories: Sequence[Trace], names: Sequence[str], rules: Rules
+    fleet: EqualFleet | MixedFleet, histories: Sequence[Trace], names: Sequence[str], rules: Rules
 ) -> dict[str, list[Outcome]]:
     """By policy: what became of each history; the first one is recorded, to be drawn."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
@@ -140,22 +146,41 @@ def _runs(
     return outcomes
 
 
-def _check_beside_trace(context: typer.Context) -> None:
+def _in_steps(job: TrainingJob, micro_batches: int | None) -> TrainingJob:
+    return replace(job, micro_batches=micro_batches) if micro_batches else job
+
+
+def _given(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """Returns the options of these parameters that the user has given."""
+    sources = ((name, context.get_parameter_source(name)) for name in names)
+    return [f"--{name.replace('_', '-')}" for name, source in sources if source and source.name != "DEFAULT"]
+
+
+def _check_beside_kinds(context: typer.Context) -> None:
+    """Refuses options that have no meaning where the file names each device, its kind and its host.
+
+    Raises:
+        ConfigurationError: Some are given.
+    """
+    if given := _given(context, ("arrivals", "per_host")):
+        raise ConfigurationError(
+            f"{', '.join(given)}: the file's devices are of several kinds, and it names each with its host; expected "
+            "neither --arrivals (lost devices come back by --repair-hours) nor --per-host"
+        )
+
+
+def _check_beside_trace(context: typer.Context, trace: Path) -> None:
     """Refuses options that a trace leaves without a meaning.
 
     Raises:
         ConfigurationError: Some are given.
     """
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in (f.name for f in fields(Chance) if f.name != "hours")
-        if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT"
-    ]
-    if given:
+    kept = {"hours", "devices"} if begins_complete(trace) else {"hours"}
+    if given := _given(context, [f.name for f in fields(Chance) if f.name not in kept]):
         raise ConfigurationError(f"--trace is given beside {', '.join(given)}, which it replaces; expected one of both")
 
 
-def _check_progress(outcomes: dict[str, list[Outcome]], trace: Trace, fleet: EqualFleet) -> None:
+def _check_progress(outcomes: dict[str, list[Outcome]], trace: Trace, fleet: EqualFleet | MixedFleet) -> None:
     """Refuses a fleet on which nothing is ever trained.
 
     Raises:
@@ -165,13 +190,20 @@ def _check_progress(outcomes: dict[str, list[Outcome]], trace: Trace, fleet: Equ
     if max(o.steps for o in runs) >= 1:
         return
     there = len(trace.first)
-    plan = fleet.formation("best", there) if there else None
-    if plan is None:
+    best_s: float | None = None
+    if isinstance(fleet, MixedFleet):
+        devices = tuple(fleet.job.devices[d] for d in trace.first) or fleet.job.devices
+        if there and (planned := fleet.planned(fleet.named(trace.first))):
+            best_s = planned.estimate.step_s
+    else:
         one = fleet.job.devices[0]
-        alike = (one, *(replace(one, name=f"{one.name} {i}") for i in range(1, there)))
-        why = nearest(replace(fleet.job, devices=alike, links=()))
+        devices = (one, *(replace(one, name=f"{one.name} {i}") for i in range(1, there)))
+        if there and (plan := fleet.formation("best", there)):
+            best_s = fleet.step_s(plan)
+    if best_s is None:
+        why = nearest(fleet.job.with_devices(devices))
         raise ConfigurationError(f"{trace.about}: no policy made a step: {why}")
-    step_s, length_s = fleet.step_s(plan), HOUR_S * runs[0].hours
+    step_s, length_s = best_s, HOUR_S * runs[0].hours
     if not runs[0].losses or length_s < step_s:
         raise ConfigurationError(
             f"{trace.about}: no policy made a step: a step takes {step_s:.3g} s, and the run {length_s:.3g} s; "

@@ -48,6 +48,11 @@ class Chance:
     slow_hours: float = 0.5
     """For how long, on average."""
     slow_speed: float = 0.6
+    hosts: tuple[str, ...] = ()
+    """By device, where a file names them; (): `per_host` on each."""
+
+    def host(self, device: int) -> int | str:
+        return self.hosts[device] if self.hosts else device // self.per_host
 
     def __post_init__(self) -> None:
         check_number("--devices", self.devices, least=1)
@@ -82,7 +87,7 @@ class _Drawing:
         self.random = self.kernel.random
         self.there = list(range(chance.devices))
         self.at = {d: d for d in self.there}
-        self.hosts = Counter(d // chance.per_host for d in self.there)
+        self.hosts = Counter(map(chance.host, self.there))
         self.slow: set[int] = set()
         self.following = chance.devices
         self.changes: list[Change] = []
@@ -135,7 +140,7 @@ class _Drawing:
 
     def _lose_host(self) -> None:
         host = self.random.choice(list(self.hosts))
-        self._lose([d for d in self.there if d // self.chance.per_host == host])
+        self._lose([d for d in self.there if self.chance.host(d) == host])
 
     def _lose(self, devices: list[int]) -> None:
         self._say("remove", sorted(devices))
@@ -151,7 +156,7 @@ class _Drawing:
         if last != device:
             self.there[i], self.at[last] = last, i
         self.slow.discard(device)
-        host = device // self.chance.per_host
+        host = self.chance.host(device)
         self.hosts[host] -= 1
         if not self.hosts[host]:
             del self.hosts[host]
@@ -169,7 +174,7 @@ class _Drawing:
             return
         self.at[device] = len(self.there)
         self.there.append(device)
-        self.hosts[device // self.chance.per_host] += 1
+        self.hosts[self.chance.host(device)] += 1
         self._say("add", [device])
         self._next_loss()
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from chaos_lightning.lab.fleet.seats import EqualSeats, MixedFleet, MixedSeats, Now
 from chaos_lightning.lab.fleet.traces import Change, Trace
 from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.planning.pipelines.choice import (
-    MOVE,
     RESTART,
     THRESHOLD,
     Decision,
@@ -28,7 +28,7 @@ from chaos_lightning.planning.pipelines.choice import (
     PlanCandidate,
     restart_worth,
 )
-from chaos_lightning.planning.pipelines.formation import EqualFleet, EqualOptions, Formation
+from chaos_lightning.planning.pipelines.formation import EqualFleet
 from chaos_lightning.planning.pipelines.history import LossHistory
 from chaos_lightning.planning.pipelines.policies import decide
 from chaos_lightning.planning.quantities import HOUR_S
@@ -114,7 +114,7 @@ class FleetRun:
 
     def __init__(
         self,
-        fleet: EqualFleet,
+        fleet: EqualFleet | MixedFleet,
         trace: Trace,
         policy: str,
         *,
@@ -130,9 +130,7 @@ class FleetRun:
         self.learnt = LossHistory()
         self.there = set(trace.first)
         self.slow: dict[int, float] = {}
-        self.formation: Formation | None = None
-        self.seats: dict[int, int] = {}
-        """By device: its place."""
+        self.seats = EqualSeats(fleet) if isinstance(fleet, EqualFleet) else MixedSeats(fleet)
         self.pauses: list[tuple[str, float]] = []
         """What is to be waited for, in order: cause, until when."""
         self.waits = True
@@ -199,6 +197,7 @@ class FleetRun:
                     self._remove(change.devices)
                 case "add":
                     self.there.update(change.devices)
+                    self.seats.come(change.devices, self.there)
                     self.learnt.came(len(change.devices))
                 case "slow":
                     self.slow |= dict.fromkeys(change.devices, change.speed)
@@ -219,28 +218,7 @@ class FleetRun:
         self.there.difference_update(devices)
         for d in devices:
             self.slow.pop(d, None)
-        places = [self.seats.pop(d) for d in devices if d in self.seats]
-        if self.formation is None or not places:
-            return
-        before = min(self.fleet.live(self.formation))
-        self.formation = self.formation.without(places)
-        if before and not min(self.fleet.live(self.formation)):
-            self.out.fatal += 1
-
-    def _options(self, *, lost: bool) -> EqualOptions:
-        slow = {self.seats[d]: v for d, v in self.slow.items() if d in self.seats}
-        slow_idle = len(self.slow) - len(slow)
-        return EqualOptions(
-            fleet=self.fleet,
-            before=self.formation,
-            devices=len(self.there),
-            idle=len(self.there) - len(self.seats) - slow_idle,
-            slow=slow,
-            slow_idle=slow_idle,
-            lost=lost,
-            size_shares=self.learnt.size_shares,
-            void_samples=self._open[1],
-        )
+        self.out.fatal += self.seats.lose(devices, self.there)
 
     def _decide(self, *, lost: bool) -> None:
         self._later = False
@@ -255,7 +233,8 @@ class FleetRun:
         if not self.there:
             self._wait("nobody is there")
             return
-        decision = decide(self.policy, self._options(lost=lost), outlook)
+        now = Now(frozenset(self.there), dict(self.slow), lost, self.learnt.size_shares, self._open[1])
+        decision = decide(self.policy, self.seats.options(now), outlook)
         if self.told:
             self.told(self.kernel.now / HOUR_S, decision)
         for who, what in decision.failed:
@@ -294,30 +273,15 @@ class FleetRun:
     def _begin(self, chosen: PlanCandidate, why: str) -> None:
         """The pause is over: the plan is in force."""
         self._advance()
-        if chosen.plan is not self.formation or not self.seats:
-            self._seat(chosen)
+        self.seats.follow(chosen, self.there, self.slow)
         self.throughput, self.step_s = chosen.throughput, chosen.step_s
         self._note(chosen.about, why)
         if self._later:
             self._decide(lost=False)
 
-    def _seat(self, chosen: PlanCandidate) -> None:
-        """Who sits where: a move seats all anew, side by side on their hosts; else only places that change hands."""
-        after: Formation = chosen.plan
-        if chosen.kind in (MOVE, RESTART) or self.formation is None:
-            self.seats, empty = {}, list(range(after.places))
-        else:
-            empty = sorted(self.formation.vacant - after.vacant)
-            left = {d: self.seats.pop(d) for d in self.slow if d in self.seats}
-            empty += [place for place in left.values() if place not in after.vacant]
-        # Who has become slow meanwhile takes a place only where nobody else is left.
-        free = sorted(self.there - self.seats.keys(), key=lambda d: (d in self.slow, d))
-        self.seats |= zip(free, empty, strict=False)
-        self.formation = after
-
     def _note(self, plan: str, why: str) -> None:
         if self.record:
-            active = len(self.seats)
+            active = self.seats.active
             self.out.history.append(
                 Sample(self.kernel.now / HOUR_S, len(self.there), active, self.throughput, plan, why)
             )

@@ -5,8 +5,8 @@ that all policies meet the same losses. Changes of one moment are one change: wh
 
 Files have no header. `milliseconds,add|remove,node` has a line for each device that comes or goes; the time begins with
 the first line. Where the first line is a removal, the fleet is complete until then: all its devices are there at 0 ms,
-but for those whose own first line is an addition. `hours,count` is a step function: where the count changes it has two lines with one time, the value
-before and the value after it; which devices are lost is drawn.
+but for those whose own first line is an addition. `hours,count` is a step function: where the count changes it has two
+lines with one time, the value before and the value after it; which devices are lost is drawn.
 
 In a fleet of devices that are alike a node may have any name. In a fleet of several kinds nodes are the names of its
 devices, and a device's number is its place among them.
