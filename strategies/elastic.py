@@ -33,6 +33,7 @@ from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.training import least_batch, reduced_buffers
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.elastic import ElasticCluster
+from chaos_lightning.outer.hosting import others_in
 from chaos_lightning.outer.leaving import Patience, cost, insist
 from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import Boundary, agreement_of, renew
@@ -82,6 +83,7 @@ class OuterTerms:
         ConfigurationError: The cluster has no name: a rank cannot make one up that all have.
 
     Attributes:
+        cluster: The cluster's settings.
         shared: Clusters share the data.
     """
 
@@ -91,7 +93,8 @@ class OuterTerms:
             raise ConfigurationError(
                 "DiLoCoStrategy(inner='chaos') needs name=, the cluster's, which is the same at all its ranks"
             )
-        self.shared = build(options, self.given)[1].data == "shared"
+        self.cluster = build(options, self.given)[1]
+        self.shared = self.cluster.data == "shared"
 
     def settle(self, batch: int) -> tuple[OuterSettings, ClusterOptions]:
         """The job's rules and the cluster's settings.
@@ -186,6 +189,8 @@ class ElasticPart:
 
     def __init__(self, trainer: Trainer, terms: OuterTerms) -> None:
         self._trainer, self._terms = trainer, terms
+        self._others = others_in(terms.cluster)
+        """Whether other clusters were there before; until the server has let this one in."""
         self._cluster: ElasticCluster | None = None
         self._engine: Engine | None = None
         self._patience: Patience | None = None
@@ -272,8 +277,15 @@ class ElasticPart:
     @property
     def oldest(self) -> bool:
         """Whether this cluster came before all others that are in: its first rank logs and writes files."""
-        machine = self.cluster.machine if self.cluster.founded else None
-        return machine is None or machine.oldest in (None, machine.incarnation)
+        machine = self._cluster.machine if self._cluster is not None and self._cluster.founded else None
+        if machine is None or machine.incarnation is None:
+            return not self._others
+        return machine.oldest in (None, machine.incarnation)
+
+    @property
+    def job_id(self) -> str:
+        """The outer job's name among all jobs; "" before this cluster was let in."""
+        return self._cluster.machine.job_id if self._cluster is not None and self._cluster.founded else ""
 
     # ------------------------------------------------------------------ commits
 

@@ -142,7 +142,9 @@ class FitSession:
         self.evaluation = Evaluation(trainer, collectives, lambda: self.members, lambda: self.engine.member_id)
         metrics = MetricRoute(trainer, collectives.exchange, lambda: self.in_job)
         self.handover = Handover(trainer, metrics, trainer.strategy.reduce)
-        self.writer = Writer(trainer, environment, lambda: self.in_job, self.alone)
+        self.writer = Writer(
+            trainer, environment, lambda: self.in_job, self.alone, lambda: self.outer.job_id if self.outer else ""
+        )
         self.lengths = Lengths(trainer, config.min_nodes, local=data == "local")
         self._source = EngineSource(config.name)
         self._engine: Engine | None = None

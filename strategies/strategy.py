@@ -181,6 +181,8 @@ class ChaosStrategy(ParallelStrategy):
         )
         if self.outer is not None:
             self.session.outer = ElasticPart(trainer, self.outer)
+            behind = int(place.rank == 0 and not self.session.writes)  # a rank of another cluster writes
+            self.environment.place(place.rank + behind, place.world_size + behind)
         # Last: teardown takes it out where there is a session.
         trainer.callbacks[:] = [
             Companion(self.session),

@@ -113,6 +113,7 @@ class Writer:
         environment: Told who this process is.
         in_job: Whether collectives reach other members.
         alone: Collectives inside answer with this member's own values.
+        run: The run's id where others than this job's members may go on with its files; "": there are none.
 
     Attributes:
         told: Where the writer logs, as it has told. It travels with the training state.
@@ -124,13 +125,16 @@ class Writer:
         environment: ChaosEnvironment,
         in_job: Callable[[], bool],
         alone: Callable[[], AbstractContextManager[None]],
+        run: Callable[[], str] = lambda: "",
     ) -> None:
-        self._trainer = trainer
+        self._trainer, self._run = trainer, run
         self._environment = environment
         self._alone = alone
         self._due = False
         """What can only be done between two batches has yet to be done."""
-        self.logs = StableLog(lambda: not in_job() or environment.world_size() == 1, uuid.uuid4().hex)
+        self._marked = False
+        """Its folders are marked for others than this job's members."""
+        self.logs = StableLog(lambda: not in_job() or (environment.world_size() == 1 and not run()), uuid.uuid4().hex)
         self.told = LogPlace()
 
     @property
@@ -153,10 +157,11 @@ class Writer:
         refit_rates(self._trainer, world_size)
         grows = world_size > self._environment.world_size()
         if self._environment.place(rank, world_size):
-            self._due = True
+            self._due, self._marked = True, False
+            told = self.told._replace(run=self.told.run or self._run())
             with self._alone():
                 writer = "" if let_go else self.logs.writer
-                opened = open_loggers(self._trainer, name, fresh=fresh, told=self.told, writer=writer)
+                opened = open_loggers(self._trainer, name, fresh=fresh, told=told, writer=writer)
                 for logger, gone_on in opened.items():
                     if not let_go and (lost or gone_on):
                         catch_up(logger, self.logs.owed(logger, certain=not gone_on))
@@ -175,7 +180,10 @@ class Writer:
     def tell_files(self, members: Callable[[], tuple[str, ...]]) -> None:
         """All members learn where the writer logs, whenever there is another one: `trainer.log_dir` may be asked for in
         training_step, where nothing can be exchanged, and the next writer goes on with these files."""
-        here = members()
+        here, run = members(), self._run()
+        if run and self.is_here and not self._marked:
+            self._marked = True
+            mark(self._trainer.loggers, run, self.logs.writer)
         if self._trainer.loggers and len(here) > 1 and self.told.writer != here[0]:
             answer = self._trainer.strategy.broadcast(self._files())
             self.told = LogPlace(here[0], *answer)  # if that one has died meanwhile, the next one tells soon
@@ -185,7 +193,7 @@ class Writer:
         with self._alone():
             folder = str(self._trainer.log_dir)
         return (
-            [folder, mark(loggers, run, self.logs.writer), versions(loggers)]
+            [folder, mark(loggers, self._run() or run, self.logs.writer), versions(loggers)]
             if self.is_here
             else [folder, run, list(known)]
         )

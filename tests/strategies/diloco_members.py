@@ -108,11 +108,16 @@ def cluster(spec: dict[str, Any]) -> None:
             "ckpt", "files" (folder to which it logs, and writes checkpoints).
     """
     callbacks: list[pl.Callback] = [Gates(spec.get("gates", {}), {}, "", spec.get("batches", {}))]
-    files: dict[str, Any] = {}
+    files = {}
     if "files" in spec:
-        files = {"logger": [kind(spec["files"]) for kind in FILE_LOGGERS], "enable_checkpointing": True}
+        files = files_in(spec["files"]) | {"enable_checkpointing": True}
         callbacks.append(pl.callbacks.ModelCheckpoint(save_top_k=-1))
     run(spec, Path(spec["out"]), Paced(lr=0.01), callbacks, **files)
+
+
+def files_in(folder: str) -> dict[str, Any]:
+    """Arguments of a Trainer that logs there."""
+    return {"logger": [kind(folder) for kind in FILE_LOGGERS]}
 
 
 def run(spec: dict[str, Any], out: Path, model: Paced, callbacks: list[pl.Callback], **trainer: Any) -> None:
@@ -178,7 +183,7 @@ def rank(spec: dict[str, Any]) -> None:
 
     Args:
         spec: As of `cluster`; "cluster" (its name), "port" (of the inner job's scheduler), "min_nodes", "options" (of
-            the inner strategy), "poison" (after that step), "ckpt_path".
+            the inner strategy), "poison" (after that step), "ckpt_path", "files" (folder to which it logs).
     """
     out = Path(spec["out"])
     torch.set_num_threads(1)
@@ -194,7 +199,10 @@ def rank(spec: dict[str, Any]) -> None:
     told = {"data": "local", **spec.get("told", {})}
     strategy = DiLoCoStrategy(inner=inner, name=spec["cluster"], server=spec["server"], **told)
     callbacks = [follows, Poison(spec.get("poison", -1))]
-    trainer = models.trainer(out / spec["name"], strategy=strategy, callbacks=callbacks, **spec.get("trainer", {}))
+    files = files_in(spec["files"]) if "files" in spec else {}
+    trainer = models.trainer(
+        out / spec["name"], strategy=strategy, callbacks=callbacks, **files, **spec.get("trainer", {})
+    )
     loaders = models.loader(spec.get("samples", 240)), models.loader(8, batch_size=8)
     with contextlib.suppress(LeftJobError):
         trainer.fit(model, *loaders, ckpt_path=spec.get("ckpt_path"))

@@ -150,6 +150,32 @@ def test_two_ranks_are_one_cluster(job: ElasticJob) -> None:
     audited(job)
 
 
+@pytest.mark.slow
+def test_metrics_go_on_in_one_folder_when_the_oldest_elastic_cluster_dies(job: ElasticJob) -> None:
+    job.serve()
+    files = job.out / "files"
+    spec = {
+        "step_s": 0.03,
+        "trainer": {"max_epochs": -1, "max_steps": 240, "log_every_n_steps": 1},
+        "files": str(files),
+    }
+    job.rank("a", **spec)
+    job.harness.wait_for("version_adopted", lambda r: r["progress_steps"] > 0)
+    joined = job.harness.wait_for("joined", node="a")
+    job.rank("b", cluster="away", **spec)
+    job.harness.wait_for("push_answered", lambda r: "away" in str(r["push"]), after=joined)
+    job.harness.kill("a")
+    file = files / "rows" / "version_0" / "metrics.csv"
+    before = file.read_text().splitlines()
+    assert len(before) > 1
+    (b,) = job.finish("b")
+    for logger in os.listdir(files):
+        assert os.listdir(files / logger) == ["version_0"]
+    after = file.read_text().splitlines()
+    assert len(after) > len(before)
+    assert b["status"] == str(TrainerStatus.FINISHED)
+
+
 def test_the_first_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
     """The push ends without being begun anew, as one of the same incarnation, and no inner step is lost."""
     job.serve()
