@@ -6,39 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from chaos_lightning.planning.pipelines.decoder import Decoder
+from benchmarks.mixed_fleets import fleets
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, TrainingJob
 from chaos_lightning.planning.pipelines.places import on_one_host
 from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
 from chaos_lightning.planning.pipelines.unequal import Mixed, _blocks, _counts, _in_turn, _set_partitions
 
-GIB = 1 << 30
-
 
 def fleet(micro_batches: int) -> TrainingJob:
     """A model of 13 billion parameters on 16 fast cards of two hosts and 8 slow ones of a third."""
-    decoder = Decoder(
-        layers=40,
-        width=5120,
-        heads=40,
-        feed_forward=13824,
-        gated=True,
-        vocabulary=32000,
-        sequence=4096,
-        flops=312e12,
-        efficiency=0.45,
-        bandwidth=2.0e12,
-    )
-    fast = [Device(name=f"a{i}", memory_nbytes=80 * GIB, host=f"new{i // 8}") for i in range(16)]
-    slow = [Device(name=f"s{i}", memory_nbytes=48 * GIB, speed=0.4, host="old") for i in range(8)]
-    return TrainingJob(
-        layers=decoder.made(),
-        devices=(*fast, *slow),
-        micro_batches=micro_batches,
-        within_host=LinkRate(rate_bps=2400e9, latency_s=5e-6),
-        between_hosts=LinkRate(rate_bps=100e9, latency_s=20e-6),
-    )
+    return replace(fleets()[0][1], micro_batches=micro_batches)
 
 
 def test_rows_mix_kinds_where_memory_asks_for_it() -> None:
@@ -53,7 +31,7 @@ def test_rows_mix_kinds_where_memory_asks_for_it() -> None:
 
 def test_a_loss_leaves_few_of_them_idle() -> None:
     job = fleet(128)
-    left = [d.name for d in job.devices if d.name != "a3"]
+    left = [d.name for d in job.devices if d.name != "a100-3"]
     planned = Planner(job).exact(left)
     assert planned.estimate.step_s < 24.5
     assert len(planned.plan.idle) <= 3
@@ -62,9 +40,9 @@ def test_a_loss_leaves_few_of_them_idle() -> None:
 @pytest.mark.parametrize("m", [60, 96, 97, 128])
 def test_a_cut_of_unlike_devices_is_no_longer_than_the_quick_one(m: int) -> None:
     job = fleet(192)
-    devices = [replace(d, speed=2.2) if d.host == "new1" else d for d in job.devices]
+    devices = [replace(d, speed=2.2) if d.host == "a100--1" else d for d in job.devices]
     mixed = Mixed(job.with_devices(devices))
-    names = (*(f"s{i}" for i in range(4)), *(f"a{i}" for i in range(4)), *(f"a{i}" for i in range(8, 12)))
+    names = (*(f"a40-{i}" for i in range(4)), *(f"a100-{i}" for i in range(4)), *(f"a100-{i}" for i in range(8, 12)))
     row = mixed.row(names, mixed.reduce([names]))
     best, quick = row.best(m, 2), row.quick(m)
     assert best is not None
