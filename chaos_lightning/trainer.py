@@ -78,7 +78,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class _Wish:
-    """Of the user, that this process ends: the first signal is remembered, the second one ends it at once.
+    """A wish of the user that this process ends: the first signal is remembered, the second one ends it at once.
 
     One for the process: `capture_exit_event` asks without a Trainer.
     """

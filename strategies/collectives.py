@@ -108,8 +108,8 @@ class Collectives:
         """Line of the user's code that was the first one in this hook to ask for a reduce."""
         self._hook = ""
         self.syncs: set[str] = set()
-        """Of "training_step" and "validation_step", those in which somebody has asked for a reduce; then each batch has
-        one exchange."""
+        """Hooks among "training_step" and "validation_step" in which somebody has asked for a reduce; then each batch
+        has one exchange."""
         self._owed: tuple[str, _ResultCollection] | None = None
 
     # ------------------------------------------------------------------ plain collectives

@@ -214,7 +214,7 @@ class ClusterStrategy(Strategy):
             self.fit.show_own()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of the version that was adopted last: what a checkpoint holds, others have, too."""
+        """Returns the version that was adopted last: what a checkpoint holds, others have, too."""
         fit = self.fit
         if fit is None or not fit.in_step or fit.shows_base:
             return super().lightning_module_state_dict()
@@ -347,7 +347,7 @@ class DiLoCoStrategy(ClusterStrategy, SingleDeviceStrategy):
 
     @property
     def global_rank(self) -> int:
-        """Of who writes it is 0; the world has one process all the same."""
+        """The rank as Lightning sees it: 0 at the cluster that writes, though each is a world of one process."""
         return self.environment.global_rank()
 
     @global_rank.setter

@@ -63,7 +63,7 @@ MOST_HYPER = 1 << 16
 """Characters of hyperparameters that are told for exports; longer ones come from a checkpoint (`--like`)."""
 """What a job goes on from, as clusters compare it."""
 SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
-"""Of what ranks agree on about their data, what clusters do, too."""
+"""Facts about the data on which ranks agree, and clusters, too."""
 
 
 class Meet(Protocol):
@@ -198,7 +198,7 @@ class ElasticPart:
         """When this rank was first seen to be asked to leave, after the loop; 0.0: it was not."""
         self._closed = False
         self._epoch: int | None = None
-        """Of the job, that the present pass goes over."""
+        """Epoch of the job that the present pass goes over."""
         self._number: int | None = None
         self._clock: JobClock | None = None
         self.ended = False
@@ -223,7 +223,7 @@ class ElasticPart:
 
     @property
     def seed(self) -> int | None:
-        """Of the order of the data that clusters or ranks share, if it was given."""
+        """Seed of the order of the data that clusters or ranks share, if it was given."""
         return self._terms.options.seed
 
     @property

@@ -46,7 +46,7 @@ class LogPlace(NamedTuple):
     run: str = ""
     """What its folders are marked with; the same for all writers of a run."""
     versions: Sequence[Version] = ()
-    """Of its loggers, in order; "" where it is none that another writer goes on with."""
+    """Versions of its loggers, in order; "" where another writer cannot go on with one."""
 
 
 @dataclass(frozen=True, slots=True)

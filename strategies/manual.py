@@ -22,7 +22,7 @@ from chaos_lightning.collectives.layout import Section
 
 
 class ManualGradients:
-    """Of one member's optimizers.
+    """Gradients of one member's optimizers.
 
     Args:
         sections: One per optimizer, with the parameters that are trained.

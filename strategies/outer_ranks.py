@@ -72,7 +72,7 @@ class RankGroup:
         return said[0]
 
     def sum(self, *numbers: int) -> list[int]:
-        """Of all ranks."""
+        """Returns these numbers, each summed over all ranks."""
         summed = torch.tensor(numbers)
         dist.all_reduce(summed, group=self._group)
         return summed.tolist()  # type: ignore[no-any-return]
@@ -316,7 +316,7 @@ class RankedSession:
             self.member.leave()
 
     def close(self) -> None:
-        """Of this rank alone: ends threads and connections. Idempotent."""
+        """Ends the threads and connections of this rank alone. Idempotent."""
         if self.member is not None:
             self.member.close()
 

@@ -64,7 +64,7 @@ _evaluating: weakref.WeakValueDictionary[tuple[str, str], Place] = weakref.WeakV
 
 
 def place_to_evaluate(config: EngineConfig) -> Place:
-    """Of this process before it trains; whoever evaluates holds it."""
+    """Returns the place of this process before it trains; all its Trainers that evaluate share it."""
     key = (config.job, config.endpoint)
     place = _evaluating.get(key)
     if place is None:

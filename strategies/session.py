@@ -253,7 +253,7 @@ class FitSession:
                 remake_validation_loaders(trainer)
 
     def warn_of_lost_place(self) -> None:
-        """Of a checkpoint within an epoch that does not say where the data stood."""
+        """Warns of a checkpoint within an epoch that does not say where the data stood."""
         if self._loader is not None:
             self._loader.warn_of_lost_place()
 
@@ -839,7 +839,7 @@ class FitSession:
             self._refuse_void()
         if self.in_job:
             with contextlib.suppress(DepartedError):
-                # Of ranks of a cluster of outer sync, the server has the final state.
+                # The final state of a cluster of outer sync is at its server.
                 self.engine.finish(self.state if self.outer is None else None, self.alone())
             # The writer may have died since the last slot: one of those who finish saves what is saved after fit.
             self._observe()

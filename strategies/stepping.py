@@ -363,5 +363,5 @@ class Stepper:
 
 
 def _loss_of(output: object) -> object:
-    """Of what a training step returned."""
+    """Returns the loss in what a training step returned."""
     return output.get("loss") if isinstance(output, Mapping) else output

@@ -97,7 +97,7 @@ class ChaosStrategy(ParallelStrategy):
         self.collectives = Collectives(self._gather, self._device, self.reduce)
         self._turn = DataTurn(self.environment)
         self._place: Place | None = None
-        """Of this process among those that evaluate before fit."""
+        """Place of this process among those that evaluate before fit."""
         self._has_fitted = False
         self._assign_validation: bool | None = None
 

@@ -100,7 +100,7 @@ class SchedulerOptions:
 
     @property
     def log_folder(self) -> Path | None:
-        """Of its event log; None for none."""
+        """Folder of its event log; None: it has none."""
         return log_folder(self.log_dir, self.settings.job, split_endpoint(self.listen)[1])
 
     @property

@@ -20,7 +20,7 @@ from chaos_lightning.settings import EngineConfig, from_environment, host_name
 from chaos_lightning.transport.sealing import RULES
 
 CODECS = ("bf16", "fp32", "int8")
-"""Of this package; others are registered (codec.py)."""
+"""Codecs of this package; others are registered (codec.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class ClusterOptions:
 
     @property
     def log_folder(self) -> Path | None:
-        """Of its event log; None for none."""
+        """Folder of its event log; None: it has none."""
         return log_folder(self.log_dir, f"outer-{self.job}", split_endpoint(self.endpoints[0])[1], beside=True)
 
     @classmethod

@@ -78,7 +78,7 @@ class FollowerOptions:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Of the leader, and of those that stand by for it."""
+        """HOST:PORT of the leader, and of those that stand by for it."""
         return split_endpoints(self.server)
 
     @property
@@ -88,14 +88,14 @@ class FollowerOptions:
 
     @property
     def folder(self) -> Path:
-        """Of its files."""
+        """Folder of its files."""
         if self.dir:
             return Path(self.dir).absolute()
         return state_folder(f"outer-{self.job}", split_endpoint(self.endpoints[0])[1]) / self.called
 
     @property
     def log_folder(self) -> Path | None:
-        """Of its event log; None for none."""
+        """Folder of its event log; None: it has none."""
         return log_folder(self.log_dir, f"outer-{self.job}", split_endpoint(self.endpoints[0])[1], beside=True)
 
     @property

@@ -17,7 +17,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class Patience:
-    """Of who waits, from now on.
+    """Limit of a wait that begins now.
 
     Args:
         who: Name of the cluster.
@@ -69,7 +69,7 @@ def _nothing(number: signal.Signals, frame: FrameType | None) -> None:
 
 
 def cost(at_risk: int) -> str:
-    """Of ending now, in words; `at_risk`: inner steps of this cluster that no durable version holds."""
+    """Returns in words what ending now costs; `at_risk`: inner steps of this cluster that no durable version holds."""
     return (
         f"still waiting for the parameter server. To end now may cost {at_risk} inner steps of this cluster, which no "
         "durable version holds"

@@ -91,7 +91,7 @@ class LeaderOptions:
 
     @property
     def log_folder(self) -> Path | None:
-        """Of its event log; None for none."""
+        """Folder of its event log; None: it has none."""
         return log_folder(self.log_dir, f"outer-{self.job}", split_endpoint(self.listen)[1], beside=True)
 
     @property
@@ -130,7 +130,7 @@ class ServerOptions(LeaderOptions):
 
     @property
     def folder(self) -> Path:
-        """Of the chain, and with a folder for each follower."""
+        """Folder of the chain, with a folder in it for each follower."""
         return Path(self.dir).absolute() if self.dir else super().folder
 
 
