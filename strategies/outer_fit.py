@@ -366,6 +366,8 @@ class OuterFit:
         self.clock.put(self.session.reckoned, in_batch=False, back=True)
         if not self.departed:
             self._look_who_writes()
+            if self._ended:
+                save_last_again(self.trainer)
 
     def _reason(self) -> str:
         fit_loop = self.trainer.fit_loop
@@ -395,6 +397,14 @@ class OuterFit:
         self._signals.restore()
         if self.loader is not None:
             self.loader.leased.close()
+
+
+def save_last_again(trainer: Trainer) -> None:
+    """Lets `ModelCheckpoint(save_last=True)` write at the end of fit, though it has written before: what it wrote is
+    older than the job's last version."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, pl.callbacks.ModelCheckpoint) and callback.save_last is True:
+            callback._last_checkpoint_saved = ""
 
 
 class SharedLoader:

@@ -105,13 +105,16 @@ def cluster(spec: dict[str, Any]) -> None:
 
     Args:
         spec: "name", "server", "out", "trainer" (arguments), "told" (of the strategy), "samples", "step_s", "gates",
-            "ckpt", "files" (folder to which it logs, and writes checkpoints).
+            "ckpt", "files" (folder to which it logs, and writes checkpoints), "last" (folder of its last checkpoint).
     """
     callbacks: list[pl.Callback] = [Gates(spec.get("gates", {}), {}, "", spec.get("batches", {}))]
     files = {}
     if "files" in spec:
         files = files_in(spec["files"]) | {"enable_checkpointing": True}
         callbacks.append(pl.callbacks.ModelCheckpoint(save_top_k=-1))
+    if "last" in spec:
+        files["enable_checkpointing"] = True
+        callbacks.append(pl.callbacks.ModelCheckpoint(spec["last"], save_last=True))
     run(spec, Path(spec["out"]), Paced(lr=0.01), callbacks, **files)
 
 
