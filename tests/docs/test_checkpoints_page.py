@@ -25,6 +25,7 @@ def test_a_training_is_resumed(installed: Installed, tmp_path: Path) -> None:
     assert saved["global_step"] == 200
 
 
+@pytest.mark.slow
 def test_a_plain_loop_saves_and_goes_on(installed: Installed, tmp_path: Path) -> None:
     script = block("docs/checkpoints.md", "import sys\n\nimport torch.nn")
     (tmp_path / "plain.py").write_text(script)

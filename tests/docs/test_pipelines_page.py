@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 from blocks_support import ROOT, block
 from installed_support import Installed
 
@@ -26,6 +27,7 @@ def test_the_readme_shows_what_the_command_prints(installed: Installed, tmp_path
     assert max(map(len, said.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_the_commands_plan_for_the_file(installed: Installed, tmp_path: Path) -> None:
     (tmp_path / "fleet.yaml").write_text(block("docs/pipelines.md", "micro_batches: 24"))
     said = installed.run(block("docs/pipelines.md", "chaos-lightning plan"), tmp_path, COLUMNS="100")

@@ -420,6 +420,7 @@ def copy_chain(store: Path, to: Path) -> None:
         source.backup(target)
 
 
+@pytest.mark.slow
 def test_a_leader_on_an_older_copy_of_its_store_decides_nothing_and_says_what_to_do(tmp_path: Path) -> None:
     """Clusters train on; once the newest copy is back all is counted once (O4)."""
     store, older, newest = (tmp_path / f"{name}.sqlite" for name in ("chain", "older", "newest"))
@@ -471,6 +472,7 @@ def follow_on_a_full_disk(full: str, arguments: list[str]) -> None:
     run(FOLLOWER, arguments)
 
 
+@pytest.mark.slow
 def test_a_follower_and_the_only_holder_of_a_push_die(tmp_path: Path) -> None:
     pushes, full = tmp_path / "pushes", tmp_path / "full"
     pushes.mkdir()
@@ -606,6 +608,7 @@ def test_clusters_that_are_killed_come_back_and_each_sample_counts_once(tmp_path
     assert [str(finding) for finding in judged.findings if finding.verdict == VIOLATED] == []
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_with_another_number_of_followers(tmp_path: Path) -> None:
     pushes = tmp_path / "pushes"
     pushes.mkdir()

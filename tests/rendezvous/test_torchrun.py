@@ -484,6 +484,7 @@ def test_the_last_worker_keeps_the_state_and_the_next_start_goes_on_from_it(trai
     training.harness.audit()
 
 
+@pytest.mark.slow
 def test_one_dead_worker_of_a_node_with_two_loses_nothing_under_stock_torchrun(training: Training) -> None:
     """torchrun ends its sibling, which is the last one then, and starts both anew: they go on from what it kept."""
     one = training.start("one", "--nproc-per-node=2", "--max-restarts=2", epochs=1000)

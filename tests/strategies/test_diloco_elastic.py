@@ -446,6 +446,7 @@ def left_in_good_order(job: ElasticJob) -> None:
     audited(job)
 
 
+@pytest.mark.slow
 def test_a_rank_leaves_while_its_cluster_is_through_and_another_is_not(job: ElasticJob) -> None:
     through(job)
     leave_a_meeting(job, THROUGH)
@@ -456,6 +457,7 @@ def test_a_rank_leaves_while_its_cluster_is_through_and_another_is_not(job: Elas
     audited(job)
 
 
+@pytest.mark.slow
 def test_the_last_rank_leaves_while_its_cluster_is_through_and_another_is_not(job: ElasticJob) -> None:
     through(job)
     leave_a_meeting(job, THROUGH)
@@ -464,6 +466,7 @@ def test_the_last_rank_leaves_while_its_cluster_is_through_and_another_is_not(jo
     left_in_good_order(job)
 
 
+@pytest.mark.slow
 def test_all_ranks_are_asked_to_leave_at_once_while_their_cluster_is_through(job: ElasticJob) -> None:
     through(job)
     wait_for_meetings(job, THROUGH)
@@ -473,6 +476,7 @@ def test_all_ranks_are_asked_to_leave_at_once_while_their_cluster_is_through(job
     left_in_good_order(job)
 
 
+@pytest.mark.slow
 def test_all_ranks_leave_while_their_cluster_is_through_and_their_scheduler_is_away(job: ElasticJob) -> None:
     """Nobody can let one of them go, so they go together."""
     through(job)
@@ -484,6 +488,7 @@ def test_all_ranks_leave_while_their_cluster_is_through_and_their_scheduler_is_a
     left_in_good_order(job)
 
 
+@pytest.mark.slow
 def test_a_cluster_of_ranks_that_is_through_long_before_the_others_leaves(job: ElasticJob) -> None:
     through(job, patience_s=2.0)
     a, b = job.finish("a", "b")
@@ -493,6 +498,7 @@ def test_a_cluster_of_ranks_that_is_through_long_before_the_others_leaves(job: E
     left_in_good_order(job)
 
 
+@pytest.mark.slow
 def test_a_rank_comes_when_the_others_are_through(job: ElasticJob) -> None:
     """It trains nothing, and is the last one, which takes the cluster along."""
     through(job)
@@ -510,6 +516,7 @@ def test_a_rank_comes_when_the_others_are_through(job: ElasticJob) -> None:
     left_in_good_order(job)
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_even_leave_give_up(job: ElasticJob) -> None:
     """The push after the last step is not answered: they wait, are to leave, and wait as long for that."""
     job.serve()
@@ -529,6 +536,7 @@ def test_ranks_that_cannot_even_leave_give_up(job: ElasticJob) -> None:
         assert "DeadlineError: cluster home waited 2 s for the answer to push" in said
 
 
+@pytest.mark.slow
 def test_the_first_rank_is_frozen_and_comes_back(job: ElasticJob) -> None:
     job.serve()
     harness = job.harness
@@ -674,6 +682,7 @@ def test_a_checkpoint_founds_a_cluster_of_ranks_that_goes_on_from_it(job: Elasti
     audited(job)
 
 
+@pytest.mark.slow
 def test_the_scheduler_of_the_ranks_dies_and_training_goes_on(job: ElasticJob) -> None:
     """While it is away pushes and versions go on; then the first rank dies, and the next scheduler replaces it."""
     job.serve()

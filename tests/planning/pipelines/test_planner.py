@@ -290,6 +290,7 @@ def test_no_plan_is_called_better_than_it_is_with_latencies_and_without_gradient
         assert planned.estimate.step_s == pytest.approx(best_s, rel=1e-8)
 
 
+@pytest.mark.slow
 @FEW
 @given(seeds)
 def test_plans_for_more_unequal_devices_with_little_memory_fit(seed: int) -> None:
