@@ -24,7 +24,7 @@ Bits. A version has the same bits for any cut, at any address, with any number o
 arithmetic. The reason is that every torch operation used here rounds each element exactly once: a product with a
 number, a sum or difference of two tensors, a conversion. A vector's body and its tail can then not differ. Operations
 that do two things, such as `add` with alpha, `addcmul` or `lerp`, use one rounding or two, as the processor likes; they
-must not be used. Nothing is reduced within a tensor but by `_dot`, which says its own order.
+must not be used. Nothing is reduced within a tensor but by `_dot` (and `_dots`), which says its own order.
 
 Memory. A block is read into scratch, used up, and its new parameters are encoded before the next block is touched, so
 that all but the state itself stays in the core's cache. A buffer that is all 0 is neither read nor written where the
@@ -37,18 +37,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 import xxhash
 from torch import Tensor
 
-from chaos_lightning.outer.codec import Part
+from chaos_lightning.outer.codec import Part, PlainFormat
 from chaos_lightning.outer.grid import Shard
 from chaos_lightning.outer.types import Factors
 from chaos_lightning.replication.memory import as_bytes, host_view
 
 _LANES = 1 << 13
 """Sums that `_dot` keeps side by side: 64 KiB of fp64. A power of 2, and part of the protocol: it is in the bits."""
+
+_TOGETHER = 1 << 16
+"""Elements of short blocks whose products are computed at once."""
 
 
 class OuterState:
@@ -245,15 +249,40 @@ def products(one: Part, other: Part, stop: int | None = None) -> list[float]:
         WireError: One has malformed bytes.
     """
     assert one.shard == other.shard
-    x, y = _scratch(one.shard, 2)
+    lengths = one.shard.lengths[:stop]
+    x, y = torch.empty(2, max((_TOGETHER, *lengths))).unbind()
     lanes = torch.empty(3, _LANES, dtype=torch.float64).unbind()
-    found = []
-    for block, length in enumerate(one.shard.lengths[:stop]):
-        one.decode(block, x[:length])
-        if other is not one:
-            other.decode(block, y[:length])
-        found.append(_dot(x[:length], (x if other is one else y)[:length], lanes))
+    found: list[float] = []
+    while (first := len(found)) < len(lengths):
+        length = lengths[first]
+        alike = sum(1 for _ in takewhile(length.__eq__, lengths[first : first + max(1, _TOGETHER // length)]))
+        xs = _rows(one, first, alike, x[: alike * length])
+        ys = xs if other is one else _rows(other, first, alike, y[: alike * length])
+        found += _dots(xs, ys) if length <= _LANES else [_dot(xs[0], ys[0], lanes)]
     return found
+
+
+def _rows(part: Part, first: int, count: int, memory: Tensor) -> Tensor:
+    """So many blocks of one length, as rows."""
+    rows = memory.view(count, -1)
+    if isinstance(part.format, PlainFormat):  # blocks follow each other without anything between them
+        part.format.decode(part.run(first, first + count), memory)
+        return rows
+    for block, row in enumerate(rows.unbind(), first):
+        part.decode(block, row)
+    return rows
+
+
+def _dots(xs: Tensor, ys: Tensor) -> list[float]:
+    """`_dot` of each row, bit for bit: of rows that are no longer than the lanes, so that most lanes would be 0."""
+    rows, length = xs.shape
+    width = 1 << (length - 1).bit_length()
+    sums = torch.zeros(rows, width, dtype=torch.float64)
+    sums[:, :length] += xs.double() * ys.double()
+    while width > 1:
+        width //= 2
+        sums[:, :width] += sums[:, width : 2 * width]
+    return [float(each) for each in sums[:, 0].tolist()]
 
 
 def _dot(x: Tensor, y: Tensor, lanes: Sequence[Tensor]) -> float:

@@ -32,6 +32,8 @@ _PAUSES = 3
 _LEAST_S = 1e-3
 _VERSION_NBYTES = 2
 """Per element, at least, whatever pushes have."""
+_TABLE_NBYTES = 88
+"""Per tensor, of what tells a follower about a push before its bytes."""
 
 
 class PushServing:
@@ -111,6 +113,7 @@ class PushServing:
         if before:
             self._pauses.append(now - before)
             nbytes = max(part.data.numel(), _VERSION_NBYTES * part.shard.elements)
+            nbytes += _TABLE_NBYTES * sum(1 for _ in part.shard.runs())
             self._lines.spread(8 * nbytes / max(_LEAST_S, self._spread * min(self._pauses)))
 
     def drop(self, push: PushId) -> None:

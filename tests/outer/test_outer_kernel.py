@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chaos_lightning.errors import WireError
+from chaos_lightning.outer import kernel
 from chaos_lightning.outer.codec import BF16, FP32, INT8, Format, Part
 from chaos_lightning.outer.grid import Grid, Shard
 from chaos_lightning.outer.kernel import OuterState, RoundUpdate, adopt, freeze, products, settle
@@ -519,3 +520,22 @@ def test_parameters_that_need_gradients_are_read_and_written() -> None:
     adopt(theta, base, Part.of(shard, theta.detach().clone()))
     assert torch.equal(theta.detach(), base.decoded())
     assert theta.grad_fn is None
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=60), st.integers(0, 2**31), st.booleans())
+def test_products_of_many_short_blocks_are_those_of_each(sizes: list[int], seed: int, broken: bool) -> None:
+    """Blocks of one length are taken together, and each sum has the same bits as alone."""
+    grid = Grid((*sizes, *sorted(sizes)), 64)
+    one, other = noise(grid.elements, seed), noise(grid.elements, seed + 1)
+    if broken:
+        one[seed % grid.elements] = math.nan
+    x, y = (Part.encoded(grid.whole, FP32, values) for values in (one, other))
+    lanes = torch.empty(3, kernel._LANES, dtype=torch.float64).unbind()
+    for mine, its in ((x, y), (x, x)):
+        alone = [kernel._dot(mine.decoded()[place], its.decoded()[place], lanes) for place in grid.whole.places]
+        assert torch.equal(exactly(products(mine, its)), exactly(alone))
+    assert products(x, y, 0) == []
+
+
+def exactly(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).view(torch.int64)
