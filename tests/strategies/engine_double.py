@@ -167,7 +167,9 @@ class EngineDouble:
     def may_go(self) -> bool:
         return True
 
-    def keep(self, state: Any, checkpoints: Sequence[str] = (), *, stuck: bool = False) -> None:
+    def keep(
+        self, state: Any, checkpoints: Sequence[str] = (), *, counted: int | None = None, stuck: bool = False
+    ) -> None:
         if self.role and not self.out:
             self.kept.append(self.header.step)
 
