@@ -123,6 +123,11 @@ class Companion(pl.Callback):
         if session is not None and session.in_job:
             session.engine.events.emit("validation", seconds=round(time.monotonic() - self._began, 4))
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Before other callbacks look at the result, which is the outer job's."""
+        if self._session is not None:
+            self._session.finish_outer()
+
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Other callbacks may write a checkpoint now; that must not call for the others."""
         if self._session is not None:

@@ -365,6 +365,14 @@ class Suspension:
         trainer.fit_loop.epoch_loop._skip_next_val = False
 
 
+def save_last_again(trainer: Trainer) -> None:
+    """Lets `ModelCheckpoint(save_last=True)` write at the end of fit, though it has written before: what it wrote is
+    older than the job's last version."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.save_last is True:
+            callback._last_checkpoint_saved = ""
+
+
 def skip_validation(trainer: Trainer) -> None:
     """A validation that this batch would cause does not take place."""
     trainer.fit_loop.epoch_loop._skip_next_val = True

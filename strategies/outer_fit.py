@@ -46,7 +46,15 @@ from chaos_lightning.strategies.data import themselves
 from chaos_lightning.strategies.elastic import explained
 from chaos_lightning.strategies.files import LogPlace, mark
 from chaos_lightning.strategies.lightning_types import Trainer
-from chaos_lightning.strategies.loops import ENDLESS, batches_begun, epoch_of, refit, skip_validation, unfinish_epoch
+from chaos_lightning.strategies.loops import (
+    ENDLESS,
+    batches_begun,
+    epoch_of,
+    refit,
+    save_last_again,
+    skip_validation,
+    unfinish_epoch,
+)
 from chaos_lightning.strategies.outer_clock import JobClock
 from chaos_lightning.strategies.outer_ranks import RankedSession
 from chaos_lightning.strategies.session import handlers_of_user
@@ -366,8 +374,7 @@ class OuterFit:
         self.clock.put(self.session.reckoned, in_batch=False, back=True)
         if not self.departed:
             self._look_who_writes()
-            if self._ended:
-                save_last_again(self.trainer)
+            save_last_again(self.trainer)
 
     def _reason(self) -> str:
         fit_loop = self.trainer.fit_loop
@@ -397,14 +404,6 @@ class OuterFit:
         self._signals.restore()
         if self.loader is not None:
             self.loader.leased.close()
-
-
-def save_last_again(trainer: Trainer) -> None:
-    """Lets `ModelCheckpoint(save_last=True)` write at the end of fit, though it has written before: what it wrote is
-    older than the job's last version."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, pl.callbacks.ModelCheckpoint) and callback.save_last is True:
-            callback._last_checkpoint_saved = ""
 
 
 class SharedLoader:

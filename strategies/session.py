@@ -68,6 +68,7 @@ from chaos_lightning.strategies.loops import (
     reload_epochs,
     remake_validation_loaders,
     rolled_back,
+    save_last_again,
     skip_validation,
     start_clocks,
     training_loader,
@@ -171,6 +172,8 @@ class FitSession:
         """A step of which that has yet to be told."""
         self.through = False
         """The loop of all ranks of a cluster is over; perhaps it was before this one came."""
+        self._outer_over = False
+        """This rank has stayed until the outer job was over."""
         self._uncommitted: dict[str, Any] | None = None
         """Counters without the batch in which this member left, if no step uses it."""
 
@@ -833,10 +836,7 @@ class FitSession:
         if not self.entered:
             return
         self.in_job |= self.through and not self.departed
-        if self.in_job and self.outer:
-            self.through = True
-            self.outer.finish(self._reason(), self.gather, self._goes)
-            self._refuse_void()
+        self.finish_outer()
         if self.in_job:
             with contextlib.suppress(DepartedError):
                 # The final state of a cluster of outer sync is at its server.
@@ -846,6 +846,21 @@ class FitSession:
             self.in_job = False
         elif self.engine.out:
             self.engine.wait_released()
+
+    def finish_outer(self) -> None:
+        """The loop of an elastic cluster is over: it stays until the outer job is, and has its last version then.
+        Idempotent."""
+        if self.outer is None or self._outer_over or not self.entered:
+            return
+        self._refuse_void()
+        self.in_job |= self.through and not self.departed
+        if not self.in_job:
+            return
+        self.through = self._outer_over = True
+        self.outer.finish(self._reason(), self.gather, self._goes)
+        self._refuse_void()
+        if not self.departed:
+            save_last_again(self.trainer)
 
     def _goes(self) -> bool:
         """After a meeting of ranks whose loop is over: whether this one is out. The last one that was asked to leave

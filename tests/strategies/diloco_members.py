@@ -107,15 +107,17 @@ def cluster(spec: dict[str, Any]) -> None:
         spec: "name", "server", "out", "trainer" (arguments), "told" (of the strategy), "samples", "step_s", "gates",
             "ckpt", "files" (folder to which it logs, and writes checkpoints), "last" (folder of its last checkpoint).
     """
-    callbacks: list[pl.Callback] = [Gates(spec.get("gates", {}), {}, "", spec.get("batches", {}))]
-    files = {}
+    callbacks: list[pl.Callback] = [Gates(spec.get("gates", {}), {}, "", spec.get("batches", {})), *last(spec)]
+    files = {"enable_checkpointing": True} if "last" in spec else {}
     if "files" in spec:
         files = files_in(spec["files"]) | {"enable_checkpointing": True}
         callbacks.append(pl.callbacks.ModelCheckpoint(save_top_k=-1))
-    if "last" in spec:
-        files["enable_checkpointing"] = True
-        callbacks.append(pl.callbacks.ModelCheckpoint(spec["last"], save_last=True))
     run(spec, Path(spec["out"]), Paced(lr=0.01), callbacks, **files)
+
+
+def last(spec: dict[str, Any]) -> list[pl.Callback]:
+    """Writes its last checkpoint to the folder "last", if there is one."""
+    return [pl.callbacks.ModelCheckpoint(spec["last"], save_last=True)] if "last" in spec else []
 
 
 def files_in(folder: str) -> dict[str, Any]:
@@ -186,7 +188,7 @@ def rank(spec: dict[str, Any]) -> None:
 
     Args:
         spec: As of `cluster`; "cluster" (its name), "port" (of the inner job's scheduler), "min_nodes", "options" (of
-            the inner strategy), "poison" (after that step), "ckpt_path", "files" (folder to which it logs).
+            the inner strategy), "poison" (after that step), "ckpt_path", "files" (folder to which it logs), "last".
     """
     out = Path(spec["out"])
     torch.set_num_threads(1)
@@ -201,8 +203,8 @@ def rank(spec: dict[str, Any]) -> None:
     )
     told = {"data": "local", **spec.get("told", {})}
     strategy = DiLoCoStrategy(inner=inner, name=spec["cluster"], server=spec["server"], **told)
-    callbacks = [follows, Poison(spec.get("poison", -1))]
-    files = files_in(spec["files"]) if "files" in spec else {}
+    callbacks = [follows, Poison(spec.get("poison", -1)), *last(spec)]
+    files = files_in(spec["files"]) if "files" in spec else {"enable_checkpointing": "last" in spec}
     trainer = models.trainer(
         out / spec["name"], strategy=strategy, callbacks=callbacks, **files, **spec.get("trainer", {})
     )

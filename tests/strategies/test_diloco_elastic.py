@@ -140,9 +140,11 @@ def hashes(job: ElasticJob) -> dict[int, list[str]]:
 def test_two_ranks_are_one_cluster(job: ElasticJob) -> None:
     job.serve()
     for name in ("a", "b"):
-        job.rank(name, min_nodes=2, trainer={"max_epochs": 2})
+        job.rank(name, min_nodes=2, trainer={"max_epochs": 2}, last=str(job.out / "last"))
     a, b = job.finish("a", "b")
     assert torch.equal(a["weights"], b["weights"])
+    last = torch.load(job.out / "last" / "last.ckpt", weights_only=False)["state_dict"]
+    assert torch.equal(torch.cat([t.flatten() for t in last.values()]), a["weights"])
     assert a["over"] == b["over"] == "home~1 says: max_epochs=2 reached"
     assert counted(job) == (2 * 240, 60)
     assert all(len(each) == 2 for each in hashes(job).values())

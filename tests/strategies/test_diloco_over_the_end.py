@@ -80,3 +80,12 @@ def test_the_next_oldest_saves_last_where_the_oldest_died_just_before_the_end(jo
     ask_end(job.server, "enough", b"", 60.0)
     job.finish("lives")
     check_last(job, "lives")
+
+
+def test_the_last_checkpoint_holds_the_last_version_where_the_own_loop_ends(job: OuterJob) -> None:
+    """The epoch's own checkpoint is written before the last push has become a version."""
+    job.serve()
+    rules = told(job) | {"data": "local"}
+    job.cluster("a", told=rules, server=job.server, last=str(job.out / "last"), samples=40, trainer={"max_epochs": 3})
+    job.finish("a")
+    check_last(job, "a")
