@@ -505,6 +505,7 @@ def test_one_dead_worker_of_a_node_with_two_loses_nothing_under_stock_torchrun(t
 # ------------------------------------------------------------------------------------------------ chaos-lightning run
 
 
+@pytest.mark.slow
 def test_a_dead_worker_takes_no_sibling_along_and_comes_back(
     training: Training, torchrun: Callable[..., Torchrun]
 ) -> None:

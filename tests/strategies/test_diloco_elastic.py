@@ -707,6 +707,7 @@ def test_the_scheduler_of_the_ranks_dies_and_training_goes_on(job: ElasticJob) -
     audited(job)
 
 
+@pytest.mark.slow
 def test_a_dismissed_cluster_comes_in_again(job: ElasticJob) -> None:
     """All its ranks are frozen for longer than the leader waits: what they had not pushed is lost, and told."""
     job.serve()
