@@ -365,6 +365,16 @@ class Suspension:
         trainer.fit_loop.epoch_loop._skip_next_val = False
 
 
+def why_over(trainer: Trainer) -> str:
+    """Returns why the training loop has ended."""
+    fit_loop = trainer.fit_loop
+    if trainer.should_stop:
+        return "training was stopped early"
+    if fit_loop.max_steps != -1 and trainer.global_step >= fit_loop.max_steps:
+        return f"max_steps={fit_loop.max_steps} reached"
+    return f"max_epochs={fit_loop.max_epochs} reached"
+
+
 def save_last_again(trainer: Trainer) -> None:
     """Lets `ModelCheckpoint(save_last=True)` write at the end of fit, though it has written before: what it wrote is
     older than the job's last version."""

@@ -54,6 +54,7 @@ from chaos_lightning.strategies.loops import (
     save_last_again,
     skip_validation,
     unfinish_epoch,
+    why_over,
 )
 from chaos_lightning.strategies.outer_clock import JobClock
 from chaos_lightning.strategies.outer_ranks import RankedSession
@@ -370,21 +371,11 @@ class OuterFit:
         if self._leaving:
             self.departed = True
             self.session.leave()
-        self.session.finish(self._reason())
+        self.session.finish(self._ended or why_over(self.trainer))
         self.clock.put(self.session.reckoned, in_batch=False, back=True)
         if not self.departed:
             self._look_who_writes()
             save_last_again(self.trainer)
-
-    def _reason(self) -> str:
-        fit_loop = self.trainer.fit_loop
-        if self._ended:
-            return self._ended
-        if self.trainer.should_stop:
-            return "training was stopped early"
-        if fit_loop.max_steps != -1 and self.trainer.global_step >= fit_loop.max_steps:
-            return f"max_steps={fit_loop.max_steps} reached"
-        return f"max_epochs={fit_loop.max_epochs} reached"
 
     def close(self) -> None:
         """Idempotent."""

@@ -73,6 +73,7 @@ from chaos_lightning.strategies.loops import (
     start_clocks,
     training_loader,
     uncount,
+    why_over,
 )
 from chaos_lightning.strategies.metrics import MetricRoute
 from chaos_lightning.strategies.place import Place
@@ -857,7 +858,7 @@ class FitSession:
         if not self.in_job:
             return
         self.through = self._outer_over = True
-        self.outer.finish(self._reason(), self.gather, self._goes)
+        self.outer.finish(why_over(self.trainer), self.gather, self._goes)
         self._refuse_void()
         if not self.departed:
             save_last_again(self.trainer)
@@ -877,15 +878,6 @@ class FitSession:
             raise FencedError(
                 "this member was excluded from the job as it ended, so its state is void; the others have the result"
             )
-
-    def _reason(self) -> str:
-        """Why the loop of all members is over."""
-        fit_loop = self.trainer.fit_loop
-        if self.trainer.should_stop:
-            return "training was stopped early"
-        if fit_loop.max_steps != -1 and self.trainer.global_step >= fit_loop.max_steps:
-            return f"max_steps={fit_loop.max_steps} reached"
-        return f"max_epochs={fit_loop.max_epochs} reached"
 
     def abandon(self, error: BaseException | None = None) -> None:
         """An exception ends fit: what callbacks do now must not call for the others, who go on without this member, or

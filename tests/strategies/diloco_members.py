@@ -204,7 +204,8 @@ def rank(spec: dict[str, Any]) -> None:
     told = {"data": "local", **spec.get("told", {})}
     strategy = DiLoCoStrategy(inner=inner, name=spec["cluster"], server=spec["server"], **told)
     callbacks = [follows, Poison(spec.get("poison", -1)), *last(spec)]
-    files = files_in(spec["files"]) if "files" in spec else {"enable_checkpointing": "last" in spec}
+    files = files_in(spec["files"]) if "files" in spec else {}
+    files |= {"enable_checkpointing": True} if "last" in spec else {}
     trainer = models.trainer(
         out / spec["name"], strategy=strategy, callbacks=callbacks, **files, **spec.get("trainer", {})
     )

@@ -325,7 +325,7 @@ def test_a_checkpoint_founds_a_job_that_goes_on_from_it(tmp_path: Path) -> None:
     run = models.trainer(tmp_path, strategy=strategy, max_epochs=3, callbacks=[watches])
     run.fit(model, models.loader(), ckpt_path=tmp_path / "kept" / "last.ckpt")
     assert watches.saw == [("epoch", 2), 13, 14, 15, 16, 17, 18, ("end", 2)]
-    assert dict(made().agreement.words)["checkpoint (ckpt_path)"] == "of 12 steps, 1 epochs"
+    assert dict(made().agreement.words)["checkpoint (ckpt_path)"] == "of 12 steps, 2 epochs"
     assert made().spent == {0: ((0, 24),)}
 
 
