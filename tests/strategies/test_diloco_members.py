@@ -124,6 +124,11 @@ def epochs(*numbers: int) -> list[tuple[str, int]]:
     return [(what, epoch) for epoch in numbers for what in ("epoch", "validated", "end")]
 
 
+def went_through(report: dict[str, Any], *numbers: int) -> bool:
+    """Whether it saw these epochs. Another cluster's end may come during the last validation; no epoch ends then."""
+    return marks(report) in (epochs(*numbers), epochs(*numbers)[:-1])
+
+
 def test_two_clusters_train_each_sample_once_an_epoch_and_end_alike(job: OuterJob) -> None:
     job.serve(followers=2)
     for name in ("one", "two"):
@@ -131,9 +136,10 @@ def test_two_clusters_train_each_sample_once_an_epoch_and_end_alike(job: OuterJo
     one, two = job.finish("one", "two")
     assert torch.equal(one["weights"], two["weights"])
     assert spent(job) == dict.fromkeys(range(3), 240)
-    assert marks(one) == marks(two) == epochs(0, 1, 2)
-    assert ends(one) == ends(two)
-    assert one["step"] == two["step"] == ends(one)[-1][2]
+    assert went_through(one, 0, 1, 2)
+    assert went_through(two, 0, 1, 2)
+    assert ends(one)[:2] == ends(two)[:2]
+    assert one["step"] == two["step"] > ends(one)[1][2]
 
 
 def test_a_late_cluster_takes_over_and_trains_on_where_another_dies(job: OuterJob) -> None:
