@@ -59,9 +59,9 @@ LET_GO_S = 3.0
 is away, the cluster leaves as a whole."""
 OTHERS_HOLD = "still waiting to be let go. To end now costs nothing as long as another rank stays, which holds the same"
 CHECKPOINT = "checkpoint (ckpt_path)"
+"""Name, among the words that clusters compare, of the checkpoint that a job goes on from."""
 MOST_HYPER = 1 << 16
 """Characters of hyperparameters that are told for exports; longer ones come from a checkpoint (`--like`)."""
-"""What a job goes on from, as clusters compare it."""
 SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
 """Facts about the data on which ranks agree, and clusters, too."""
 

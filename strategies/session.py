@@ -836,7 +836,6 @@ class FitSession:
         self._refuse_void()
         if not self.entered:
             return
-        self.in_job |= self.through and not self.departed
         self.finish_outer()
         if self.in_job:
             with contextlib.suppress(DepartedError):

@@ -511,7 +511,7 @@ def _cut(group: Sequence[_Account]) -> int:
 
 
 def _by_chain(group: Sequence[_Account]) -> list[list[_Account]]:
-    """Those of another job apart, whose folder a server was started on by mistake; who names none is of the first."""
+    """Sets those of another job apart, on whose folder a server was started; one that names no job is of the first."""
     first = next((one.chain for one in group if one.chain), "")
     found: dict[str, list[_Account]] = {first: []}
     for one in group:

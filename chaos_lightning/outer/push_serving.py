@@ -33,7 +33,7 @@ _LEAST_S = 1e-3
 _VERSION_NBYTES = 2
 """Per element, at least, whatever pushes have."""
 _TABLE_NBYTES = 88
-"""Per tensor, of what tells a follower about a push before its bytes."""
+"""Bytes for each tensor of the table that a follower gets before those of a push."""
 
 
 class PushServing:

@@ -88,7 +88,7 @@ def assign_step(
         stream: "" for the shared order; a member's name for its own data, and then only that member gets any.
         ahead: how many further steps are assumed to have committed as assigned.
         drop_last: whether short micro-batches are dropped (see the module).
-        least: fewest positions of a micro-batch, unless a step has fewer.
+        least: fewest positions of a micro-batch, unless a step has fewer; with drop_last all are whole anyhow.
 
     Returns:
         An Assignment per member id. Members without samples have one, too, with idle micro-batches.
@@ -112,7 +112,7 @@ def assign_step(
     for _ in range(view.accumulate):
         for i, quota in enumerate(quotas):
             room -= quota
-            take = _taken(quota, total, room, least)
+            take = _taken(quota, total, room, 1 if drop_last else least)
             if drop_last and take < quota:
                 take = 0
             parts[i].append(cursor.take(take) if take else ())

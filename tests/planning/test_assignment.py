@@ -63,6 +63,14 @@ def test_one_assignment(quota, accumulate, spent, length, ahead, drop_last):
     assert rest == unspent[len(assigned) + len(dropped) :]
 
 
+@given(quotas, st.integers(1, 3), st.integers(0, 80))
+@example([16, 16], 1, 49)
+def test_with_drop_last_micro_batches_stay_whole_whatever_the_model_needs(quota, accumulate, length):
+    view = view_of([member(f"m{i}", q) for i, q in enumerate(quota)], accumulate)
+    arguments = {"epoch": 0, "length": length, "drop_last": True}
+    assert assign_step(view, Ledger(), least=2, **arguments) == assign_step(view, Ledger(), **arguments)
+
+
 @given(quotas, st.integers(1, 3), st.integers(0, 80), st.integers(2, 3))
 @example([16, 16], 1, 49, 2)
 def test_a_step_leaves_no_micro_batch_too_few_for_the_model(quota, accumulate, length, least):

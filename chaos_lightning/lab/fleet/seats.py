@@ -1,4 +1,4 @@
-"""Who sits where in a simulated fleet: by counters where all devices are alike, by plans where they are not.
+"""The places of devices in a simulated fleet: by counters where all devices are alike, by plans where they are not.
 
 Theory of operation. A `FleetRun` numbers its devices, and asks its seats what a loss takes along and which ways to go
 on there are. `EqualSeats` keep a formation, whose places any device takes. `MixedSeats` keep the plan in force, which
@@ -31,7 +31,7 @@ FOR_EQUAL = ("oobleck", "algorithm1", "restart", "redundant")
 
 @dataclass(frozen=True)
 class Now:
-    """What the seats are told of a moment."""
+    """A moment, as seats are told of it."""
 
     there: frozenset[int]
     slow: Mapping[int, float]
@@ -84,7 +84,7 @@ class EqualSeats:
         )
 
     def follow(self, chosen: PlanCandidate, there: Collection[int], slow: Mapping[int, float]) -> None:
-        """Who sits where: a move seats all anew, side by side on their hosts; else only places that change hands."""
+        """Seats devices: all anew after a move, side by side on their hosts; else only where a place changes hands."""
         after: Formation = chosen.plan
         if after is self.formation and self.places:
             return
@@ -94,7 +94,7 @@ class EqualSeats:
             empty = sorted(self.formation.vacant - after.vacant)
             left = {d: self.places.pop(d) for d in slow if d in self.places}
             empty += [place for place in left.values() if place not in after.vacant]
-        # Who has become slow meanwhile takes a place only where nobody else is left.
+        # A device that has become slow meanwhile takes a place only where no other is left.
         free = sorted(set(there) - self.places.keys(), key=lambda d: (d in slow, d))
         self.places |= zip(free, empty, strict=False)
         self.formation = after
