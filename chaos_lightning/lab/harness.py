@@ -281,7 +281,7 @@ class Harness:
             self._check(self.children.values())
             left = end - time.monotonic()
             if left <= 0:
-                raise DeadlineError(f"{what} did not come within {limit:g} s\n{self.dump()}")
+                raise DeadlineError(f"{what} did not come within {limit:g} s\n{self._stacks()}{self.dump()}")
             self._sleep(min(left, _TURN_S))
 
     def wait_exit(self, name: str, deadline_s: float | None = None) -> int:
@@ -419,6 +419,11 @@ class Harness:
         states = "\n".join(f"  {c.words()}" for c in self.children.values()) or "  none"
         last = "\n".join(f"  {str(r)[:240]}" for r in self._seen[-events:]) or "  none"
         return f"--- processes\n{states}\n--- last events ({self.logs})\n{last}"
+
+    def _stacks(self) -> str:
+        """Where all that still runs stands, for a wait that was in vain."""
+        told = ((child.name, child.stacks()) for child in self.children.values())
+        return "".join(f"--- stacks of {name}\n{stacks}\n" for name, stacks in told if stacks)
 
     def close(self) -> None:
         """Kill what still runs, with all its descendants in its group, and let the event log go."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import gc
 import multiprocessing
@@ -46,7 +47,10 @@ PRELOAD = (
     "chaos_lightning.trainer",
     "chaos_lightning.control.agent",
 )
+STACKS = signal.SIGRTMIN + 7
+"""A child that runs a function answers with the stacks of all its threads, in its output (Linux)."""
 _PR_SET_PDEATHSIG = 1
+_TURN_S = 0.05
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -103,6 +107,8 @@ class Child:
     frozen: bool = False
     killed: bool = False
     """SIGKILL was sent, so its end is a matter of time."""
+    tells_stacks: bool = False
+    """It answers to `STACKS`."""
 
     @property
     def running(self) -> bool:
@@ -145,6 +151,20 @@ class Child:
         except OSError as error:
             return f"(no output: {error})"
         return "\n".join(text.splitlines()[-lines:]) or "(it printed nothing)"
+
+    def stacks(self, patience_s: float = 2.0) -> str:
+        """Where its threads stand, as it says itself; "" where it cannot: it ended, is frozen, or is a program."""
+        if self.frozen or not self.tells_stacks or not self.running:
+            return ""
+        before, told, end = self.log.stat().st_size, "", time.monotonic() + patience_s
+        self.send(STACKS)
+        while time.monotonic() < end:
+            time.sleep(_TURN_S)
+            grown = self.log.read_bytes()[before:].decode(errors="replace")
+            if grown and grown == told:
+                break
+            told = grown
+        return told
 
     def words(self) -> str:
         """Its state for a message."""
@@ -202,7 +222,8 @@ def start_function(
     )
     process.start()
     assert process.pid is not None
-    return Child(name, process.pid, log, time.monotonic(), process.sentinel, functools.partial(_exit_code, process))
+    poll = functools.partial(_exit_code, process)
+    return Child(name, process.pid, log, time.monotonic(), process.sentinel, poll, tells_stacks=True)
 
 
 def _exit_code(process: BaseProcess) -> int | None:
@@ -212,6 +233,7 @@ def _exit_code(process: BaseProcess) -> int | None:
 def _in_child(name: str, log: str, env: Mapping[str, str], target: Callable[..., object], args: Sequence[Any]) -> None:
     os.setsid()
     die_with_parent()
+    faulthandler.register(STACKS, file=2)
     gc.freeze()  # else the first collections walk all that was preloaded: three times 0.3 s of a job's first steps
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
@@ -228,7 +250,6 @@ def _in_child(name: str, log: str, env: Mapping[str, str], target: Callable[...,
 MARK = "CHAOS_LAB"
 POLITE_S = 4.0
 """Between SIGTERM and SIGKILL, s."""
-_TURN_S = 0.05
 
 
 class Mark:

@@ -93,13 +93,18 @@ def test_a_frozen_process_thaws_by_itself_and_ends_politely(tmp_path: Path) -> N
 def test_deadline_says_what_was_expected_and_what_there_was(tmp_path: Path) -> None:
     with Harness(tmp_path) as harness:
         harness.start("a", command("a", 1, "wait"))
-        harness.wait_for("joined")
+        harness.start_function("f", harness_targets.member, "f", 1, "wait")
+        for name in "af":
+            harness.wait_for("committed", node=name)
         with pytest.raises(DeadlineError) as failure:
             harness.wait_for("fenced", node="b", deadline_s=0.05)
         text = str(failure.value)
         assert "event 'fenced' of b did not come within 0.05 s" in text
         assert "a (pid" in text
         assert "is running" in text
+        assert f"{TARGETS}" in text.partition("stacks of f")[2], "where the function stands"
+        harness.terminate("f")
+        assert harness.wait_exit("f") == 0
 
 
 def test_nothing_outlives_the_harness(tmp_path: Path) -> None:
