@@ -17,8 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.soak.checks import Freeze, Line, lines_of
+from benchmarks.soak.checks import Freeze, Line
 from benchmarks.soak.links import PARTING, Hurt
+from chaos_lightning.events.reader import read_events
 
 Pair = frozenset[str]
 
@@ -56,9 +57,9 @@ def name_of(member: str) -> str:
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """All lines of the event logs, by time."""
-    found = [line for path in sorted(folder.rglob("*.jsonl")) for line in lines_of(path)]
-    return sorted(found, key=lambda line: float(line.get("mono", 0.0)))
+    """All events of the logs, by the monotonic clock."""
+    found = [{**r.fields, "name": r.name, "mono": r.mono, "member": r.member} for r in read_events(folder)]
+    return sorted(found, key=lambda line: float(line["mono"]))
 
 
 def views_of(lines: Iterable[Line]) -> list[Seen]:

@@ -7,13 +7,15 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.soak.checks import Freeze
-from benchmarks.soak.link_checks import Line, LinkVerdict, check_links
+from benchmarks.soak.link_checks import Line, LinkVerdict, check_links, read_lines
 from benchmarks.soak.links import DECK, Hurt, Links, seconds_of
+from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.edge.relay import Way
 from chaos_lightning.membership.topology import connected
 
@@ -325,3 +327,16 @@ def test_links_of_who_has_left_do_not_keep_the_others_from_calm(monkeypatch: pyt
     net.links.hurts.append(Hurt("remove", {frozenset("ab")}, (), 1.0, int(net.now * 1e9)))
     assert not net.links.calm_now(NAMES)
     assert net.links.calm_now(NAMES[1:])
+
+
+def test_short_lines_of_the_logs_are_read_whole(tmp_path: Path) -> None:
+    with EventLog.in_directory(tmp_path, "a") as log:
+        log.identify("a~1")
+        for step in range(1, 4):
+            views = {"view": "1.1", "next_view": "1.1"}
+            log.emit("committed", seq=step, kind="step", step=step, header=f"h{step}", prev=f"h{step - 1}", **views)
+    (path,) = tmp_path.iterdir()
+    written = path.read_text().splitlines()
+    assert any('"name"' not in line for line in written), "none is short"
+    found = [(line["name"], line["member"], line["seq"]) for line in read_lines(tmp_path) if "seq" in line]
+    assert found == [("committed", "a~1", step) for step in range(1, 4)]

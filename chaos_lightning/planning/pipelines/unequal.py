@@ -34,13 +34,11 @@ from chaos_lightning.planning.pipelines.split import Filling, Splitter
 
 SMALL = 10
 """Devices: for no more than so many, all lengths of pipelines are starts."""
-LOOKS = 600
-"""Plans that are looked at while one start is improved, where devices are few."""
-LOOKS_MANY = 30
-"""The same where they are many."""
-STARTS = 4
-"""Starts that are improved, of those that are charged least and of those whose simulated step is shortest; one of each
-where devices are many."""
+EFFORT = ((SMALL, 4, 600), (32, 4, 60), (64, 2, 60))
+"""For so many devices at most: starts that are improved, of those that are charged least and of those whose simulated
+step is shortest; and plans that are looked at while one of them is improved."""
+LEAST = (1, 30)
+"""The same for more devices."""
 SIMULATED = 40
 """Starts that are simulated at most, those first that are charged least."""
 LEVELS = 4
@@ -84,6 +82,10 @@ class Mixed:
         self._named: dict[tuple[Names, tuple[float, float]], DeviceRow] = {}
         self._lines: dict[tuple[int, bool], tuple[int, float, float]] = {}
         self._quick: dict[tuple[int, int, int], float] = {}
+
+    def _effort(self) -> tuple[int, int]:
+        """Starts to improve of each kind, and looks at each: all together take some seconds at most."""
+        return next(((starts, looks) for most, starts, looks in EFFORT if len(self.order) <= most), LEAST)
 
     # ------------------------------------------------------------------------------------------------ rows
 
@@ -166,7 +168,7 @@ class Mixed:
         few, many = len(self.order) <= SMALL, len(self.order) > MANY
         # What is charged knows one link for all owners; so that is not what all starts are chosen by.
         steps_s = {} if many else {rows: self._simulated_s(rows) for rows in starts[:SIMULATED]}
-        count = STARTS if few else 1
+        count = self._effort()[0]
         chosen = [*starts[:count], *sorted(steps_s, key=lambda rows: (steps_s[rows], rows))[:count]]
         near_s = {rows: looked[rows] for rows in chosen}
         if improve:
@@ -378,7 +380,7 @@ class Mixed:
         """Takes the first move that helps, again and again."""
         filling = self._value(rows)
         assert filling is not None
-        best, left = (filling.time_s, rows), LOOKS if len(self.order) <= SMALL else LOOKS_MANY
+        best, left = (filling.time_s, rows), self._effort()[1]
         tried = {self._like(rows)}
         while True:
             for other in self._neighbours(best[1], filling):
