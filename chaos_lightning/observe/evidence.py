@@ -114,6 +114,8 @@ class _Witness:
     fenced: float | None = None
     head: str = ""
     joined: float | None = None
+    came_with: int = 0
+    """The slot at which it took the state over; that one it did not commit itself."""
 
     def came_in_after(self, t: float) -> bool:
         """Whether it was in no view yet at t; what became of it later says nothing of that."""
@@ -213,7 +215,7 @@ class _Gathering:
             if pulled.head and pulled.hash:
                 facts.pulled_hashes.append((pulled.head, pulled.member, pulled.hash))
         elif r.name == "joined":
-            witness.joined = r.t
+            witness.joined, witness.came_with = r.t, f.integer(r.get("seq"))
         elif r.name == "fenced":
             witness.fenced = r.t
         if r.name in _GOODBYES:
@@ -271,9 +273,10 @@ class _Gathering:
                     last[member] = commit
         for member, slot in last.items():
             witness = self.who.get(member)
+            told = max(own.get(member, 0), witness.came_with if witness is not None else 0)
             if witness is None:
                 facts.missing.append(f"no log of {member} is here")
-            elif not witness.ends and self.ends[witness.source] < slot.t and own.get(member, 0) < slot.seq - 1:
+            elif not witness.ends and self.ends[witness.source] < slot.t and told < slot.seq - 1:
                 # Nobody contributes to a slot that has not committed the one before.
                 facts.missing.append(f"the log {witness.source} ends before {member} did")
             else:

@@ -270,6 +270,24 @@ def test_4_a_learner_that_the_end_of_the_job_overtook_owes_no_proof(tmp_path: Pa
     assert judged(run, tmp_path / "in")[4].verdict == NOT_SHOWN
 
 
+def test_a_newcomer_that_is_killed_before_its_first_commit_left_a_whole_log(tmp_path: Path) -> None:
+    """It contributed to a slot that the others committed, and had the state of the slot before from them."""
+    run = Script()
+    run.found(["a", "b"])
+    run.steps(12)
+    who = run.join("c")
+    source = run.sources[who]
+    run.kill(who)
+    *before, last = [x for x in run.lines[source] if x["name"] != "committed"]
+    for clock in ("t", "mono"):  # nothing that it says is later than the others' commit
+        last[clock] = before[-1][clock]
+    run.lines[source] = [*before, last]
+    run.steps(12)
+    run.close()
+    findings = judged(run, tmp_path)
+    assert [f.verdict for f in findings.values()] == [OK] * 5, verdict(findings.values())
+
+
 def test_5_an_expected_death_needs_no_fault_event(tmp_path: Path) -> None:
     run = copy.deepcopy(STORY)
     lines = run.lines["member-bravo-1.jsonl"]
