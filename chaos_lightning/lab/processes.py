@@ -47,8 +47,8 @@ PRELOAD = (
     "chaos_lightning.trainer",
     "chaos_lightning.control.agent",
 )
-STACKS = signal.SIGRTMIN + 7
-"""A child that runs a function answers with the stacks of all its threads, in its output (Linux)."""
+STACKS = signal.SIGVTALRM
+"""A child that runs a function answers with the stacks of all its threads, in its output. Nothing else uses it."""
 _PR_SET_PDEATHSIG = 1
 _TURN_S = 0.05
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -153,8 +153,12 @@ class Child:
         return "\n".join(text.splitlines()[-lines:]) or "(it printed nothing)"
 
     def stacks(self, patience_s: float = 2.0) -> str:
-        """Where its threads stand, as it says itself; "" where it cannot: it ended, is frozen, or is a program."""
-        if self.frozen or not self.tells_stacks or not self.running:
+        """Where its threads stand, as it says itself.
+
+        Returns:
+            "" where it cannot say: it has ended, is frozen, has only just started, or is a program.
+        """
+        if self.frozen or not self.tells_stacks or not self.running or not self.log.exists():
             return ""
         before, told, end = self.log.stat().st_size, "", time.monotonic() + patience_s
         self.send(STACKS)

@@ -102,7 +102,7 @@ def test_deadline_says_what_was_expected_and_what_there_was(tmp_path: Path) -> N
         assert "event 'fenced' of b did not come within 0.05 s" in text
         assert "a (pid" in text
         assert "is running" in text
-        assert f"{TARGETS}" in text.partition("stacks of f")[2], "where the function stands"
+        assert TARGETS in text.partition("stacks of f")[2], "where the function stands"
         harness.terminate("f")
         assert harness.wait_exit("f") == 0
 
