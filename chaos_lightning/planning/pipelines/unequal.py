@@ -6,7 +6,7 @@ between the hosts that the rows are on. The problem is NP-hard (it holds number 
 Starts are made of all devices, of those on one host or on the fastest few, and of those that are fast or have much
 memory, for no more devices help where links are slow. Their lengths are those of the best plan for as many devices of
 the mean speed, and all others where devices are few. Devices are sorted by speed and put into rows next to their like,
-so that stages are even, or dealt out in turn, so that rows are. Where devices are many, further starts have rows that
+so that stages are even, or dealt out in turn, so that rows are. For some tens of devices further starts have rows that
 hold all kinds of devices in equal shares, or some kinds each (`_mixes`): memory may ask for rows longer than one kind
 has devices. Of each row the better order is taken. Then, as long as
 that helps and the budget of looks lasts: two devices change places, one moves to another row or becomes idle, or a row
@@ -58,7 +58,7 @@ BEST = 3
 ROWS = 40
 """Pipelines: for no more than so many the best cuts are searched in the end."""
 MANY = 128
-"""Devices: for no more than so many starts are simulated."""
+"""Devices: for no more than so many starts are simulated, and made of rows that mix kinds."""
 
 Names = tuple[str, ...]
 """A row: devices in order."""
@@ -266,7 +266,7 @@ class Mixed:
             if few:
                 yield self._ordered(_next_to_like(chosen, lengths[::-1]))
                 yield self._ordered(_dealt(chosen, lengths))
-        if not few:
+        if SMALL < len(self.order) <= MANY:
             yield from self._mixes()
 
     def _mixes(self) -> Iterator[tuple[Names, ...]]:
