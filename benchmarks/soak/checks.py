@@ -41,8 +41,8 @@ class Parting:
     start: int
     """CLOCK_MONOTONIC, ns, as is `stop`."""
     stop: int
-    cut_short: bool = False
-    """The run ended meanwhile, so nothing follows from it."""
+    undecided: bool = False
+    """These may have been put out, and need not have been: the run ended meanwhile, or a blink lasted for too long."""
     vouched_for: bool = False
     """A scheduler took over that never heard these. The others see their processes run on this machine, and wait for
     them for up to `hang_timeout_s`, which is longer than this lasts."""
@@ -228,7 +228,7 @@ def _partings(verdict: Verdict, partings: Sequence[Parting]) -> None:
     """Point 5: where members are cut off, the others go on, and without them."""
     steps = [h for head in verdict.chain if (h := verdict.headers[head])["kind"] == "step"]
     went_on = excused = 0
-    for one in (p for p in partings if not p.cut_short):
+    for one in (p for p in partings if not p.undecided):
         during = [h for h in steps if one.start < h["ns"] <= one.stop]
         without = [h for h in during if not {who.rpartition("~")[0] for who, _ in h["who"]} & set(one.names)]
         went_on += bool(without)

@@ -34,6 +34,8 @@ DECK = ("cut", "cut", "cut", "stall", "stall", "slow", "slow", "remove", "remove
 KINDS = tuple(dict.fromkeys(DECK))
 PARTING = ("split", "island")
 """Kinds by which somebody must be put out."""
+LONGEST_BLINK_S = 1.0
+"""Parts of a graph wait three seconds for each other, of which dialling takes up to two."""
 _GROUPS = ("blink", *PARTING)
 SETTLED_S = 4.0
 """A link that was mended counts as whole so long after it: members dial again at least every two seconds."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.members import fingerprint
 from benchmarks.soak.checks import Parting, Verdict, check, read
 from benchmarks.soak.crew import FOUNDERS, Crew, Driver
-from benchmarks.soak.links import PARTING, Hurt, Links
+from benchmarks.soak.links import LONGEST_BLINK_S, PARTING, Hurt, Links
 from benchmarks.soak.member import HELD_OUT, digits, make
 from benchmarks.soak.schedulers import SETTLED_S, control
 from benchmarks.workers import scheduler
@@ -54,18 +54,24 @@ def evaluate(path: Path) -> tuple[dict[str, float], str]:
     }, fingerprint(model, optimizer)
 
 
-def parting(hurt: Hurt, struck: Sequence[tuple[int, str, str]]) -> Parting:
-    """What this fault declares, if these schedulers were struck (ns, kind, who)."""
+def parting(hurt: Hurt, struck: Sequence[tuple[int, str, str]]) -> Parting | None:
+    """What this fault declares, if these schedulers were struck (ns, kind, who); None: nothing.
+
+    A blink is judged by how long it was. On a busy machine this process may stand still between a cut and its end.
+    """
     stop = hurt.stop or time.monotonic_ns()
     taking_over = (hurt.start - int(SETTLED_S * 1e9), hurt.start + int(HEARD_S * 1e9))
     replaced = any(kind.startswith("scheduler") and taking_over[0] < ns < taking_over[1] for ns, kind, _ in struck)
+    if hurt.kind not in PARTING:
+        parted = bool(hurt.part) and stop - hurt.start > LONGEST_BLINK_S * 1e9
+        return Parting(hurt.kind, hurt.part, hurt.start, stop, undecided=True) if parted else None
     cut_short = hurt.stop - hurt.start < hurt.seconds * 0.95e9
     return Parting(hurt.kind, hurt.part, hurt.start, stop, cut_short, hurt.kind == "island" and replaced)
 
 
 def gather(crew: Crew, length: int, hurts: Sequence[Hurt] = (), struck: Sequence[tuple[int, str, str]] = ()) -> Run:
     """Judges a run and evaluates its checkpoints."""
-    partings = [parting(h, struck) for h in hurts if h.kind in PARTING]
+    partings = [declared for h in hurts if (declared := parting(h, struck))]
     verdict = check(read(crew.folder / "journals"), length, crew.freezes, crew.killed, partings)
     curve: dict[float, float] = {}
     finals: dict[str, dict[str, float]] = {}

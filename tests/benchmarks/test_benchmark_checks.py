@@ -181,10 +181,10 @@ def test_a_frozen_member_that_is_put_out_comes_back_unless_it_was_killed(journal
     assert violated(journals, freezes=[Freeze("c", 3, ns - 900, ns - 100)], killed=killed) == points
 
 
-def parting(journals: dict[str, list[Line]], *names: str, cut_short: bool = False) -> Parting:
+def parting(journals: dict[str, list[Line]], *names: str, undecided: bool = False) -> Parting:
     """These are cut off while the second epoch runs."""
     during = [x["ns"] for x in journals["a-1"] if x["what"] == "commit" and x["seq"] > 3]
-    return Parting("split", names, min(during) - 1, max(during) + 2000, cut_short)
+    return Parting("split", names, min(during) - 1, max(during) + 2000, undecided)
 
 
 def without_c(journals: dict[str, list[Line]]) -> dict[str, list[Line]]:
@@ -203,13 +203,13 @@ def test_a_member_that_is_cut_off_may_be_put_out_if_it_comes_back(journals):
     without_c(journals)
     ns = fence(journals, back=True)
     assert not violated(journals, partings=[parting(journals, "c")])
-    late = Parting("split", ("c",), ns - 9_000_000_000, ns - 8_000_000_000, cut_short=True)
+    late = Parting("split", ("c",), ns - 9_000_000_000, ns - 8_000_000_000, undecided=True)
     assert violated(journals, partings=[late]) == {5}
 
 
 def test_point_5_nobody_goes_on_without_a_member_that_is_cut_off(journals):
     assert violated(journals, partings=[parting(journals, "c")]) == {5}
-    assert not violated(journals, partings=[parting(journals, "c", cut_short=True)])
+    assert not violated(journals, partings=[parting(journals, "c", undecided=True)])
     excused = replace(parting(journals, "c"), vouched_for=True)
     assert not violated(journals, partings=[excused])
     counts = check(journals, LENGTH, partings=[excused]).looked_at
@@ -231,6 +231,13 @@ def test_point_5_nobody_goes_on_without_a_member_that_is_cut_off(journals):
 def test_only_a_scheduler_that_never_heard_an_island_may_wait_for_it(kind, struck, vouched_for):
     hurt = Hurt(kind, set(), ("c",), 14.0, 6_000_000_000, 20_000_000_000)
     assert soak.parting(hurt, struck) == Parting(kind, ("c",), hurt.start, hurt.stop, False, vouched_for)
+
+
+@pytest.mark.parametrize(("lasted_s", "undecided"), [(0.9, False), (5.98, True)])
+def test_a_blink_is_judged_by_how_long_it_was(lasted_s, undecided):
+    hurt = Hurt("blink", set(), ("c",), 0.62, 6_000_000_000, 6_000_000_000 + int(lasted_s * 1e9))
+    declared = Parting("blink", ("c",), hurt.start, hurt.stop, undecided=True)
+    assert soak.parting(hurt, []) == (declared if undecided else None)
 
 
 def test_graphs_cut_in_two_are_counted(journals):
