@@ -100,7 +100,7 @@ class PlanSpec:
     trees: tuple[TreeSpec, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View:
     """Who is in, in rank order (oldest first), and how they reduce. Joiners must get the state first."""
 
@@ -118,15 +118,24 @@ class View:
     """Id of the chain that it is of (protocol.md 7): its number means something within that one only."""
 
     def ids(self) -> tuple[str, ...]:
-        return tuple(m.id for m in self.members)
+        return self._ids
 
     def find(self, member_id: str) -> Member | None:
-        return next((m for m in self.members if m.id == member_id), None)
+        return self._by_id.get(member_id)
 
-    @property
+    @cached_property
     def root(self) -> str:
         """The commit root: the oldest member that is no joiner."""
-        return next((m.id for m in self.members if m.id not in self.joiners), self.members[0].id)
+        joiners = frozenset(self.joiners)
+        return next((m for m in self._ids if m not in joiners), self.members[0].id)
+
+    @cached_property
+    def _ids(self) -> tuple[str, ...]:
+        return tuple(m.id for m in self.members)
+
+    @cached_property
+    def _by_id(self) -> dict[str, Member]:
+        return {m.id: m for m in self.members}
 
 
 @dataclass(frozen=True, slots=True)
