@@ -6,29 +6,75 @@ choice, rank order decides, so that all members decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 Node = TypeVar("Node", bound=Hashable)
 Pair = tuple[str, str]
 
 
-def neighbours(members: Sequence[str], links: Collection[Pair]) -> dict[str, list[str]]:
+def neighbours(members: Sequence[str], links: Iterable[Pair]) -> dict[str, list[str]]:
     """Of each member those it has a link to, in rank order; pairs that name others are left out."""
-    there = {frozenset(pair) for pair in links}
-    return {a: [b for b in members if b != a and frozenset((a, b)) in there] for a in members}
+    linked: dict[str, set[str]] = {m: set() for m in members}
+    for a, b in links:
+        if a != b and a in linked and b in linked:
+            linked[a].add(b)
+            linked[b].add(a)
+    near: dict[str, list[str]] = {m: [] for m in members}
+    for a in members:  # each list grows in rank order, so none has to be sorted
+        for b in linked[a]:
+            near[b].append(a)
+    return near
 
 
 def connected_parts(members: Sequence[str], near: Mapping[str, Sequence[str]]) -> list[list[str]]:
     """The parts that links connect, each in rank order, oldest member first."""
+    part: dict[str, int] = {}
     parts: list[list[str]] = []
-    seen: set[str] = set()
     for name in members:
-        if name not in seen:
-            part = set(breadth_first(name, near, ""))
-            seen |= part
-            parts.append([m for m in members if m in part])
+        if name not in part:
+            part |= dict.fromkeys(breadth_first(name, near, ""), len(parts))
+            parts.append([])
+        parts[part[name]].append(name)
     return parts
+
+
+def parting_nodes(places: Mapping[str, str], links: Iterable[Pair]) -> list[str]:
+    """Nodes without which others lose their last path to each other, in rank order; linear in members and links.
+
+    Args:
+        places: By member, in rank order: its node. The workers of a node count as linked with each other.
+        links: Pairs of members; those that name others are left out.
+    """
+    pairs = ((places[a], places[b]) for a, b in links if a in places and b in places)
+    near = neighbours(list(dict.fromkeys(places.values())), pairs)
+    found: set[str] = set()
+    met: dict[str, int] = {}
+    low: dict[str, int] = {}  # the earliest node that a node's branch has a link to (Tarjan)
+    for root in near:
+        if root in met:
+            continue
+        met[root] = low[root] = len(met)
+        branches, path = 0, [(root, iter(near[root]))]
+        while path:
+            node, rest = path[-1]
+            other = next(rest, None)
+            if other is None:
+                path.pop()
+                above = path[-1][0] if path else ""
+                if path:
+                    low[above] = min(low[above], low[node])
+                    branches += above == root
+                if path and above != root and low[node] >= met[above]:
+                    found.add(above)
+            elif other in met:
+                low[node] = min(low[node], met[other])
+            else:
+                met[other] = low[other] = len(met)
+                path.append((other, iter(near[other])))
+        if branches > 1:
+            found.add(root)
+    return [node for node in near if node in found]
 
 
 def not_connected(parts: Sequence[Sequence[str]]) -> str:

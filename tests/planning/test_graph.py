@@ -1,0 +1,72 @@
+"""Parts and ways of a graph, against what the definitions say of small ones."""
+
+from collections.abc import Iterable
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chaos_lightning.planning.graph import Pair, breadth_first, connected_parts, neighbours, parting_nodes
+
+NAMES = tuple(f"m{i}" for i in range(9))
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[tuple[str, ...], list[Pair]]:
+    """Members in a rank order of their own, and links of which some name others, themselves, or are there twice."""
+    members = tuple(draw(st.permutations(NAMES)))[: draw(st.integers(0, 8))]
+    pairs = st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES))
+    return members, draw(st.lists(pairs, max_size=20))
+
+
+def reached(start: str, links: Iterable[Pair], among: Iterable[str]) -> set[str]:
+    found, inside = {start}, set(among)
+    while new := {b for pair in links for a, b in (pair, pair[::-1]) if a in found and b in inside} - found:
+        found |= new
+    return found
+
+
+@given(graphs())
+def test_neighbours_are_those_that_a_link_leads_to_in_rank_order(graph: tuple[tuple[str, ...], list[Pair]]) -> None:
+    members, links = graph
+    there = {frozenset(pair) for pair in links}
+    assert neighbours(members, links) == {
+        a: [b for b in members if a != b and frozenset((a, b)) in there] for a in members
+    }
+
+
+@given(graphs())
+def test_parts_hold_all_that_can_reach_each_other(graph: tuple[tuple[str, ...], list[Pair]]) -> None:
+    members, links = graph
+    parts = connected_parts(members, neighbours(members, links))
+    assert [m for part in parts for m in part if part[0] == m] == [part[0] for part in parts]
+    assert sorted(m for part in parts for m in part) == sorted(members)
+    assert [part[0] for part in parts] == sorted((part[0] for part in parts), key=members.index)
+    for part in parts:
+        assert part == [m for m in members if m in reached(part[0], links, members)]
+
+
+@given(graphs(), st.data())
+def test_a_parting_node_leaves_more_parts_behind(
+    graph: tuple[tuple[str, ...], list[Pair]], data: st.DataObject
+) -> None:
+    members, links = graph
+    places = {m: data.draw(st.sampled_from(["n0", "n1", "n2", "n3", m])) for m in members}
+    inner = [(a, b) for a, b in combinations(members, 2) if places[a] == places[b]]
+    nodes = list(dict.fromkeys(places.values()))
+
+    def count(rest: list[str]) -> int:
+        return len(connected_parts(rest, neighbours(rest, [*links, *inner])))
+
+    expected = [n for n in nodes if count([m for m in members if places[m] != n]) > count(list(members))]
+    assert parting_nodes(places, links) == expected
+
+
+def test_long_lines_are_walked() -> None:
+    """Deeper than Python's stack: a line of 5,000, of which each node but the ends parts the others."""
+    members = [f"m{i}" for i in range(5000)]
+    links = [(members[i], members[i + 1]) for i in range(4999)]
+    near = neighbours(members, links)
+    assert connected_parts(members, near) == [members]
+    assert breadth_first(members[0], near, "")[members[-1]] == (members[-2], 4999)
+    assert parting_nodes({m: m for m in members}, links) == members[1:-1]
