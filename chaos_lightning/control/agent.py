@@ -38,6 +38,7 @@ from chaos_lightning.protocol.types import (
     Fence,
     FromMember,
     Heartbeat,
+    HeartbeatPace,
     Hello,
     Pulse,
     Refused,
@@ -277,8 +278,8 @@ class Agent(threading.Thread):
                     finally:
                         self._talk = None
                         talk.end()
-            except RefusedError as error:
-                return error  # this member's certificate has expired
+            except (RefusedError, WireError) as error:
+                return error  # this member's certificate has expired, or the scheduler asks for what cannot be
 
     def _attend(self, talk: _Talk) -> ChaosError:
         talk.say(wrap_from_member(self._hello_factory()))
@@ -299,11 +300,9 @@ class Agent(threading.Thread):
                 if isinstance(message, Pulse):
                     talk.pulses = True
                     continue
+                interval = self._interval_s(message, interval)
                 if isinstance(message, Welcome) and not talk.welcomed:
-                    if not _INTERVALS_S[0] <= message.heartbeat_interval_s <= _INTERVALS_S[1]:
-                        every = f"a heartbeat every {message.heartbeat_interval_s:g} s"
-                        return WireError(f"{self._search.endpoint} asks for {every}; expected {_INTERVALS_S} s")
-                    interval, due = message.heartbeat_interval_s, time.monotonic()
+                    due = time.monotonic()
                     talk.welcomed = True
                     self._admitted, self._talk = True, talk
                     self._on_state("connected")
@@ -333,6 +332,15 @@ class Agent(threading.Thread):
                     return SilentError(f"{self._search.endpoint} did not answer within {patience_s:g} s")
                 else:
                     due = time.monotonic() + interval
+
+    def _interval_s(self, message: ToMember, before_s: float) -> float:
+        """Returns the seconds between two heartbeats from this message on."""
+        if not isinstance(message, Welcome | HeartbeatPace):
+            return before_s
+        if not _INTERVALS_S[0] <= message.heartbeat_interval_s <= _INTERVALS_S[1]:
+            every = f"a heartbeat every {message.heartbeat_interval_s:g} s"
+            raise WireError(f"{self._search.endpoint} asks for {every}; expected {_INTERVALS_S} s")
+        return message.heartbeat_interval_s
 
     def _take_leave(self, talk: _Talk) -> None:
         """Goodbye, and a moment for it to arrive."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 from chaos_lightning.membership.effects import Note, SchedulerEffect
+from chaos_lightning.protocol.pace import Pacing
 from chaos_lightning.protocol.types import Settings
 
 
@@ -28,6 +29,8 @@ class Desk:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.pacing = Pacing(settings)
+        """Of heartbeats."""
         self.phase = SchedulerPhase.FOUNDING
         self.clock: float | None = None
         """Time of the last event (s); None before the first."""

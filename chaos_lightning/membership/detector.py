@@ -35,6 +35,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from chaos_lightning.membership.peers import Peer, Process, process_of
+from chaos_lightning.protocol.pace import Pacing
 from chaos_lightning.protocol.types import Member, Settings, Verdict
 
 NEIGHBOURS_ASKED = 2
@@ -112,10 +113,12 @@ class Detector:
 
     Args:
         settings: Timeouts, in seconds.
+        pacing: How often members are to speak.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, pacing: Pacing) -> None:
         self._settings = settings
+        self._pacing = pacing
         self.suspicions: dict[str, Suspicion] = {}
         self.grace_until = 0.0
         """After a scheduler's restart: until then an absent member is expected back, not suspected."""
@@ -160,7 +163,7 @@ class Detector:
         self._doubted[process_of(peer.member)] = self._silent_since(peer, suspicion)
 
     def _learn(self, now: float, member: Member, gap: float) -> None:
-        if not self._settings.heartbeat_timeout_s < gap <= self._most_patience_s():
+        if not self._pacing.timeout_s < gap <= self._most_patience_s():
             return
         self._gaps = {p: (longest, at) for p, (longest, at) in self._gaps.items() if now - at < 10 * FORGOTTEN_IN_S}
         if gap > self._longest(now, member):
@@ -248,10 +251,10 @@ class Detector:
                 continue
             suspicion.held = last and (suspicion.held or bool(evidence))
             silence = now - self._silent_since(peer, suspicion)
-            if suspicion.held and silence > self._settings.heartbeat_timeout_s:
+            if suspicion.held and silence > self._pacing.timeout_s:
                 held.append(Held(member, suspicion.why, self._settings.last_holder_timeout_s - silence))
             witnesses = self._witnesses(member, watched, newcomers or {}, last)
-            if now - suspicion.asked_at >= self._settings.heartbeat_timeout_s or (witnesses and not suspicion.asked):
+            if now - suspicion.asked_at >= self._pacing.timeout_s or (witnesses and not suspicion.asked):
                 suspicion.asked, suspicion.asked_at = tuple(witnesses), now
                 suspicion.verdicts.clear()
                 probes += [(by, member) for by in witnesses]
@@ -293,13 +296,12 @@ class Detector:
 
     def _look(self, now: float, peer: Peer, everybody: Mapping[str, Peer]) -> None:
         """Silence and closed streams are suspicions."""
-        settings = self._settings
+        limit_s = self._pacing.timeout_s
         if peer.conn is None:
             if now >= self.grace_until or self._closed_link(peer.id, everybody):
                 self.suspect(now, peer.id, "its control stream is closed")
-        elif now - peer.heard > settings.heartbeat_timeout_s:
-            silence = now - peer.heard
-            self.suspect(now, peer.id, f"no heartbeat for {silence:.2f} s (limit {settings.heartbeat_timeout_s:g} s)")
+        elif (silence := now - peer.heard) > limit_s:
+            self.suspect(now, peer.id, f"no heartbeat for {silence:.2f} s (limit {limit_s:g} s)")
 
     @staticmethod
     def _silent_since(peer: Peer, suspicion: Suspicion) -> float:

@@ -112,7 +112,7 @@ class Keeper:
             what = f"the training state that {kept.member} kept at step {kept.header.step}"
             if self._desk.now - since <= limit_s:
                 text = f"the job waits for {peer.id}, which has {what}, to get ready: {limit_s:g} s at most; then it "
-                return f"{text}begins without it" if self._desk.now - since > self._settings.heartbeat_timeout_s else ""
+                return f"{text}begins without it" if self._desk.now - since > self._desk.pacing.timeout_s else ""
             self._unready[process_of(peer.member)] = None
             self._roster.fence(peer, f"it has {what}, and did not get ready within {limit_s:g} s: it says hello anew")
         return None

@@ -149,7 +149,7 @@ class Rebuild:
             and p.conn is not None
             and p.alive
             and p.id not in self._recalled
-            and self._desk.now - p.heard <= settings.heartbeat_timeout_s
+            and self._desk.now - p.heard <= self._desk.pacing.timeout_s
             and self._desk.now - self._recalled_at.get(p.id, float("-inf")) <= settings.report_timeout_s
         ]
 

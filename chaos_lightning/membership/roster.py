@@ -19,6 +19,7 @@ from chaos_lightning.membership.peers import (
 from chaos_lightning.membership.topology import Topology
 from chaos_lightning.protocol.types import (
     Fence,
+    HeartbeatPace,
     Hello,
     Member,
     Notice,
@@ -66,6 +67,14 @@ class Roster:
         if peer.conn is not None:
             self._desk.out.append(Send(peer.conn, message))
 
+    def keep_pace(self) -> None:
+        """Lets heartbeats follow the number of members; tells all if their interval changes."""
+        pacing = self._desk.pacing
+        if pacing.follow(self._desk.now, len(self.peers)):
+            told = HeartbeatPace(pacing.interval_s)
+            for peer in self.peers.values():
+                self.send(peer, told)
+
     def next_number(self) -> ViewId:
         """Never issued before, above every number in any report (protocol.md 7, 9)."""
         promised = [p.report.number.number for p in self.peers.values() if p.report is not None]
@@ -98,7 +107,7 @@ class Roster:
 
     def willing(self) -> list[Peer]:
         """Newcomers that can be let in now: ready, heard of lately, and wanted."""
-        limit = self._desk.now - self._settings.heartbeat_timeout_s
+        limit = self._desk.now - self._desk.pacing.timeout_s
         return [
             p
             for p in self.peers.values()
@@ -216,7 +225,7 @@ class Roster:
                 self._book.term,
                 role,
                 reason,
-                settings.heartbeat_interval_s,
+                self._desk.pacing.interval_s,
                 settings.heartbeat_timeout_s,
                 settings.min_nodes,
                 settings.max_nodes,

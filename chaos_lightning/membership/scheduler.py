@@ -103,7 +103,7 @@ class SchedulerMachine:
             if chain.views
             else SchedulerPhase.FOUNDING
         )
-        self.detector = detector = Detector(settings)
+        self.detector = detector = Detector(settings, desk.pacing)
         self.topology = topology = Topology(chain.wishes)
         self.book = book = Book(desk, chain)
         self.roster = roster = Roster(desk, book, detector, topology, chain)
@@ -236,6 +236,7 @@ class SchedulerMachine:
                 pass
         if self._deposed:
             return self.desk.out
+        self.roster.keep_pace()
         self.deaths.judge()
         for _ in range(64):
             if not self._turn():
@@ -258,7 +259,7 @@ class SchedulerMachine:
             for peer in self.roster.peers.values():
                 peer.heard = peer.closed_at = now
                 self.desk.out.append(Look(peer.member))
-        elif gap > 3 * self.settings.heartbeat_interval_s:
+        elif gap > min(3 * self.desk.pacing.interval_s, self.desk.pacing.timeout_s):
             self.desk.note("notice", text=f"this scheduler was frozen for {gap:.2f} s; nobody is judged by that time")
             self.detector.shift(now, gap)
             self.rewiring.shift(gap)

@@ -36,7 +36,7 @@ class Terms:
         if self._desk.phase is SchedulerPhase.REBUILDING:
             return [p for p in self._roster.peers.values() if p.standing is Standing.REPORTER]
         if self._desk.phase is SchedulerPhase.FOUNDING and not self._roster.living():
-            limit = self._desk.now - self._settings.heartbeat_timeout_s
+            limit = self._desk.now - self._desk.pacing.timeout_s
             return [p for p in self._roster.newcomers() if not p.differs and p.conn is not None and p.heard >= limit]
         return [p for p in self._roster.living() if p.conn is not None and p.id not in self._detector.suspicions]
 

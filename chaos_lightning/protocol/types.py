@@ -612,6 +612,13 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
+class HeartbeatPace:
+    """Another interval of heartbeats than the Welcome's: the number of members has changed."""
+
+    heartbeat_interval_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Recall:
     """The chain is lost, and this scheduler is to rebuild it from what members know: tell it."""
 
@@ -687,7 +694,7 @@ FromMember = (
     | Kept
     | Differs
 )
-_Told = Notice | Released | ServeLearners | Pulse | Recall | LinkKeys | ToldEnd
+_Told = Notice | Released | ServeLearners | Pulse | Recall | LinkKeys | ToldEnd | HeartbeatPace
 ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | _Told
 PeerMessage = Contribution | Header
 

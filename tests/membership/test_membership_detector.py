@@ -9,6 +9,7 @@ from membership_script import member
 
 from chaos_lightning.membership.detector import Death, Detector, Findings
 from chaos_lightning.membership.peers import Peer, Standing
+from chaos_lightning.protocol.pace import Pacing
 from chaos_lightning.protocol.types import Member, Settings, Verdict, ViewId
 
 SETTINGS = Settings(
@@ -27,7 +28,7 @@ class Look:
     def __init__(
         self, members: str, newcomers: str = "", *, empty: str = "", hosts: dict[str, str] | None = None
     ) -> None:
-        self.detector = Detector(SETTINGS)
+        self.detector = Detector(SETTINGS, Pacing(SETTINGS))
         self.peers: dict[str, Peer] = {}
         for number, name in enumerate(members + newcomers, 1):
             who = member(f"{name}~{number}")

@@ -18,6 +18,7 @@ from chaos_lightning.protocol.types import (
     Entered,
     FromMember,
     Header,
+    HeartbeatPace,
     Hello,
     Probe,
     Report,
@@ -95,6 +96,7 @@ class Connected(Process):
         """Its process computes and does nothing else: as silent as a frozen one, though its machine sees it run."""
         self._spoke_at = self._last_word = 0.0
         self._search = LeaderSearch(world.plan.places)
+        self._interval_s = world.settings.heartbeat_interval_s
         self._answered = self._silent = False
         """How the conversation with the scheduler goes."""
 
@@ -242,6 +244,8 @@ class Connected(Process):
         if isinstance(message, Probe):
             self._probe(message.suspect)
             return
+        if isinstance(message, HeartbeatPace | Welcome):
+            self._interval_s = message.heartbeat_interval_s
         if isinstance(message, Welcome) and message.member.id != self.machine.member_id:
             self.welcomed(message.member.id)
             self._beat(self.life)
@@ -257,7 +261,7 @@ class Connected(Process):
             return
         self._tell(self.machine.heartbeat())
         self.feed(fx.Tick())
-        self.timer(self.world.settings.heartbeat_interval_s, lambda: self._beat(life))
+        self.timer(self._interval_s, lambda: self._beat(life))
 
     def _probe(self, suspect: str) -> None:
         """What its machine says of its process, if that is known here, else the link. Own sleep is forgiven."""

@@ -105,7 +105,7 @@ class UnforgivingScheduler(DeafScheduler):  # type: ignore[valid-type, misc]
         before = self.desk.clock
         super()._forgive(now)
         gap = now - before if before is not None else 0.0
-        if gap > 3 * self.settings.heartbeat_interval_s:
+        if gap > 3 * self.desk.pacing.interval_s:
             for peer in self.roster.peers.values():
                 peer.heard -= gap
 
