@@ -7,6 +7,7 @@ of them may have failed for good, while the rest can train.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from chaos_lightning.membership.desk import Desk
@@ -29,9 +30,9 @@ class Founders:
         """Returns why these founders wait, in words; "" if they need not."""
         now, limit_s = self._desk.now, self._desk.settings.node_timeout_s
         places = [p.member.place for p in ready]
-        self._since = {place: self._since.get(place, now) for place in places}
+        self._since, here = {place: self._since.get(place, now) for place in places}, Counter(places)
         for peer, place in zip(ready, places, strict=True):
-            if places.count(place) < peer.workers and now - self._since[place] < limit_s:
+            if here[place] < peer.workers and now - self._since[place] < limit_s:
                 of_node = f"all {peer.workers} workers of node {peer.member.node}"
                 return f"the job waits for {of_node}, for {limit_s:g} s at most"
         return ""

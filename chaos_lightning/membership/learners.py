@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk
+from chaos_lightning.membership.gathering import Gathering
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.roster import Roster
@@ -34,10 +35,22 @@ class Learners:
         self._book = book
         self._roster = roster
         self._graph = graph
+        self._joining, self._beginning = Gathering(desk), Gathering(desk)
+        """Newcomers that wait for others before they are let in, and before they observe."""
 
-    def admissible(self, ready: list[Peer]) -> list[Peer]:
-        """Newcomers that the next view may hold."""
-        return [p for p in ready if p.way == "pause" or p.caught_up]
+    def admissible(self, latest: View, ready: list[Peer]) -> list[Peer]:
+        """Newcomers that the next view may hold; nobody while they wait for others that will soon be as far."""
+        coming = [p for p in ready if p.way == "pause" or p.caught_up]
+        others = [*self._linking(), *(p for p in self._observing() if not p.caught_up)] if coming else []
+        if not self._too_few() and self._joining.waits(coming, others, len(latest.members)):
+            return []
+        return coming
+
+    def _linking(self) -> list[Peer]:
+        return [p for p in self._roster.peers.values() if p.standing is Standing.LINKING]
+
+    def _observing(self) -> list[Peer]:
+        return [p for p in self._roster.peers.values() if p.standing is Standing.OBSERVING]
 
     def turn_observe(self, latest: View, ready: list[Peer]) -> bool:
         """Chooses ways, and begins a new generation of learners when there is none."""
@@ -47,7 +60,7 @@ class Learners:
             self._desk.note("way_in", member=peer.id, way=peer.way, reason=reason)
         for peer in [p for p in ready if few and p.way == "replay" and not p.caught_up]:
             self._pause_instead(peer, few)
-        observing = [p for p in self._roster.peers.values() if p.standing is Standing.OBSERVING]
+        observing = self._observing()
         for peer in observing:
             overdue = self._overdue(peer)
             if overdue:
@@ -55,6 +68,8 @@ class Learners:
                 return True
         waiting = [p for p in ready if p.standing is Standing.READY and p.way == "replay"]
         if observing or not waiting or self._named():
+            return False
+        if self._beginning.waits(waiting, self._linking(), len(latest.members)):
             return False
         for peer in waiting:
             peer.standing, peer.observes_since = Standing.OBSERVING, self._desk.now

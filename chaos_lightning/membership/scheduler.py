@@ -414,7 +414,9 @@ class SchedulerMachine:
             if nodes.count([*latest.members, *coming]) < self.settings.min_nodes:
                 here = nodes.in_words(latest.members)
                 return self.recovery.begin(f"fewer than min_nodes={self.settings.min_nodes} are here: {here}")
-        if self.learners.turn_observe(latest, ready) or self._turn_change(latest, self.learners.admissible(ready)):
+        if self.learners.turn_observe(latest, ready) or self._turn_change(
+            latest, self.learners.admissible(latest, ready)
+        ):
             return True
         change = self.rewiring.turn_links(latest)
         return change is not None and self._change_view(latest, *change)

@@ -1,0 +1,105 @@
+"""Newcomers that come at once are let in at once, and nobody waits where few come."""
+
+from __future__ import annotations
+
+import pytest
+from test_membership_terms import Job, hello
+
+from chaos_lightning.membership.effects import MessageIn, Opened, SchedulerTick
+from chaos_lightning.membership.peers import Standing
+from chaos_lightning.protocol.types import CatchUp, Entered, View
+
+PATIENT = {"heartbeat_interval_s": 5.0, "heartbeat_timeout_s": 20.0, "max_nodes": 200}
+SETTLES_S = 0.1
+"""Seconds from a view's announcement until all its members stand in it."""
+STEP_S = 0.05
+MEMBERS = 18
+
+
+class Wave:
+    """A running job, and newcomers that come one every `STEP_S` or all together.
+
+    Args:
+        members: Number of members to begin with.
+        replays: Newcomers offer to come in by replay.
+    """
+
+    def __init__(self, members: int, *, replays: bool = False) -> None:
+        self.job = Job(min_nodes=members, **PATIENT)
+        self.replay = "" if replays else "it did not offer to replay"
+        for i in range(members):
+            self.job.comes(hello(f"m-{i}", pid=1000 + i))
+        self._stand(self.job.views[-1])
+        self.founded = self._seen = len(self.job.views)
+        self._due: list[tuple[float, View]] = []
+
+    def _stand(self, view: View) -> None:
+        for member in view.members:
+            if conn := self.job.conns.get(member.name):
+                self.job.feed(MessageIn(conn, Entered(view.id, 5, 5, "h", loaded=True)))
+
+    def come(self, numbers: range) -> None:
+        for i in numbers:
+            self.job.comes(hello(f"n-{i}", pid=2000 + i, replay=self.replay))
+
+    def passes(self, seconds: float) -> None:
+        """Views settle `SETTLES_S` after they were decided."""
+        until = self.job.now + seconds
+        while self.job.now < until:
+            self._due += [(self.job.now + SETTLES_S, view) for view in self.job.views[self._seen :]]
+            self._seen = len(self.job.views)
+            self.job.now += STEP_S
+            self.job.feed(SchedulerTick())
+            while self._due and self._due[0][0] <= self.job.now:
+                self._stand(self._due.pop(0)[1])
+
+    def catch_up(self) -> None:
+        """Learners say, four each `STEP_S`, that they lack nothing any more."""
+        learners = [p for p in self.job.machine.roster.peers.values() if p.standing is Standing.OBSERVING]
+        for i, peer in enumerate(learners):
+            assert peer.conn is not None
+            self.job.feed(MessageIn(peer.conn, CatchUp(5)))
+            if i % 4 == 3:
+                self.passes(STEP_S)
+
+    def views(self) -> list[View]:
+        """Those that were decided since the job was founded."""
+        return self.job.views[self.founded :]
+
+
+def test_forty_newcomers_within_a_second_make_three_views_at_most() -> None:
+    wave = Wave(MEMBERS)
+    for i in range(0, 40, 2):
+        wave.come(range(i, i + 2))
+        wave.passes(STEP_S)
+    wave.passes(1.5)
+    assert len(wave.job.views[-1].members) == MEMBERS + 40
+    assert len(wave.views()) <= 3, [v.reason for v in wave.views()]
+
+
+def test_learners_that_catch_up_one_after_the_other_make_three_views_at_most() -> None:
+    wave = Wave(MEMBERS, replays=True)
+    wave.come(range(20))
+    for _ in range(2):  # the first one observed alone: nobody else was there yet
+        wave.catch_up()
+        wave.passes(0.6)
+    assert len(wave.job.views[-1].members) == MEMBERS + 20
+    assert len(wave.views()) <= 3, [v.reason for v in wave.views()]
+
+
+@pytest.mark.parametrize(("members", "newcomers"), [(MEMBERS, 1), (2, 3)])
+def test_one_that_comes_alone_waits_for_nobody_nor_does_a_small_job(members: int, newcomers: int) -> None:
+    wave = Wave(members)
+    wave.come(range(newcomers))
+    assert len(wave.views()) == 1
+
+
+def test_nobody_waits_without_end_for_one_that_does_not_get_ready() -> None:
+    """It takes more than a moment, so those that are ready go without it."""
+    wave = Wave(MEMBERS)
+    for event in (Opened(7), MessageIn(7, hello("late", pid=7))):
+        wave.job.machine.on(wave.job.now, event)  # it does not answer OpenLinks
+    wave.come(range(1))
+    assert not wave.views()
+    wave.passes(1.5)
+    assert wave.job.views[-1].members[-1].name == "n-0"
