@@ -86,11 +86,9 @@ class Network:
         self._take(links)
         self.edges: tuple[Edge, ...] = tuple(sorted(self.latency))
         self.links = frozenset((self.ids[i], self.ids[j]) for i, j in self.edges)
-        self.near: tuple[tuple[int, ...], ...] = tuple(
-            tuple(j for j in range(len(self.ids)) if (min(i, j), max(i, j)) in self.latency)
-            for i in range(len(self.ids))
-        )
-        parts = connected_parts(self.ids, neighbours(self.ids, self.links))
+        near = neighbours(self.ids, self.links)
+        self.near: tuple[tuple[int, ...], ...] = tuple(tuple(self.rank[m] for m in near[name]) for name in self.ids)
+        parts = connected_parts(self.ids, near)
         if len(parts) > 1:
             raise PlanError(not_connected(parts))
         self.access = {self.rank[name]: _least(pair) for name, pair in (access or {}).items() if name in self.rank}
@@ -125,12 +123,15 @@ class Network:
         for i, j in self.edges:
             yield Resource(f"link {self.ids[i]}-{self.ids[j]}", self.worth((i, j)), frozenset([(i, j)]))
         for i, capacity in sorted(self.access.items()):
-            mine = frozenset(e for e in self.edges if i in e)
+            mine = frozenset((min(i, j), max(i, j)) for j in self.near[i])
             if mine and capacity:
                 yield Resource(f"access of {self.ids[i]}", capacity, mine)
-        for host in dict.fromkeys(self.hosts):
-            here = {i for i, other in enumerate(self.hosts) if other == host}
-            out = frozenset(e for e in self.edges if len(here.intersection(e)) == 1)
+        ranks: dict[str, list[int]] = {}
+        for i, host in enumerate(self.hosts):
+            ranks.setdefault(host, []).append(i)
+        for host, here in ranks.items():
+            inside = set(here)
+            out = frozenset((min(i, j), max(i, j)) for i in here for j in self.near[i] if j not in inside)
             if len(here) > 1 and out:
                 yield Resource(f"machine {host}", max(map(self.worth, out)), out)
 
@@ -165,25 +166,33 @@ class Network:
         for i, j in edges:
             near[i].append(j)
             near[j].append(i)
-        ways = [breadth_first(root, near, -1) for root in near]
-        trees = [tuple(found[i][0] for i in near) for found in ways]
+        ways = self._farthest(near, chunk_nbytes)
+        least = min(ways) * (1 + 1e-9)
+        # Of roots that are alike but for rounding each is looked at as `fill_s` sees it.
+        found = [breadth_first(root, near, -1) for root, way_s in enumerate(ways) if way_s <= least]
+        trees = [tuple(tree[i][0] for i in near) for tree in found]
         return min(trees, key=lambda parents: (self.fill_s(parents, chunk_nbytes), parents.index(-1)))
+
+    def _farthest(self, near: Mapping[int, Sequence[int]], chunk_nbytes: int) -> list[float]:
+        """`fill_s` of this tree for each rank as its root: the longest way up to it and the longest way down."""
+        tree = breadth_first(0, near, -1)
+        hops = {i: self.hop_s(i, p, chunk_nbytes) for i, (p, _) in tree.items() if p >= 0}
+        back = {i: (down, up) for i, (up, down) in hops.items()}
+        return [up + down for up, down in zip(_longest(tree, hops), _longest(tree, back), strict=True)]
 
     def fill_s(self, parents: Sequence[int], chunk_nbytes: int) -> float:
         """Seconds from the moment when all have the first chunk to the moment when all have its sum."""
-        ways: dict[int, tuple[float, float]] = {}
-
-        def way(i: int) -> tuple[float, float]:
-            if parents[i] < 0:
-                return (0.0, 0.0)
-            if i not in ways:
+        ways: dict[int, tuple[float, float]] = {i: (0.0, 0.0) for i, p in enumerate(parents) if p < 0}
+        for i in range(len(self.ids)):
+            path = []
+            while i not in ways:
+                path.append(i)
+                i = parents[i]
+            for i in reversed(path):
                 up, down = self.hop_s(i, parents[i], chunk_nbytes)
-                above = way(parents[i])
+                above = ways[parents[i]]
                 ways[i] = (up + above[0], down + above[1])
-            return ways[i]
-
-        found = [way(i) for i in range(len(self.ids))]
-        return max(up for up, _ in found) + max(down for _, down in found)
+        return max(up for up, _ in ways.values()) + max(down for _, down in ways.values())
 
     def spec(self, trees: Sequence[tuple[Sequence[int], float]]) -> PlanSpec:
         """A plan of kind "trees" from (parents, weight) pairs; the heaviest tree first, weights relative to it."""
@@ -230,6 +239,28 @@ class Network:
 
     def _parents(self, shape: Shape) -> tuple[int, ...]:
         return tuple(-1 if (p := shape.parent.get(name)) is None else self.rank[p] for name in self.ids)
+
+
+def _longest(tree: dict[int, tuple[int, int]], hops: Mapping[int, tuple[float, float]]) -> list[float]:
+    """The longest way to each rank from any other.
+
+    Args:
+        tree: (parent, depth) by rank, parents first.
+        hops: Seconds from each rank but the root to its parent, and from the parent to it.
+    """
+    below = [(0.0, 0.0)] * len(tree)  # the two longest ways from below, over different children
+    for i in reversed(tree):
+        if i in hops:
+            parent, way = tree[i][0], below[i][0] + hops[i][0]
+            first, second = below[parent]
+            below[parent] = (max(first, way), max(second, min(first, way)))
+    above = [0.0] * len(tree)
+    for i, (parent, _) in tree.items():
+        if i in hops:
+            first, second = below[parent]
+            beside = second if first == below[i][0] + hops[i][0] else first
+            above[i] = hops[i][1] + max(beside, above[parent])
+    return [max(ways) for ways in zip((first for first, _ in below), above, strict=True)]
 
 
 def _least(pair: tuple[float, float]) -> float:

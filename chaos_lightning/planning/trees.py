@@ -66,6 +66,8 @@ _NOBODY: tuple[str, ...] = ()
 _EXPLICIT = ("user", "trees")
 _KNOWN = f"rotating, chain, tree, tree:K, user, trees, a planner ({', '.join(DRAWN)}) or MODULE:FUNCTION"
 _WEIGHT_STEPS = 1 << 24
+_FEW = 16
+"""Links that are missing are named one by one among so many members, or if they are so few."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,15 +208,24 @@ def misfit(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = ())
         members: ids in rank order.
         links: pairs of ids, in any order; empty means every pair.
     """
+    there = {frozenset(pair) for pair in links}
     try:
+        if spec.kind == "rotating":  # all pairs of a thousand members are half a million
+            names = set(_members(members))
+            lacking = len(names) * (len(names) - 1) // 2 - sum(len(pair) == 2 and pair <= names for pair in there)
+            if not links or not lacking:
+                return ""
+            if len(names) > _FEW:
+                return f"plan 'rotating' needs a link between every pair, and {lacking} are not there"
         needed = edges(spec, members)
     except PlanError as error:
         return str(error)
     if not links:
         return ""
-    there = {frozenset(pair) for pair in links}
     missing = sorted(pair for pair in needed if frozenset(pair) not in there)
-    return f"plan {spec.kind!r} needs links that are not there: {pairs_in_words(missing)}" if missing else ""
+    more = f" and {len(missing) - _FEW} more" if len(missing) > _FEW and len(members) > _FEW else ""
+    named = pairs_in_words(missing[:_FEW] if more else missing) + more
+    return f"plan {spec.kind!r} needs links that are not there: {named}" if missing else ""
 
 
 def plan_for(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = ()) -> tuple[PlanSpec, str]:
@@ -370,11 +381,12 @@ def _explicit_shape(tree: TreeSpec, label: str, names: tuple[str, ...]) -> Shape
         raise PlanError(f"{label} has {len(roots)} roots {roots}; expected exactly one member with parent ''")
     safe = {roots[0]}
     for name in names:
-        path: list[str] = []
+        path: dict[str, None] = {}
         while name not in safe:
             if name in path:
-                raise PlanError(f"{label} has a cycle: {' -> '.join([*path[path.index(name) :], name])}")
-            path.append(name)
+                way = list(path)
+                raise PlanError(f"{label} has a cycle: {' -> '.join([*way[way.index(name) :], name])}")
+            path[name] = None
             name = parent[name]
         safe.update(path)
     return _shape(names, roots[0], parent)
