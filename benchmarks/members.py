@@ -224,7 +224,7 @@ class Trainee:
 
     def report(self, header: Any, *more: Any) -> None:
         """Tells of a committed step, and of the state if that is wanted."""
-        place = (header.seq, header.step, header.hash, len(header.contributors), self.engine.rank)
+        place = (header.seq, header.step, header.hash, header.contributors, self.engine.rank)
         self.say("step", self.committed_ns, *place, self.backwards, *more)
         self.report_state(header)
 

@@ -293,19 +293,19 @@ class ElasticPart:
         """Beside the gradient of the coming step."""
         return self.cluster.answer()
 
-    def stepped(self, header: Header, answers: Sequence[bytes], output: Any) -> None:
+    def stepped(self, header: Header, ranks: Sequence[str], answers: Sequence[bytes], output: Any) -> None:
         """The inner job has made a step, and the optimizer has taken it.
 
         Args:
             header: Of the step.
-            answers: What the ranks have said with it.
+            ranks: Who made it, in rank order.
+            answers: What each of them has said with it.
             output: What the optimizer's closure gave: as a rule the loss.
         """
         tape, trainer = self.cluster.tape, self._trainer
         told = trainer.global_step % max(1, trainer.log_every_n_steps) == 0
         loss = float(output) if told and isinstance(output, Tensor) and output.numel() == 1 else None
         spent = ledger.spent_spans(header.ledger, ledger.SHARED, tape.number) if tape is not None else ()
-        ranks = [share.member for share in header.contributors]
         self._take(self.cluster.commit(ranks, answers, steps=1, spent=spent, loss=loss), in_batch=True)
 
     def begin(self) -> None:

@@ -14,7 +14,7 @@ States that are too large to travel with each step stay where they are; if their
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from chaos_lightning.protocol.types import Header, Kind
@@ -96,19 +96,19 @@ class Handover:
 
     # ------------------------------------------------------------------ slots
 
-    def committed(self, header: Header, answers: Iterable[bytes], present: tuple[str, ...], me: str) -> None:
+    def committed(self, header: Header, answers: Mapping[str, bytes], present: tuple[str, ...], me: str) -> None:
         """Another slot is committed.
 
         Args:
             header: Its.
-            answers: What its contributors said beside their gradients, if it is a step.
+            answers: What each of its contributors said beside its gradient, if it is a step.
             present: Members of the view that it named, in rank order.
             me: This member.
         """
         if header.kind is Kind.STEP:
-            for share, answer in zip(header.contributors, answers, strict=False):
+            for member, answer in answers.items():
                 if answer:
-                    self._heard[share.member] = [(answer, set())]
+                    self._heard[member] = [(answer, set())]
                     if answer[0]:
                         self._described.update(_read(answer)["new"])
         self.gone += len(set(self._present) - set(present))

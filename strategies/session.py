@@ -470,7 +470,7 @@ class FitSession:
     def _tell_outer(self, outer: ElasticPart, header: Header, output: Any) -> None:
         """A step of the cluster. Where all that is leased is used, it waits here until there is more, or until the
         epoch is over: then the batch was its last one, and what is validated holds all of it. Or this rank leaves."""
-        outer.stepped(header, [split(said)[0] for said in header.answers], output)
+        outer.stepped(header, self.engine.contributors, [split(said)[0] for said in header.answers], output)
         while self.in_job and outer.waits_for_samples:
             outer.patient(waits=True)
             if not outer.meet(self.gather, in_batch=True):
@@ -694,7 +694,8 @@ class FitSession:
         if engine.rank < 0 or engine.out:
             return
         assert engine.ruling_view is not None
-        answers = (split(said)[1] for said in engine.header.answers) if self.outer else engine.header.answers
+        said = (split(answer)[1] for answer in engine.header.answers) if self.outer else engine.header.answers
+        answers = dict(zip(engine.contributors, said, strict=False))  # of most slots nobody says anything
         self.handover.committed(engine.header, answers, engine.ruling_view.ids(), engine.member_id)
         self.lengths.check(engine.world_size)
         behind = int(not self.writes)
@@ -703,7 +704,7 @@ class FitSession:
             engine.rank + behind,
             engine.world_size + behind,
             fresh=fresh,
-            lost=self._first not in {share.member for share in engine.header.contributors},
+            lost=self._first not in engine.contributors,
             let_go=(change := engine.header.view_change) is not None and self._first not in ("", *change.ids()),
         )
         self._first = self.members[0]

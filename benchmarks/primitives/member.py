@@ -105,7 +105,7 @@ def _train(trainee: Trainee, orders: Orders, device_s: float) -> None:
             break
         change = header.view_change
         view = None if change is None else (change.id.number, change.ids(), [(k.a, k.b) for k in change.links])
-        place = (header.seq, header.step, header.hash, len(header.contributors), engine.rank)
+        place = (header.seq, header.step, header.hash, header.contributors, engine.rank)
         notes.append((trainee.committed_ns, *place, view, tuple(engine._links.near()), time.process_time()))
         if len(notes) >= REPORT_EVERY or engine.out:
             trainee.say("steps", notes)

@@ -96,7 +96,7 @@ class Journal:
             kind=str(header.kind),
             head=header.hash,
             prev=header.prev_hash,
-            who=[[s.member, s.weight] for s in header.contributors],
+            who=list(zip(engine.contributors, header.weights(), strict=True)),
             sha=fingerprint(model, optimizer),
         )
         if header.step % 10 == 0 or what != "commit" or str(header.kind) != "step":  # for the audit of the event logs

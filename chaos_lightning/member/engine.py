@@ -98,6 +98,8 @@ class Engine:
         view: The view that rules the coming slot.
         ruling_view: The view that the last header named: it assigns the coming step (protocol.md 10).
         header: Last committed header.
+        contributors: Members that brought its shares, in rank order; of the header at which this member came in, those
+            that have the state.
         role: "founder" or "joiner", after `join`; "late" if the job was finished before, and this process has its
             final state.
         resumed: This founder went on from a state that the last member of the job had kept in a file.
@@ -110,6 +112,7 @@ class Engine:
         self.name = config.name
         self.view: View | None = None
         self.ruling_view: View | None = None
+        self.contributors: tuple[str, ...] = ()
         self.header: Header = GENESIS
         self.role = ""
         self.resumed = False
@@ -324,6 +327,9 @@ class Engine:
             self.leaving = True  # if it was not by `leave`, then the operator has drained it
             raise self._waiting.give_up(self._control.close)
         self.role, self.header, self.view = place.role, place.header, place.view
+        named = place.header.view_change or place.view
+        holders = tuple(m for m in named.ids() if m not in named.joiners)
+        self.contributors = holders if place.header.shares else ()
         self.resumed = place.role == "founder" and place.header != GENESIS
         # A recovery may have put a newer view in force; the assignment follows the one that the header named (10), and
         # before the first slot, which cannot commit without this thread, the founding one, which the machine remembers.
@@ -438,7 +444,7 @@ class Engine:
         said = fitting(payload)
         header = self._slot(Kind.GATHER, line, name=name, payload=said, yields=yields, lets_go=lets_go)
         self._prepared().accumulation.move(self.header.seq + 1)
-        return [(s.member, a) for s, a in zip(header.contributors, header.answers, strict=True)]
+        return list(zip(self.contributors, header.answers, strict=True))
 
     @property
     def server(self) -> StateServer:
@@ -494,7 +500,8 @@ class Engine:
         deadline = time.monotonic() + self.config.step_timeout_s
         with mail.changed:
             mail.wait(lambda: bool(mail.commits), f"the commit of slot {contribution.seq} ({kind})", deadline)
-            header, view = mail.commits.popleft()
+            commit = mail.commits.popleft()
+            header, view = commit.header, commit.view
             self.view = mail.view
         self._waiting.over(f"the job goes on after step {header.step}")
         if header.error:
@@ -502,7 +509,7 @@ class Engine:
             raise DisagreementError(header.error)
         if set(header.learners) - set(self.header.learners):
             self._unserved = header
-        self.header, self.ruling_view = header, view
+        self.header, self.ruling_view, self.contributors = header, view, commit.contributors
         if self.member_id not in view.ids():
             self.out = True
         return header

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from chaos_lightning.events.registry import Event
@@ -115,6 +115,7 @@ EVENTS = (
 
 def committed_fields(
     header: Header,
+    contributors: Sequence[str],
     *,
     duration_s: float,
     wait_s: float = 0.0,
@@ -124,6 +125,7 @@ def committed_fields(
 
     Args:
         header: The slot's header.
+        contributors: Who brought its shares, in rank order.
         duration_s: Seconds since this member's previous commit.
         wait_s: Seconds of those that the training thread was blocked in the engine.
         spent: What this member itself used in the slot (its contribution's).
@@ -135,7 +137,7 @@ def committed_fields(
         "view": str(header.view),
         "header": header.hash,
         "prev": header.prev_hash,
-        "contributors": [[s.member, s.weight] for s in header.contributors],
+        "contributors": list(map(list, zip(contributors, header.weights(), strict=True))),
         "spent": list(spent),
         "ledger": list(header.ledger.streams),
         "next_view": str(header.next_view),

@@ -181,7 +181,7 @@ class Keeping:
             ) from error
         age_s = max(0.0, time.time() - float(record.said.get("time", 0.0)))
         # For readers of the logs this slot joins the two parts of the run.
-        self._events.emit("committed", **committed_fields(header, duration_s=0.0))
+        self._events.emit("committed", **committed_fields(header, (), duration_s=0.0))
         self._say_hash(header, state_hash(state.tensors()))
         self._events.emit("resumed_kept", step=header.step, seq=header.seq, keeper=kept.member, path=str(record.path))
         _log.warning(

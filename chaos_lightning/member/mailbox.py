@@ -17,6 +17,7 @@ from chaos_lightning.errors import (
     FinishedJobError,
     RefusedError,
 )
+from chaos_lightning.membership.effects import Committed
 from chaos_lightning.protocol.types import Header, Member, ToldEnd, View
 
 
@@ -26,7 +27,7 @@ class Mailbox:
 
     name: str
     changed: threading.Condition = field(default_factory=threading.Condition)
-    commits: deque[tuple[Header, View]] = field(default_factory=deque)
+    commits: deque[Committed] = field(default_factory=deque)
     view: View | None = None
     member: Member | None = None
     pull: tuple[Header, View] | None = None
@@ -57,10 +58,10 @@ class Mailbox:
                 setattr(self, name, value)
             self.changed.notify_all()
 
-    def commit(self, header: Header, view: View) -> None:
+    def commit(self, commit: Committed) -> None:
         with self.changed:
-            self.commits.append((header, view))
-            self.view, self.step = view, header.step
+            self.commits.append(commit)
+            self.view, self.step = commit.view, commit.header.step
             self.changed.notify_all()
 
     def reset(self) -> None:

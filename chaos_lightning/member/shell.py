@@ -282,8 +282,8 @@ class Shell:
                 # Only a recovery forgets what is queued: after a normal commit others still need this member's results.
                 if self.machine.prepared:
                     self.links.drop(view)
-            case fx.Committed(header, view):
-                self._committed(header, view)
+            case fx.Committed():
+                self._committed(effect)
             case fx.PullResult(header, sources):
                 self._hand_on(header, sources)
             case fx.PullState(header, view):
@@ -319,19 +319,21 @@ class Shell:
         teller.tell(*batch_once(self._shown, view))
         self._shown = view
 
-    def _committed(self, header: Header, view: View) -> None:
+    def _committed(self, commit: fx.Committed) -> None:
+        header = commit.header
         self.server.withdraw(header.seq)
         if header.kind == Kind.STEP and not header.error:
             scope = self.reducer.scope_spans()
             self.server.publish_result(header.seq, header.hash, self.memory.result_bytes[header.seq % 2], scope)
         now = time.monotonic()
         self._log(header)
-        self.mailbox.commit(header, view)
+        self.mailbox.commit(commit)
         mine = self._contribution
         self.events.emit(
             "committed",
             **committed_fields(
                 header,
+                commit.contributors,
                 duration_s=now - self._committed_at,
                 wait_s=now - self._contributed_at,
                 spent=mine.spent if mine is not None and mine.seq == header.seq else (),
@@ -341,7 +343,7 @@ class Shell:
             self.server.pace.step(now - self._committed_at, now)
         self._committed_at = now
         if header.view_change is not None:
-            self._viewed(view, carried=True)
+            self._viewed(commit.view, carried=True)
 
     def _log(self, header: Header) -> None:
         """Slots after the first header that names a learner are kept for it (protocol.md 18)."""

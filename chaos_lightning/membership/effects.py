@@ -126,6 +126,8 @@ class Committed:
 
     header: Header
     view: View
+    contributors: tuple[str, ...]
+    """Who brought the header's shares, in rank order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -489,24 +489,25 @@ class MemberMachine:
         self._emit(*self.neighbours.settle(self.member_id, self.view))
         self._raw = True
         self.assigning = change or self.view
+        commit = Committed(header, self.assigning, self.view.ids() if header.shares else ())
         self._close_open_slot()
         if change is not None:
             for joiner in change.joiners:
                 if joiner != self.member_id:
                     self._emit(ToPeer(joiner, header))
         if entering is not None:
-            self._emit(Committed(header, self.assigning))
+            self._emit(commit)
             self._enter(entering.view, entering.reason)
             return
         if change is not None and change.find(self.member_id) is None:
             self.phase, self._lingers_since = MemberPhase.LEAVING, self._now
             self._finish_reason = self.pending_leave or change.reason
-            self._emit(Committed(header, change))
+            self._emit(commit)
             return
         if change is not None:
-            self._enter(change, change.reason, committed=header)
+            self._enter(change, change.reason, commit)
             return
-        self._emit(Committed(header, self.view))
+        self._emit(commit)
         self._open_next()
 
     def _close_open_slot(self) -> None:
@@ -515,10 +516,10 @@ class MemberMachine:
         for key in [k for k in self._inbox if k[1] <= self.seq]:
             del self._inbox[key]
 
-    def _enter(self, view: View, reason: str, committed: Header | None = None) -> None:
+    def _enter(self, view: View, reason: str, commit: Committed | None = None) -> None:
         """This member stands in `view` from now on."""
         older = self._entered_id
-        self.neighbours.enter(self.view if committed is not None else None)
+        self.neighbours.enter(self.view if commit is not None else None)
         self.view, self._differing = view, ()
         self.promised = max(self.promised, view.id)
         if self.waiting_view is not None and self.waiting_view.id <= view.id:
@@ -528,10 +529,7 @@ class MemberMachine:
         if older != NO_VIEW:
             self._emit(DropAttempt(older))
         self._connect()
-        if committed is not None:
-            self._emit(Committed(committed, view))
-        else:
-            self._emit(Viewed(view))
+        self._emit(commit or Viewed(view))
         self._note("attempt", view=str(view.id), seq=self.seq + 1, reason=reason)
         self._emit(ToScheduler(self._position()))
         self._open_next()

@@ -25,9 +25,9 @@ from chaos_lightning.protocol.types import (
     Differs,
     Header,
     Kind,
-    Share,
     Spent,
     View,
+    equal_shares,
 )
 
 EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper", "order", "lets_go")
@@ -250,7 +250,7 @@ def close_slot(
         prev_hash=prev.hash,
         next_view=change.id if change is not None else view.id,
         name=first.name,
-        contributors=tuple(Share(c.member, c.weight, c.coefficient) for c in ordered),
+        shares=equal_shares((c.weight, c.coefficient) for c in ordered),
         presence=presence_of(ordered),
         ledger=ledger,
         answers=answers_of(kind, first.name, ordered),

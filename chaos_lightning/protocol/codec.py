@@ -5,7 +5,8 @@ each. For each dataclass a *plan* is made once, from its type hints and from the
 message of the same name: one pair of small functions per field. A field that exists on one side only, or whose types do
 not fit, is a TypeError at import. Encoding is strict about Python types (an `int` where a float is declared would hash
 differently on the other side, and headers are compared by hash); decoding is strict about everything a wire can do
-wrong and raises WireError: garbage, a missing part, an unknown enum, an interval that runs backwards, too many bytes.
+wrong and raises WireError: garbage, a missing part, an unknown enum, an interval that runs backwards, too many bytes,
+and what the dataclass itself calls a `flaw`.
 Nothing is ever unpickled.
 """
 
@@ -55,6 +56,7 @@ class _Plan:
         self.cls = cls
         self.message = message
         self.fields: list[_Field] = []
+        self.flaw: Callable[[Any], str] | None = getattr(cls, "flaw", None)
 
     def build(self, vocabulary: Vocabulary) -> None:
         hints = typing.get_type_hints(self.cls)
@@ -92,7 +94,10 @@ class _Plan:
                 values.append(None)
             else:
                 values.append(field.get(getattr(message, field.name)))
-        return self.cls(*values)
+        value = self.cls(*values)
+        if self.flaw is not None and (words := self.flaw(value)):
+            raise WireError(f"{self.cls.__name__}: {words}")
+        return value
 
 
 def _exact(kind: type) -> Codec:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -40,6 +42,9 @@ class ViewId:
 
 
 NO_VIEW = ViewId(0, 0)
+
+MAX_MEMBERS = 1 << 16
+"""Members of a view at most: fields of messages that count members, or links on a way, have room for so many."""
 
 MAX_PEER_NBYTES = 64 << 20
 """Limit of one encoded PeerMessage (bytes); the largest are gathered payloads of all members in one header."""
@@ -200,10 +205,17 @@ class Contribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    member: str
+class EqualShares:
+    """Shares of `count` members that follow each other in rank order and brought the same."""
+
+    count: int
     weight: float
     coefficient: float
+
+
+def equal_shares(shares: Iterable[tuple[float, float]]) -> tuple[EqualShares, ...]:
+    """The one way to write (weight, coefficient) of each contributor: runs of equal ones that are as long as can be."""
+    return tuple(EqualShares(len(list(run)), *share) for share, run in itertools.groupby(shares))
 
 
 @dataclass(frozen=True)
@@ -218,11 +230,13 @@ class Header:
     prev_hash: str
     next_view: ViewId
     name: str = ""
-    contributors: tuple[Share, ...] = ()
+    shares: tuple[EqualShares, ...] = ()
+    """What the members of `view` brought, all of them in rank order (protocol.md 1), as `equal_shares` writes it."""
     presence: bytes = b""
     ledger: Ledger = Ledger()
     answers: tuple[bytes, ...] = ()
-    """Payloads, aligned with contributors; of one that yielded nothing, b"". Of a STEP only if any member had one."""
+    """Payloads of the contributors, in rank order; of one that yielded nothing, b"". Of a STEP only if any member had
+    one."""
     layout_hash: str = ""
     hyper: str = ""
     view_change: View | None = None
@@ -245,15 +259,36 @@ class Header:
         def plain(value: object) -> object:
             if isinstance(value, bytes):
                 return value.hex()
+            if isinstance(value, EqualShares):
+                return (value.count, value.weight, value.coefficient)
             return {f.name: getattr(value, f.name) for f in fields(value)}  # type: ignore[arg-type]
 
         text = json.dumps(plain(self), sort_keys=True, default=plain, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
+    def contributors(self) -> int:
+        """Number of members that contributed."""
+        return sum(s.count for s in self.shares)
+
+    def weights(self) -> list[float]:
+        """Weight of each contributor, in rank order."""
+        return [s.weight for s in self.shares for _ in range(s.count)]
+
+    @property
     def total_weight(self) -> float:
-        """What the sum of `coefficient * gradient` must be divided by so that every sample weighs the same."""
-        return sum(s.weight for s in self.contributors)
+        """What the sum of `coefficient * gradient` must be divided by so that every sample weighs the same.
+
+        It is rounded once, so it depends neither on the order of the members nor on Python's own `sum`.
+        """
+        return math.fsum(self.weights())
+
+    def flaw(self) -> str:
+        """Returns what keeps these bytes from being the one form that is hashed, or ""."""
+        if odd := [s.count for s in self.shares if not 1 <= s.count <= MAX_MEMBERS]:
+            return f"shares of {odd[0]} members; expected 1 to {MAX_MEMBERS}"
+        same = any((a.weight, a.coefficient) == (b.weight, b.coefficient) for a, b in itertools.pairwise(self.shares))
+        return "equal shares in two runs; expected one" if same else ""
 
 
 GENESIS = Header(seq=0, kind=Kind.BOUNDARY, step=0, view=NO_VIEW, prev_hash="", next_view=NO_VIEW)

@@ -10,7 +10,7 @@ from chaos_lightning.collectives.gradients import LEND_NBYTES, Gradients
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, Share
+from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, equal_shares
 
 
 class Bench:
@@ -31,8 +31,8 @@ class Bench:
             result[at : at + piece.nbytes] = piece
             at += piece.nbytes
         self.memory.results[1].view(torch.float32).mul_(times)
-        shares = tuple(Share(f"m{i}", w, w) for i, w in enumerate(weights))
-        header = Header(1, Kind.STEP, 1, NO_VIEW, "", NO_VIEW, contributors=shares, presence=presence)
+        shares = equal_shares((w, w) for w in weights)
+        header = Header(1, Kind.STEP, 1, NO_VIEW, "", NO_VIEW, shares=shares, presence=presence)
         self.gradients.apply(header)
         return header
 

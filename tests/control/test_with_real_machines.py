@@ -264,7 +264,7 @@ def test_a_death_is_survived_and_the_open_slot_is_redone() -> None:
         nodes[0].contribute()
         nodes[1].die()
         committed = nodes[0].committed(seq + 1)
-        assert [s.member for s in committed.header.contributors] == [nodes[0].id]
+        assert committed.contributors == (nodes[0].id,)
         assert fetch_status(served.endpoint)["machine"]["phase"] == "running"
     with JobChain(MemoryStore(shelf=shelf)) as chain:
         kinds = [(e.kind, len(e.view.members) if e.view else 0) for e in chain.entries()]

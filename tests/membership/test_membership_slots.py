@@ -106,7 +106,7 @@ def test_who_leaves_goes_along_with_whatever_the_others_close(kind: str, who: st
     assert header.error == ""
     assert header.kind is Kind(kind)
     others = [m for m in IDS if m != who]
-    assert [s.member for s in header.contributors] == list(IDS)
+    assert header.contributors == len(IDS)
     votes = tuple(b"" if m == who else f"{m} votes".encode() for m in IDS)
     assert header.answers == (votes if kind == "gather" else ())
     assert header.hyper == contributions[others[0]].hyper
@@ -167,7 +167,7 @@ def test_sample_spent_twice_in_one_slot_is_an_error_and_spends_nothing() -> None
 def test_gather_answers_are_in_rank_order() -> None:
     header = closed(dict(reversed(box("gather").items())))
     assert header.answers == tuple(f"{m} votes".encode() for m in IDS)
-    assert [s.member for s in header.contributors] == list(IDS)
+    assert header.contributors == len(IDS)
     assert header.step == 0
 
 

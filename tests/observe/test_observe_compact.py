@@ -19,7 +19,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.compact import WHOLE_EVERY, Before
 from chaos_lightning.events.events import PARTS_A_DAY, EventLog, Record, Tail, log_files, read_events
 from chaos_lightning.member.events import committed_fields
-from chaos_lightning.protocol.types import GENESIS, Header, Kind, Ledger, Share, Spent, ViewId
+from chaos_lightning.protocol.types import GENESIS, Header, Kind, Ledger, Spent, ViewId, equal_shares
 
 SEEDS = range(8)
 
@@ -47,13 +47,13 @@ def slots(seed: int, count: int) -> list[dict[str, Any]]:
             view=before.next_view,
             prev_hash=before.hash,
             next_view=ViewId(1, before.next_view.number + (random_.random() < 0.05)),
-            contributors=tuple(Share(m, random_.choice([4.0, 4.0, 3.5]), 1.0) for m in members),
+            shares=equal_shares((random_.choice([4.0, 4.0, 3.5]), 1.0) for _ in members),
             ledger=Ledger(tuple(Spent(s, e, tuple(x)) for (s, e), x in ledger.items())),
             name="outer sync" if kind == Kind.GATHER else "",
             error="it failed" if random_.random() < 0.02 else "",
         )
         spent = [Spent(*stream, used)] if random_.random() < 0.9 else []
-        found.append(committed_fields(before, duration_s=random_.random(), wait_s=0.0, spent=spent))
+        found.append(committed_fields(before, members, duration_s=random_.random(), wait_s=0.0, spent=spent))
     return found
 
 

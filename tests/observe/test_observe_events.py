@@ -19,7 +19,7 @@ from chaos_lightning.events.events import EventLog, Tail, read_events
 from chaos_lightning.events.reader import parse_line
 from chaos_lightning.events.registry import problems
 from chaos_lightning.member.events import committed_fields
-from chaos_lightning.protocol.types import Header, Kind, Ledger, Share, Spent, ViewId
+from chaos_lightning.protocol.types import Header, Kind, Ledger, Spent, ViewId, equal_shares
 
 HEADER = Header(
     seq=3,
@@ -28,7 +28,7 @@ HEADER = Header(
     view=ViewId(1, 2),
     prev_hash="0" * 16,
     next_view=ViewId(1, 2),
-    contributors=(Share("a~1", 4.0, 1.0), Share("b~1", 2.0, 1.0)),
+    shares=equal_shares([(4.0, 1.0), (2.0, 1.0)]),
     ledger=Ledger((Spent("", 0, ((0, 6),)),)),
 )
 
@@ -36,7 +36,9 @@ HEADER = Header(
 def test_round_trip_keeps_order_and_stamps(tmp_path: Path) -> None:
     with EventLog.in_directory(tmp_path, "edge-1") as log:
         log.identify("edge-1~1")
-        log.emit("committed", **committed_fields(HEADER, duration_s=0.25, spent=[Spent("", 0, ((0, 4),))]))
+        log.emit(
+            "committed", **committed_fields(HEADER, ("a~1", "b~1"), duration_s=0.25, spent=[Spent("", 0, ((0, 4),))])
+        )
         log.emit("death", member="edge-2~1", evidence="closed")
     records = list(read_events(tmp_path))
     assert [r.name for r in records] == ["opened", "committed", "death", "closed"]

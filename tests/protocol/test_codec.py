@@ -22,7 +22,9 @@ from chaos_lightning.protocol import chaos_pb2, codec, generate
 from chaos_lightning.protocol import types as vocabulary
 from chaos_lightning.protocol.types import (
     GENESIS,
+    MAX_MEMBERS,
     Contribution,
+    EqualShares,
     FromMember,
     Header,
     Heartbeat,
@@ -31,11 +33,11 @@ from chaos_lightning.protocol.types import (
     LinkEvent,
     PeerMessage,
     Report,
-    Share,
     Spent,
     ToMember,
     View,
     ViewId,
+    equal_shares,
 )
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -53,7 +55,7 @@ HEADER = Header(
     view=ViewId(1, 2),
     prev_hash="00",
     next_view=ViewId(1, 2),
-    contributors=(Share("a~1", 4.0, 1.0),),
+    shares=(EqualShares(1, 4.0, 1.0),),
     ledger=vocabulary.Ledger((Spent("", 0, ((0, 4),)),)),
 )
 
@@ -114,12 +116,21 @@ def test_everything_comes_back_as_it_was(cls: type) -> None:
 @RELAXED
 @given(values(Header))
 @example(GENESIS)
-@example(replace(HEADER, contributors=(Share("a", -0.0, 1e-300), Share("b", 0.1 + 0.2, 3.0))))
+@example(replace(HEADER, shares=(EqualShares(1, -0.0, 1e-300), EqualShares(9, 0.1 + 0.2, 3.0))))
 def test_a_header_keeps_its_hash(header: Header) -> None:
     back = codec.decode_peer(codec.encode_peer(header))
     assert isinstance(back, Header)
     assert back == header
     assert back.hash == header.hash
+
+
+@given(st.lists(st.tuples(st.floats(-9, 9), st.sampled_from([0.0, 0.1])), max_size=40), st.randoms())
+def test_shares_are_those_of_each_member_and_their_sum_is_the_same_in_any_order(shares: Any, draw: Any) -> None:
+    header = replace(HEADER, shares=equal_shares(shares))
+    assert header.weights() == [weight for weight, _ in shares]
+    assert header.contributors == len(shares)
+    draw.shuffle(shares)
+    assert replace(HEADER, shares=equal_shares(shares)).total_weight == header.total_weight
 
 
 @RELAXED
@@ -160,8 +171,11 @@ def test_flipped_bytes_are_a_wire_error_or_a_message(data: st.DataObject) -> Non
         (lambda e: e.header.ClearField("view"), "Header without view"),
         (lambda e: e.header.ClearField("kind"), "Kind number 0 is unknown"),
         (lambda e: setattr(e.header, "kind", 77), "Kind number 77 is unknown"),
-        (lambda e: setattr(e.header.contributors[0], "weight", float("nan")), "not finite"),
-        (lambda e: setattr(e.header.contributors[0], "coefficient", float("inf")), "not finite"),
+        (lambda e: setattr(e.header.shares[0], "weight", float("nan")), "not finite"),
+        (lambda e: setattr(e.header.shares[0], "coefficient", float("inf")), "not finite"),
+        (lambda e: setattr(e.header.shares[0], "count", 0), "shares of 0 members"),
+        (lambda e: setattr(e.header.shares[0], "count", MAX_MEMBERS + 1), f"shares of {MAX_MEMBERS + 1} members"),
+        (lambda e: e.header.shares.add(count=2, weight=4.0, coefficient=1.0), "equal shares in two runs"),
         (lambda e: setattr(e.header.ledger.streams[0].spans[0], "start", 5), r"interval \[5, 4\)"),
         (lambda e: setattr(e.header.ledger.streams[0].spans[0], "start", -1), r"interval \[-1, 4\)"),
         (lambda e: e.ClearField("header"), "without a known message"),

@@ -39,7 +39,11 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return st.sampled_from(hint)
     hints = typing.get_type_hints(hint)
-    return st.builds(hint, **{f.name: values(hints[f.name]) for f in dataclasses.fields(hint)})
+    parts = {f.name: values(hints[f.name]) for f in dataclasses.fields(hint)}
+    if hint is vocabulary.Header:
+        shares = st.lists(st.tuples(_SIMPLE[float], _SIMPLE[float]), max_size=4)
+        parts["shares"] = shares.map(vocabulary.equal_shares)
+    return st.builds(hint, **parts)
 
 
 def messages() -> list[type]:

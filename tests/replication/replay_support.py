@@ -29,7 +29,7 @@ from chaos_lightning.collectives.hyper import hyper_words
 from chaos_lightning.collectives.layout import Layout, Section, section_of
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.member.training import reduced_buffers
-from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, Share
+from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, equal_shares
 from chaos_lightning.replication.access import ModuleState
 from chaos_lightning.replication.replay import OptimizerReplay, Replay
 
@@ -106,7 +106,7 @@ class Member(Side):
             self._add(total, section)
         raw = bytes(total)
         self.memory.result_bytes[seq % 2][:] = raw
-        shares = (Share("a", 5.0, 5.0), Share("b", 8.0, 8.0))
+        shares = equal_shares([(5.0, 5.0), (8.0, 8.0)])
         hyper = hyper_words(self.optimizers)
         header = Header(seq, Kind.STEP, seq, NO_VIEW, "", NO_VIEW, f"section {section}", shares, presence, hyper=hyper)
         self.gradients.apply(header)
@@ -118,7 +118,7 @@ class Member(Side):
     def empty(self) -> None:
         """A step that nobody had samples for."""
         seq = len(self.log) + 1
-        header = Header(seq, Kind.STEP, seq, NO_VIEW, "", NO_VIEW, "section 0", (Share("a", 0.0, 0.0),))
+        header = Header(seq, Kind.STEP, seq, NO_VIEW, "", NO_VIEW, "section 0", equal_shares([(0.0, 0.0)]))
         self.gradients.arm(0, 0.0)
         self.gradients.apply(header)
         self.optimizers[0].step()

@@ -21,10 +21,10 @@ from chaos_lightning.protocol.types import (
     Header,
     Kind,
     Member,
-    Share,
     Spent,
     View,
     ViewId,
+    equal_shares,
 )
 from chaos_lightning.replication.manifest import decode_manifest, encode_manifest
 from chaos_lightning.settings import EngineConfig
@@ -42,6 +42,7 @@ class EngineDouble:
         self.name = config.name
         self.view: View | None = None
         self.ruling_view: View | None = None
+        self.contributors: tuple[str, ...] = ()
         self.header = GENESIS
         self.role = ""
         self.leaving = self.out = self.closed = self.resumed = False
@@ -152,12 +153,13 @@ class EngineDouble:
             prev_hash=before.hash,
             next_view=self.view.id,
             name=name,
-            contributors=(Share(self.member_id, weight, weight),),
+            shares=equal_shares([(weight, weight)]),
             ledger=ledger.merge(before.ledger, spent),
             answers=answers,
             boundary=before.seq + 1 == self.boundary_at,
             drifted=(self.member_id,) if before.seq + 1 == self.drift_at and not self.rejoined else (),
         )
+        self.contributors = (self.member_id,)
         self.log.append(self.header)
         return self.header
 

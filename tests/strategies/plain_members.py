@@ -64,8 +64,8 @@ def member(spec: dict[str, Any]) -> None:
             own = [p.grad.clone() for p in module.parameters()] if spec.get("watches") else []
             if not trainer.update():
                 continue
-            shares = trainer.engine.header.contributors
-            if own and len(shares) > 1 and sum(share.weight > 0 for share in shares) == 1:
+            weights = trainer.engine.header.weights()
+            if own and len(weights) > 1 and sum(weight > 0 for weight in weights) == 1:
                 apart.append(max((p.grad - g).abs().max() for p, g in zip(module.parameters(), own, strict=True)))
             if "leaves_at" not in spec:
                 optimizer.zero_grad()

@@ -15,7 +15,7 @@ import torchmetrics as tm
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torchmetrics.metric import Metric
 
-from chaos_lightning.protocol.types import GENESIS, Header, Kind, Share
+from chaos_lightning.protocol.types import GENESIS, Header, Kind
 from chaos_lightning.replication.payload import decode_payload, encode_payload
 from chaos_lightning.strategies.handover import Handover, compute_epoch
 from chaos_lightning.strategies.metrics import MetricRoute
@@ -97,11 +97,11 @@ class Members:
         ]
         self.slots += 1
         header = Header(seq=self.slots, kind=Kind.STEP, step=self.slots, view=GENESIS.view, prev_hash="",
-                        next_view=GENESIS.view, contributors=tuple(Share(n, 1.0, 1.0) for n in names))  # fmt: skip
+                        next_view=GENESIS.view)  # fmt: skip
         for name in leaves:
             del self.sides[name]
         for name, side in self.sides.items():
-            side.handover.committed(header, answers, tuple(sorted(self.sides)), name)
+            side.handover.committed(header, dict(zip(names, answers, strict=True)), tuple(sorted(self.sides)), name)
 
 
 def shown(*values: float) -> dict[str, float]:

@@ -90,9 +90,7 @@ def node(pipe: Connection, part: Part, recipe: Recipe, samples: Samples, number:
             optimizer.zero_grad(set_to_none=True)
             loss_of(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
             trainer.update()
-            size = len(
-                trainer.engine.header.contributors
-            )  # equal on all nodes; who is about to go counts until it is gone
+            size = trainer.engine.header.contributors  # equal on all nodes; who is about to go counts until it is gone
             trainer.check_state_replication()
             if part.every and trainer.step % part.every == 0:
                 pipe.send(("learned", trainer.step, learned_arrays(model)))

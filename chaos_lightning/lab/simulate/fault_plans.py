@@ -149,7 +149,7 @@ class PlannedNode(Node):
     def _apply(self, effect: fx.MemberEffect, phase: MemberPhase) -> None:
         super()._apply(effect, phase)
         match effect:
-            case fx.Committed(header, _):
+            case fx.Committed(header):
                 self.world.stepped(header.step)
                 self.world.saw("committed", self.name)
             case fx.Observe():

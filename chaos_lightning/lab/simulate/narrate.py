@@ -33,8 +33,8 @@ def narrate(plan: Plan, hooks: Callable[[], Hooks] = Hooks, given: World | None 
     def on_effect(node: Endpoint, effect: fx.MemberEffect) -> None:
         me = node.machine.member_id
         match effect:
-            case fx.Committed(header, view):
-                who = ",".join(s.member for s in header.contributors)
+            case fx.Committed(header, view, contributors):
+                who = ",".join(contributors)
                 change = f", then view {view.id}" if header.view_change is not None else ""
                 tell(f"{me} commits {header.seq} {header.kind} {header.hash[:6]} of view {header.view} [{who}]{change}")
             case fx.Viewed(view):

@@ -228,8 +228,8 @@ class Node(Connected):
                 self.plane.open(view, seq)
             case fx.DropAttempt(view):
                 self.plane.drop(view)
-            case fx.Committed(header, view):
-                self._commit(header, view)
+            case fx.Committed(header, _, contributors):
+                self._commit(header, contributors)
             case fx.PullResult(header, sources):
                 self._replace_pull(ResultPull(self.world, self, header, sources))
             case fx.PullState(header, view):
@@ -393,7 +393,7 @@ class Node(Connected):
         """The name of the collective that comes, and what it says in it."""
         return str(Kind.GATHER), f"{self.machine.member_id} says {self.kernel.random.randrange(1000)}".encode()
 
-    def beside(self, before: Header, header: Header) -> None:
+    def beside(self, before: Header, header: Header, contributors: tuple[str, ...]) -> None:
         """What else of the state a slot changes that is committed."""
 
     def _contribute(self, kind: Kind, **fields: object) -> None:
@@ -414,7 +414,7 @@ class Node(Connected):
         )
         self.feed(fx.Contribute(contribution))
 
-    def _commit(self, header: Header, view: View) -> None:
+    def _commit(self, header: Header, contributors: tuple[str, ...]) -> None:
         """The training thread applies the slot."""
         oracle, before = self.world.oracle, self.header
         self.kept = (before, self.state)
@@ -425,8 +425,8 @@ class Node(Connected):
             buffer.head = header.hash
             results = [buffer.done.get(i, frozenset()) for i in range(self.world.program.ranges)]
             self.state = apply_result(self.state, results)
-        self.beside(before, header)
-        oracle.committed(self.machine.member_id, self.lineage, before, header, self.state, results)
+        self.beside(before, header, contributors)
+        oracle.committed(self.machine.member_id, self.lineage, before, header, contributors, self.state, results)
         self.header, self.assigning = header, self.machine.assigning
         self.keeper.committed(before, header)
         self.externalise(before, header)

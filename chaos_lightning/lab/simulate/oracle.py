@@ -45,6 +45,8 @@ class Oracle:
     made: dict[int, Made] = field(default_factory=dict)
     votes: dict[tuple[str, int], set[bytes]] = field(default_factory=dict)
     headers: dict[tuple[str, str], Header] = field(default_factory=dict)
+    contributors: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By hash of the header: who brought its shares, in rank order."""
     states: dict[tuple[str, str], State] = field(default_factory=dict)
     lineage: str = ""
     """The last founding view."""
@@ -107,7 +109,14 @@ class Oracle:
             )
 
     def committed(
-        self, who: str, lineage: str, before: Header, header: Header, state: State, results: Sequence[Result] | None
+        self,
+        who: str,
+        lineage: str,
+        before: Header,
+        header: Header,
+        contributors: tuple[str, ...],
+        state: State,
+        results: Sequence[Result] | None,
     ) -> None:
         """`who` applied `header`; `state` is the outcome, `results` the sums it used."""
         self.commits += 1
@@ -121,11 +130,14 @@ class Oracle:
             return
         self.states[key] = state
         self.headers[key] = header
+        self.contributors[header.hash] = contributors
         if header.seq > self.furthest.get(lineage, 0):
             self.furthest[lineage] = header.seq
             self.on_slot()
         if header.error:
             return
+        if header.contributors != len(contributors):
+            raise Violation(f"slot {header.seq} has shares of {header.contributors}, its view is {contributors} (1)")
         if header.kind is Kind.STEP:
             self._check_sum(who, lineage, before, header, results or ())
         if header.kind is Kind.GATHER:
@@ -143,7 +155,8 @@ class Oracle:
             if made.state != self.states[(lineage, before.hash)]:
                 raise Violation(f"{who}: slot {header.seq} sums a gradient of {made.member} on another state (4a)")
             used += made.spans
-        weights = {s.member for s in header.contributors if s.weight}
+        contributors = self.contributors[header.hash]
+        weights = {m for m, weight in zip(contributors, header.weights(), strict=True) if weight}
         summed = {self.made[uid].member for uid in results[0]}
         if weights != summed:
             raise Violation(f"slot {header.seq}: header names {sorted(weights)}, the sum has {sorted(summed)} (1, 2)")
@@ -164,10 +177,10 @@ class Oracle:
         """No step is empty while there are samples for every member that the assigning view names (protocol.md 10)."""
         named = str(before.next_view) if before.seq else lineage
         view = next((v for v in self.views() if str(v.id) == named), None)
-        if view is None or any(s.weight for s in header.contributors):
+        if view is None or header.total_weight:
             return
         left = len(_positions(self.program.unspent(before.ledger, self.program.epoch(before.ledger))))
-        there = [s.member for s in header.contributors if (s.member, header.seq) not in self.strayed]
+        there = [m for m in self.contributors[header.hash] if (m, header.seq) not in self.strayed]
         assigned = [m for m in there if view.find(m) is not None]
         if assigned and left >= sum(m.quota for m in view.members):
             raise Violation(
@@ -175,14 +188,14 @@ class Oracle:
             )
 
     def _check_votes(self, header: Header) -> None:
-        if len(header.answers) != len(header.contributors):
-            counts = f"{len(header.answers)} answers of {len(header.contributors)} voters"
+        if len(header.answers) != header.contributors:
+            counts = f"{len(header.answers)} answers of {header.contributors} voters"
             raise Violation(f"slot {header.seq}: {counts} (28)")
-        for share, answer in zip(header.contributors, header.answers, strict=True):
-            if (share.member, header.seq) in self.strayed and not answer:
+        for member, answer in zip(self.contributors[header.hash], header.answers, strict=True):
+            if (member, header.seq) in self.strayed and not answer:
                 continue
-            if answer not in self.votes.get((share.member, header.seq), set()):
-                raise Violation(f"slot {header.seq}: {share.member} never voted {answer!r} (28)")
+            if answer not in self.votes.get((member, header.seq), set()):
+                raise Violation(f"slot {header.seq}: {member} never voted {answer!r} (28)")
 
     def externalised(self, who: str, lineage: str, header: Header) -> None:
         """`who` lets this slot leave the job: a checkpoint, a log line, a decision (contract 2, protocol.md 4)."""

@@ -51,12 +51,10 @@ def _adopted(state: State, ranges: int, version: VersionId, *, outright: bool) -
     return (*(hash((old, version.number, outright)) for old in state[:ranges]), *state[ranges:])
 
 
-def _take(part: RankPart, me: str, header: Header) -> None:
+def _take(part: RankPart, me: str, header: Header, contributors: tuple[str, ...]) -> None:
     """A slot is committed: what its header says is taken in, or else the one before is known to all."""
     said = header.kind is Kind.STEP or header.name == MEETING
-    part.commit(
-        me, [share.member for share in header.contributors], header.answers if said else (), _number(header)
-    )  # fmt: skip
+    part.commit(me, contributors, header.answers if said else (), _number(header))
 
 
 class Replica:
@@ -99,7 +97,7 @@ class OuterObservation(Observation):
             return
         if self.part is None:
             self.part = self.node.made(Replica(self), self.state[-1])
-        _take(self.part, "", entry.header)
+        _take(self.part, "", entry.header, self.job.oracle.contributors[entry.header.hash])
         if not self.stopped:
             self.state = (*self.state[:-1], self.node.leader.number_of(self.part))
 
@@ -265,12 +263,12 @@ class OuterNode(Node):
         over = LOOP_OVER if super().next_kind() is Kind.CLOSING else ""
         return self.part.says(samples, _RATES, over)
 
-    def beside(self, before: Header, header: Header) -> None:
+    def beside(self, before: Header, header: Header, contributors: tuple[str, ...]) -> None:
         part = self.part
         if header.error or part is None:
             return
         self.keeper.settle()  # meetings change it, too
-        _take(part, self.machine.member_id, header)
+        _take(part, self.machine.member_id, header, contributors)
         self.state = (*self.state[:-1], self.leader.number_of(part))
         gone = {*part.gone, *part.given_up}
         self.leader.steps.took(self.lineage, before, header, _number(header), gone, part.content)
