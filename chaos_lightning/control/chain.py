@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self, get_args
 
@@ -23,10 +24,13 @@ from chaos_lightning.control.store import EMPTY, Appended, End, Store, StoreReco
 from chaos_lightning.errors import StoreError, WireError
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist, RecordedEnd
 from chaos_lightning.membership.peers import short
-from chaos_lightning.protocol.codec import decode, encode
-from chaos_lightning.protocol.types import NO_VIEW, Header, View, ViewId
+from chaos_lightning.protocol.codec import decode, decode_named_view, encode
+from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, View, ViewId
 
 EntryKind = Literal["reserve", "view", "link", "finish"]
+FORM = 2
+"""Version of a record's body, which its first line names. Version 1, which names none, has views that repeat members'
+names (`NamedView`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ class Tip:
 def entry_of(effect: Persist) -> ChainEntry:
     """The entry that a Persist effect asks for; a malformed one is a StoreError.
 
-    It is without the answers of a large collective: they are kept by members, and no scheduler reads them back.
+    Of a base it has what a scheduler reads back, and nothing that grows with the job: members keep the header itself.
     """
     kind = effect.kind
     if kind not in get_args(EntryKind):
@@ -93,8 +97,8 @@ def entry_of(effect: Persist) -> ChainEntry:
     if (kind == "link") != (effect.wish is not None):
         raise StoreError(f"Persist of kind {kind!r} {'with' if effect.wish else 'without'} a wish")
     base = effect.base
-    if base is not None and base.answers:
-        base = replace(base, answers=())
+    if base is not None:
+        base = replace(base, shares=(), presence=b"", ledger=Ledger(), answers=(), hyper="", view_change=None, error="")
     what = (effect.view, base, effect.hand_on, effect.wish, effect.ending)
     return ChainEntry(0, kind, effect.number, *what)  # type: ignore[arg-type]
 
@@ -183,6 +187,7 @@ def entry_bytes(entry: ChainEntry) -> bytes:
     """A record's body: a line of JSON, then view and base as they travel, of the sizes that the line names."""
     parts = [encode(part) if part is not None else None for part in (entry.view, entry.base)]
     head = {
+        "form": FORM,
         "number": [entry.number.term, entry.number.number],
         "hand_on": entry.hand_on,
         "wish": asdict(entry.wish) if entry.wish is not None else None,
@@ -206,12 +211,16 @@ def entry_from(record: StoreRecord) -> ChainEntry:
         line, _, rest = record.body.partition(b"\n")
         head = json.loads(line)
         term, number = head["number"]
+        form = head.get("form", 1)
+        if form not in (1, FORM):
+            raise ValueError(f"version {form!r}, and this program reads up to {FORM}; go on with the one that wrote it")
         view_nbytes, base_nbytes = head["nbytes"]
         if not all(type(n) is int and n >= 0 for n in (term, number, view_nbytes or 0, base_nbytes or 0)):
             raise ValueError("numbers that are none")
         if len(rest) != (view_nbytes or 0) + (base_nbytes or 0):
             raise ValueError(f"{len(rest)} bytes behind its first line, not {view_nbytes} and {base_nbytes}")
-        view = decode(View, rest[:view_nbytes]) if view_nbytes is not None else None
+        as_view = decode_named_view if form == 1 else partial(decode, View)
+        view = as_view(rest[:view_nbytes]) if view_nbytes is not None else None
         base = decode(Header, rest[view_nbytes or 0 :]) if base_nbytes is not None else None
         wish = LinkWish(**head["wish"]) if head["wish"] is not None else None
         ending = _ending(head["ending"]) if "ending" in head else None

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, EncodeError
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.protocol import chaos_pb2, packing
 from chaos_lightning.protocol import types as job_types
-from chaos_lightning.protocol.types import MAX_PEER_NBYTES, FromMember, PeerMessage, ToMember
+from chaos_lightning.protocol.types import MAX_PEER_NBYTES, FromMember, PeerMessage, ToMember, View
 
 T = TypeVar("T")
 
@@ -100,6 +100,23 @@ class _Plan:
         return value
 
 
+class _Packed:
+    """Encoder and decoder of a dataclass that travels in the form of another one."""
+
+    def __init__(self, cls: type, form: _Plan, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        self.cls = cls
+        self.message = form.message
+        self._form = form
+        self._pack = pack
+        self._unpack = unpack
+
+    def encode(self, value: Any) -> Any:
+        return self._form.encode(self._pack(value))
+
+    def decode(self, message: Any) -> Any:
+        return self._unpack(self._form.decode(message))
+
+
 def _exact(kind: type) -> Codec:
     def put(value: Any) -> Any:
         if type(value) is not kind:
@@ -170,21 +187,21 @@ def _enum(cls: type[enum.Enum], descriptor: Any) -> Codec:
 
 
 _SPAN_HINT = typing.Tuple[int, int]  # noqa: UP006  (compared with hints, which may be either form)
-_SCALARS: dict[type, tuple[str, Codec]] = {
-    int: ("TYPE_INT64", (_put_int, lambda value: value)),
-    float: ("TYPE_DOUBLE", (_put_float, _get_float)),
-    bool: ("TYPE_BOOL", _exact(bool)),
-    str: ("TYPE_STRING", _exact(str)),
-    bytes: ("TYPE_BYTES", _exact(bytes)),
+_SCALARS: dict[type, tuple[tuple[str, ...], Codec]] = {
+    int: (("TYPE_INT64", "TYPE_SINT64"), (_put_int, lambda value: value)),
+    float: (("TYPE_DOUBLE",), (_put_float, _get_float)),
+    bool: (("TYPE_BOOL",), _exact(bool)),
+    str: (("TYPE_STRING",), _exact(str)),
+    bytes: (("TYPE_BYTES",), _exact(bytes)),
 }
 
 
 def _single(vocabulary: Vocabulary, hint: Any, descriptor: Any) -> tuple[Codec, bool]:
     """Codec of one value of this type, and whether it is a message."""
     if hint in _SCALARS:
-        wanted, codec = _SCALARS[hint]
-        if descriptor.type != getattr(descriptor, wanted):
-            raise TypeError(f"is a {hint.__name__}, but {wanted} is not its type")
+        fitting, codec = _SCALARS[hint]
+        if descriptor.type not in [getattr(descriptor, name) for name in fitting]:
+            raise TypeError(f"is a {hint.__name__}, but {' or '.join(fitting)} is not its type")
         return codec, False
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         if descriptor.enum_type is None or descriptor.enum_type.name != hint.__name__:
@@ -209,7 +226,8 @@ def _field(vocabulary: Vocabulary, name: str, hint: Any, descriptor: Any) -> _Fi
         if not descriptor.is_repeated:
             raise TypeError("is a tuple, so it must be repeated")
         (put, get), message = _single(vocabulary, arguments[0], descriptor)
-        return _Field(name, _all(put), _every(get, message or arguments[0] in (float,)), False, False)
+        puts = _put_integers if arguments[0] is int else _all(put)
+        return _Field(name, puts, _every(get, message or arguments[0] in (float,)), False, False)
     if descriptor.is_repeated:
         raise TypeError("is repeated there, so it must be a tuple")
     (put, get), message = _single(vocabulary, hint, descriptor)
@@ -223,6 +241,13 @@ def _all(put: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return [put(v) for v in value]
 
     return puts
+
+
+def _put_integers(value: Any) -> Any:
+    """As `_all` of integers, quickly: a view has thousands. Protobuf refuses those of more than 64 bits."""
+    if type(value) is not tuple or not {int}.issuperset(map(type, value)):
+        raise TypeError("expected a tuple of int")
+    return value
 
 
 def _every(get: Callable[[Any], Any], convert: bool) -> Callable[[Any], Any]:
@@ -245,6 +270,7 @@ class Vocabulary:
             its `NamedText`.
         known: Vocabularies whose dataclasses may be parts of these; the proto file imports theirs.
         special: Types that travel in another way: the message's name, and how.
+        packed: Dataclasses that travel in the form of another one of `classes`: that one, and the way there and back.
 
     Raises:
         TypeError: A dataclass and its message differ.
@@ -256,6 +282,7 @@ class Vocabulary:
         stubs: Any,
         known: Iterable[Vocabulary] = (),
         special: Mapping[Any, tuple[str, Codec]] | None = None,
+        packed: Mapping[type, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] | None = None,
     ) -> None:
         self.proto = str(stubs.DESCRIPTOR.name).rpartition("/")[2]
         own = {
@@ -263,12 +290,14 @@ class Vocabulary:
             for cls in classes
             if dataclasses.is_dataclass(cls) and isinstance(cls, type) and hasattr(stubs, cls.__name__)
         }
-        self._plans: dict[type, _Plan] = {}
+        self._plans: dict[type, _Plan | _Packed] = {}
         self._plain: dict[Any, tuple[str, Codec]] = {}
         for other in known:
             self._plans |= other._plans
             self._plain |= other._plain
         self._plans |= own
+        for cls, (form, pack, unpack) in (packed or {}).items():
+            self._plans[cls] = _Packed(cls, own[form], pack, unpack)
         self._plain |= special or {}
         if hasattr(stubs, "Span"):
             self._plain |= dict.fromkeys((tuple[int, int], _SPAN_HINT), ("Span", _span(stubs.Span)))
@@ -293,7 +322,7 @@ class Vocabulary:
         plan = self._plans.get(hint)
         if plan is None:
             raise TypeError(f"has the type {hint}, which has no place in a message")
-        return plan.cls.__name__, (plan.encode, plan.decode)
+        return plan.message.DESCRIPTOR.name, (plan.encode, plan.decode)
 
     def encode(self, value: object, limit: int = MAX_CONTROL_NBYTES) -> bytes:
         """Bytes of one of these dataclasses (stores keep views and headers this way).
@@ -340,7 +369,7 @@ class Vocabulary:
 class Envelope:
     """One of several messages; `Vocabulary.envelope` makes it."""
 
-    def __init__(self, message: Any, limit: int, plans: dict[type, tuple[str, _Plan]]) -> None:
+    def __init__(self, message: Any, limit: int, plans: dict[type, tuple[str, _Plan | _Packed]]) -> None:
         self._message = message
         self._limit = limit
         self._plans = plans
@@ -390,12 +419,24 @@ def _parse(cls: Any, data: bytes | bytearray | memoryview, limit: int) -> Any:
 
 # --- what the members and the scheduler of a job say ----------------------------------------------------------------
 
-JOB = Vocabulary(vars(job_types).values(), chaos_pb2)  # Settings never travels
+JOB = Vocabulary(  # Settings never travels
+    [*vars(job_types).values(), packing.PackedMembers, packing.PackedTree, packing.PackedView],
+    chaos_pb2,
+    packed={View: (packing.PackedView, packing.pack_view, packing.unpack_view)},
+)
 _FROM_MEMBER = JOB.envelope(FromMember, chaos_pb2.FromMemberEnvelope)
 _TO_MEMBER = JOB.envelope(ToMember, chaos_pb2.ToMemberEnvelope)
 _PEER = JOB.envelope(PeerMessage, chaos_pb2.PeerEnvelope, MAX_PEER_NBYTES)
 
 encode, decode = JOB.encode, JOB.decode
+_NAMED_VIEW = _Plan(View, chaos_pb2.NamedView)
+_NAMED_VIEW.build(JOB)
+
+
+def decode_named_view(data: bytes) -> View:
+    """The view in bytes of a store of version 1, which names members wherever it refers to them; or WireError."""
+    view: View = _NAMED_VIEW.decode(_parse(chaos_pb2.NamedView, data, MAX_CONTROL_NBYTES))
+    return view
 
 
 def encode_peer(message: PeerMessage) -> bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import threading
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,13 +13,13 @@ import pytest
 from chain_support import BASE, decide, finish, link, reserve, view
 from store_support import Open
 
-from chaos_lightning.control.chain import JobChain, advance, entry_bytes, entry_from, entry_of
+from chaos_lightning.control.chain import JobChain, advance, entry_bytes, entry_from, entry_of, reached
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.control.store import StoreRecord
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, PlanSpec, TreeSpec, View, ViewId
 
 Chains = Callable[[], JobChain]
 
@@ -54,7 +56,8 @@ def test_what_was_appended_is_loaded_by_the_next_scheduler(chains: Chains) -> No
     entries = second.entries()
     assert [e.kind for e in entries] == ["view", "reserve", "reserve", "view"]
     assert [e.revision for e in entries] == [1, 2, 3, 4]
-    assert entries[3].base == BASE
+    assert entries[3].base == entry_of(decide(three, one, BASE)).base
+    assert entries[3].base.seq == BASE.seq
     assert entries[3].hand_on
     assert entries[0].base is None
     assert second.entries(after=3) == entries[3:]
@@ -290,7 +293,7 @@ WISH = entry_bytes(entry_of(link("a", "b")))
         ("view", b"", "is damaged"),
         ("view", GOOD[:-1], "bytes behind its first line"),
         ("view", GOOD + b"x", "bytes behind its first line"),
-        ("view", GOOD.partition(b"\n")[0] + b"\n" + b"\xff" * len(GOOD.partition(b"\n")[2]), "no View"),
+        ("view", GOOD.partition(b"\n")[0] + b"\n" + b"\xff" * len(GOOD.partition(b"\n")[2]), "no PackedView"),
         ("view", GOOD.replace(b"[1, 1]", b"[1, 2]"), "view 1.1 under the number 1.2"),
         ("reserve", GOOD, "'reserve' with a view"),
         ("reserve", b'{"number": [1, "x"], "nbytes": [null, null], "wish": null, "hand_on": 0}', "is damaged"),
@@ -309,6 +312,43 @@ def test_a_damaged_entry_is_an_error_not_a_shorter_chain(kind: str, body: bytes,
     for read in (JobChain(MemoryStore("job", shelf)).load, JobChain(MemoryStore("job", shelf)).tip):
         with pytest.raises(StoreError, match="record 2 is .*" + re.escape(words.removeprefix("is "))):
             read()
+
+
+OLD_FOUNDING = (
+    "c-pI0$}7!HN-a{dQiwLxQ80|vQBcZA%u9*S&jSjjCFT^T0!7L*i!*@SywaQ;ATKYevLv+_ti!-UN5LYtmWzvpgHeD{h(St@i#f5*"
+    "P>3;6iX|hzxI~H5(8yfR00<2=7RWm=N-1$MC)F7VF(zTkFO)Z6x8QK#R065c;^N{c$}dSQ$;?YPV6<XSN=;5IEl%}fN;VK+R$?$>"
+    "2x0&Ll^rbd"
+)
+OLD_CHANGE = (
+    "c-pI0$}7!HN-a{dQiwLxQ80?tQBcZA%u9*S&jSjT6qTj|1<EsvGl0Cj(wrP1FE6RGB()f<!Nd%x#n>damWzvpgHeD<2t+bU$#F3!"
+    "))@*hCQ7kn<QJDHaT*$#>lpx{p~eDv2SzC+F6N{<BO%5lO!<ZK2J99b4xC!5T&yKUsj0;R4pLH5AmgM!dXyNHKx|D0F!*3^z-Yyu"
+    "l$xAaTAb>{1+f*R%!?`6fP+PVQG!_s>>@2D0|O(l3!TKlssteh2slW>Oae&&bz(|*F){{maIpcs#U#K|G>LKW`4j*NmRP_"
+)
+"""Bodies of two views' records as version 1 wrote them."""
+
+
+def old_records() -> tuple[StoreRecord, StoreRecord]:
+    bodies = [zlib.decompress(base64.b85decode(text)) for text in (OLD_FOUNDING, OLD_CHANGE)]
+    return StoreRecord(1, "view", 1, bodies[0]), StoreRecord(2, "view", 1, bodies[1])
+
+
+def test_records_of_version_1_are_read() -> None:
+    founding, change = map(entry_from, old_records())
+    first = replace(view(ViewId(1, 1)), chain="c0")
+    assert founding.view == first
+    tree = TreeSpec(0, 0, ("a~1", "b~2"), ("", "a~1"), 1.0)
+    plan, links = PlanSpec("trees", 64, (tree,)), (LinkSpec("a~1", "b~2"),)
+    assert change.view == replace(first, id=ViewId(1, 2), predecessor=first.id, joiners=(), plan=plan, links=links)
+    assert founding.base is not None
+    assert change.base is not None
+    assert (change.base.seq, change.base.step, change.base.next_view, change.hand_on) == (4, 3, ViewId(1, 2), True)
+    assert reached([founding, change]) == 3
+
+
+def test_a_record_of_a_later_version_names_both() -> None:
+    body = entry_bytes(entry_of(decide(ViewId(1, 1)))).replace(b'"form": 2', b'"form": 9')
+    with pytest.raises(StoreError, match="version 9, and this program reads up to 2; go on with the one that wrote it"):
+        entry_from(StoreRecord(1, "view", 1, body))
 
 
 def test_a_writer_whose_answer_got_lost_goes_on_after_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from chaos_lightning.protocol import packing
 from chaos_lightning.protocol import types as vocabulary
+from chaos_lightning.protocol.types import Member, View
 
 _TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
 _SPANS = st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 20)).map(lambda s: (s[0], s[0] + s[1]))
@@ -40,10 +42,23 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(hint)
     hints = typing.get_type_hints(hint)
     parts = {f.name: values(hints[f.name]) for f in dataclasses.fields(hint)}
+    if hint is View:
+        return _views(parts)
     if hint is vocabulary.Header:
         shares = st.lists(st.tuples(_SIMPLE[float], _SIMPLE[float]), max_size=4)
         parts["shares"] = shares.map(vocabulary.equal_shares)
     return st.builds(hint, **parts)
+
+
+def _views(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+    """Views whose members have ids of their own; links and trees name members or anything."""
+    members = st.lists(values(Member), max_size=3, unique_by=lambda m: m.id)
+    members = members.filter(lambda found: all(m.id for m in found))
+    return st.builds(View, **fields | {"members": members.map(tuple)})
+
+
+PACKED = [packing.PackedMembers, packing.PackedTree, packing.PackedView]
+"""Forms in which views travel."""
 
 
 def messages() -> list[type]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from chaos_lightning.protocol.types import ViewId
+from chaos_lightning.protocol.types import View, ViewId
 
 NUMBERS = (0, 1, -1, 2, 3, 127, 255, 256, 1 << 16, (1 << 31) - 1, 1 << 32, 1 << 62, (1 << 63) - 1, -(1 << 63))
 TEXTS = ("", "a", "a~1", "b~2", "h~3", "~", "a~", "\0", "x" * 300, "..", "/", "a,b", "%s{0}", "\u202e", "\u20ac", "-1")
@@ -183,7 +183,10 @@ def value_of(hint: Any, rng: Random) -> Any:
             return tuple(value_of(a, rng) for a in arguments)
         return tuple(value_of(arguments[0], rng) for _ in range(rng.choice((0, 1, 1, 2, 3))))
     hints = typing.get_type_hints(hint)
-    return hint(**{f.name: value_of(hints[f.name], rng) for f in dataclasses.fields(hint)})
+    made = {f.name: value_of(hints[f.name], rng) for f in dataclasses.fields(hint)}
+    if hint is View:  # what no view is made of: a member twice, or one without an id
+        made["members"] = tuple({m.id: m for m in made["members"] if m.id}.values())
+    return hint(**made)
 
 
 def proto_of(message: Any, rng: Random, depth: int = 0) -> None:

@@ -1,0 +1,260 @@
+"""Packs a view for the wire and for stores: each member is named once, and links and trees refer to it by number.
+
+Theory of operation. A view's names form one table: "" is number 0, the members follow in rank order, then the few words
+that are no member's id (a user's plan may go by names), in the order in which joiners, links and trees first use them.
+Links are written as differences, since they are sorted. Members are written by columns: of each text only what differs
+from the beginning of the text before it, of each number the difference. Names, addresses and ports of a fleet are much
+alike, so a member takes about 30 bytes. Each view has exactly one packed form, and nothing else is unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from chaos_lightning.errors import WireError
+from chaos_lightning.protocol.types import LinkSpec, Member, PlanSpec, TreeSpec, View, ViewId
+
+LONGEST_TEXT = 1024
+"""Limit of a member's id, name, host, address and node (characters): shared beginnings would multiply longer ones."""
+_HALF, _WHOLE = 1 << 63, 1 << 64
+_TEXTS, _NUMBERS = 5, 4
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMembers:
+    """Members by columns.
+
+    Attributes:
+        texts: What each text adds to the one that it is compared with, one column after another: names, ids (compared
+            with the member's own name), hosts, addresses, nodes.
+        lengths: Of each text the number of characters that it shares, then of each the number that it adds.
+        differences: Ports, pids, starts of processes and quotas, each less the one before.
+    """
+
+    texts: str
+    lengths: tuple[int, ...]
+    differences: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTree:
+    """A TreeSpec; `whole`: of all members in rank order, which are not listed."""
+
+    start: int
+    stop: int
+    whole: bool
+    members: tuple[int, ...]
+    parents: tuple[int, ...]
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class PackedView:
+    """A View; `links` has the differences of all first ends, then of each link from its first to its second end."""
+
+    id: ViewId
+    predecessor: ViewId
+    members: PackedMembers
+    words: tuple[str, ...]
+    joiners: tuple[int, ...]
+    kind: str
+    chunk_nbytes: int
+    trees: tuple[PackedTree, ...]
+    accumulate: int
+    reason: str
+    links: tuple[int, ...]
+    chain: str
+
+
+class _Table(dict[str, int]):
+    """Numbers of names; one that is new gets the next."""
+
+    def __missing__(self, name: str) -> int:
+        number = self[name] = len(self)
+        return number
+
+    def all(self, names: Iterable[str]) -> tuple[int, ...]:
+        return tuple(map(self.__getitem__, names))
+
+
+def pack_view(view: View) -> PackedView:
+    """Returns the one packed form of this view.
+
+    Raises:
+        WireError: A member's text is too long, or two members have the same id.
+        TypeError: A field has another type.
+    """
+    ids = view.ids()
+    table = _Table({"": 0})
+    joiners, links, trees = _numbered(view, table, ids)
+    return PackedView(
+        id=view.id,
+        predecessor=view.predecessor,
+        members=pack_members(view.members),
+        words=tuple(table)[len(ids) + 1 :],
+        joiners=joiners,
+        kind=view.plan.kind,
+        chunk_nbytes=view.plan.chunk_nbytes,
+        trees=trees,
+        accumulate=view.accumulate,
+        reason=view.reason,
+        links=links,
+        chain=view.chain,
+    )
+
+
+def _numbered(
+    view: View, table: _Table, ids: tuple[str, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[PackedTree, ...]]:
+    if len({0, *table.all(ids)}) <= len(ids):
+        raise WireError(f"view {view.id} has two members of one id, or one without an id")
+    joiners = table.all(view.joiners)
+    ends = [(table[link.a], table[link.b]) for link in view.links]
+    links = (*_differences([a for a, _ in ends]), *(b - a for a, b in ends))
+    trees = []
+    for tree in view.plan.trees:
+        whole = tree.members == ids
+        members = () if whole else table.all(tree.members)
+        trees.append(PackedTree(tree.start, tree.stop, whole, members, table.all(tree.parents), tree.weight))
+    return joiners, links, tuple(trees)
+
+
+def unpack_view(packed: PackedView) -> View:
+    """Back from `pack_view`.
+
+    Raises:
+        WireError: It is no view's packed form.
+    """
+    members = unpack_members(packed.members)
+    ids = tuple(m.id for m in members)
+    names = ("", *ids, *packed.words)
+    if len(frozenset(names)) < len(names):
+        raise WireError("View names somebody twice")
+    if len(packed.links) % 2:
+        raise WireError("View with half a link")
+    count = len(packed.links) // 2
+    first = list(accumulate(packed.links[:count]))
+    second = [a + b for a, b in zip(first, packed.links[count:], strict=True)]
+    named = _namer(names)
+    view = View(
+        id=packed.id,
+        predecessor=packed.predecessor,
+        members=members,
+        joiners=named(packed.joiners),
+        plan=PlanSpec(packed.kind, packed.chunk_nbytes, tuple(_tree(tree, ids, named) for tree in packed.trees)),
+        accumulate=packed.accumulate,
+        reason=packed.reason,
+        links=tuple(map(LinkSpec, named(first), named(second))),
+        chain=packed.chain,
+    )
+    _check_words(packed, first, second, len(ids))
+    return view
+
+
+def _tree(tree: PackedTree, ids: tuple[str, ...], named: Callable[[Sequence[int]], tuple[str, ...]]) -> TreeSpec:
+    members = ids if tree.whole else named(tree.members)
+    if (tree.whole and tree.members) or (not tree.whole and members == ids):
+        raise WireError("View with a tree that lists all members")
+    return TreeSpec(tree.start, tree.stop, members, named(tree.parents), tree.weight)
+
+
+def _namer(names: Sequence[str]) -> Callable[[Sequence[int]], tuple[str, ...]]:
+    def named(numbers: Sequence[int]) -> tuple[str, ...]:
+        if numbers and not (min(numbers) >= 0 and max(numbers) < len(names)):
+            raise WireError(f"View refers to name {min(numbers)} or {max(numbers)} of {len(names)}")
+        return tuple(map(names.__getitem__, numbers))
+
+    return named
+
+
+def _check_words(packed: PackedView, first: Sequence[int], second: Sequence[int], members: int) -> None:
+    """Refuses words that nothing uses, or that stand in another order than that of their use."""
+    if not packed.words:
+        return
+    used = [*packed.joiners, *(end for ends in zip(first, second, strict=True) for end in ends)]
+    for tree in packed.trees:
+        used += [*tree.members, *tree.parents]
+    if list(dict.fromkeys(n for n in used if n > members)) != [*range(members + 1, members + 1 + len(packed.words))]:
+        raise WireError("View whose words are not in the order of their use")
+
+
+def pack_members(members: Sequence[Member]) -> PackedMembers:
+    """Returns these members by columns; see `pack_view` for errors."""
+    names = [m.name for m in members]
+    columns = [[m.host for m in members], [m.address for m in members], [m.node for m in members]]
+    pairs = [*_with_before(names), *zip([m.id for m in members], names, strict=True)]
+    pairs += [pair for column in columns for pair in _with_before(column)]
+    shared = [_shared(text, other) for text, other in pairs]
+    texts = "".join([text[n:] for (text, _), n in zip(pairs, shared, strict=True)])
+    if pairs and max(len(text) for text, _ in pairs) > LONGEST_TEXT:
+        raise WireError(f"a member's name, host or address has more than {LONGEST_TEXT} characters")
+    added = [len(text) - n for (text, _), n in zip(pairs, shared, strict=True)]
+    numbers = [[m.port for m in members], [m.pid for m in members], [m.pid_start for m in members]]
+    numbers.append([m.quota for m in members])
+    differences = [d for column in numbers for d in _differences(column)]
+    return PackedMembers(texts, (*shared, *added), tuple(differences))
+
+
+def unpack_members(packed: PackedMembers) -> tuple[Member, ...]:
+    """Back from `pack_members`; WireError if it is no packed form."""
+    count, rest = divmod(len(packed.lengths), 2 * _TEXTS)
+    if rest or len(packed.differences) != _NUMBERS * count or min(packed.lengths, default=0) < 0:
+        raise WireError("View whose members have no whole columns")
+    total = _TEXTS * count
+    shared, added = packed.lengths[:total], packed.lengths[total:]
+    if sum(added) != len(packed.texts):
+        raise WireError("View whose members' texts are cut off")
+    stops = list(accumulate(added, initial=0))
+    parts = [packed.texts[a:b] for a, b in pairwise(stops)]
+    names = _texts(shared[:count], parts[:count])
+    ids = [
+        _joined(n, part, name) for n, part, name in zip(shared[count:], parts[count : 2 * count], names, strict=False)
+    ]
+    hosts, addresses, nodes = (
+        _texts(shared[i * count : (i + 1) * count], parts[i * count : (i + 1) * count]) for i in range(2, _TEXTS)
+    )
+    ports, pids, starts, quotas = (
+        [_wrapped(n) for n in accumulate(packed.differences[i * count : (i + 1) * count])] for i in range(_NUMBERS)
+    )
+    return tuple(map(Member, ids, names, hosts, addresses, ports, pids, starts, quotas, nodes))
+
+
+def _with_before(column: Sequence[str]) -> list[tuple[str, str]]:
+    return list(zip(column, ["", *column], strict=False))
+
+
+def _shared(text: str, other: str) -> int:
+    """Number of characters that both begin with."""
+    if text.startswith(other):
+        return len(other)
+    for n, (a, b) in enumerate(zip(text, other, strict=False)):
+        if a != b:
+            return n
+    return len(text)
+
+
+def _texts(shared: Sequence[int], parts: Sequence[str]) -> list[str]:
+    found, before = [], ""
+    for n, part in zip(shared, parts, strict=True):
+        before = _joined(n, part, before)
+        found.append(before)
+    return found
+
+
+def _joined(shared: int, part: str, other: str) -> str:
+    if shared > len(other) or shared + len(part) > LONGEST_TEXT or other[shared : shared + 1] == part[:1] != "":
+        raise WireError(f"View with a text that shares {shared} characters with {other[:99]!r} and adds {part[:99]!r}")
+    return other[:shared] + part
+
+
+def _differences(column: Sequence[int]) -> list[int]:
+    if any(type(n) is not int for n in column):
+        raise TypeError(f"expected integers, got {column[:9]!r}")
+    return [_wrapped(b - a) for a, b in zip([0, *column], column, strict=False)]
+
+
+def _wrapped(number: int) -> int:
+    """The integer of 64 bits that it is congruent to."""
+    return (number + _HALF) % _WHOLE - _HALF
