@@ -111,4 +111,4 @@ def _status(config: EngineConfig) -> dict[str, Any]:
 
 def _members(status: dict[str, Any]) -> int:
     """How many members are in and live."""
-    return sum(not m.get("dead") for m in (status.get("machine") or {}).get("members", ()))
+    return int((status.get("machine") or {}).get("counts", {}).get("living", 0))

@@ -84,7 +84,7 @@ class ScriptedMachine:
             self.served.events.add(event)
         return effects
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self, page: int = 0) -> dict[str, Any]:
         return {"names": sorted(self.names.values())}
 
 

@@ -152,7 +152,9 @@ def ask_leader(
     raise failed
 
 
-def fetch_status(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, follow: bool = True) -> dict[str, Any]:
+def fetch_status(
+    endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, follow: bool = True, page: int = 0
+) -> dict[str, Any]:
     """The scheduler's status as a dictionary (see SchedulerServer.status).
 
     Args:
@@ -161,6 +163,7 @@ def fetch_status(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, 
         timeout_s: For all of it.
         follow: Ask the one that leads, if that is another one and it answers. A standby that does not know who leads,
             or names one that is gone, is no reason to stop: the others are asked, too.
+        page: Of a large job this page of its members, from 1 on; 0: counts, and what is not as it should be.
 
     Raises:
         SchedulerUnreachableError: Nobody answered in time.
@@ -168,10 +171,23 @@ def fetch_status(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, 
     """
 
     def status(place: str, left_s: float) -> dict[str, Any]:
-        reply = ask_leader(place, token, left_s, "Status", chaos_pb2.StatusRequest())
+        reply = ask_leader(place, token, left_s, "Status", chaos_pb2.StatusRequest(page=page))
         return cast(dict[str, Any], json.loads(reply.json))
 
     return facts_of_leader(status, endpoint, timeout_s) if follow else status(endpoint, timeout_s)
+
+
+def fetch_all(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, follow: bool = True) -> dict[str, Any]:
+    """As `fetch_status`, with all members and links of a large job, page after page; each may take `timeout_s`."""
+    facts = fetch_status(endpoint, token, timeout_s, follow=follow)
+    pages = int(facts.get("machine", {}).get("pages", 0))
+    if not pages:
+        return facts
+    found = [fetch_status(endpoint, token, timeout_s, follow=follow, page=page) for page in range(1, pages + 1)]
+    rows = {
+        key: [row for one in found for row in one["machine"].get(key, ())] for key in ("members", "others", "links")
+    }
+    return {**facts, "streams": found[0]["streams"], "machine": {**facts["machine"], **rows, "pages": 0}}
 
 
 def facts_of_leader(ask: Callable[[str, float], dict[str, Any]], endpoint: str, timeout_s: float) -> dict[str, Any]:

@@ -261,7 +261,7 @@ def chain_at(endpoint: str, token: Secret) -> str:
     from chaos_lightning.control.channel import fetch_status
 
     machine = fetch_status(endpoint, token, timeout_s=2.0).get("machine", {})
-    return str(machine.get("chain", "")) if any(m.get("connected") for m in machine.get("members", ())) else ""
+    return str(machine.get("chain", "")) if machine.get("counts", {}).get("connected") else ""
 
 
 def _lives(started: HostedScheduler | None) -> bool:

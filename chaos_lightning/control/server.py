@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from chaos_lightning.control import service
@@ -36,6 +37,7 @@ from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import join_endpoint
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.leader_search import HEARS_S, HEARS_SEVERAL_S, PULSE_S
+from chaos_lightning.membership.showing import SHOWN
 from chaos_lightning.security.credentials import Credentials, check_bind
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
@@ -276,8 +278,8 @@ class SchedulerServer:
 
     def _leaving(self) -> list[bool]:
         machine = self._driver.machine
-        facts: Any = machine.snapshot() if machine is not None else {"members": (), "others": ()}
-        return [bool(peer["leaving"]) for peer in (*facts["members"], *facts["others"]) if peer["connected"]]
+        counts: Any = machine.snapshot()["counts"] if machine is not None else {"here": 0, "leaving": 0}
+        return [True] * counts["leaving"] + [False] * (counts["here"] - counts["leaving"])
 
     def _machine_is_done(self, effect: fx.SchedulerDone) -> None:
         if effect.again:
@@ -306,8 +308,8 @@ class SchedulerServer:
             return
         self._gives_way_at = math.inf
         assert self._driver.machine is not None
-        here = self._driver.machine.snapshot().get("members", ())
-        if not any(member["connected"] for member in here):
+        counts = self._driver.machine.snapshot().get("counts", {})
+        if not counts.get("connected"):
             self.life.end(
                 f"{GAVE_WAY}: members know what {self._writer.chain.place} lacks; start a scheduler on the "
                 "store that holds it",
@@ -342,9 +344,10 @@ class SchedulerServer:
             await asyncio.sleep(PULSE_S)
             self._streams.pulse()
 
-    def status(self) -> dict[str, Any]:
-        """Facts of this server, and the machine's snapshot under "machine"."""
+    def status(self, page: int = 0) -> dict[str, Any]:
+        """Facts of this server, and the machine's snapshot under "machine"; of a large job this page of it."""
         settings, chain, machine, owed = self.config.settings, self._writer.opened, self._driver.machine, self.owed
+        streams = self._streams.standing.values()
         return {
             "job": settings.job,
             "endpoint": self.endpoint,
@@ -353,7 +356,8 @@ class SchedulerServer:
             "store": chain.place if chain is not None else "",
             "role": "leader" if machine is not None else "standby",
             "uptime_s": round(time.time() - self._started, 3),
-            "streams": [{"peer": s.peer, "name": s.name} for s in self._streams.standing.values()],
+            "streams": [{"peer": s.peer, "name": s.name} for s in islice(streams, None if page == 1 else SHOWN)],
+            "stream_count": len(streams),
             "finished": bool(self._done_reason),
             "hosted": self.config.gives_way,
             "owed": f"the end of the job, which its store has not taken: {owed.reason or 'no answer yet'}"
@@ -361,7 +365,7 @@ class SchedulerServer:
             else "",
             "min_nodes": settings.min_nodes,
             "max_nodes": settings.max_nodes,
-            "machine": machine.snapshot() if machine is not None else {},
+            "machine": machine.snapshot(page) if machine is not None else {},
         }
 
 

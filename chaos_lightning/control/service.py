@@ -53,7 +53,7 @@ class SchedulerService(SchedulerServicer):  # type: ignore[misc]
         driver: Of the machine.
         claims: Numbers of those that set up.
         candidacy: None where this scheduler alone can lead.
-        status: Facts of the server.
+        status: Facts of the server; of a large job a page of them, or of 0 what is odd.
         peer: Who makes a call, in words.
         emit: Takes (event name, fields) for the event log.
         port: Where the scheduler listens.
@@ -63,7 +63,7 @@ class SchedulerService(SchedulerServicer):  # type: ignore[misc]
     driver: Driver
     claims: Claims
     candidacy: EtcdCandidacy | None
-    status: Callable[[], dict[str, Any]]
+    status: Callable[[int], dict[str, Any]]
     peer: Callable[[Any], str]
     emit: Callable[..., None]
     port: int
@@ -83,13 +83,13 @@ class SchedulerService(SchedulerServicer):  # type: ignore[misc]
         await self._send_on(context, attends=True)
         await self.streams.attend(context, self.peer(context))
 
-    async def Status(self, _request: Any, context: Any) -> Any:
+    async def Status(self, request: Any, context: Any) -> Any:
         led: dict[str, Any] = {}
         if self.candidacy is not None:
             led = await asyncio.get_running_loop().run_in_executor(None, self.candidacy.facts)
             if self.driver.machine is None and led.get("waits_for") == "":
                 led["waits_for"] = "its store: it was elected, and takes the chain"
-        return chaos_pb2.StatusReply(json=json.dumps({**self.status(), **led}, default=str))
+        return chaos_pb2.StatusReply(json=json.dumps({**self.status(request.page), **led}, default=str))
 
     async def Drain(self, request: Any, context: Any) -> Any:
         await self._send_on(context)

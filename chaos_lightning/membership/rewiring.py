@@ -20,7 +20,6 @@ the detector and cannot complete a slot meanwhile, as each takes a contribution 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import combinations
 from types import MappingProxyType
 
 from chaos_lightning.membership.book import Book
@@ -34,7 +33,6 @@ from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.topology import (
     CUT_PATIENCE_S,
     REPLAN_PAUSE_S,
-    Fact,
     Net,
     Pair,
     Topology,
@@ -280,35 +278,3 @@ class Rewiring:
             return {"kind": self._settings.plan.kind, "trees": 0, "reason": ""}
         reason = next((v.reason for v in reversed(self._book.views) if "plan" in v.reason), "as configured")
         return {"kind": latest.plan.kind, "trees": len(latest.plan.trees), "reason": reason}
-
-    def link_facts(self) -> list[dict[str, object]]:
-        """All pairs of members, and of newcomers with them."""
-        here = [p for p in self._roster.peers.values() if p.standing is not Standing.STANDBY]
-        rows: list[dict[str, object]] = []
-        for one, other in combinations(here, 2):
-            fact = self._topology.facts.get(pair(one.id, other.id), Fact())
-            ((_, (latency_s, there_bps, back_bps)),) = self._topology.measured(
-                (one.id, other.id), [pair(one.id, other.id)]
-            ).items()
-            known = bool(fact.reports)
-            rows.append(
-                {
-                    "a": one.id,
-                    "b": other.id,
-                    "state": self._link_state(one, other, fact),
-                    "latency_s": latency_s if known else None,
-                    "there_bps": there_bps if known else None,
-                    "back_bps": back_bps if known else None,
-                    "failures": fact.failures,
-                }
-            )
-        return rows
-
-    def _link_state(self, one: Peer, other: Peer, fact: Fact) -> str:
-        if not self._topology.wants(one, other):
-            return self._topology.removed.get(pair(one.member.name, other.member.name), "not wanted")
-        if fact.down or fact.idle:
-            return f"down: {fact.down or fact.idle}"
-        if self._graph.in_force(one.id, other.id):
-            return "in use"
-        return "stands, not in use yet" if fact.stands else "not there yet"

@@ -63,6 +63,7 @@ from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling, rule
 from chaos_lightning.membership.rewiring import Rewiring
 from chaos_lightning.membership.roster import Roster
+from chaos_lightning.membership.showing import Showing
 from chaos_lightning.membership.stimuli import MessageDigest
 from chaos_lightning.membership.terms import Terms
 from chaos_lightning.membership.topology import CUT_PATIENCE_S, Net, Topology, connected, in_words, parts
@@ -110,6 +111,7 @@ class SchedulerMachine:
         self.recovery = recovery = Recovery(desk, book, roster)
         self.graph = graph = Graph(desk, book, roster, topology)
         self.links = LinkRegistry(desk, book, roster, recovery, graph, topology, detector)
+        self.showing = Showing(desk, book, roster, graph, topology)
         self.rewiring = Rewiring(desk, book, roster, recovery, graph, topology, detector)
         self.deaths = Deaths(desk, book, roster, recovery, detector)
         self.learners = Learners(desk, book, roster, graph)
@@ -148,8 +150,8 @@ class SchedulerMachine:
             self.desk.out.append(Close(conn, "this scheduler is deposed; connect again"))
         self.desk.out.append(SchedulerDone(f"deposed: {why}", deposed=True))
 
-    def snapshot(self) -> dict[str, object]:
-        """For `chaos-lightning status`: plain values only."""
+    def snapshot(self, page: int = 0) -> dict[str, object]:
+        """For `chaos-lightning status`: plain values only; of a large job a page, or what is odd (`Showing.facts`)."""
         latest = self.book.latest
         usual = self.recovery.why if self.desk.reserving else latest.reason if latest is not None else ""
         return {
@@ -166,12 +168,8 @@ class SchedulerMachine:
             or self.desk.lost
             or self.recovery.pause_words()
             or usual,
-            "members": [self.roster.describe(p) for p in self.roster.members()],
-            "others": [
-                self.roster.describe(p) for p in self.roster.peers.values() if p.standing is not Standing.MEMBER
-            ],
             "plan": self.rewiring.plan_facts(),
-            "links": self.rewiring.link_facts(),
+            **self.showing.facts(page),
         }
 
     def validate_state(self) -> None:

@@ -233,7 +233,10 @@ def from_status(facts: Mapping[str, Any]) -> Dashboard:
     # What is simply there is not worth a line.
     board.links = [link for link in board.links if link.state or link.can_there_bps is not None]
     steps = [f.integer(m.get("step")) for m in members]
-    board.figures = [("phase", phase or "-"), ("members", str(len(members)))]
+    count = f.integer(machine.get("counts", {}).get("members", len(members)))
+    board.figures = [("phase", phase or "-"), ("members", str(count))]
+    if machine.get("pages"):
+        board.figures.append(("listed", f"the {len(board.rows)} that are not as they should be"))
     if steps:
         board.figures.insert(0, ("step", str(max(steps))))
     return board

@@ -27,17 +27,23 @@ def status(
     here: Annotated[
         bool, typer.Option("--here", help="Of the scheduler at this very endpoint, also if another one leads.")
     ] = False,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="Beyond 16 members, too, a line for each member and link, not only for odd ones."),
+    ] = False,
 ) -> None:
     """Show who is in a job, who leads it if several schedulers stand by for each other, and what it waits for.
+
+    Of more than 16 members and newcomers it lists those that are not as they should be, and counts the rest.
 
     Without --endpoint, where no scheduler is: the outer job of this machine's parameter server, as `ps status` does.
     Exit code 1 if neither answers; training may go on all the same, it needs none between events.
     """
-    from chaos_lightning.control.channel import fetch_status
+    from chaos_lightning.control.channel import fetch_all, fetch_status
 
     secret, show = Credentials.load(keys_dir, token_file), _show
     try:
-        facts = fetch_status(endpoint, secret, timeout, follow=not here)
+        facts = (fetch_all if everything else fetch_status)(endpoint, secret, timeout, follow=not here)
     except SchedulerUnreachableError:
         outer = outer_job(endpoint, secret, timeout)
         if outer is None:
@@ -59,8 +65,6 @@ FIRST_TO_GO = ("host", "seq", "view", "step_time", "way", "loaded", "connected",
 def _show(facts: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from chaos_lightning.machine.tables import FittingTable
-
     console = Console(markup=False, highlight=False)
     machine = facts.get("machine", {})
     if facts.get("owed"):
@@ -78,9 +82,28 @@ def _show(facts: dict[str, Any]) -> None:
         console.print(f"because: {machine['reason']}")
     _show_candidacy(console, facts)
     rows = [*machine.get("members", ()), *machine.get("others", ())]
-    if not rows:
+    if machine.get("pages"):
+        console.print(counted(machine))
+    elif not rows:
         console.print("nobody is here yet")
         return
+    if rows:
+        _show_rows(console, rows)
+    _show_links(console, machine)
+
+
+def counted(machine: dict[str, Any]) -> str:
+    """A large job's members, newcomers and links in numbers."""
+    counts = machine["counts"]
+    words = [f"{counts['members']} members, {counts['members'] - counts['connected']} of them not connected"]
+    words += [f"{number} {standing}" for standing, number in counts["others"].items()]
+    links = ", ".join(f"{number} {state}" for state, number in counts["links"].items()) or "none"
+    return f"{'; '.join(words)}; links: {links}. Lines follow for what is not as it should be; --all lists everything"
+
+
+def _show_rows(console: Any, rows: list[dict[str, Any]]) -> None:
+    from chaos_lightning.machine.tables import FittingTable
+
     columns = [
         key
         for key in dict.fromkeys(key for row in rows for key in row)
@@ -97,7 +120,6 @@ def _show(facts: dict[str, Any]) -> None:
             )
         )
     console.print(table)
-    _show_links(console, machine)
 
 
 def _show_candidacy(console: Any, facts: dict[str, Any]) -> None:

@@ -125,7 +125,7 @@ def test_status_shows_members(tmp_path: Path) -> None:
         def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
             return []
 
-        def snapshot(self) -> dict[str, Any]:
+        def snapshot(self, page: int = 0) -> dict[str, Any]:
             rows = [{"id": "a~1", "standing": "member", "connected": False, "silent_s": 0.25, "dead": "[bold]x"}]
             return {"phase": "running", "view": "1.7", "reason": "a~1 [joined]", "members": rows, "others": []}
 
@@ -165,8 +165,8 @@ class Trains:
     def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
         return []
 
-    def snapshot(self) -> dict[str, Any]:
-        return self._real.snapshot()
+    def snapshot(self, page: int = 0) -> dict[str, Any]:
+        return self._real.snapshot(page)
 
 
 def test_status_has_a_line_per_member_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +182,35 @@ def test_status_has_a_line_per_member_in_80_columns(monkeypatch: pytest.MonkeyPa
         told = run("status", "--endpoint", served.endpoint, "--json").output
         assert Trains.HOST in told
         assert json.loads(told)["machine"]["members"][0]["step_time_s"] == 0.0125
+
+
+class Large:
+    """A job of 40 members, of which one has no stream."""
+
+    def __init__(self, settings: Settings, chain: fx.Chain) -> None: ...
+
+    def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
+        return []
+
+    def snapshot(self, page: int = 0) -> dict[str, Any]:
+        rows = [{"id": f"n{i:02}~{i}", "standing": "member", "connected": i != 7} for i in range(40)]
+        counts = {"members": 40, "living": 40, "connected": 39, "here": 39, "leaving": 0, "others": {"standby": 2}}
+        counts["links"] = {"in use": 160, "down": 1}
+        shown = [rows[7]] if page == 0 else rows[32 * (page - 1) : 32 * page]
+        return {"phase": "running", "members": shown, "others": [], "links": [], "counts": counts, "pages": 2}
+
+
+def test_status_of_a_large_job_counts_and_lists_what_is_odd() -> None:
+    with serving(machine=Large) as served:
+        said = run("status", "--endpoint", served.endpoint).output
+        assert "40 members, 1 of them not connected; 2 standby; links: 160 in use, 1 down." in " ".join(said.split())
+        assert [line.split()[0] for line in said.splitlines() if line.startswith("n")] == ["n07~7"]
+        said = run("status", "--endpoint", served.endpoint, "--all").output
+        assert [line.split()[0] for line in said.splitlines() if line.startswith("n")] == [
+            f"n{i:02}~{i}" for i in range(40)
+        ]
+        told = json.loads(run("status", "--endpoint", served.endpoint, "--all", "--json").output)
+        assert (len(told["machine"]["members"]), told["machine"]["pages"]) == (40, 0)
 
 
 def test_a_terminal_that_wants_no_colours_gets_none() -> None:

@@ -330,7 +330,7 @@ class Idle:
     def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
         return []
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self, page: int = 0) -> dict[str, Any]:
         return {}
 
 

@@ -177,8 +177,8 @@ class Finishing(ScriptedMachine):
     def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
         return [fx.Persist(1, "finish", ViewId(1, 1))] if isinstance(event, fx.Drain) else super().on(now, event)
 
-    def snapshot(self) -> dict[str, Any]:
-        return {**super().snapshot(), "chain": self.chain.id, "view": ""}
+    def snapshot(self, page: int = 0) -> dict[str, Any]:
+        return {**super().snapshot(page), "chain": self.chain.id, "view": ""}
 
 
 @pytest.mark.parametrize("gone_on", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -1,0 +1,146 @@
+"""Tells `chaos-lightning status` who is in a job and which links they have.
+
+Theory of operation. Up to SHOWN members and newcomers everything is listed, every pair of them with its link. Of a
+larger job the answer lists what is not as it should be, SHOWN of a kind at most, and counts the rest; so it takes
+milliseconds and some kB, whatever the job's size. Everything is told in pages of PAGE members and newcomers, with the
+links of each to those that come after it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+
+from chaos_lightning.membership.book import Book
+from chaos_lightning.membership.desk import Desk
+from chaos_lightning.membership.graph import Graph
+from chaos_lightning.membership.peers import Peer, Standing
+from chaos_lightning.membership.roster import Roster
+from chaos_lightning.membership.topology import Fact, Topology, pair
+
+SHOWN = 16
+PAGE = 32
+"""Members and newcomers on a page."""
+
+
+class Showing:
+    """See the module. Arguments are what all parts share, the chain, everybody, and what is known of links."""
+
+    def __init__(self, desk: Desk, book: Book, roster: Roster, graph: Graph, topology: Topology) -> None:
+        self._desk = desk
+        self._book = book
+        self._roster = roster
+        self._graph = graph
+        self._topology = topology
+
+    def facts(self, page: int) -> dict[str, object]:
+        """Returns members, newcomers and links: of this page, from 1 on, or of 0 what is not as it should be."""
+        members = self._roster.members()
+        peers = [*members, *(p for p in self._roster.peers.values() if p.standing is not Standing.MEMBER)]
+        counts: dict[str, object] = {
+            "members": len(members),
+            "living": sum(not self._dead(p) for p in members),
+            "connected": sum(p.conn is not None for p in members),
+            "here": sum(p.conn is not None for p in peers),
+            "leaving": sum(p.conn is not None and bool(p.leaving) for p in peers),
+            "others": dict(Counter(str(p.standing) for p in peers[len(members) :])),
+        }
+        if len(peers) <= SHOWN:
+            shown, links = peers, self._rows(combinations(self._placed(peers), 2))
+        elif page > 0:
+            shown = peers[(page - 1) * PAGE : page * PAGE]
+            ids = {p.id for p in shown}
+            links = self._rows((a, b) for a, b in self._known(peers) if a.id in ids)
+        else:
+            shown = [*self._few(p for p in members if self._odd(p)), *self._few(peers[len(members) :])]
+            states, odd = self._link_states(peers)
+            counts["links"] = dict(states)
+            links = self._rows(odd[:SHOWN])
+        return {
+            "members": [self._roster.describe(p) for p in shown if p.standing is Standing.MEMBER],
+            "others": [self._roster.describe(p) for p in shown if p.standing is not Standing.MEMBER],
+            "links": links,
+            "counts": counts,
+            "pages": -(-len(peers) // PAGE) if len(peers) > SHOWN else 0,
+        }
+
+    @staticmethod
+    def _few(peers: Iterable[Peer]) -> list[Peer]:
+        return list(peers)[:SHOWN]
+
+    @staticmethod
+    def _dead(peer: Peer) -> str:
+        return peer.condemned or peer.dead
+
+    def _odd(self, member: Peer) -> bool:
+        """Whether it is worth a line among hundreds."""
+        latest = self._book.latest
+        behind = latest is not None and member.entered != latest.id
+        silent = self._desk.clock is not None and self._desk.now - member.heard > self._desk.settings.silence_timeout_s
+        return bool(
+            behind or silent or member.conn is None or not member.loaded or member.leaving or self._dead(member)
+        )
+
+    # ------------------------------------------------------------------ links
+
+    @staticmethod
+    def _placed(peers: Iterable[Peer]) -> list[Peer]:
+        return [p for p in peers if p.standing is not Standing.STANDBY]
+
+    def _known(self, peers: Sequence[Peer]) -> Iterator[tuple[Peer, Peer]]:
+        """Pairs of these that the latest view uses, or of which somebody has said something; the older end first."""
+        places = {p.id: i for i, p in enumerate(self._placed(peers))}
+        latest = self._book.latest
+        pairs = {*self._topology.facts, *(self._graph.of_view(latest) if latest is not None else ())}
+        ends = sorted(sorted(places[m] for m in ends) for ends in pairs if places.keys() >= ends)
+        here = self._placed(peers)
+        return ((here[a], here[b]) for a, b in ends)
+
+    def _link_states(self, peers: Sequence[Peer]) -> tuple[Counter[str], list[tuple[Peer, Peer]]]:
+        """How many links are in which state, in a word, and those that are not simply in use."""
+        states, odd = Counter[str](), list[tuple[Peer, Peer]]()
+        latest = self._book.latest
+        used = self._graph.of_view(latest) if latest is not None else frozenset()
+        wished = bool(self._topology.removed)
+        for one, other in self._known(peers):
+            fact = self._topology.facts.get(ends := pair(one.id, other.id))
+            plain = ends in used and not wished and (fact is None or not (fact.down or fact.idle))
+            state = "in use" if plain else self._state(one, other, fact or Fact())
+            word = "down" if state.startswith("down: ") else state
+            states[word if word in _STATES else "not wanted"] += 1
+            if state not in ("in use", "not wanted"):
+                odd.append((one, other))
+        return states, odd
+
+    def _rows(self, pairs: Iterable[tuple[Peer, Peer]]) -> list[dict[str, object]]:
+        rows: list[dict[str, object]] = []
+        for one, other in pairs:
+            ends = pair(one.id, other.id)
+            fact = self._topology.facts.get(ends, Fact())
+            ((latency_s, there_bps, back_bps),) = self._topology.measured((one.id, other.id), [ends]).values()
+            known = bool(fact.reports)
+            rows.append(
+                {
+                    "a": one.id,
+                    "b": other.id,
+                    "state": self._state(one, other, fact),
+                    "latency_s": latency_s if known else None,
+                    "there_bps": there_bps if known else None,
+                    "back_bps": back_bps if known else None,
+                    "failures": fact.failures,
+                }
+            )
+        return rows
+
+    def _state(self, one: Peer, other: Peer, fact: Fact) -> str:
+        if not self._topology.wants(one, other):
+            return self._topology.removed.get(pair(one.member.name, other.member.name), "not wanted")
+        if fact.down or fact.idle:
+            return f"down: {fact.down or fact.idle}"
+        if self._graph.in_force(one.id, other.id):
+            return "in use"
+        return "stands, not in use yet" if fact.stands else "not there yet"
+
+
+_STATES = ("in use", "down", "stands, not in use yet", "not there yet", "not wanted")
