@@ -230,7 +230,11 @@ class Shell:
     # Host of links -----------------------------------------------------------
 
     def message(self, peer: str, payload: memoryview) -> None:
-        self.feed(fx.PeerIn(peer, decode_peer(bytes(payload))))
+        data = bytes(payload)
+        message = decode_peer(data)
+        if isinstance(message, Header):
+            self._said = (message, data)  # it may be handed on as it came
+        self.feed(fx.PeerIn(peer, message))
 
     def link_changed(self, peer: str, up: bool, evidence: str) -> None:
         if not up or not self.machine.neighbours.links.get(peer):  # what stands is told again whenever it is wanted
@@ -266,7 +270,7 @@ class Shell:
             case fx.ToPeer(peer, message):
                 if isinstance(message, Header) and message.view_change is not None:
                     self.links.foresee(message.view_change)
-                if message is not self._said[0]:  # a root says the same header to all
+                if message is not self._said[0]:  # a header goes to several
                     self._said = (message, encode_peer(message))
                 self.links.message(peer, self._said[1], message.view)
             case fx.Connect(peers):

@@ -11,7 +11,8 @@ released) and GONE. While ACTIVE it stands on `header` (slot `seq`) in `view` an
 - `Contribute` is kept in `contribution` until that slot commits, so that a new view can have it again (protocol.md 1,
   3).
 - The commit root collects one contribution of every member and, for a STEP, `RangesDone`; then it makes the header
-  (slots.close_slot), sends it to all others and commits. The others commit with header and `RangesDone` (2).
+  (slots.close_slot), sends it to those below it (spreading.py) and commits. The others hand the header on first, and
+  commit with it and `RangesDone` (2).
 - A committed header opens the next attempt. Since OpenAttempt(s+2) follows only header s+1, the data plane may
   alternate two result buffers (3).
 - `Prepare(n)` is a promise (8): from then on nothing of a view older than n is looked at, `RangesDone` and headers
@@ -60,6 +61,7 @@ from chaos_lightning.membership.learning import Learning
 from chaos_lightning.membership.neighbours import Neighbours
 from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.membership.slots import close_slot, differing, kind_of
+from chaos_lightning.membership.spreading import Spread, Spreading
 from chaos_lightning.membership.stimuli import MessageDigest
 from chaos_lightning.protocol.types import (
     GENESIS,
@@ -114,6 +116,9 @@ class MemberPhase(enum.StrEnum):
 class MemberMachine:
     """See the module.
 
+    Args:
+        spread: How headers get to all members.
+
     Attributes:
         phase: See the module.
         member_id: Given by the scheduler; "" before Welcome.
@@ -130,7 +135,7 @@ class MemberMachine:
         stimulus_log: The last (now, event) pairs, large ones in words.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spread: Spread = Spread()) -> None:
         self.phase = MemberPhase.OUT
         self.member_id = ""
         self.role = ""
@@ -151,6 +156,7 @@ class MemberMachine:
         self.neighbours = Neighbours()
         self.learning = Learning()
         self.stimulus_log: deque[tuple[float, MemberEvent | MessageDigest]] = deque(maxlen=LOG_LENGTH)
+        self._spreading = Spreading(spread)
         self._lingers_since = 0.0
         self._raw = False
         self._entering: Decide | None = None
@@ -250,7 +256,7 @@ class MemberMachine:
         It holds nothing and has promised nothing, but knows still what was in the job's store: it may be the only one
         to tell that to a scheduler on an older copy, which takes it for a member (14a).
         """
-        machine = type(self)()
+        machine = type(self)(self._spreading.spread)
         machine._chain, machine._term, machine._known = self.chain, self.term, self.known
         return machine
 
@@ -403,9 +409,7 @@ class MemberMachine:
         header = self._make_header(view, box)
         if not self._has_bytes(header):
             return
-        for member in view.ids():
-            if member != self.member_id:
-                self._emit(ToPeer(member, header))
+        self._emit(*self._spreading.hand_on(header, view, self.member_id))
         self._commit(header)
 
     def _differing_in(self, view: View, box: Mapping[str, Contribution]) -> tuple[Differs, ...]:
@@ -451,6 +455,8 @@ class MemberMachine:
             return
         if self.phase is not MemberPhase.ACTIVE or header.view != self._entered_id or header.seq <= self.seq:
             return
+        if self.pending is None and self.view is not None:  # once, and before anything else
+            self._emit(*self._spreading.hand_on(header, self.view, self.member_id))
         if header.prev_hash != self.header.hash:
             words = f"header of slot {header.seq} stands on {header.prev_hash}, this member on {self.header.hash}"
             self._eject(f"{words} (slot {self.seq}): its state is not the job's", rejoin=True)
@@ -483,18 +489,17 @@ class MemberMachine:
         change = header.view_change
         entering, self._entering = self._entering, None
         observed, self.header = self.header.learners, header
-        for learner in header.learners:
-            if learner not in observed and learner != self.member_id:
-                self._emit(ToPeer(learner, header))
+        new = tuple(learner for learner in header.learners if learner not in observed)
+        linked = [peer for peer, up in self.neighbours.links.items() if up] if new else ()
+        for learner in self._spreading.learners(self.view, self.member_id, new, linked):
+            self._emit(ToPeer(learner, header))
         self._emit(*self.neighbours.settle(self.member_id, self.view))
         self._raw = True
         self.assigning = change or self.view
         commit = Committed(header, self.assigning, self.view.ids() if header.shares else ())
         self._close_open_slot()
         if change is not None:
-            for joiner in change.joiners:
-                if joiner != self.member_id:
-                    self._emit(ToPeer(joiner, header))
+            self._emit(*(ToPeer(joiner, header) for joiner in self._spreading.joiners(change, self.member_id)))
         if entering is not None:
             self._emit(commit)
             self._enter(entering.view, entering.reason)

@@ -11,7 +11,9 @@ import pytest
 from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.shell import Shell
-from chaos_lightning.protocol.types import Member, Welcome
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol.codec import encode_peer
+from chaos_lightning.protocol.types import GENESIS, Member, Welcome
 
 
 def test_a_newcomer_that_gets_another_id_closes_the_links_of_the_one_it_was() -> None:
@@ -56,3 +58,16 @@ def test_what_links_carry_is_a_small_part_of_the_log(
             shell.beat()
             now += 0.5
     assert sum(r.name == "links" for r in read_events(tmp_path)) == told
+
+
+def test_a_header_is_handed_on_as_the_bytes_that_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, bytes]] = []
+    links = SimpleNamespace(chunk=None, generation=None, message=lambda peer, data, view: sent.append((peer, data)))
+    nobody = SimpleNamespace(grid=())
+    transfer = SimpleNamespace(server=nobody)
+    shell = Shell(*cast(Any, (nobody, Mailbox("b"), EventLog(None), links, transfer, nobody, print, nobody)))
+    shell.machine = cast(Any, SimpleNamespace(on=lambda _, e: [fx.ToPeer(p, e.message) for p in ("c~3", "d~4")]))
+    data = encode_peer(GENESIS) + encode_peer(GENESIS)  # said twice, which protobuf reads as said once
+    monkeypatch.setattr("chaos_lightning.member.shell.encode_peer", lambda _: pytest.fail("encoded anew"))
+    shell.message("a~1", memoryview(data))
+    assert sent == [("c~3", data), ("d~4", data)]

@@ -83,7 +83,7 @@ class Connected(Process):
         self.world = world
         self.spec = spec
         self.number = number
-        self.machine = self.machine_class()
+        self.machine = self.machine_class(world.plan.spread)
         self.stream: Stream | None = None
         self.host = world.scheduler
         """Where its control stream goes."""

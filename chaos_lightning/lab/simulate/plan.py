@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from chaos_lightning.lab.simulate.training import Program
+from chaos_lightning.membership.spreading import Spread
 from chaos_lightning.protocol.types import Settings
 
 
@@ -147,6 +148,8 @@ class Plan:
     """The scheduler does nothing while it writes (host.Candidacy)."""
     doubled: float = 0.0
     """Part of all control messages that arrive twice."""
+    spread: Spread = field(default_factory=Spread)
+    """How headers get to all members."""
     limit_s: float = 90.0
     outer: OuterScript | None = None
 

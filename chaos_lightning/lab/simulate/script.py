@@ -15,6 +15,7 @@ Theory of operation. A line says one thing; "#" starts a comment. What is not sa
     nodes a:neighbours=b+c b c                   # a names its neighbours (also: later)
     unlinked n0 n2                               # these two can never make a link
     plan auto                                    # how gradients travel
+    spread 1 2                                   # beyond 1 member headers go down a tree, to 2 from each
     at 0.20 cut n0 n1 for 2                      # no network between these two; split n0,n1 for 2: between groups
     at 0.20 mute n0 n1 for 5                     # their link swallows all; mute-one, flap: see edges.py
     at 0.20 remove-link n0 n1                    # by the operator; add-link; ask-remove, ask-add: the first node asks
@@ -30,6 +31,7 @@ from dataclasses import fields, replace
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
 from chaos_lightning.lab.simulate.training import Program
+from chaos_lightning.membership.spreading import Spread
 from chaos_lightning.protocol.types import PlanSpec, Settings
 
 
@@ -71,6 +73,7 @@ class Script:
         self.slow: list[tuple[str, str, float]] = []
         self.unlinked: list[tuple[str, str]] = []
         self.measured = False
+        self.spread = Spread()
 
     def plan(self) -> Plan:
         return Plan(
@@ -83,6 +86,7 @@ class Script:
             slow_links=tuple(self.slow),
             unlinked=tuple(self.unlinked),
             measured=self.measured,
+            spread=self.spread,
         )
 
     def line(self, words: list[str]) -> None:
@@ -104,6 +108,8 @@ class Script:
                 self.unlinked.append((self._known(one), self._known(other)))
             case ["plan", kind]:
                 self.settings = replace(self.settings, plan=PlanSpec(kind))
+            case ["spread", direct, width]:
+                self.spread = Spread(int(direct), int(width))
             case ["measured"]:
                 self.measured = True
             case ["at", time, "rate", one, other, rate]:

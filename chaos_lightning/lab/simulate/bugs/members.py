@@ -19,6 +19,7 @@ from chaos_lightning.lab.simulate.plans.members import (
     parting_plan,
     plans_of,
     stale_plan,
+    swallowed_plan,
 )
 from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.lab.simulate.training import State
@@ -30,6 +31,7 @@ from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.slots import close_slot
 from chaos_lightning.protocol.types import (
+    GENESIS,
     NO_VIEW,
     Contribution,
     Differs,
@@ -89,6 +91,27 @@ class EagerFollower(MemberMachine):
 
     def _has_bytes(self, header: Header) -> bool:
         return super()._has_bytes(header) or not self.is_root
+
+
+class UncountedMachine(MemberMachine):
+    """Counts a slot as committed once its header is known to be with those below: until then it reports the one before
+    that."""
+
+    _before = GENESIS
+
+    def _commit(self, header: Header) -> None:
+        self._before = self.header
+        super()._commit(header)
+
+    def _on_prepare(self, number: ViewId, reason: str, held: tuple[Span, ...]) -> None:
+        super()._on_prepare(number, reason, held)
+        before = self._before
+        below = self._spreading.below(self.view, self.member_id) if self.view is not None else ()
+        if below and before.hash == self.header.prev_hash:
+            for i, effect in enumerate(self._out):
+                if isinstance(effect, fx.ToScheduler) and isinstance(effect.message, Report):
+                    open_slot = replace(effect.message, seq=before.seq, head=before.hash, last=before, pending=None)
+                    self._out[i] = fx.ToScheduler(open_slot)
 
 
 # ------------------------------------------------------------------ 3: raw bytes stay until the next header
@@ -323,6 +346,12 @@ MEMBER_BUGS: dict[str, Bug] = {
     ),
     "2-no-ranges": Bug(
         rule="2", what="commit on the header alone", hooks=hooks_of(machine=EagerFollower), plan=plans_of(*KINDS)
+    ),
+    "2-swallowed": Bug(
+        rule="2",
+        what="a commit is not counted before those below have its header",
+        hooks=hooks_of(machine=UncountedMachine),
+        plan=swallowed_plan,
     ),
     "3-one-buffer": Bug(
         rule="3", what="raw bytes are overwritten at once", hooks=hooks_of(plane=OneBufferPlane), plan=half_sent_plan

@@ -13,6 +13,7 @@ from random import Random
 
 from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
 from chaos_lightning.lab.simulate.training import Program
+from chaos_lightning.membership.spreading import Spread
 from chaos_lightning.protocol.types import Settings
 
 TRAPS = ("header", "header", "header", "contribution", "committed", "entered", "report")
@@ -128,6 +129,7 @@ def random_plan(seed: int, kinds: tuple[str, ...] = KINDS, *, damage: float = 0.
         slow_links=tuple(slow),
         damage=damage,
         store_s=random.choice((0.002, 0.02)),
+        spread=Spread(direct=1, width=1 + seed // 3 % 2) if seed % 3 == 2 else Spread(),
     )
 
 
@@ -193,6 +195,17 @@ def lost_range_plan(seed: int) -> Plan:
     slow = tuple((too, n.name, 0.1) for n in plan.nodes if n.name not in (first, too))
     fault = replace(plan.faults[0], trap=("header", random.randint(5, 14), random.randint(1, 2)))
     return replace(plan, faults=(fault,), slow_links=slow, program=replace(plan.program, gather_every=0))
+
+
+def swallowed_plan(seed: int) -> Plan:
+    """Headers go down a chain or a tree, and a member in its middle dies before it hands one on."""
+    plan = half_sent_plan(seed)
+    while len([n for n in plan.nodes if n.name.startswith("n")]) < 3:
+        seed += 1_000_003
+        plan = half_sent_plan(seed)
+    second = sorted(zip(plan.starts, plan.nodes, strict=True), key=lambda at: at[0])[1][1]
+    fault = Fault(action="kill", node=second.name, trap=("header", Random(seed).randint(3, 14), 0))
+    return replace(plan, faults=(fault,), spread=Spread(direct=1, width=1 + seed % 2))
 
 
 def stale_plan(seed: int) -> Plan:
@@ -356,7 +369,7 @@ def busy_plan(seed: int) -> Plan:
 DYING: tuple[Callable[[int], Plan], ...] = (
     *(random_plan,) * 6,
     half_sent_plan,
-    half_sent_plan,
+    swallowed_plan,
     late_plans("committed"),
     late_plans("contribution"),
     lost_range_plan,
