@@ -18,6 +18,7 @@ the first Welcome).
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import random
 import threading
@@ -81,8 +82,8 @@ class _Talk:
         self._inbox = inbox
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.welcomed = False
-        self.pulses = False
-        """The scheduler says all the time that it lives."""
+        self.patience_s = math.inf
+        """Silence after which a scheduler is left that says all the time that it lives."""
         self.call = SchedulerStub(channel).Attend(iter(self._outbox.get, None), metadata=secret.metadata())
         threading.Thread(target=self._read, name="chaos-agent-reader", daemon=True).start()
 
@@ -286,8 +287,7 @@ class Agent(threading.Thread):
         interval = patience_s = self._search.answer_timeout_s()
         due = heard = time.monotonic() + interval
         while True:
-            patience = heard + PULSE_TIMEOUT_S if talk.pulses else due
-            item = self._next(min(due, patience) - time.monotonic())
+            item = self._next(min(due, heard + talk.patience_s) - time.monotonic())
             if isinstance(item, _Stop) or (self._stopping and item is None):
                 self._take_leave(talk)
                 return ChaosError("closed by this member")
@@ -298,7 +298,7 @@ class Agent(threading.Thread):
                 message: ToMember = item[1]
                 heard = time.monotonic()
                 if isinstance(message, Pulse):
-                    talk.pulses = True
+                    talk.patience_s = max(PULSE_TIMEOUT_S, message.timeout_s)
                     continue
                 interval = self._interval_s(message, interval)
                 if isinstance(message, Welcome) and not talk.welcomed:
@@ -320,8 +320,8 @@ class Agent(threading.Thread):
                         return RefusedError(f"the scheduler said: {message.reason}")
                     return ChaosError(f"the scheduler said: {message.reason}")
             # Nothing lies in the inbox: it was not this process that was frozen.
-            if item is None and talk.pulses and time.monotonic() >= heard + PULSE_TIMEOUT_S:
-                return SilentError(f"{self._search.endpoint} was silent for {PULSE_TIMEOUT_S:g} s")
+            if item is None and time.monotonic() >= heard + talk.patience_s:
+                return SilentError(f"{self._search.endpoint} was silent for {talk.patience_s:g} s")
             if time.monotonic() >= due:
                 if talk.welcomed:
                     if not talk.clogged:

@@ -10,7 +10,7 @@ and why, but only a few lines a second.
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,13 @@ class Service:
         name: Its full name, as in its .proto.
         rights: Who may make which call.
         add: Puts its handlers into a gRPC server.
+        encoded: Calls that answer with bytes, encoded already.
     """
 
     name: str
     rights: Mapping[str, Right]
     add: Callable[[Any], None]
+    encoded: Collection[str] = ()
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, misc]
@@ -54,6 +56,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         self._note = note
         self._few = FewLines()
         self._rights = Rights()
+        self._encoded: set[str] = set()
         self._tls_proxy: TlsProxy | None = None
         self.inner_port = 0
         """Where gRPC listens behind the TLS proxy; 0 without one."""
@@ -91,6 +94,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
     def serve(self, server: Any, service: Service) -> None:
         """Adds a service to the gRPC server, for those who may call it."""
         self._rights.register(service.name, service.rights)
+        self._encoded |= {f"/{service.name}/{call}" for call in service.encoded}
         service.add(server)
 
     async def intercept_service(
@@ -112,7 +116,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
             async for reply in call(request, context):
                 yield reply
 
-        return handler._replace(**{kind: asked_for_more if inspect.isasyncgenfunction(call) else asked})
+        serializer = None if method in self._encoded else handler.response_serializer
+        guarded = asked_for_more if inspect.isasyncgenfunction(call) else asked
+        return handler._replace(response_serializer=serializer, **{kind: guarded})
 
     async def _refuse(self, context: Any, method: str) -> None:
         """Aborts the call of a stranger; returns to whom it may concern otherwise."""

@@ -16,9 +16,10 @@ from __future__ import annotations
 import hmac
 import json
 import os
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 
-from chaos_lightning.membership.topology import Pair, links_of
+from chaos_lightning.membership.topology import links_of
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Decide,
@@ -64,41 +65,49 @@ class KeyIssuer:
         self._remote, self._local = levels(settings.links, secret_channel=secret_channel)
         self._keyed = secret_channel or self._local is not Level.CHECKSUM
         self._secret = os.urandom(KEY_NBYTES)
-        self._streams: dict[int, str] = {}
+        self._members_at: dict[int, str] = {}
+        """Member by stream."""
+        self._stream_of: dict[str, int] = {}
         self._view = NO_VIEW
-        self._made: dict[Pair, ViewId] = {}
+        self._made: defaultdict[str, dict[str, ViewId]] = defaultdict(dict)
+        """By member and peer, both ways: the view for which the key of their link was made last."""
         self._members = set(members)
         """Whose keys members may have, besides those that were made here."""
         self._void: dict[str, None] = {}
         """Who is gone, oldest first."""
 
-    def with_keys(self, number: int, message: ToMember, open_streams: Collection[int]) -> Messages:
+    def closed(self, number: int) -> None:
+        """This stream stands no longer."""
+        me = self._members_at.pop(number, "")
+        if self._stream_of.get(me) == number:
+            del self._stream_of[me]
+
+    def with_keys(self, number: int, message: ToMember) -> Messages:
         """This message, behind the keys of the links that it names.
 
         Args:
             number: The stream that it goes to.
             message: What is to be sent.
-            open_streams: Those that stand.
         """
-        for stream in [s for s in self._streams if s not in open_streams]:
-            del self._streams[stream]
         if isinstance(message, Welcome):
             me = message.member.id
-            self._streams[number] = me
+            self._members_at[number], self._stream_of[me] = me, number
             self._void.pop(me, None)
-            mine = [pair for pair in self._made if me in pair]
-            return [(number, message), (number, self._keys_for(me, mine, tuple(self._void)))]
+            mine = [self._key(me, peer, view)[1] for peer, view in self._made.get(me, {}).items()]
+            return [(number, message), (number, self._told(mine, tuple(self._void)))]
         if not self._keyed:
             return [(number, message)]
         messages: Messages = []
         match message:
-            case OpenLinks(peers) if number in self._streams:
-                me = self._streams[number]
-                messages = self._make([frozenset((me, peer.id)) for peer in peers if peer.id != me])
+            case OpenLinks(peers) if number in self._members_at:
+                me = self._members_at[number]
+                messages = self._make([(me, peer.id) for peer in peers if peer.id != me])
             case NextView(view) | Decide(view):
                 messages = self._turn(view)
             case Fence():
-                messages = self._bury([self._streams.pop(number, "")])
+                me = self._members_at.get(number, "")
+                self.closed(number)
+                messages = self._bury([me])
         return [*messages, (number, message)]
 
     def _turn(self, view: View) -> Messages:
@@ -106,21 +115,27 @@ class KeyIssuer:
         if view.id <= self._view:
             return []
         self._view = view.id
-        met = self._members | {m for pair in self._made for m in pair}
-        gone = met - set(view.ids()) - set(self._streams.values())
-        self._members = set(view.ids())
-        for member in view.ids():
+        ids = set(view.ids())
+        gone = (self._members | self._made.keys()) - ids - self._stream_of.keys()
+        self._members = ids
+        for member in ids:
             self._void.pop(member, None)
         buried = self._bury(sorted(gone))
-        newcomers = [pair for pair in self._made if not pair <= set(view.ids())]
+        newcomers = [(me, peer) for me in self._made.keys() - ids for peer in self._made[me]]
         return [*buried, *self._make([*links_of(view), *newcomers])]
 
-    def _make(self, pairs: Collection[Pair]) -> Messages:
-        fresh = [pair for pair in pairs if self._made.get(pair) != self._view]
-        self._made.update(dict.fromkeys(fresh, self._view))
-        ends = {member for pair in fresh for member in pair}
-        streams = {member: stream for stream, member in self._streams.items()}
-        return [(streams[m], self._keys_for(m, [p for p in fresh if m in p])) for m in sorted(ends) if m in streams]
+    def _make(self, pairs: Iterable[Collection[str]]) -> Messages:
+        """Keys of those of these links that have none of this view, for each end that is here."""
+        told: dict[str, list[LinkKey]] = {}
+        for a, b in pairs:
+            if self._made[a].get(b) == self._view:
+                continue
+            self._made[a][b] = self._made[b][a] = self._view
+            if a in self._stream_of or b in self._stream_of:
+                its, mine = self._key(a, b, self._view)
+                told.setdefault(a, []).append(mine)
+                told.setdefault(b, []).append(its)
+        return [(self._stream_of[m], self._told(told[m])) for m in sorted(told) if m in self._stream_of]
 
     def _bury(self, gone: Collection[str]) -> Messages:
         void = {member for member in gone if member}
@@ -129,19 +144,18 @@ class KeyIssuer:
         self._void.update(dict.fromkeys(sorted(void)))
         for member in list(self._void)[:-_MAX_VOID]:
             del self._void[member]
-        self._made = {pair: view for pair, view in self._made.items() if not pair & void}
-        told = tuple(sorted(void))
-        return [(number, self._keys_for(member, (), told)) for number, member in self._streams.items()]
+        for member in void:
+            for peer in self._made.pop(member, {}):
+                self._made[peer].pop(member, None)
+        told = self._told((), tuple(sorted(void)))
+        return [(number, told) for number in self._members_at]
 
-    def _keys_for(self, me: str, pairs: Collection[Pair], void: tuple[str, ...] = ()) -> LinkKeys:
-        keys = []
-        for pair in pairs:
-            (peer,) = pair - {me}
-            view = self._made[pair]
-            key = self._key(pair, view)
-            keys.append(LinkKey(peer, f"{view}-{hmac.digest(key, b'name', 'sha256')[:8].hex()}", key))
+    def _told(self, keys: Collection[LinkKey], void: tuple[str, ...] = ()) -> LinkKeys:
         return LinkKeys(self._rule, str(self._remote), str(self._local), self._keyed, tuple(keys), void)
 
-    def _key(self, pair: Pair, view: ViewId) -> bytes:
-        what = json.dumps([self._job, *sorted(pair), str(view)]).encode()
-        return hmac.digest(self._secret, what, "sha256")
+    def _key(self, a: str, b: str, view: ViewId) -> tuple[LinkKey, LinkKey]:
+        """Returns the key of this link as `b` is told it, and as `a` is."""
+        what = json.dumps([self._job, *sorted((a, b)), str(view)]).encode()
+        key = hmac.digest(self._secret, what, "sha256")
+        name = f"{view}-{hmac.digest(key, b'name', 'sha256')[:8].hex()}"
+        return LinkKey(a, name, key), LinkKey(b, name, key)

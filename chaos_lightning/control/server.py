@@ -36,8 +36,9 @@ from chaos_lightning.errors import ChaosError, StoreError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import join_endpoint
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.leader_search import HEARS_S, HEARS_SEVERAL_S, PULSE_S
+from chaos_lightning.membership.leader_search import HEARS_S, HEARS_SEVERAL_S
 from chaos_lightning.membership.showing import SHOWN
+from chaos_lightning.protocol.pace import heartbeat_timeout_s
 from chaos_lightning.security.credentials import Credentials, check_bind
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
@@ -145,7 +146,12 @@ class SchedulerServer:
             emit=self._events.emit,
             port=self.port,
         )
-        return Service(service.NAME, service.RIGHTS, lambda server: add_SchedulerServicer_to_server(calls, server))
+        return Service(
+            service.NAME,
+            service.RIGHTS,
+            lambda server: add_SchedulerServicer_to_server(calls, server),
+            encoded=service.ENCODED,
+        )
 
     @property
     def endpoint(self) -> str:
@@ -181,7 +187,7 @@ class SchedulerServer:
             loop.call_soon_threadsafe(lambda: self.life.end(f"it leads no more: {reason}", failed=True))
 
         def here() -> set[str]:
-            return self._streams.present(self.config.settings.heartbeat_timeout_s)
+            return self._streams.present(heartbeat_timeout_s(self.config.settings, len(self._streams.standing)))
 
         candidacy.stand(self.endpoint, elected, lost, self._events.emit, here)
 
@@ -341,8 +347,7 @@ class SchedulerServer:
 
     async def _pulse(self) -> None:
         while True:
-            await asyncio.sleep(PULSE_S)
-            self._streams.pulse()
+            await asyncio.sleep(self._streams.pulse())
 
     def status(self, page: int = 0) -> dict[str, Any]:
         """Facts of this server, and the machine's snapshot under "machine"; of a large job this page of it."""

@@ -41,6 +41,8 @@ RIGHTS = {
     "Claim": Right((MEMBER,), with_token=(MEMBER,)),
 }
 """Members prove the token to each other, so who attends must know it; observers and operators are not given it."""
+ENCODED = ("Attend",)
+"""Calls whose answers are encoded before gRPC gets them (streams.py)."""
 _HELLO_S = 0.5
 
 

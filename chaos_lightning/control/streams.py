@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from functools import cached_property
 from typing import Any
 
 from chaos_lightning.control.channel import END_OF_STREAM
 from chaos_lightning.control.link_keys import KeyIssuer
 from chaos_lightning.errors import WireError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.protocol.codec import unwrap_from_member, wrap_to_member
+from chaos_lightning.membership.leader_search import pulse_s, pulse_timeout_s
+from chaos_lightning.protocol.codec import encode_to_member, unwrap_from_member
 from chaos_lightning.protocol.types import Hello, Pulse, ToMember, Welcome
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
@@ -26,6 +28,22 @@ _MAX_OUTBOX = 4096
 """Messages that wait for one member; more means that it has not read for a long time, and its stream is cut."""
 _HEARD_S = 0.7
 """A busy machine may keep a member from speaking for so long."""
+
+
+class Parcel:
+    """A message on its way to one member or many, encoded once: when it is first written.
+
+    Args:
+        message: What is sent.
+    """
+
+    def __init__(self, message: ToMember) -> None:
+        self.message = message
+
+    @cached_property
+    def data(self) -> bytes:
+        """The message as gRPC writes it."""
+        return encode_to_member(self.message)
 
 
 class MemberStream:
@@ -41,7 +59,7 @@ class MemberStream:
         self.peer = peer
         self.name = ""
         """The member's, once it has said hello."""
-        self.outbox: asyncio.Queue[ToMember | None] = asyncio.Queue()
+        self.outbox: asyncio.Queue[Parcel | None] = asyncio.Queue()
         self.cut = asyncio.Event()
         self.heard = time.monotonic()
         """When it said something last: a stream whose packets vanish is still there."""
@@ -99,6 +117,8 @@ class Streams:
         self.standing: dict[int, MemberStream] = {}
         self.keys: KeyIssuer | None = None
         """Of who leads now."""
+        self._last: Parcel | None = None
+        """What was sent last: a message to many comes once for each of them, one after the other."""
 
     def present(self, heartbeat_timeout_s: float) -> set[str]:
         """Names of the members that have said something within this time, or 0.7 s if that is longer. Any thread."""
@@ -118,13 +138,15 @@ class Streams:
         if isinstance(message, Welcome):
             stream.name = message.member.name
         assert self.keys is not None, "who does not lead says nothing"
-        for to, what in self.keys.with_keys(number, message, self.standing):
-            self._put(self.standing[to], what)
+        for to, what in self.keys.with_keys(number, message):
+            if self._last is None or what is not self._last.message:
+                self._last = Parcel(what)
+            self._put(self.standing[to], self._last)
 
-    def _put(self, stream: MemberStream, message: ToMember) -> None:
+    def _put(self, stream: MemberStream, parcel: Parcel) -> None:
         """Keys go to both ends of a link, and the one that the message is not for may not read either."""
         if stream.outbox.qsize() < _MAX_OUTBOX:
-            stream.outbox.put_nowait(message)
+            stream.outbox.put_nowait(parcel)
         elif not stream.cut.is_set():
             self._emit("error", text=f"{stream.name or stream.peer} does not read; its stream is cut")
             stream.cut.set()
@@ -140,11 +162,20 @@ class Streams:
         for stream in self.standing.values():
             stream.outbox.put_nowait(None)
 
-    def pulse(self) -> None:
-        """Members leave a leader that says nothing, for another may be elected by then."""
+    def pulse(self) -> float:
+        """Tells members that this scheduler lives: they leave one that says nothing, as another may be elected by then.
+
+        Returns:
+            Seconds until the next is due.
+        """
+        pulse = self._new_pulse()
         for stream in self.standing.values():
             if stream.name and stream.outbox.empty():
-                stream.outbox.put_nowait(Pulse())
+                stream.outbox.put_nowait(pulse)
+        return pulse_s(len(self.standing))
+
+    def _new_pulse(self) -> Parcel:
+        return Parcel(Pulse(pulse_timeout_s(len(self.standing))))
 
     # ------------------------------------------------------------------ one stream
 
@@ -153,7 +184,7 @@ class Streams:
         self._count += 1
         stream = MemberStream(self._count, peer)
         if self._pulses:
-            stream.outbox.put_nowait(Pulse())  # from the first moment on, silence means something
+            stream.outbox.put_nowait(self._new_pulse())  # from the first moment on, silence means something
         self.standing[stream.number] = stream
         self._feed(fx.Opened(stream.number))
         patience = asyncio.get_running_loop().call_later(self._hello_timeout_s, self._expect_hello, stream)
@@ -172,6 +203,8 @@ class Streams:
         finally:
             patience.cancel()
             del self.standing[stream.number]
+            if self.keys is not None:
+                self.keys.closed(stream.number)
             self._feed(fx.Closed(stream.number, abrupt))
 
     def _expect_hello(self, stream: MemberStream) -> None:
@@ -199,7 +232,7 @@ class Streams:
     async def _write(self, stream: MemberStream, context: Any) -> None:
         """Sends until the machine closes the stream."""
         while True:
-            message = await stream.outbox.get()
-            if message is None:
+            parcel = await stream.outbox.get()
+            if parcel is None:
                 return
-            await context.write(wrap_to_member(message))
+            await context.write(parcel.data)

@@ -15,9 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PULSE_S = 0.2
-"""A scheduler that others stand by for says so often on each stream that it lives."""
+"""A scheduler that others stand by for says so often on each stream that it lives; in large jobs more seldom."""
+_LONGEST_PULSE_S = 0.5
 PULSE_TIMEOUT_S = 0.7
-"""One that says so, and then does not for so long, is frozen or cut off."""
+"""One that says so, and then does not for so long, is frozen or cut off. In large jobs it is more: at most 1.75 s, less
+than the lease of one that is cut off."""
+_PULSE_COST_S = 120e-6
+"""CPU time of the scheduler for one pulse (s), TLS included."""
+_PULSE_SHARE = 0.1
+"""Part of one core that pulses may take."""
 LONGEST_PAUSE_S = 0.5
 HEARS_S = 1.2
 """A member that looks for its only scheduler comes within LONGEST_PAUSE_S, and the time that a call takes. A scheduler
@@ -31,6 +37,16 @@ _ANSWER_TIMEOUT_S = 10.0
 _FIRST_SHUN_S, _SHUN_S = 0.3, 2.0
 """One of several that was silent is not asked again for so long; until its lease ends, the others name it. It may have
 been busy for a moment, so the first time is short; and who waits for a frozen one does not hear of the next one."""
+
+
+def pulse_s(count: int) -> float:
+    """Returns the seconds between two pulses to each of `count` members."""
+    return min(max(PULSE_S, count * _PULSE_COST_S / _PULSE_SHARE), _LONGEST_PULSE_S)
+
+
+def pulse_timeout_s(count: int) -> float:
+    """Returns the silence (s) after which each of `count` members leaves a scheduler that pulses."""
+    return PULSE_TIMEOUT_S * (pulse_s(count) / PULSE_S)
 
 
 @dataclass(frozen=True, slots=True)

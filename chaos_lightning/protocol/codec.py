@@ -465,6 +465,11 @@ def wrap_to_member(message: ToMember) -> Any:
     return _TO_MEMBER.wrap(message)
 
 
+def encode_to_member(message: ToMember) -> bytes:
+    """The bytes of `wrap_to_member`, to be sent to many."""
+    return _TO_MEMBER.encode(message)
+
+
 def unwrap_to_member(envelope: Any) -> ToMember:
     message: ToMember = _TO_MEMBER.unwrap(envelope)
     return message

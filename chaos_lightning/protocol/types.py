@@ -645,6 +645,9 @@ class Notice:
 class Pulse:
     """The scheduler lives; said often where others stand by, so that a frozen one is left soon."""
 
+    timeout_s: float
+    """Silence (s) after which a member leaves this scheduler."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatPace:

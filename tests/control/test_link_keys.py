@@ -62,11 +62,10 @@ class Told:
 
     def __init__(self, rule: str = "encrypted", *, secret: bool = True) -> None:
         self.issuer = KeyIssuer(Settings(links=rule), secret_channel=secret)
-        self.streams = set(NUMBERS.values())
-        self.messages: dict[int, list[Any]] = {number: [] for number in self.streams}
+        self.messages: dict[int, list[Any]] = {number: [] for number in NUMBERS.values()}
 
     def send(self, to: str, message: Any) -> None:
-        for number, what in self.issuer.with_keys(NUMBERS[to], message, self.streams):
+        for number, what in self.issuer.with_keys(NUMBERS[to], message):
             self.messages[number].append(what)
 
     def welcome(self, *ids: str) -> None:
@@ -106,10 +105,9 @@ def test_each_view_has_new_keys_for_its_links_and_tells_them_before_itself() -> 
 def test_who_is_welcomed_again_hears_all_keys_of_its_links() -> None:
     told = Told()
     told.welcome("a~1", "b~2")
-    told.streams.discard(1)
+    told.issuer.closed(1)
     told.send("b~2", OpenLinks((member("a~1"),)))
     assert told.keys("a~1", "b~2") == []
-    told.streams.add(1)
     told.welcome("a~1")
     assert [k.key for k in told.keys("a~1", "b~2")] == [k.key for k in told.keys("b~2", "a~1")]
 
@@ -118,7 +116,7 @@ def test_keys_of_members_that_are_gone_are_void() -> None:
     told = Told()
     told.welcome("a~1", "b~2", "c~3")
     told.send("a~1", Decide(a_view(1, "a~1", "b~2", "c~3"), GENESIS))
-    told.streams.discard(3)
+    told.issuer.closed(3)
     told.send("a~1", Decide(a_view(2, "a~1", "b~2"), GENESIS))
     assert [m.void for m in told.messages[1] if isinstance(m, LinkKeys) and m.void] == [("c~3",)]
     told.send("b~2", Fence("it answered too late"))

@@ -21,7 +21,7 @@ from chaos_lightning.protocol.types import HeartbeatPace, Hello, Settings, View,
 RULES = Settings()
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 16, 64, 100])
+@pytest.mark.parametrize("count", [0, 1, 2, 16, 64])
 def test_small_jobs_keep_what_the_settings_say(count: int) -> None:
     assert heartbeat_interval_s(RULES, count) == RULES.heartbeat_interval_s
     assert heartbeat_timeout_s(RULES, count) == RULES.heartbeat_timeout_s
@@ -85,7 +85,7 @@ def test_a_scheduler_that_takes_a_large_job_over_welcomes_with_its_pace() -> Non
 
 
 def test_all_are_told_once_when_the_job_outgrows_its_pace() -> None:
-    rules = Settings(heartbeat_interval_s=0.001, heartbeat_timeout_s=0.003, min_nodes=9)
+    rules = Settings(heartbeat_interval_s=0.003, heartbeat_timeout_s=0.009, min_nodes=9)
     machine = SchedulerMachine(rules, fx.Chain(1, ViewId()))
     told: list[dict[int, Any]] = []
     for conn in range(1, 6):
