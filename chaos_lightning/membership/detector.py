@@ -31,8 +31,10 @@ too; those on the suspect's own machine are asked first, for they alone can prov
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import nsmallest
 
 from chaos_lightning.membership.peers import Peer, Process, process_of
 from chaos_lightning.protocol.pace import Pacing
@@ -106,6 +108,48 @@ class Findings:
     suspects: tuple[tuple[str, str], ...] = ()
     """New suspicions, for the log."""
     held: tuple[Held, ...] = ()
+
+
+class Scene:
+    """Everybody as one look finds them; what is asked of many members at once is counted here once.
+
+    Args:
+        watched: Living members by id: who is judged.
+        newcomers: Others with a stream; they are witnesses only.
+        holders: Members that may hold the training state, as far as anybody knows.
+    """
+
+    def __init__(
+        self, watched: Mapping[str, Peer], newcomers: Mapping[str, Peer] | None = None, holders: Collection[str] = ()
+    ) -> None:
+        self.watched, self.newcomers, self.holders = watched, newcomers or {}, holders
+
+    def everybody(self) -> Iterator[Peer]:
+        yield from (p for m, p in self.newcomers.items() if m not in self.watched)
+        yield from self.watched.values()
+
+    @cached_property
+    def left(self) -> int:
+        """How many of the watched have no stream."""
+        return sum(p.conn is None for p in self.watched.values())
+
+    @cached_property
+    def closed(self) -> dict[str, list[Peer]]:
+        """By member: who has a stream and says that its link to that one is closed."""
+        found: dict[str, list[Peer]] = {}
+        for peer in self.everybody():
+            for member in peer.down if peer.conn is not None else ():
+                found.setdefault(member, []).append(peer)
+        return found
+
+    @cached_property
+    def near(self) -> dict[str, list[Peer]]:
+        """By member: which of the watched have a stream, and know something of their link to that one."""
+        found: dict[str, list[Peer]] = {}
+        for peer in self.watched.values():
+            for member in (*peer.up, *peer.down) if peer.conn is not None else ():
+                found.setdefault(member, []).append(peer)
+        return found
 
 
 class Detector:
@@ -211,39 +255,24 @@ class Detector:
             suspicion.stopped = suspicion.stopped or (verdict.seen and not verdict.alive)
             (suspicion.strangers.add if stranger else suspicion.strangers.discard)(by)
 
-    def judge(
-        self,
-        now: float,
-        watched: Mapping[str, Peer],
-        newcomers: Mapping[str, Peer] | None = None,
-        holders: Collection[str] = (),
-    ) -> Findings:
-        """Looks at everybody in `watched` (living members by id) once.
-
-        Args:
-            now: Seconds.
-            watched: Who is judged.
-            newcomers: Others with a stream; they are witnesses only.
-            holders: Members that may hold the training state, as far as anybody knows.
-        """
+    def judge(self, now: float, scene: Scene) -> Findings:
+        """Looks at all whom this scene watches once; `now` in seconds."""
         probes: list[tuple[str, str]] = []
         looks: list[str] = []
         deaths: list[Death] = []
         held: list[Held] = []
-        everybody = {**(newcomers or {}), **watched}
         known = set(self.suspicions)
         # All suspicions come before the first judgement: nobody counts as well by being looked at late.
-        for peer in watched.values():
-            self._look(now, peer, everybody)
-        for member, peer in watched.items():
-            suspicion = self.suspicions.get(member)
-            if suspicion is None:
-                continue
-            last = suspicion.last = self._is_last_holder(member, watched, holders)
-            proof = self._proof(now, peer, suspicion, everybody)
-            suspicion.unheard = suspicion.unheard or now < self.unheard_until or self._is_unheard(member, watched)
-            fact = "" if suspicion.unheard else self._fact(peer, watched)
-            evidence = proof or fact or self._confirmed(now, peer, suspicion, everybody)
+        for peer in scene.watched.values():
+            self._look(now, peer, scene)
+        answers = self._answering(scene)
+        for member in [m for m in scene.watched if m in self.suspicions] if self.suspicions else ():
+            peer, suspicion = scene.watched[member], self.suspicions[member]
+            last = suspicion.last = self._is_last_holder(member, scene, answers)
+            proof = self._proof(now, peer, suspicion, scene)
+            suspicion.unheard = suspicion.unheard or now < self.unheard_until or self._is_unheard(peer, scene)
+            fact = "" if suspicion.unheard else self._fact(peer, scene)
+            evidence = proof or fact or self._confirmed(now, peer, suspicion, scene)
             if evidence and (proof or not last):
                 deaths.append(Death(member, evidence, bool(proof)))
                 if not suspicion.stopped:
@@ -253,8 +282,10 @@ class Detector:
             silence = now - self._silent_since(peer, suspicion)
             if suspicion.held and silence > self._pacing.timeout_s:
                 held.append(Held(member, suspicion.why, self._settings.last_holder_timeout_s - silence))
-            witnesses = self._witnesses(member, watched, newcomers or {}, last)
-            if now - suspicion.asked_at >= self._pacing.timeout_s or (witnesses and not suspicion.asked):
+            if suspicion.asked and now - suspicion.asked_at < self._pacing.timeout_s:
+                continue
+            witnesses = self._witnesses(member, scene, last)
+            if witnesses or now - suspicion.asked_at >= self._pacing.timeout_s:
                 suspicion.asked, suspicion.asked_at = tuple(witnesses), now
                 suspicion.verdicts.clear()
                 probes += [(by, member) for by in witnesses]
@@ -264,41 +295,45 @@ class Detector:
         fresh = [(m, s.why) for m, s in self.suspicions.items() if m not in known]
         return Findings(tuple(probes), tuple(looks), tuple(deaths), tuple(fresh), tuple(held))
 
-    def _is_last_holder(self, member: str, watched: Mapping[str, Peer], holders: Collection[str]) -> bool:
-        """Whether the training state may be lost with this member: no other one that answers is known to hold it.
+    def _answering(self, scene: Scene) -> bool:
+        """Whether somebody holds the training state who answers and is not suspected."""
+        watched = scene.watched
+        others = (watched[m] for m in scene.holders if m in watched and m not in self.suspicions)
+        return any(p.known and p.loaded and p.conn is not None for p in others)
+
+    def _is_last_holder(self, member: str, scene: Scene, answers: bool) -> bool:
+        """Whether the training state may be lost with this suspect: no other one that answers is known to hold it.
 
         Of several that are all under suspicion each is one: whoever speaks first goes on, and the others are judged.
         """
-        others = [watched[m] for m in holders if m != member and m in watched and m not in self.suspicions]
-        return member in holders and not any(p.known and p.loaded and p.conn is not None for p in others)
+        return member in scene.holders and not answers
 
     @staticmethod
-    def _is_unheard(member: str, watched: Mapping[str, Peer]) -> bool:
+    def _is_unheard(peer: Peer, scene: Scene) -> bool:
         """Whether most of the others have no stream: a scheduler that nearly all have left was silent itself."""
-        others = [p.conn for m, p in watched.items() if m != member]
-        return 2 * others.count(None) > len(others)
+        return 2 * (scene.left - (peer.conn is None)) > len(scene.watched) - 1
 
     @staticmethod
-    def _closed_link(member: str, everybody: Mapping[str, Peer], ends: tuple[str, ...] = ("",)) -> str:
+    def _closed_link(member: str, scene: Scene, ends: tuple[str, ...] = ("",)) -> str:
         """Words about a living process's closed link to this one, with one of these in them; "" if there is none."""
-        for other in everybody.values():
-            words = other.down.get(member, "") if other.conn is not None and other.id != member else ""
+        for other in scene.closed.get(member, ()):
+            words = other.down.get(member, "") if other.id != member else ""
             if words and any(end in words for end in ends):
                 return f"its link to {other.id}: {words}"
         return ""
 
-    def _fact(self, peer: Peer, everybody: Mapping[str, Peer], ends: tuple[str, ...] = ("",)) -> str:
+    def _fact(self, peer: Peer, scene: Scene, ends: tuple[str, ...] = ("",)) -> str:
         # A stream that a scheduler's restart closed says nothing about its member: that takes a neighbour's word.
         if peer.conn is not None or not peer.known:
             return ""
-        link = self._closed_link(peer.id, everybody, ends)
+        link = self._closed_link(peer.id, scene, ends)
         return f"its control stream is closed, and {link}" if link else ""
 
-    def _look(self, now: float, peer: Peer, everybody: Mapping[str, Peer]) -> None:
+    def _look(self, now: float, peer: Peer, scene: Scene) -> None:
         """Silence and closed streams are suspicions."""
         limit_s = self._pacing.timeout_s
         if peer.conn is None:
-            if now >= self.grace_until or self._closed_link(peer.id, everybody):
+            if now >= self.grace_until or self._closed_link(peer.id, scene):
                 self.suspect(now, peer.id, "its control stream is closed")
         elif (silence := now - peer.heard) > limit_s:
             self.suspect(now, peer.id, f"no heartbeat for {silence:.2f} s (limit {limit_s:g} s)")
@@ -310,13 +345,13 @@ class Detector:
             return suspicion.since
         return min(suspicion.since, peer.heard) if peer.conn is not None else peer.closed_at
 
-    def _proof(self, now: float, peer: Peer, suspicion: Suspicion, everybody: Mapping[str, Peer]) -> str:
+    def _proof(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
         """Words if its state is lost for certain, or was waited for long enough (12a)."""
         settings = self._settings
         for by, said in suspicion.verdicts.items():
             if said.certain and not said.alive:
                 return f"{suspicion.why}; {by} confirms: {said.evidence}"
-        ended = self._fact(peer, everybody, ENDS)
+        ended = self._fact(peer, scene, ENDS)
         if not ended:
             suspicion.ended_at = None
         elif suspicion.ended_at is None:
@@ -327,7 +362,7 @@ class Detector:
             return f"{suspicion.why}; not a word for last_holder_timeout_s={settings.last_holder_timeout_s:g}"
         return ""
 
-    def _confirmed(self, now: float, peer: Peer, suspicion: Suspicion, everybody: Mapping[str, Peer]) -> str:
+    def _confirmed(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
         """The evidence, if this suspicion is a death."""
         settings = self._settings
         if now - self._silent_since(peer, suspicion) > settings.hang_timeout_s:
@@ -337,8 +372,8 @@ class Detector:
         affirmed = any(said.alive for said in suspicion.verdicts.values())
         complete = len(suspicion.verdicts) == len(suspicion.asked)
         in_time = now - suspicion.asked_at <= settings.confirm_timeout_s
-        if denied and not affirmed and (complete or not in_time) and not self._awaits(now, peer, suspicion, everybody):
-            if not self._tells_more_than_silence(peer, suspicion, everybody):
+        if denied and not affirmed and (complete or not in_time) and not self._awaits(now, peer, suspicion, scene):
+            if not self._tells_more_than_silence(peer, suspicion, scene):
                 silence, patience = now - self._silent_since(peer, suspicion), self.patience_s(now, peer.member)
                 if silence <= patience:
                     return ""
@@ -347,39 +382,41 @@ class Detector:
                 by, words = denied[0]
                 return f"{suspicion.why}; {by} confirms: {words}"
             return ""
-        nobody_to_ask = not any(p.conn is not None and m != peer.id for m, p in everybody.items())
+        nobody_to_ask = not any(p.conn is not None and p is not peer for p in scene.everybody())
         if peer.conn is None and nobody_to_ask and now - peer.closed_at > settings.reconnect_grace_s:
             return f"{suspicion.why}, not back within {settings.reconnect_grace_s:g} s and no neighbour to ask"
         return ""
 
-    def _tells_more_than_silence(self, peer: Peer, suspicion: Suspicion, everybody: Mapping[str, Peer]) -> bool:
+    def _tells_more_than_silence(self, peer: Peer, suspicion: Suspicion, scene: Scene) -> bool:
         """Whether there is a sign of death that a busy process cannot give."""
         if any(said.seen and not said.alive for said in suspicion.verdicts.values()):
             return True
-        return peer.conn is None and bool(self._closed_link(peer.id, everybody))
+        return peer.conn is None and bool(self._closed_link(peer.id, scene))
 
-    def _awaits(self, now: float, peer: Peer, suspicion: Suspicion, everybody: Mapping[str, Peer]) -> bool:
+    def _awaits(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> bool:
         """After a scheduler's restart a link may be cut between two that live, and who could tell is on its way."""
         if peer.known or now >= self.grace_until:
             return False
-        others = [p for m, p in everybody.items() if m != peer.id and m not in self.suspicions]
+        others = [p for p in scene.everybody() if p is not peer and p.id not in self.suspicions]
         unasked = [p for p in others if p.id not in suspicion.asked] if len(suspicion.asked) < NEIGHBOURS_ASKED else []
         return bool(unasked) or any(p.conn is None for p in others)
 
-    def _witnesses(
-        self, member: str, watched: Mapping[str, Peer], newcomers: Mapping[str, Peer], last: bool
-    ) -> list[str]:
+    def _witnesses(self, member: str, scene: Scene, last: bool) -> list[str]:
         """Members that know the suspect's link first, suspects themselves last; newcomers if there are none of these.
 
         About the last holder everybody may be asked, and first of all who can read its process table.
         """
-        host = watched[member].member.host
+        host = scene.watched[member].member.host
 
         def rank(peer: Peer) -> tuple[bool, bool, bool, str]:
             elsewhere = last and peer.member.host != host
             return (peer.id in self.suspicions, elsewhere, member not in peer.up and member not in peer.down, peer.id)
 
-        others = [p for m, p in watched.items() if m != member and p.conn is not None]
-        if last or not others:
-            others += [p for p in newcomers.values() if p.conn is not None]
-        return [p.id for p in sorted(others, key=rank)[:NEIGHBOURS_ASKED]]
+        near = [p for p in scene.near.get(member, ()) if p.id != member and p.id not in self.suspicions]
+        if not last and len(near) >= NEIGHBOURS_ASKED:
+            others = near
+        else:
+            others = [p for m, p in scene.watched.items() if m != member and p.conn is not None]
+            if last or not others:
+                others += [p for p in scene.newcomers.values() if p.conn is not None]
+        return [p.id for p in nsmallest(NEIGHBOURS_ASKED, others, key=rank)]

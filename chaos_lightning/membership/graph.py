@@ -7,8 +7,7 @@ is in, to the other founders. One that no link leads to keeps no place from othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import combinations
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
@@ -19,6 +18,7 @@ from chaos_lightning.membership.topology import (
     Net,
     Pair,
     Topology,
+    by_member,
     connected,
     links_of,
     pair,
@@ -26,7 +26,7 @@ from chaos_lightning.membership.topology import (
     ranked,
 )
 from chaos_lightning.protocol import nodes
-from chaos_lightning.protocol.types import View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
 
 _NO_LINK = "no link"
 """Under this word a newcomer's `asked` tells since when no link has led to it; no id looks like this."""
@@ -42,25 +42,34 @@ class Graph:
         self._roster = roster
         self._topology = topology
         self._known: dict[ViewId, frozenset[Pair]] = {}
+        self._near: tuple[ViewId, dict[str, set[str]]] = (NO_VIEW, {})
 
     def of_view(self, view: View) -> frozenset[Pair]:
         """The pairs of this view."""
         if view.id not in self._known:
-            self._known = {v.id: links_of(v) for v in (*self._book.views[-2:], view)}
+            here = {v.id: v for v in (*self._book.views[-2:], view)}
+            self._known = {i: self._known.get(i) or links_of(v) for i, v in here.items()}
         return self._known[view.id]
+
+    def near(self, view: View, member: str) -> Collection[str]:
+        """Of this member those that the view links it with."""
+        if self._near[0] != view.id:
+            self._near = view.id, by_member(view.ids(), self.of_view(view))
+        return self._near[1].get(member, ())
 
     def in_force(self, one: str, other: str) -> bool:
         """Whether a view that members may stand in uses this link."""
         latest = self._book.latest
         if latest is None:
             return False
-        views = [latest]
+        if pair(one, other) in self.of_view(latest):
+            return True
         before = self._book.views[-2:-1] if self._book.announced is not None else []
-        if any(
-            self._roster.inside(m) and self._roster.peers[m].entered != latest.id for view in before for m in view.ids()
-        ):
-            views += before
-        return any(pair(one, other) in self.of_view(v) for v in views)
+        return any(pair(one, other) in self.of_view(v) and self._stands_in(v, latest) for v in before)
+
+    def _stands_in(self, before: View, latest: View) -> bool:
+        """Whether a member may stand in the view before the latest one."""
+        return any(self._roster.inside(m) and self._roster.peers[m].entered != latest.id for m in before.ids())
 
     def _usable(self, one: Peer, other: Peer, *, patient: bool = True) -> bool:
         """Whether a new view may use the link between these two.
@@ -72,7 +81,11 @@ class Graph:
         """
         if not self._topology.wants(one, other):
             return False
-        fact = self._topology.facts.get(pair(one.id, other.id))
+        return self._stands(one, other, patient=patient)
+
+    def _stands(self, one: Peer, other: Peer, *, patient: bool) -> bool:
+        """The same of a wanted link."""
+        fact = self._topology.known(one.id, other.id)
         if fact is not None and (fact.down or (patient and fact.idle)):
             return False
         latest = self._book.latest
@@ -84,14 +97,23 @@ class Graph:
             return False
         return not patient or fact.seasoned(self._desk.now)
 
+    def _wanted(self, members: Iterable[str]) -> Iterator[tuple[Peer, Peer]]:
+        """The pairs of these that are to have a link, each once."""
+        peers = self._roster.peers
+        here = {m: i for i, m in enumerate(members) if m in peers}
+        for member, place in here.items():
+            for other in self._topology.partners.of(member):
+                if here.get(other, -1) > place:
+                    yield peers[member], peers[other]
+
     def pairs(self, members: Iterable[str]) -> frozenset[Pair]:
         """What a view of these may use; links that have yet to prove themselves only where it would fall apart."""
-        here = [self._roster.peers[m] for m in members if m in self._roster.peers]
-        ids = [p.id for p in here]
-        found = frozenset(pair(a.id, b.id) for a, b in combinations(here, 2) if self._usable(a, b))
+        ids = [m for m in members if m in self._roster.peers]
+        wanted = list(self._wanted(ids))
+        found = frozenset(pair(a.id, b.id) for a, b in wanted if self._stands(a, b, patient=True))
         if connected(ids, found):
             return found
-        return frozenset(pair(a.id, b.id) for a, b in combinations(here, 2) if self._usable(a, b, patient=False))
+        return frozenset(pair(a.id, b.id) for a, b in wanted if self._stands(a, b, patient=False))
 
     def net(self, members: Sequence[str]) -> Net:
         pairs = self.pairs(members)
@@ -100,17 +122,25 @@ class Graph:
     def together(self, peers: list[Peer]) -> list[Peer]:
         """The largest part of these that links hold together."""
         ids = [p.id for p in peers]
-        best = next(iter(ranked(parts(ids, self.pairs(ids)), ids)), ())
+        best = frozenset(next(iter(ranked(parts(ids, self.pairs(ids)), ids)), ()))
         return [p for p in peers if p.id in best]
 
     def ready(self) -> list[Peer]:
         """Newcomers that can be let in now: a link to a member stands, or they hold together where nobody is in."""
         here = [p for p in self._roster.willing() if not p.stranded]
+        if not here:
+            return []
         anchors = self._roster.living()
-        ready = [p for p in here if not self._speaks_alone(p, [*anchors, *here])]
+        around = {p.id for p in (*anchors, *here)}
+        ready = [p for p in here if not self._speaks_alone(p, around)]
         if not anchors:
             return self.together(ready) if len(ready) > 1 else ready
-        return [p for p in ready if any(self.leads(p, m) for m in anchors)]
+        return self.led(ready, {m.id for m in anchors})
+
+    def led(self, newcomers: Iterable[Peer], members: Collection[str]) -> list[Peer]:
+        """Those of the newcomers that can come in by a link to one of these members."""
+        peers, partners = self._roster.peers, self._topology.partners
+        return [p for p in newcomers if any(m in members and self.leads(p, peers[m]) for m in partners.of(p.id))]
 
     def staying(self) -> int:
         """How many nodes of the latest view do not leave."""
@@ -131,15 +161,17 @@ class Graph:
         """
         here = [p for p in self._roster.willing() if not p.stranded]
         ids = [*members, *(p.id for p in here)]
-        part = next((g for g in parts(ids, self.pairs(ids)) if set(members) & set(g)), ())
+        inside = frozenset(members)
+        part = frozenset(next((g for g in parts(ids, self.pairs(ids)) if not inside.isdisjoint(g)), ()))
         return [p for p in here if p.id in part]
 
     def strand(self, newcomers: list[Peer], members: list[Peer]) -> None:
         """Takes their places from newcomers that no link leads to, and gives one to whom a link leads again."""
-        anchors = self._anchors(newcomers, members)
+        if not newcomers:
+            return
+        anchors, peers = frozenset(self._anchors(newcomers, members)), self._roster.peers
         for peer in newcomers:
-            others = (self._roster.peers[m] for m in anchors)
-            if peer.id in anchors or any(m.id in peer.up and self.leads(peer, m) for m in others):
+            if peer.id in anchors or any(self.leads(peer, peers[m]) for m in anchors.intersection(peer.up)):
                 peer.asked.pop(_NO_LINK, None)
                 if peer.stranded and has_place(peer.member, self._roster.peers, self._settings):
                     peer.stranded = False
@@ -158,7 +190,8 @@ class Graph:
         ids = [m.id for m in members]
         if not members:
             best = self._best_part(newcomers)
-            return self._best_part([p for p in placed if p.id in best]) or best
+            within = frozenset(best)
+            return self._best_part([p for p in placed if p.id in within]) or best
         if not self._few():
             return ids
         here = [*members, *placed]
@@ -171,28 +204,22 @@ class Graph:
 
     def _linked(self, peers: list[Peer]) -> frozenset[Pair]:
         """Pairs of which an end has said that their link stands."""
+        wanted = self._wanted(p.id for p in peers)
         return frozenset(
-            pair(a.id, b.id)
-            for a, b in combinations(peers, 2)
-            if (b.id in a.up or a.id in b.up) and self._usable(a, b, patient=False)
+            pair(a.id, b.id) for a, b in wanted if (b.id in a.up or a.id in b.up) and self._stands(a, b, patient=False)
         )
 
-    def _speaks_alone(self, peer: Peer, others: Iterable[Peer]) -> bool:
+    def _speaks_alone(self, peer: Peer, around: Collection[str]) -> bool:
         """Whether it says that a link stands of which its other end, which would say so, has not said a word yet.
 
         That one may be about to accept it: in a view before that, what it sent meanwhile would have gone nowhere. One
         that says nothing for NEIGHBOUR_PATIENCE_S hangs, and is no reason to keep others out.
         """
         alone = False
-        for other in others:
-            fact = self._topology.facts.get(pair(peer.id, other.id)) if other is not peer else None
-            since = f"{other.id} is silent on their link"
-            if (
-                fact is not None
-                and fact.words == {peer.id: ""}
-                and other.conn is not None
-                and self._topology.wants(peer, other)
-            ):
+        for member in self._topology.partners.of(peer.id):
+            fact = self._topology.known(peer.id, member) if member in around else None
+            since = f"{member} is silent on their link"
+            if fact is not None and fact.words == {peer.id: ""} and self._roster.peers[member].conn is not None:
                 alone = alone or self._desk.now - peer.asked.setdefault(since, self._desk.now) <= NEIGHBOUR_PATIENCE_S
             else:
                 peer.asked.pop(since, None)

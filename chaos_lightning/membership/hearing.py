@@ -50,12 +50,12 @@ class Hearing:
     def hear(self, peer: Peer, message: FromMember) -> None:
         """This peer said so."""
         match message:
+            case Heartbeat(_, seq, step, step_time_s):  # the most frequent one
+                peer.seq, peer.step, peer.step_time_s = seq, step, step_time_s
+                self.book.reached = max(self.book.reached, step)
             case Ready():
                 if peer.standing is Standing.LINKING:
                     peer.standing = Standing.READY
-            case Heartbeat(_, seq, step, step_time_s):
-                peer.seq, peer.step, peer.step_time_s = seq, step, step_time_s
-                self.book.reached = max(self.book.reached, step)
             case LinkEvent(other, up, evidence):
                 self.links.on_link(peer, other, up, evidence)
             case LinkReport():
@@ -69,6 +69,7 @@ class Hearing:
             case Report(number):
                 if self.desk.phase is SchedulerPhase.PREPARING and number == self.recovery.number:
                     peer.report = message
+                    self.recovery.missing.discard(peer.id)
                     self.detector.reported(peer.id)
             case Entered():
                 peer.stands(message)

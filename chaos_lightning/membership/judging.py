@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
-from chaos_lightning.membership.detector import Detector, Held
+from chaos_lightning.membership.detector import Detector, Held, Scene
 from chaos_lightning.membership.effects import Gone, Look
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.recovering import Recovery
@@ -65,7 +65,7 @@ class Deaths:
                         self._desk.now, peer.id, f"no report for {self._recovery.number}", overdue=True
                     )
         holders = {p.id for p in self._roster.living() if self._may_hold(p)}
-        findings = self._detector.judge(self._desk.now, watched, newcomers, holders)
+        findings = self._detector.judge(self._desk.now, Scene(watched, newcomers, holders))
         for member, evidence in findings.suspects:
             self._desk.note("suspect", member=member, evidence=evidence)
         for by, suspect in findings.probes:

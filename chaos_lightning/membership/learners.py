@@ -126,6 +126,8 @@ class Learners:
         if latest is None or self._desk.reserving:
             return
         ids = self._named()
+        if not ids and not any(p.learners[1] for p in self._roster.peers.values()):
+            return
         # Whoever of the view has the state may be asked, though it came in with this very view.
         view = replace(latest, joiners=tuple(p.id for p in self._roster.members() if not p.loaded))
         for peer in self._roster.peers.values():

@@ -14,7 +14,7 @@ becomes of a link that stays down is decided in rewiring.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Answer, LinkWish
 from chaos_lightning.membership.graph import Graph
+from chaos_lightning.membership.partners import node_of
 from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.roster import Roster
@@ -31,8 +32,6 @@ from chaos_lightning.membership.topology import (
     Fact,
     Topology,
     in_words,
-    neighbours,
-    node_of,
     pair,
     parts,
 )
@@ -55,6 +54,25 @@ class _Asked:
     add: bool
     why: str
     answer: Callable[[bool, str], None]
+
+
+class _Here:
+    """Who may be told of whom.
+
+    Args:
+        members: Living ones of the latest view, by id.
+        newcomers: By id.
+        joins: Ids of those members that have yet to enter that view.
+    """
+
+    def __init__(self, members: Mapping[str, Peer], newcomers: Mapping[str, Peer], joins: Collection[str]) -> None:
+        self.members, self.joins = members, joins
+        self._all = {**members, **newcomers}
+        self._place = {m: i for i, m in enumerate(self._all)}
+
+    def those(self, ids: Iterable[str]) -> list[Peer]:
+        """Those of these that are here: members in rank order, then newcomers."""
+        return [self._all[m] for m in sorted(self._all.keys() & ids, key=self._place.__getitem__)]
 
 
 class LinkRegistry:
@@ -80,8 +98,8 @@ class LinkRegistry:
         self._detector = detector
         self._asked: deque[_Asked] = deque()
         """Not answered yet, oldest first; the first may be on its way to the store."""
-        self._unused: dict[str, list[Peer]] = {}
-        """Wanted neighbours that the latest view has no link to, by member."""
+        self._seen: object = None
+        """Upon what members were told of each other last."""
 
     def follow(self, before: View | None, view: View) -> None:
         """A view is in the chain: links that it gave up are no sign of anybody's death, and have failed once more."""
@@ -98,16 +116,16 @@ class LinkRegistry:
                     self._roster.peers[me].silent.pop(them, None)
 
     def on_link(self, peer: Peer, other: str, up: bool, evidence: str) -> None:
-        fact = self._topology.fact(peer.id, other) if other in self._roster.peers else Fact()
-        self._topology.news = True
+        known = other in self._roster.peers
         if up:
             anew = evidence == MADE_ANEW
-            if anew:
-                fact.say(self._desk.now, peer.id, "closed")
-            fact.say(self._desk.now, peer.id, "")
+            if anew and known:
+                self._topology.say(self._desk.now, peer.id, other, "closed")
+            fact = self._topology.say(self._desk.now, peer.id, other, "") if known else Fact()
             self._on_link_up(peer, other, fact, anew)
             return
-        fact.say(self._desk.now, peer.id, evidence or "down")
+        if known:
+            self._topology.say(self._desk.now, peer.id, other, evidence or "down")
         peer.up.discard(other)
         latest = self._book.latest
         if (
@@ -149,14 +167,13 @@ class LinkRegistry:
     def on_link_report(self, peer: Peer, report: LinkReport) -> None:
         if report.peer in self._roster.peers:
             self._topology.report(peer.id, report)
-            self._topology.news = True
 
     def may_witness(self, by: Peer, suspect: str) -> bool:
         """Whether a missing link says anything: to a neighbour it does; to others only if no neighbour lives to ask."""
         latest = self._book.latest
         if latest is None or not latest.links or latest.find(by.id) is None or latest.find(suspect) is None:
             return True
-        near = neighbours(latest, suspect)
+        near = self._graph.near(latest, suspect)
         living = [p for m in near if (p := self._roster.peers.get(m)) is not None and p.alive and p.conn is not None]
         return by.id in near or not living
 
@@ -201,8 +218,7 @@ class LinkRegistry:
         """A wish for or against the link of these members is in the store."""
         asked = self._asked.popleft()
         self._topology.wished(wish)
-        self._topology.news = True
-        fact = self._topology.facts.get(pair(one, other))
+        fact = self._topology.known(one, other)
         if wish.add and fact is not None:
             fact.failures = 0
         text = (
@@ -267,39 +283,52 @@ class LinkRegistry:
         """Tells newcomers and members of each other; the list replaces the one before."""
         if self._desk.phase in (SchedulerPhase.FINISHED, SchedulerPhase.DEPOSED):
             return
-        wants = self._topology.wants
         newcomers = [p for p in self._roster.peers.values() if p.standing in NEWCOMER]
         members = self._roster.living()
+        for peer in (*newcomers, *members):
+            self._topology.partners.add(peer)
+        if newcomers:
+            self._seen = None
+        elif not self._moved(members):
+            return
         latest = self._book.latest
-        joining = [p for p in members if latest is not None and p.entered != latest.id and p.id in latest.joiners]
+        here = _Here(
+            {m.id: m for m in members},
+            {p.id: p for p in newcomers},
+            {p.id for p in members if latest is not None and p.entered != latest.id and p.id in latest.joiners},
+        )
         for peer in newcomers:
-            others = [p for p in (*members, *newcomers) if p is not peer and wants(peer, p)]
+            others = here.those(self._topology.partners.of(peer.id))
             others.sort(key=lambda p: p.member.name not in peer.neighbours)
             self._open_links(peer, self._within_reach(peer, others))
-        self._tell_lonely(newcomers)
+        self._tell_lonely(newcomers, here.members)
         self._graph.strand(newcomers, members)
-        unused = self._unused_links(members)
         for peer in members:
-            # Until it has entered the last view, a member knows the newer ones by this list only; a link that it
-            # gave up in between would be missed when it enters, though it has to go in the view after that.
-            standing_in = latest is not None and peer.entered == latest.id
-            promised = self._graph.of_view(latest) if latest is not None and not standing_in else ()
-            known = [*joining, *(p for p in unused.get(peer.id, ()) if p not in joining)] if standing_in else members
-            told = [p for p in (*known, *newcomers) if wants(peer, p) or pair(peer.id, p.id) in promised]
-            self._open_links(peer, [p for p in told if p is not peer])
+            self._open_links(peer, self._to_know(peer, here))
 
-    def _unused_links(self, members: list[Peer]) -> dict[str, list[Peer]]:
-        """By member: neighbours that it wants and the latest view has no link to. They are dialled all the same."""
+    def _moved(self, members: list[Peer]) -> bool:
+        """Whether anything that members are told of others may have changed since they were told."""
         latest = self._book.latest
-        if latest is None or not latest.links:
-            return {}
-        if self._topology.news:
-            used, wants = self._graph.of_view(latest), self._topology.wants
-            self._unused = {
-                p.id: [q for q in members if q is not p and pair(p.id, q.id) not in used and wants(p, q)]
-                for p in members
-            }
-        return self._unused
+        seen = (
+            latest.id if latest is not None else NO_VIEW,
+            self._topology.partners.version,
+            [(p.id, p.conn, p.entered) for p in members],
+        )
+        before, self._seen = self._seen, seen
+        return seen != before
+
+    def _to_know(self, peer: Peer, here: _Here) -> list[Peer]:
+        """Of whom a member is told beside the view that it stands in: newcomers, and partners that the view lacks.
+
+        Until it has entered the last view, it knows the newer ones by this list only; a link that it gave up in between
+        would be missed when it enters, though it has to go in the view after that.
+        """
+        latest = self._book.latest
+        wanted = self._topology.partners.of(peer.id)
+        linked = self._graph.near(latest, peer.id) if latest is not None else ()
+        if latest is None or peer.entered != latest.id:
+            return here.those({*wanted, *linked})
+        return here.those(m for m in wanted if m not in linked or m in here.joins)
 
     def _within_reach(self, peer: Peer, others: list[Peer]) -> list[Peer]:
         """Without neighbours that a newcomer does not reach, if it has reached another one.
@@ -322,9 +351,11 @@ class LinkRegistry:
             )
             return others
         for other in late:
-            fact = self._topology.fact(peer.id, other.id)
-            if not fact.words.get(peer.id):
-                fact.say(self._desk.now, peer.id, f"not reached within {NEIGHBOUR_PATIENCE_S:g} s")
+            if not self._topology.fact(peer.id, other.id).words.get(peer.id):
+                words_of_it = f"not reached within {NEIGHBOUR_PATIENCE_S:g} s"
+                self._topology.say(self._desk.now, peer.id, other.id, words_of_it)
+        if self._topology.partners.replace(peer.id, [p.id for p in late]):
+            return others  # whom it is given instead, it is told at the next look
         self._roster.tell(f"{peer.id} comes in without its links to {words}", [peer])
         return [p for p in others if p not in late]
 
@@ -339,15 +370,14 @@ class LinkRegistry:
             text = f"{newcomer.id} does not reach {other.id}, which announces {place} ({why})"
             self._roster.send(other, Notice(f"{text}; check `announce`, `port` and what lies between the two"))
 
-    def _tell_lonely(self, newcomers: list[Peer]) -> None:
+    def _tell_lonely(self, newcomers: list[Peer], members: Mapping[str, Peer]) -> None:
         """Newcomers that are ready but have no link to a member learn what they wait for."""
-        members = self._roster.living()
         for peer in newcomers if members else ():
-            if peer.standing is Standing.LINKING or any(self._graph.leads(peer, m) for m in members):
+            if peer.standing is Standing.LINKING or self._graph.led([peer], members):
                 peer.asked.pop("", None)
                 continue
             if self._desk.now - peer.asked.setdefault("", self._desk.now) > NEIGHBOUR_PATIENCE_S:
-                wanted = [m for m in members if self._topology.wants(peer, m)]
+                wanted = [members[m] for m in self._topology.partners.of(peer.id) if m in members]
                 words = ", ".join(f"{m.id} ({self._topology.trouble(peer.id, m.id) or 'no answer'})" for m in wanted)
                 self._tell_missed(peer, [m for m in wanted if m.id not in peer.up])
                 nobody = f"none of the neighbours that it names is in the job: {', '.join(peer.neighbours)}"

@@ -225,11 +225,12 @@ def first_incarnation(term: int, views: Iterable[View]) -> int:
     return max([floor, *used]) + 1
 
 
+def placed(peers: Iterable[Peer]) -> list[Member]:
+    """Who of these has a place under max_nodes; those that can link to nobody keep none from others."""
+    inside = (*NEWCOMER, Standing.MEMBER)
+    return [p.member for p in peers if p.alive and not p.leaving and not p.stranded and p.standing in inside]
+
+
 def has_place(member: Member, peers: Mapping[str, Peer], settings: Settings) -> bool:
-    """Whether this newcomer fits under max_nodes; those that can link to nobody keep no place from others."""
-    inside = [
-        p.member
-        for p in peers.values()
-        if p.alive and not p.leaving and not p.stranded and p.standing in (*NEWCOMER, Standing.MEMBER)
-    ]
-    return bool(nodes.within([member], inside, settings.max_nodes))
+    """Whether this newcomer fits under max_nodes."""
+    return bool(nodes.within([member], placed(peers.values()), settings.max_nodes))

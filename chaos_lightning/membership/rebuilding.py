@@ -22,7 +22,7 @@ from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Roster, member_of
 from chaos_lightning.membership.terms import Terms
-from chaos_lightning.membership.topology import Topology
+from chaos_lightning.membership.topology import Topology, links_of
 from chaos_lightning.protocol.types import NO_VIEW, Hello, Member, RebuildReport, Recall, View, ViewId
 
 
@@ -266,6 +266,7 @@ class Rebuild:
                 self._roster.peers[member.id] = absent
             else:
                 self._roster.peers[member.id].standing = Standing.MEMBER
+        self._topology.partners.seed([self._roster.peers[m] for m in latest.ids()], links_of(latest))
         self._desk.note("rebuild", view=str(latest.id), reporters=sorted(present), term=self._book.term)
 
     def turn_again(self) -> bool:

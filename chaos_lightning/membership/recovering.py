@@ -21,7 +21,9 @@ class Recovery:
         self.why = ""
         self.number: ViewId = NO_VIEW
         self.expected: frozenset[str] = frozenset()
-        """Whose reports the present one waits for."""
+        """Whom the present one has asked for a report, ..."""
+        self.missing: set[str] = set()
+        """... and who of them has not given it."""
         self.prepared_at = 0.0
         self.returning = desk.phase is SchedulerPhase.RUNNING
         """After a restart, until all members of the last view are back."""
@@ -73,6 +75,7 @@ class Recovery:
         self._book.decision = self._book.announced = None
         living = self._roster.living()
         self.expected = frozenset(p.id for p in living)
+        self.missing = set(self.expected)
         self._desk.note("prepare", number=str(number), reason=self.why)
         for peer in living:
             peer.report = None

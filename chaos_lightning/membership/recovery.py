@@ -19,6 +19,7 @@ adds the borders of that scope as empty spans: ((0, 4096), (0, 0), (8192, 8192))
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,7 +71,8 @@ def _covers(have: Sequence[Span], wanted: Sequence[Span]) -> bool:
 
 def counts(sender: str, report: Report, chain: Sequence[View]) -> bool:
     """Whether the sender is a member of every decided view after the one it entered (protocol.md 9)."""
-    return all(v.find(sender) is not None for v in chain if v.id > report.entered)
+    later = itertools.takewhile(lambda v: v.id > report.entered, reversed(chain))
+    return all(v.find(sender) is not None for v in later)
 
 
 def _pending(reports: Mapping[str, Report], best: Report) -> Header | None:
@@ -185,10 +187,11 @@ def _ruling(
             members.append(member)
         else:
             rejoin.append((member, f"it stands on {report.head} at slot {report.seq}, the base is {base.hash}"))
+    here = frozenset(members)
     return Ruling(
         base=base,
         hand_on=hand_on,
-        sources=tuple(s for s in sources if s.member in members),
+        sources=tuple(s for s in sources if s.member in here),
         members=tuple(members),
         joiners=tuple(joiners),
         waiting=tuple(waiting),

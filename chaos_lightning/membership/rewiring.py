@@ -48,7 +48,9 @@ from chaos_lightning.protocol.types import NO_VIEW, Kind, Report, View
 
 Rule = Callable[[Mapping[str, Report]], Ruling]
 _PAUSE_S = 0.02
-"""Links are looked at again after so long while time alone may change something about them."""
+"""Links are looked at again after so long while time alone may change something about them; where more than
+`_PAUSED_FOR` members have links, after as many times longer."""
+_PAUSED_FOR = 16
 
 
 class Rewiring:
@@ -102,8 +104,8 @@ class Rewiring:
         """Links of a view in force that are down though both ends live, with the words of one end."""
         found = []
         suspected = self._detector.suspicions
-        for ends, fact in self._topology.facts.items():
-            if not (fact.down or fact.idle) or self._desk.now - fact.since < self._settings.confirm_timeout_s:
+        for ends, fact in self._topology.ailing.items():
+            if self._desk.now - fact.since < self._settings.confirm_timeout_s:
                 continue
             peers = [p for m in ends if (p := self._roster.peers.get(m)) is not None]
             if len(peers) < 2 or not all(self._speaks(p, fact.since) and p.id not in suspected for p in peers):
@@ -155,28 +157,27 @@ class Rewiring:
         """Links are looked at when something was said about them, and every now and then while some are unsettled."""
         news = self._topology.news or self._news
         if news:
-            self._ailing, self._news = any(f.down or f.idle for f in self._topology.facts.values()), False
+            self._ailing, self._news = bool(self._topology.ailing), False
         due = self._ailing and (news or self._desk.now >= self._failed_at)
         if due:
-            self._failed_at = self._desk.now + _PAUSE_S
+            self._failed_at = self._desk.now + self._pause_s()
         return due
+
+    def _pause_s(self) -> float:
+        return _PAUSE_S * max(1.0, len(self._roster.peers) / _PAUSED_FOR)
 
     def _awaits_mending(self, ids: list[str]) -> bool:
         """Whether the parts are to wait: a link between them is wanted, both its ends live, and it is not long down."""
-        place = {m: i for i, part in enumerate(parts(ids, self._graph.pairs(ids))) for m in part}
-        mendable = any(
-            self._topology.wants(self._roster.peers[a], self._roster.peers[b])
-            for a in ids
-            for b in ids
-            if place[a] < place[b] and self._roster.peers[a].conn is not None and self._roster.peers[b].conn is not None
-        )
+        groups = parts(ids, self._graph.pairs(ids))
+        place = {m: i for i, part in enumerate(groups) for m in part if self._roster.peers[m].conn is not None}
         if self._cut_at is None:
             self._cut_at = self._desk.now
-            groups = parts(ids, self._graph.pairs(ids))
             self._desk.note("notice", text=f"links hold the members together no more: {in_words(groups)}")
+            self._topology.partners.bridge([[m for m in part if m in place] or part for part in groups])
+        mendable = any(place.get(b, at) != at for a, at in place.items() for b in self._topology.partners.of(a))
         if not mendable or self._desk.now - self._cut_at >= CUT_PATIENCE_S:
             return False
-        text = f"no link between {in_words(parts(ids, self._graph.pairs(ids)))}: all wait {CUT_PATIENCE_S:g} s for one"
+        text = f"no link between {in_words(groups)}: all wait {CUT_PATIENCE_S:g} s for one"
         self._roster.tell(text, [self._roster.peers[m] for m in ids])
         return True
 
@@ -228,7 +229,7 @@ class Rewiring:
         """A view of the same members with other links, or with a better plan, for the next header."""
         if not self._topology.news and (not self._unsettled or self._desk.now < self._look_at):
             return self._turn_replan(latest)
-        self._look_at = self._desk.now + _PAUSE_S
+        self._look_at = self._desk.now + self._pause_s()
         ids = latest.ids()
         before = self._graph.of_view(latest)
         self._unsettled = any(

@@ -16,7 +16,7 @@ from chaos_lightning.membership.peers import (
     Standing,
     first_incarnation,
 )
-from chaos_lightning.membership.topology import Topology
+from chaos_lightning.membership.topology import Topology, links_of
 from chaos_lightning.protocol.types import (
     Fence,
     HeartbeatPace,
@@ -60,8 +60,10 @@ class Roster:
         """What every member must equal."""
         self.vouched = not chain.views
         """The reference is that of somebody who holds the state, or nobody does: a newcomer's is only for now."""
-        for member in chain.views[-1].members if chain.views and not chain.finished else ():
-            self.peers[member.id] = Peer(member, Standing.MEMBER, learners=UNKNOWN_LEARNERS)
+        if chain.views and not chain.finished:
+            last = chain.views[-1]
+            self.peers = {m.id: Peer(m, Standing.MEMBER, learners=UNKNOWN_LEARNERS) for m in last.members}
+            topology.partners.seed(list(self.peers.values()), links_of(last))
 
     def send(self, peer: Peer, message: ToMember) -> None:
         if peer.conn is not None:
@@ -139,6 +141,8 @@ class Roster:
         self.conns[conn] = peer.id
         peer.conn, peer.heard, peer.linked = conn, self._desk.now, None
         peer.neighbours, peer.kept = hello.neighbours, hello.kept
+        if peer.id in self._topology.partners:
+            self._topology.partners.add(peer)
         self._topology.news = True
 
     def drop(self, peer: Peer) -> None:
@@ -149,7 +153,6 @@ class Roster:
             self.conns.pop(peer.conn, None)
         self.forget_terms()
         self._topology.forget(peer.id)
-        self._topology.news = True
 
     def newcomers(self) -> list[Peer]:
         """Who is not in the job yet, standbys included."""

@@ -1,8 +1,10 @@
 """The scheduler's side of the protocol, as a pure state machine.
 
-Theory of operation. `on(now, event)` takes an event in, judges who is alive, and then turns until nothing is left to do
-(`_turn`): one decision at a time, each persisted before anybody hears of it (protocol.md 7). While a `Persist` is out
-nothing else is decided; events meanwhile only change the facts on which the next turn acts. Phases:
+Theory of operation. `on(now, *events)` takes a batch of events in, judges who is alive, and then turns until nothing is
+left to do (`_turn`): one decision at a time, each persisted before anybody hears of it (protocol.md 7). While a
+`Persist` is out nothing else is decided; events meanwhile only change the facts on which the next turn acts. In a large
+job most events only do that, too: what they change can wait for the next tick, and judging and turning looks at every
+member once (`_can_wait`). Phases:
 
 - FOUNDING: nobody holds the state. As soon as min_nodes newcomers are ready, the first view is decided.
 - RUNNING: the latest view rules or is about to (a `NextView` that a header will carry). Once all its members have
@@ -57,7 +59,8 @@ from chaos_lightning.membership.judging import Deaths
 from chaos_lightning.membership.keeping import Keeper
 from chaos_lightning.membership.learners import Learners
 from chaos_lightning.membership.links import LinkRegistry
-from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing, has_place
+from chaos_lightning.membership.partners import FULL_UP_TO
+from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing, placed
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling, rule
@@ -72,14 +75,22 @@ from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Decide,
+    Differs,
     Fence,
     Header,
+    Kept,
+    LinkEvent,
+    LinkRequest,
     NextView,
     Released,
     Report,
     Settings,
+    Verdict,
     View,
 )
+
+_PRESSING = (Verdict, Differs, Kept, LinkRequest)
+"""What members say that is looked at at once, however many they are."""
 
 
 class SchedulerMachine:
@@ -105,7 +116,7 @@ class SchedulerMachine:
             else SchedulerPhase.FOUNDING
         )
         self.detector = detector = Detector(settings, desk.pacing)
-        self.topology = topology = Topology(chain.wishes)
+        self.topology = topology = Topology(chain.wishes, settings.link_degree)
         self.book = book = Book(desk, chain)
         self.roster = roster = Roster(desk, book, detector, topology, chain)
         self.recovery = recovery = Recovery(desk, book, roster)
@@ -179,6 +190,7 @@ class SchedulerMachine:
             assert view.predecessor == before.id, (view.predecessor, before.id)
             assert view.id > before.id, (view.id, before.id)
         assert latest is None or self.book.highest >= latest.id, (self.book.highest, latest)
+        self.topology.validate()
         for conn, member in self.roster.conns.items():
             assert not member or self.roster.peers[member].conn == conn, (conn, member)
         ids = latest.ids() if latest is not None else ()
@@ -203,18 +215,55 @@ class SchedulerMachine:
     def phase(self) -> SchedulerPhase:
         return self.desk.phase
 
-    def on(self, now: float, event: SchedulerEvent) -> list[SchedulerEffect]:
-        """Takes one event in; returns the effects in the order in which they must happen."""
-        self.stimulus_log.append((now, stimuli.of_scheduler(event)))
+    def on(self, now: float, *events: SchedulerEvent) -> list[SchedulerEffect]:
+        """Takes events in, in their order; returns the effects in the order in which they must happen."""
+        for event in events:
+            self.stimulus_log.append((now, stimuli.of_scheduler(event)))
         self.desk.out = []
         if self._deposed:
             return []
         self._forgive(now)
+        pressing = False
+        for event in events:
+            can_wait = self._can_wait(event)
+            self._take(event)
+            if self._deposed:
+                return self.desk.out
+            pressing = pressing or not can_wait
+        # The last report of all that are due, and a link that was made anew, are what the turn waits for.
+        reported = self.desk.phase is SchedulerPhase.PREPARING and not self.recovery.missing
+        if pressing or reported or self.recovery.again:
+            self._judge_and_turn()
+        return self.desk.out
+
+    def _can_wait(self, event: SchedulerEvent) -> bool:
+        """Whether this event, in a large job, only adds to what the next tick looks at.
+
+        Nothing waits that tells of a death, that somebody waits for, or that a decision has been written down.
+        """
+        if len(self.roster.peers) <= FULL_UP_TO:
+            return False
         match event:
-            case Opened(conn):
-                self.roster.conns[conn] = ""
+            case Opened():
+                return True
+            case MessageIn(_, LinkEvent(_, up, evidence)):
+                return up or not evidence.startswith("closed")
+            case MessageIn(_, message):
+                return not isinstance(message, _PRESSING)
+            case Closed(conn):
+                return self.desk.phase is SchedulerPhase.FINISHED or not self.roster.inside(
+                    self.roster.conns.get(conn, "")
+                )
+            case _:
+                return False
+
+    def _take(self, event: SchedulerEvent) -> None:
+        """Changes facts; decides nothing."""
+        match event:
             case MessageIn(conn, message):
                 self.admission.on_message(conn, message)
+            case Opened(conn):
+                self.roster.conns[conn] = ""
             case Closed(conn, abrupt):
                 self.admission.on_closed(conn, abrupt)
             case Stored(token, ok, detail):
@@ -232,8 +281,8 @@ class SchedulerMachine:
                 self.rebuild.on_term(term)
             case SchedulerTick():
                 pass
-        if self._deposed:
-            return self.desk.out
+
+    def _judge_and_turn(self) -> None:
         self.roster.keep_pace()
         self.deaths.judge()
         for _ in range(64):
@@ -244,7 +293,6 @@ class SchedulerMachine:
         self.links.tell_whom_to_dial()
         self.rewiring.seen()
         self.learners.tell()
-        return self.desk.out
 
     def _forgive(self, now: float) -> None:
         """A gap in this process's own clock is nobody's silence (protocol.md 12)."""
@@ -308,18 +356,17 @@ class SchedulerMachine:
         return self._turn_recovering()
 
     def _promote(self) -> bool:
-        """The oldest standby gets a place that became free, unless a member that may live has its name."""
-        taken = {p.member.name for p in self.roster.living()}
-        for peer in self.roster.peers.values():
-            waits = peer.standing is Standing.STANDBY and not peer.differs
-            if not waits or peer.conn is None or peer.member.name in taken:
-                continue
-            if has_place(peer.member, self.roster.peers, self.settings):
-                peer.standing = Standing.LINKING
-                role = "founder" if self.desk.phase is SchedulerPhase.FOUNDING else "joiner"
-                self.roster.greet(peer, role, "promoted from standby: a place is free")
-                return True
-        return False
+        """The oldest standbys get places that became free, unless a member that may live has their name."""
+        standby = [p for p in self.roster.peers.values() if p.standing is Standing.STANDBY and not p.differs]
+        taken = {p.member.name for p in self.roster.living()} if standby else ()
+        waiting = {p.id: p for p in standby if p.conn is not None and p.member.name not in taken}
+        fitting = [p.member for p in waiting.values()]
+        fitting = nodes.within(fitting, placed(self.roster.peers.values()), self.settings.max_nodes) if fitting else []
+        for peer in (waiting[m.id] for m in fitting):
+            peer.standing = Standing.LINKING
+            role = "founder" if self.desk.phase is SchedulerPhase.FOUNDING else "joiner"
+            self.roster.greet(peer, role, "promoted from standby: a place is free")
+        return bool(fitting)
 
     def _turn_founding(self) -> bool:
         if self.roster.living():
@@ -474,8 +521,8 @@ class SchedulerMachine:
 
     def _near(self, ready: list[Peer], latest: View, leaving: list[str]) -> list[Peer]:
         """Newcomers with a link to a member that stays, if any stays."""
-        staying = [self.roster.peers[m] for m in latest.ids() if m not in leaving]
-        return [p for p in ready if not staying or any(self.graph.leads(p, m) for m in staying)]
+        staying = set(latest.ids()).difference(leaving)
+        return self.graph.led(ready, staying) if staying else ready
 
     def _loose(self, latest: View, leaving: list[str]) -> list[str]:
         """Those of the leavers that can go without parting the others; all of them if there are none."""

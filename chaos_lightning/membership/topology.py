@@ -3,9 +3,8 @@
 Theory of operation. A *pair* is two members (or two names) regardless of order. Every view has a graph: `View.links`,
 or every pair of its members where that is empty. `Topology` keeps what the scheduler knows beside it:
 
-- *wanted*: with neighbours named in a Hello, only pairs that one of both names; else every pair. Processes of one node
-  always want each other. An operator or a member may remove a pair, which stays removed until it is added again. Such
-  wishes (`wished`) go by names, so they outlive a member's incarnation, and are in the store, so the scheduler's, too.
+- *wanted*: see partners.py. Wishes (`wished`) are in the store, so they outlive a member's incarnation, and the
+  scheduler's.
 - *standing*: each end says when its link comes up or fails, and a pair of which either end's last word was bad is
   down. Nothing said is taken for good news where a view or a newcomer's Ready vouches for the pair. A link that failed
   must stand for a while before a view uses it again, for longer each time (`Fact.stand_s`): a flapping link changes no
@@ -16,6 +15,9 @@ or every pair of its members where that is empty. `Topology` keeps what the sche
 When a graph falls into parts, `ranked` says which of them may go on: more members first; of equal ones the one with the
 oldest member. As no two parts have the same oldest member there are no ties, and as the scheduler alone asks, no two
 answers.
+
+Nothing here takes longer than members and their links are many: no loop goes over all pairs of members, but where a
+view has all of them.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from chaos_lightning.membership.effects import LinkWish
+from chaos_lightning.membership.partners import Pair, Partners, pair
 from chaos_lightning.membership.peers import Peer
 from chaos_lightning.planning.graph import connected_parts
 from chaos_lightning.planning.graph import neighbours as links_by_member
 from chaos_lightning.protocol.types import LinkReport, LinkSpec, View
 
-Pair = frozenset[str]
 Measured = Mapping[tuple[str, str], tuple[float, float, float]]
 """(latency in seconds, bits per second there, bits per second back) by (earlier, later) in rank order."""
 
@@ -51,10 +53,6 @@ USUAL = (0.0005, 1e9, 1e9)
 """What a link that nobody measured is taken for."""
 
 
-def pair(one: str, other: str) -> Pair:
-    return frozenset((one, other))
-
-
 def every_pair(ids: Sequence[str]) -> frozenset[Pair]:
     return frozenset(pair(a, b) for a, b in combinations(ids, 2))
 
@@ -66,10 +64,26 @@ def links_of(view: View) -> frozenset[Pair]:
     return frozenset(pair(link.a, link.b) for link in view.links)
 
 
+def in_rank_order(ids: Sequence[str], pairs: Iterable[Pair]) -> list[tuple[str, str]]:
+    """The pairs of these members, the earlier one first in each, and sorted so."""
+    place = {m: i for i, m in enumerate(ids)}
+    ranks = [sorted(place[m] for m in ends) for ends in pairs if all(m in place for m in ends)]
+    return [(ids[i], ids[j]) for i, j in sorted(ranks)]
+
+
 def specs(ids: Sequence[str], pairs: Collection[Pair]) -> tuple[LinkSpec, ...]:
     """What a view of these members (in rank order) writes down; nothing if every pair is there."""
-    ordered = [(a, b) for a, b in combinations(ids, 2) if pair(a, b) in pairs]
+    ordered = in_rank_order(ids, pairs)
     return () if len(ordered) == len(ids) * (len(ids) - 1) // 2 else tuple(LinkSpec(a, b) for a, b in ordered)
+
+
+def by_member(ids: Iterable[str], pairs: Iterable[Pair]) -> dict[str, set[str]]:
+    """Of each of these members those it has a link with."""
+    near: dict[str, set[str]] = {m: set() for m in ids}
+    for one, other in pairs:
+        near[one].add(other)
+        near[other].add(one)
+    return near
 
 
 def neighbours(view: View, me: str) -> tuple[str, ...]:
@@ -153,31 +167,21 @@ class Fact:
         return bool(self.reports) or now - self.since >= PROBE_PATIENCE_S
 
 
-def node_of(name: str) -> str:
-    """The node of a member that is called NODE-RANK; other names are nodes of their own."""
-    node, dash, rank = name.rpartition("-")
-    return node if dash and rank.isdigit() else name
-
-
-def _names(one: Peer, other: Peer) -> bool:
-    """Whether `one` names `other` as a neighbour: by name, by id, or by its node."""
-    member = other.member
-    return any(word in (member.name, member.id, node_of(member.name)) for word in one.neighbours)
-
-
 class Topology:
     """See the module. Members are told apart by id, wishes by name.
 
     Args:
         wishes: What was granted so far, oldest first.
+        degree: See Partners.
     """
 
-    def __init__(self, wishes: Iterable[LinkWish] = ()) -> None:
+    def __init__(self, wishes: Iterable[LinkWish] = (), degree: int = 0) -> None:
+        self.partners = Partners(degree)
         self.facts: dict[Pair, Fact] = {}
-        self.removed: dict[Pair, str] = {}
-        """By two names: why."""
-        self.added: set[Pair] = set()
-        """By two names: asked for beyond what the neighbours named."""
+        self._of: dict[str, dict[str, Fact]] = {}
+        """The same by member."""
+        self.ailing: dict[Pair, Fact] = {}
+        """Those that are down, or carry nothing."""
         self.version = 0
         """Grows with every measurement."""
         self.news = True
@@ -186,22 +190,48 @@ class Topology:
             self.wished(wish)
 
     def fact(self, one: str, other: str) -> Fact:
-        return self.facts.setdefault(pair(one, other), Fact())
+        found = self._of.get(one, {}).get(other)
+        if found is None:
+            found = self.facts[pair(one, other)] = Fact()
+            self._of.setdefault(one, {})[other] = self._of.setdefault(other, {})[one] = found
+        return found
+
+    def known(self, one: str, other: str) -> Fact | None:
+        """What is known of these two, if anything is."""
+        return self._of.get(one, {}).get(other)
+
+    def say(self, now: float, end: str, other: str, word: str) -> Fact:
+        """One end's word about its link to another; "" for good."""
+        fact = self.fact(end, other)
+        fact.say(now, end, word)
+        self._look_at(end, other, fact)
+        return fact
+
+    def _look_at(self, one: str, other: str, fact: Fact) -> None:
+        self.news = True
+        if fact.down or fact.idle:
+            self.ailing[pair(one, other)] = fact
+        elif self.ailing:
+            self.ailing.pop(pair(one, other), None)
 
     def down(self, one: str, other: str) -> str:
         """Why this link is down; "" if nobody says so."""
-        fact = self.facts.get(pair(one, other))
+        fact = self.known(one, other)
         return fact.down if fact is not None else ""
 
     def trouble(self, one: str, other: str) -> str:
         """Why this link is of no use: it is down, or carries nothing; "" if nobody says so."""
-        fact = self.facts.get(pair(one, other))
+        fact = self.known(one, other)
         return (fact.down or fact.idle) if fact is not None else ""
 
     def forget(self, member: str) -> None:
         """An incarnation that is gone."""
-        for key in [k for k in self.facts if member in k]:
-            del self.facts[key]
+        self.partners.drop(member)
+        self.news = True
+        for other in self._of.pop(member, {}):
+            self._of[other].pop(member, None)
+            self.facts.pop(pair(member, other), None)
+            self.ailing.pop(pair(member, other), None)
 
     def shift(self, gap: float) -> None:
         """The scheduler was frozen for so long (s): that is no time in which a link stood or was down."""
@@ -210,37 +240,36 @@ class Topology:
 
     def wants(self, one: Peer, other: Peer) -> bool:
         """Whether these two are to have a link."""
-        if not (self.removed or self.added or one.neighbours or other.neighbours):
-            return True  # as a rule, and for every pair of a large job
-        names = pair(one.member.name, other.member.name)
-        if names in self.removed:
-            return False
-        if names in self.added or node_of(one.member.name) == node_of(other.member.name):
-            return True
-        return _names(one, other) or _names(other, one) or not (one.neighbours or other.neighbours)
+        return self.partners.wants(one, other)
+
+    @property
+    def removed(self) -> dict[Pair, str]:
+        """Links that stay away, by the names of their ends: why."""
+        return self.partners.removed
 
     def wished(self, wish: LinkWish) -> None:
         """A wish was granted, and is in the store."""
-        names = pair(wish.a, wish.b)
-        if wish.add:
-            self.removed.pop(names, None)
-            self.added.add(names)
-        else:
-            self.removed[names] = wish.why
-            self.added.discard(names)
+        self.partners.wished(wish)
+        self.news = True
 
     def report(self, by: str, report: LinkReport) -> None:
         """What one end measured."""
-        self.fact(by, report.peer).reports[by] = report
+        fact = self.fact(by, report.peer)
+        fact.reports[by] = report
         self.version += 1
+        self._look_at(by, report.peer, fact)
+
+    def validate(self) -> None:
+        """Asserts that what was kept step by step is what all facts come to."""
+        self.partners.validate()
+        assert {frozenset((a, b)) for a, of in self._of.items() for b in of} == self.facts.keys()
+        assert {ends for ends, fact in self.facts.items() if fact.down or fact.idle} == self.ailing.keys()
 
     def measured(self, ids: Sequence[str], pairs: Collection[Pair]) -> Measured:
         """Rates and latencies of these pairs; what nobody measured is usual, or what the other end says."""
         found: dict[tuple[str, str], tuple[float, float, float]] = {}
-        for a, b in combinations(ids, 2):
-            if pair(a, b) not in pairs:
-                continue
-            fact = self.facts.get(pair(a, b))
+        for a, b in in_rank_order(ids, pairs):
+            fact = self.known(a, b)
             reports = {} if fact is None else {e: r for e, r in fact.reports.items() if r.rate_bps > 0}
             there, back = reports.get(a) or reports.get(b), reports.get(b) or reports.get(a)
             if there is None or back is None:
@@ -262,5 +291,4 @@ class Net:
 
     def known(self, ids: Sequence[str]) -> Measured:
         """For the plan generator: every link of these members, measured or not."""
-        there = [(a, b) for a, b in combinations(ids, 2) if pair(a, b) in self.pairs]
-        return {ends: self.measured.get(ends, USUAL) for ends in there}
+        return {ends: self.measured.get(ends, USUAL) for ends in in_rank_order(ids, self.pairs)}

@@ -759,6 +759,12 @@ class Settings:
         "`chaos-lightning run` with all of its, or one process that was started by itself.",
     )
     max_nodes: int = setting(64, "Workers of further nodes wait as standbys.")
+    link_degree: int = setting(
+        8,
+        "To how many others a newcomer gets links where more than 16 members are in and nobody names neighbours; 0: to "
+        "all.",
+        check=at_least(0, "a number of members, or 0 for all"),
+    )
     heartbeat_interval_s: float = setting(0.1, "How often a member tells the scheduler that it lives.")
     heartbeat_timeout_s: float = setting(0.3, "Silence after which a member is suspected. Its neighbours must confirm.")
     hang_timeout_s: float = setting(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from membership_script import member
 
-from chaos_lightning.membership.detector import Death, Detector, Findings
+from chaos_lightning.membership.detector import Death, Detector, Findings, Scene
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.protocol.pace import Pacing
 from chaos_lightning.protocol.types import Member, Settings, Verdict, ViewId
@@ -59,7 +59,7 @@ class Look:
         of = {s: {p.id: p for p in self.peers.values() if p.standing is s and p.alive} for s in Standing}
         watched = of[Standing.MEMBER]
         holders = {i for i, p in watched.items() if p.loaded or not p.known}
-        findings = self.detector.judge(now, watched, of[Standing.READY], holders)
+        findings = self.detector.judge(now, Scene(watched, of[Standing.READY], holders))
         for death in findings.deaths:
             self.of(death).dead = death.evidence
         return findings

@@ -6,7 +6,6 @@ a later term. So stores that refuse nothing come with a control of their own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from chaos_lightning.control.chain import Tip
@@ -32,7 +31,7 @@ from chaos_lightning.lab.simulate.plans.schedulers import (
     strange_plan,
 )
 from chaos_lightning.lab.simulate.store import Store
-from chaos_lightning.membership.detector import Detector, Suspicion
+from chaos_lightning.membership.detector import Detector, Scene, Suspicion
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.judging import Deaths
@@ -47,7 +46,7 @@ from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, M
 class RashDetector(Detector):
     """A missed heartbeat is a death."""
 
-    def _confirmed(self, now: float, peer: Peer, suspicion: Suspicion, watched: Mapping[str, Peer]) -> str:
+    def _confirmed(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
         return suspicion.why
 
 
@@ -61,7 +60,7 @@ class HastyDetector(Detector):
 class ImpatientDetector(Detector):
     """The last one that holds the state is judged like everybody else."""
 
-    def _is_last_holder(self, member: str, watched: Mapping[str, Peer], holders: Collection[str]) -> bool:
+    def _is_last_holder(self, member: str, scene: Scene, answers: bool) -> bool:
         return False
 
 
@@ -75,8 +74,8 @@ class StubbornDeaths(Deaths):
 class CredulousDetector(Detector):
     """Closed connections prove a death at once."""
 
-    def _proof(self, now: float, peer: Peer, suspicion: Suspicion, everybody: Mapping[str, Peer]) -> str:
-        return super()._proof(now, peer, suspicion, everybody) or self._fact(peer, everybody)
+    def _proof(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
+        return super()._proof(now, peer, suspicion, scene) or self._fact(peer, scene)
 
 
 class DeafDetector(RashDetector, ImpatientDetector):

@@ -1,0 +1,324 @@
+"""Who is to have a link with whom: the wanted pairs of members, kept as members come and go.
+
+Theory of operation. A pair is wanted if one end names the other as its neighbour, if both are processes of one node, if
+somebody has asked for it (`LinkWish`), or if it was *given*: that is how members get links that name nobody. Up to
+`FULL_UP_TO` members every such pair is given. Beyond, a newcomer is given `link_degree` partners, of other nodes first:
+some that are near by address, the others drawn among all, of two the one with fewer links. So members have about twice
+that many links, few hops lead from anybody to anybody, and no death parts the rest (`Partners.bridge` sees to it where
+chance does not). Who loses partners is given others; a partner that is not reached is replaced.
+
+What was removed stays away, whoever asks. Members are told apart by id, wishes by name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import combinations
+from random import Random
+
+from chaos_lightning.membership.effects import LinkWish
+from chaos_lightning.membership.peers import Peer
+
+Pair = frozenset[str]
+
+FULL_UP_TO = 16
+"""So many members all have links with each other, unless they name neighbours."""
+NEAR = 3
+"""So many of a newcomer's partners are near by address; the others keep the ways short."""
+_LOOKED_AT = 32
+"""So many addresses around its own are looked at for these."""
+_BRIDGES = 2
+"""So many pairs are given between two parts of a graph."""
+
+
+def pair(one: str, other: str) -> Pair:
+    return frozenset((one, other))
+
+
+def node_of(name: str) -> str:
+    """The node of a member that is called NODE-RANK; other names are nodes of their own."""
+    node, dash, rank = name.rpartition("-")
+    return node if dash and rank.isdigit() else name
+
+
+def _called(peer: Peer) -> tuple[str, ...]:
+    """By which words others name it as a neighbour."""
+    return tuple(dict.fromkeys((peer.member.name, peer.id, node_of(peer.member.name))))
+
+
+def _address_key(peer: Peer) -> tuple[str, str]:
+    """Addresses that are alike are next to each other in this order."""
+    try:
+        return f"{int(ipaddress.ip_address(peer.member.address)):040d}", peer.id
+    except ValueError:
+        return peer.member.address, peer.id
+
+
+class Partners:
+    """See the module.
+
+    Args:
+        degree: How many partners a newcomer is given beyond `FULL_UP_TO` members; 0: all.
+    """
+
+    def __init__(self, degree: int = 0) -> None:
+        self._degree = degree
+        self.version = 0
+        """Grows when what is wanted changes."""
+        self.removed: dict[Pair, str] = {}
+        """By two names: why."""
+        self.added: set[Pair] = set()
+        """By two names: asked for beyond all else."""
+        self._peers: dict[str, Peer] = {}
+        self._near: dict[str, dict[str, None]] = {}
+        """By id: the wanted partners."""
+        self._given: dict[str, dict[str, None]] = {}
+        self._named: dict[str, tuple[str, ...]] = {}
+        """Whom each names, as it counts here."""
+        self._by_word: dict[str, dict[str, None]] = {}
+        """Ids of those that are called so."""
+        self._naming: dict[str, dict[str, None]] = {}
+        """Ids of those that name this word."""
+        self._open: list[str] = []
+        """Who may be given as a partner, in no order, ..."""
+        self._at: dict[str, int] = {}
+        """... where in that list each is, ..."""
+        self._by_address: list[tuple[str, str]] = []
+        """... and by address."""
+        self._missed: dict[str, set[str]] = {}
+        """Given partners that were not reached."""
+
+    def __contains__(self, member: object) -> bool:
+        return member in self._near
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._near)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether newcomers are given some partners rather than all."""
+        return self._degree > 0 and len(self._near) > FULL_UP_TO
+
+    def of(self, member: str) -> Collection[str]:
+        """Ids of those that this one is to have links with."""
+        return self._near.get(member, {}).keys()
+
+    def wants(self, one: Peer, other: Peer) -> bool:
+        """Whether these two are to have a link. Who is not here yet counts as given."""
+        names = pair(one.member.name, other.member.name)
+        if names in self.removed:
+            return False
+        if names in self.added or node_of(one.member.name) == node_of(other.member.name):
+            return True
+        if one.neighbours or other.neighbours:
+            return any(w in one.neighbours for w in _called(other)) or any(w in other.neighbours for w in _called(one))
+        given = self._given.get(one.id)
+        return given is None or other.id in given or other.id not in self._given
+
+    # ------------------------------------------------------------------ who is here
+
+    def seed(self, peers: Sequence[Peer], pairs: Iterable[Pair]) -> None:
+        """Members that are here already, by links that they have had (a view's, after a scheduler's restart)."""
+        for peer in peers:
+            if peer.id not in self._near:
+                self._enlist(peer)
+        for one, other in pairs:
+            self._give(one, other)
+        for peer in peers:
+            self._renew(peer.id)
+
+    def add(self, peer: Peer) -> None:
+        """A newcomer; or one that names other neighbours than before."""
+        if peer.id in self._near:
+            if self._named[peer.id] == peer.neighbours:
+                return
+            self._strike_names(peer.id)
+            self._close(peer.id)
+            self._note_names(peer)
+        else:
+            self._enlist(peer)
+            if not peer.neighbours:
+                for other in self._chosen(peer.id, self._degree):
+                    self._give(peer.id, other)
+        self._renew(peer.id)
+
+    def drop(self, member: str) -> None:
+        """An incarnation that is gone; whom it leaves with too few partners is given others."""
+        peer = self._peers.pop(member, None)
+        if peer is None:
+            return
+        self._strike_names(member)
+        self._close(member)
+        for word in _called(peer):
+            self._by_word[word].pop(member, None)
+            if not self._by_word[word]:
+                del self._by_word[word]
+        for other in self._given.pop(member):
+            self._given[other].pop(member, None)
+        left = list(self._near.pop(member))
+        self.version += 1
+        self._missed.pop(member, None)
+        for other in left:
+            self._near[other].pop(member, None)
+        for other in left:
+            self._refill(other)
+
+    def wished(self, wish: LinkWish) -> None:
+        """A wish for or against a link was granted."""
+        names = pair(wish.a, wish.b)
+        if wish.add:
+            self.removed.pop(names, None)
+            self.added.add(names)
+        else:
+            self.removed[names] = wish.why
+            self.added.discard(names)
+        for member in list(self._by_word.get(wish.a, ())):
+            self._renew(member)
+
+    def replace(self, member: str, lost: Iterable[str]) -> bool:
+        """Gives this one others for given partners that it does not reach, once; False if there are none to give."""
+        if not self.sparse or member in self._missed:
+            return False
+        missed = self._missed[member] = {m for m in lost if m in self._given.get(member, ())}
+        fresh = self._chosen(member, len(missed))
+        for other in missed if fresh else ():
+            del self._given[member][other], self._given[other][member]
+        for other in fresh:
+            self._give(member, other)
+        self._renew(member)
+        return bool(fresh)
+
+    def bridge(self, parts: Sequence[Sequence[str]]) -> bool:
+        """Gives pairs between these parts of a graph, the largest and each other; whether there were any to give."""
+        largest, *others = sorted(parts, key=len, reverse=True)
+        rng, given = Random(str(largest[0])), False
+        for part in others if self.sparse else ():
+            for _ in range(_BRIDGES):
+                one, other = rng.choice(part), rng.choice(largest)
+                if one in self._at and other in self._at and other not in self._near[one]:
+                    self._give(one, other)
+                    self._renew(one)
+                    given = given or other in self._near[one]
+        return given
+
+    def validate(self) -> None:
+        """Asserts that what was kept step by step is what everybody's names, wishes and gifts come to."""
+        for (one, a), (other, b) in combinations(self._peers.items(), 2):
+            wanted = self.wants(a, b)
+            assert (other in self._near[one]) is wanted, f"{one} and {other}: wanted {wanted}, kept is another"
+            assert (one in self._near[other]) is wanted, f"{other} and {one}: wanted {wanted}, kept is another"
+            assert (other in self._given[one]) is (one in self._given[other]), (one, other)
+        assert sorted(self._open) == sorted(m for m, names in self._named.items() if not names), self._open
+        assert sorted(entry[1] for entry in self._by_address) == sorted(self._open), self._by_address
+
+    # ------------------------------------------------------------------ what is kept
+
+    def _enlist(self, peer: Peer) -> None:
+        self._peers[peer.id], self._near[peer.id], self._given[peer.id] = peer, {}, {}
+        for word in _called(peer):
+            self._by_word.setdefault(word, {})[peer.id] = None
+        self._note_names(peer)
+
+    def _note_names(self, peer: Peer) -> None:
+        self._named[peer.id] = peer.neighbours
+        for word in peer.neighbours:
+            self._naming.setdefault(word, {})[peer.id] = None
+        if not peer.neighbours:
+            self._at[peer.id] = len(self._open)
+            self._open.append(peer.id)
+            insort(self._by_address, _address_key(peer))
+
+    def _strike_names(self, member: str) -> None:
+        for word in self._named.pop(member):
+            self._naming[word].pop(member, None)
+            if not self._naming[word]:
+                del self._naming[word]
+
+    def _close(self, member: str) -> None:
+        """It may be given as a partner no more."""
+        if (at := self._at.pop(member, None)) is None:
+            return
+        last = self._open.pop()
+        if last != member:
+            self._open[at], self._at[last] = last, at
+        self._by_address = [entry for entry in self._by_address if entry[1] != member]
+
+    def _give(self, one: str, other: str) -> None:
+        if one in self._given and other in self._given:
+            self._given[one][other] = self._given[other][one] = None
+
+    def _renew(self, member: str) -> None:
+        """What is wanted of this one follows from what is known of it now."""
+        peer = self._peers[member]
+        words = _called(peer)
+        known = dict(self._given[member])
+        for word in (*peer.neighbours, words[-1], *self._wished(peer.member.name)):
+            known |= self._by_word.get(word, {})
+        for word in words:
+            known |= self._naming.get(word, {})
+        for other in self._by_word.get(words[-1], ()):
+            known[other] = None
+        known.pop(member, None)
+        fresh = {m: None for m in known if self.wants(peer, self._peers[m])}
+        if fresh.keys() == self._near[member].keys():
+            return
+        self.version += 1
+        for other in self._near[member].keys() - fresh.keys():
+            self._near[other].pop(member, None)
+        for other in fresh:
+            self._near[other][member] = None
+        self._near[member] = fresh
+
+    def _wished(self, name: str) -> list[str]:
+        return [other for names in self.added if name in names for other in names if other != name]
+
+    def _refill(self, member: str) -> None:
+        if self._degree and member in self._at and len(self._near[member]) < min(self._degree, len(self._open) - 1):
+            for other in self._chosen(member, self._degree - len(self._near[member])):
+                self._give(member, other)
+            self._renew(member)
+
+    # ------------------------------------------------------------------ whom a newcomer is given
+
+    def _chosen(self, member: str, count: int) -> list[str]:
+        """Partners that this one does not have yet; all, where all have links with each other."""
+        if not self.sparse:
+            return [m for m in self._open if m != member and m not in self._near[member]]
+        me, chosen = self._peers[member], dict[str, None]()
+
+        def fits(other: str) -> bool:
+            names = pair(me.member.name, self._peers[other].member.name)
+            return (
+                other != member
+                and other not in chosen
+                and other not in self._near[member]
+                and other not in self._missed.get(member, ())
+                and names not in self.removed
+            )
+
+        def elsewhere(other: str) -> bool:
+            return self._peers[other].member.place != me.member.place and fits(other)
+
+        for other in filter(elsewhere, self._around(me)):
+            if len(chosen) < min(NEAR, count):
+                chosen[other] = None
+        rng = Random(f"{member} {len(self._near[member])}")
+        for _ in range(4 * count):
+            two = [m for m in (rng.choice(self._open), rng.choice(self._open)) if elsewhere(m)]
+            if two and len(chosen) < count:
+                chosen[min(two, key=lambda m: len(self._near[m]))] = None
+        if len(chosen) < count:  # few nodes: processes of one's own are better than none
+            rest = [m for m in self._open if fits(m)]
+            rest.sort(key=lambda m: self._peers[m].member.place == me.member.place)
+            chosen.update(dict.fromkeys(rest[: count - len(chosen)]))
+        return list(chosen)
+
+    def _around(self, me: Peer) -> Iterator[str]:
+        """The nearest by address, on both sides in turn."""
+        place = bisect_left(self._by_address, _address_key(me))
+        for step in range(1, _LOOKED_AT):
+            for at in (place - step, place + step):
+                if 0 <= at < len(self._by_address):
+                    yield self._by_address[at][1]
