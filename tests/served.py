@@ -73,7 +73,10 @@ class ScriptedMachine:
         self.settings, self.chain, self.served = settings, chain, served
         self.names: dict[int, str] = {}
 
-    def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
+    def on(self, now: float, *events: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
+        return [effect for event in events for effect in self._on(event)]
+
+    def _on(self, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
         effects = self.served.rule(event) if self.served.rule is not None else None
         if effects is None:
             effects = []

@@ -1,8 +1,10 @@
-"""Feeds the scheduler's machine, one event at a time, and carries its effects out, in their order.
+"""Feeds the scheduler's machine with batches of events, and carries its effects out, in their order.
 
 Theory of operation. Everything that happens - a stream opens, says something, breaks; a tick; an operator's wish -
-becomes an event in one queue, and one task feeds the machine from it. A Persist is in the store before the effects
-behind it are touched and before the machine hears `Stored`. So nothing is ever announced that a restart would not know.
+becomes an event in one queue, and one task feeds the machine with what lies there. So whatever the machine does once
+per batch costs the less the more happens. An operator's wish is a batch of its own. A Persist is in the store before the effects
+behind it are touched and before the machine hears `Stored`. So nothing is ever announced that a restart would not
+know.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ from chaos_lightning.protocol.types import Member, Settings
 
 _ANSWER_TIMEOUT_S = 4.0
 """A request waits so long for the machine, which may be writing to its store."""
+_BATCH = 256
+"""Events that the machine gets at once at most: what it says meanwhile waits until it is through."""
+_WISHES = (fx.Drain, fx.ChangeLink, fx.Reset)
 
 
 class Machine(Protocol):
     """What is driven: membership.scheduler.SchedulerMachine, or a stand-in for it in tests."""
 
-    def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]: ...
+    def on(self, now: float, *events: fx.SchedulerEvent) -> list[fx.SchedulerEffect]: ...
 
     def snapshot(self, page: int = 0) -> dict[str, Any]: ...
 
@@ -70,6 +75,8 @@ class Driver:
         """None while this scheduler does not lead."""
         self._inbox: asyncio.Queue[fx.SchedulerEvent] = asyncio.Queue()
         self._tick_waits = False
+        self._carried: fx.SchedulerEvent | None = None
+        """Taken from there, and to be fed next."""
         self._answers: dict[int, asyncio.Future[tuple[bool, str]]] = {}
         self._count = 0
         self._over = False
@@ -103,25 +110,35 @@ class Driver:
         """
         self._over = False
         while not self._over:
-            event = await self._inbox.get()
-            if isinstance(event, fx.SchedulerTick):
-                self._tick_waits = False
-            pending = [event]
+            pending = [await self._batch()]
             while pending and not self._over:
-                pending += await self._on(pending.pop(0), streams)
+                pending += [[outcome] for outcome in await self._on(pending.pop(0), streams)]
+
+    async def _batch(self) -> list[fx.SchedulerEvent]:
+        """What lies there, and at least one event."""
+        batch = [self._carried or await self._inbox.get()]
+        self._carried = None
+        while len(batch) < _BATCH and not isinstance(batch[-1], _WISHES) and not self._inbox.empty():
+            event = self._inbox.get_nowait()
+            if isinstance(event, _WISHES):
+                self._carried = event
+                break
+            batch.append(event)
+        self._tick_waits = self._tick_waits and not any(isinstance(event, fx.SchedulerTick) for event in batch)
+        return batch
 
     def stop(self) -> None:
         """What waits is for the next machine, which takes it for what nobody said."""
         self._over = True
 
-    async def _on(self, event: fx.SchedulerEvent, streams: Streams) -> list[fx.SchedulerEvent]:
+    async def _on(self, events: list[fx.SchedulerEvent], streams: Streams) -> list[fx.SchedulerEvent]:
         assert self.machine is not None
         outcomes: list[fx.SchedulerEvent] = []
-        for effect in self.machine.on(time.monotonic(), event):
+        for effect in self.machine.on(time.monotonic(), *events):
             match effect:
                 case fx.Persist():
                     # All members are done: nobody could decide it again. (An operator asks again.)
-                    final = effect.kind == "finish" and not isinstance(event, fx.Reset)
+                    final = effect.kind == "finish" and not isinstance(events[0], fx.Reset)
                     outcomes.append(await self._persist(effect, final))
                 case fx.Send(number, message):
                     streams.send(number, message)

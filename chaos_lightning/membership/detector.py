@@ -271,7 +271,7 @@ class Detector:
             last = suspicion.last = self._is_last_holder(member, scene, answers)
             proof = self._proof(now, peer, suspicion, scene)
             suspicion.unheard = suspicion.unheard or now < self.unheard_until or self._is_unheard(peer, scene)
-            fact = "" if suspicion.unheard else self._fact(peer, scene)
+            fact = "" if suspicion.unheard else self._fact(peer, scene, newcomers=False)
             evidence = proof or fact or self._confirmed(now, peer, suspicion, scene)
             if evidence and (proof or not last):
                 deaths.append(Death(member, evidence, bool(proof)))
@@ -314,19 +314,21 @@ class Detector:
         return 2 * (scene.left - (peer.conn is None)) > len(scene.watched) - 1
 
     @staticmethod
-    def _closed_link(member: str, scene: Scene, ends: tuple[str, ...] = ("",)) -> str:
+    def _closed_link(member: str, scene: Scene, ends: tuple[str, ...] = ("",), *, newcomers: bool = True) -> str:
         """Words about a living process's closed link to this one, with one of these in them; "" if there is none."""
         for other in scene.closed.get(member, ()):
+            if not newcomers and other.id not in scene.watched:
+                continue
             words = other.down.get(member, "") if other.id != member else ""
             if words and any(end in words for end in ends):
                 return f"its link to {other.id}: {words}"
         return ""
 
-    def _fact(self, peer: Peer, scene: Scene, ends: tuple[str, ...] = ("",)) -> str:
+    def _fact(self, peer: Peer, scene: Scene, ends: tuple[str, ...] = ("",), *, newcomers: bool = True) -> str:
         # A stream that a scheduler's restart closed says nothing about its member: that takes a neighbour's word.
         if peer.conn is not None or not peer.known:
             return ""
-        link = self._closed_link(peer.id, scene, ends)
+        link = self._closed_link(peer.id, scene, ends, newcomers=newcomers)
         return f"its control stream is closed, and {link}" if link else ""
 
     def _look(self, now: float, peer: Peer, scene: Scene) -> None:

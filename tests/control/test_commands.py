@@ -122,7 +122,7 @@ def test_status_shows_members(tmp_path: Path) -> None:
     class Machine:
         def __init__(self, settings: Settings, chain: fx.Chain) -> None: ...
 
-        def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
+        def on(self, now: float, *events: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
             return []
 
         def snapshot(self, page: int = 0) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class Trains:
                 case fx.Send(conn, Decide() as said):
                     decided[conn] = said
 
-    def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
+    def on(self, now: float, *events: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
         return []
 
     def snapshot(self, page: int = 0) -> dict[str, Any]:

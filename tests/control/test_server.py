@@ -327,7 +327,7 @@ def test_an_error_of_the_machine_ends_the_scheduler_loudly(tmp_path: Path) -> No
 class Idle:
     """A machine that does nothing."""
 
-    def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
+    def on(self, now: float, *events: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
         return []
 
     def snapshot(self, page: int = 0) -> dict[str, Any]:

@@ -174,8 +174,9 @@ def test_only_a_process_that_has_not_led_before_begins_a_finished_job_anew(
 class Finishing(ScriptedMachine):
     """Its job is over as soon as it is asked for a drain."""
 
-    def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
-        return [fx.Persist(1, "finish", ViewId(1, 1))] if isinstance(event, fx.Drain) else super().on(now, event)
+    def on(self, now: float, *events: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
+        drained = any(isinstance(event, fx.Drain) for event in events)
+        return [fx.Persist(1, "finish", ViewId(1, 1))] if drained else super().on(now, *events)
 
     def snapshot(self, page: int = 0) -> dict[str, Any]:
         return {**super().snapshot(page), "chain": self.chain.id, "view": ""}

@@ -152,9 +152,12 @@ class Edges:
 
     def may_link(self, one: Endpoint, other: Endpoint) -> bool:
         """As far as the network and everybody's wishes go."""
-        world, names = self._world, pair(one.name, other.name)
-        topology = world.scheduler.machine.topology
-        if names in topology.removed or not world.fabric.open(one.name, other.name):
+        world = self._world
+        if not world.fabric.open(one.name, other.name):
+            return False
+        partners, names = world.scheduler.machine.topology.partners, pair(one.name, other.name)
+        if names in partners.removed:
             return False
         mine, theirs = one.spec.neighbours, other.spec.neighbours
-        return names in topology.added or other.name in mine or one.name in theirs or not (mine or theirs)
+        given = not partners.sparse or other.machine.member_id in partners.of(one.machine.member_id)
+        return names in partners.added or other.name in mine or one.name in theirs or (not (mine or theirs) and given)

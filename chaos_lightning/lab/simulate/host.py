@@ -173,7 +173,10 @@ class SchedulerHost(Process):
         if self._effects:
             self._apply(self._effects.popleft())
             return
-        self._effects.extend(self.machine.on(self.kernel.now, self._inbox.popleft()))
+        batch = [self._inbox.popleft()]
+        while self._inbox and not isinstance(self._inbox[0], fx.Stored):  # traps spring before an answer of the store
+            batch.append(self._inbox.popleft())
+        self._effects.extend(self.machine.on(self.kernel.now, *batch))
         if self._check is not None:
             self._check(self.machine)
 

@@ -36,8 +36,8 @@ from chaos_lightning.protocol.types import NO_VIEW, Decide, PlanSpec, Report, Vi
 class ForgetfulGraph(Graph):
     """Takes every link that is wanted for one that stands."""
 
-    def _usable(self, one: Peer, other: Peer, *, patient: bool = True) -> bool:
-        return self._topology.wants(one, other)
+    def _stands(self, one: Peer, other: Peer, *, patient: bool) -> bool:
+        return True
 
 
 class UndividedGraph(Graph):
@@ -115,8 +115,8 @@ class WishlessStore(Store):
 class GenerousScheduler(SchedulerMachine):
     """Grants wishes about links before they are stored."""
 
-    def on(self, now: float, event: SchedulerEvent) -> list[SchedulerEffect]:
-        effects = super().on(now, event)
+    def on(self, now: float, *events: SchedulerEvent) -> list[SchedulerEffect]:
+        effects = super().on(now, *events)
         for place, effect in enumerate(effects):
             if isinstance(effect, Persist) and effect.kind == "link":
                 before, self.desk.out = self.desk.out, []
