@@ -2,9 +2,9 @@
 
 Theory of operation. Everything that happens - a stream opens, says something, breaks; a tick; an operator's wish -
 becomes an event in one queue, and one task feeds the machine with what lies there. So whatever the machine does once
-per batch costs the less the more happens. An operator's wish is a batch of its own. A Persist is in the store before the effects
-behind it are touched and before the machine hears `Stored`. So nothing is ever announced that a restart would not
-know.
+per batch costs the less the more happens. An operator's wish is a batch of its own. A Persist is in the store before
+the effects behind it are touched and before the machine hears `Stored`. So nothing is ever announced that a restart
+would not know.
 """
 
 from __future__ import annotations

@@ -287,6 +287,7 @@ class LinkRegistry:
         members = self._roster.living()
         for peer in (*newcomers, *members):
             self._topology.partners.add(peer)
+        self._topology.partners.secure()
         if newcomers:
             self._seen = None
         elif not self._moved(members):

@@ -4,8 +4,8 @@ Theory of operation. A pair is wanted if one end names the other as its neighbou
 somebody has asked for it (`LinkWish`), or if it was *given*: that is how members get links that name nobody. Up to
 `FULL_UP_TO` members every such pair is given. Beyond, a newcomer is given `link_degree` partners, of other nodes first:
 some that are near by address, the others drawn among all, of two the one with fewer links. So members have about twice
-that many links, few hops lead from anybody to anybody, and no death parts the rest (`Partners.bridge` sees to it where
-chance does not). Who loses partners is given others; a partner that is not reached is replaced.
+that many links, few hops lead from anybody to anybody, and no node's death parts the rest: where chance does not see to
+that, `Partners.secure` does. Who loses partners is given others; a partner that is not reached is replaced.
 
 What was removed stays away, whoever asks. Members are told apart by id, wishes by name.
 """
@@ -20,6 +20,7 @@ from random import Random
 
 from chaos_lightning.membership.effects import LinkWish
 from chaos_lightning.membership.peers import Peer
+from chaos_lightning.planning.graph import connected_parts, neighbours, parting_nodes
 
 Pair = frozenset[str]
 
@@ -67,6 +68,8 @@ class Partners:
         self._degree = degree
         self.version = 0
         """Grows when what is wanted changes."""
+        self._secured = -1
+        """At which version no node's loss parted the others, as far as that can be had."""
         self.removed: dict[Pair, str] = {}
         """By two names: why."""
         self.added: set[Pair] = set()
@@ -202,6 +205,16 @@ class Partners:
                     self._renew(one)
                     given = given or other in self._near[one]
         return given
+
+    def secure(self) -> None:
+        """Gives pairs where the loss of one node would part the others."""
+        if not self.sparse or self._secured == self.version:
+            return
+        places = {m: p.member.place for m, p in self._peers.items()}
+        for node in parting_nodes(places, ((a, b) for a, near in self._near.items() for b in near)):
+            rest = [m for m, place in places.items() if place != node]
+            self.bridge(connected_parts(rest, neighbours(rest, ((a, b) for a in rest for b in self._near[a]))))
+        self._secured = self.version
 
     def validate(self) -> None:
         """Asserts that what was kept step by step is what everybody's names, wishes and gifts come to."""
