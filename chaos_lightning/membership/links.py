@@ -5,7 +5,7 @@ and members ask for links or against them: what is granted is stored before it i
 also for the next scheduler (`_turn_wishes`). All of it goes into `Topology` (topology.py). `OpenLinks`
 names the peers that a member is to have links to beside those of the view that it stands in: newcomers, and wanted
 pairs that the view does not use, so that a link that failed is dialled until it is back. Its list replaces the one
-before.
+before, or says what has changed of that.
 
 A link that is made anew within a view may have lost bytes on the way: the open slot is reduced again (`_again`). What
 becomes of a link that stays down is decided in rewiring.py.
@@ -23,7 +23,7 @@ from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Answer, LinkWish
 from chaos_lightning.membership.graph import Graph
-from chaos_lightning.membership.partners import node_of
+from chaos_lightning.membership.partners import FULL_UP_TO, node_of
 from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.roster import Roster
@@ -280,7 +280,7 @@ class LinkRegistry:
         return ""
 
     def tell_whom_to_dial(self) -> None:
-        """Tells newcomers and members of each other; the list replaces the one before."""
+        """Tells newcomers and members of each other."""
         if self._desk.phase in (SchedulerPhase.FINISHED, SchedulerPhase.DEPOSED):
             return
         newcomers = [p for p in self._roster.peers.values() if p.standing in NEWCOMER]
@@ -389,9 +389,17 @@ class LinkRegistry:
     def _open_links(self, peer: Peer, others: list[Peer]) -> None:
         ids = tuple(p.id for p in others)
         linked = peer.linked if peer.linked is not None or peer.standing is Standing.LINKING else ()
-        if peer.conn is not None and ids != linked:
-            self._roster.send(peer, OpenLinks(tuple(p.member for p in others)))
-            peer.linked = ids
+        if peer.conn is None or ids == linked:
+            return
+        before = frozenset(peer.linked or ())
+        fresh, gone = [p for p in others if p.id not in before], tuple(before.difference(ids))
+        large = len(self._roster.peers) > FULL_UP_TO
+        if large and peer.linked is not None and len(fresh) + len(gone) < len(ids):
+            message = OpenLinks(tuple(p.member for p in fresh), True, gone)
+        else:
+            message = OpenLinks(tuple(p.member for p in others))
+        self._roster.send(peer, message)
+        peer.linked = ids
 
     def tell_apart(self, founders: Sequence[Peer]) -> None:
         """Founders that are enough and all ready learn what they wait for, if no links hold them together."""

@@ -290,8 +290,8 @@ class MemberMachine:
                 self.notice = reason
                 if not retry:
                     self._eject(reason, rejoin=False)
-            case OpenLinks(peers):
-                self.neighbours.wanted = tuple(p for p in peers if p.id != self.member_id)
+            case OpenLinks():
+                self.neighbours.asked(self.member_id, message)
                 self._connect()
                 self._check_ready()
             case NextView(view):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from chaos_lightning.membership.effects import Connect, MemberEffect, ToScheduler
 from chaos_lightning.membership.topology import neighbours
-from chaos_lightning.protocol.types import MADE_ANEW, LinkEvent, Member, View
+from chaos_lightning.protocol.types import MADE_ANEW, LinkEvent, Member, OpenLinks, View
 
 
 class Neighbours:
@@ -26,6 +26,12 @@ class Neighbours:
         """Made anew since this member entered its view."""
         self._parted: dict[str, str] = {}
         """Why the others do not stand."""
+
+    def asked(self, me: str, told: OpenLinks) -> None:
+        """The scheduler names whom this member is to have links with, or what has changed of that."""
+        before = {p.id: p for p in self.wanted or ()} if told.changes else {}
+        named = {**before, **{p.id: p for p in told.peers}}
+        self.wanted = tuple(p for p in named.values() if p.id != me and p.id not in told.gone)
 
     def connect(self, me: str, view: View | None) -> list[MemberEffect]:
         """Has the links that this member wants in this view, and no others."""

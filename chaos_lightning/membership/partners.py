@@ -267,12 +267,10 @@ class Partners:
         peer = self._peers[member]
         words = _called(peer)
         known = dict(self._given[member])
-        for word in (*peer.neighbours, words[-1], *self._wished(peer.member.name)):
+        for word in (*peer.neighbours, node_of(peer.member.name), *self._wished(peer.member.name)):
             known |= self._by_word.get(word, {})
         for word in words:
             known |= self._naming.get(word, {})
-        for other in self._by_word.get(words[-1], ()):
-            known[other] = None
         known.pop(member, None)
         fresh = {m: None for m in known if self.wants(peer, self._peers[m])}
         if fresh.keys() == self._near[member].keys():

@@ -230,6 +230,7 @@ class SchedulerMachine:
             if self._deposed:
                 return self.desk.out
             pressing = pressing or not can_wait
+        self.roster.keep_pace()
         # The last report of all that are due, and a link that was made anew, are what the turn waits for.
         reported = self.desk.phase is SchedulerPhase.PREPARING and not self.recovery.missing
         if pressing or reported or self.recovery.again:
@@ -283,7 +284,6 @@ class SchedulerMachine:
                 pass
 
     def _judge_and_turn(self) -> None:
-        self.roster.keep_pace()
         self.deaths.judge()
         for _ in range(64):
             if not self._turn():
@@ -301,6 +301,7 @@ class SchedulerMachine:
         gap = now - before
         if first:
             self.identity.begin()
+            self.roster.keep_pace()
             self.detector.grace_until = now + self.settings.reconnect_grace_s if self.recovery.returning else now
             for peer in self.roster.peers.values():
                 peer.heard = peer.closed_at = now

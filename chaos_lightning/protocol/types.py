@@ -568,9 +568,16 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class OpenLinks:
-    """Make sure that a link to each of these stands (the later member dials); answer Ready when all do."""
+    """Make sure that a link to each of these stands (the later member dials); answer Ready when all do.
+
+    It replaces what was told before, unless it says what has changed of that.
+    """
 
     peers: tuple[Member, ...]
+    changes: bool = False
+    """These come to those that were told on this stream before."""
+    gone: tuple[str, ...] = ()
+    """Of a change: ids of those that are asked for no more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,9 @@ def message_words(names: Names, message: object) -> str:
             return f"next {view_words(view)}"
         case Welcome(who, _, role, reason):
             return f"welcome {who.id} as {role} ({reason})"
-        case OpenLinks(peers):
-            return f"open links to {','.join(p.id for p in peers) or 'nobody'}"
+        case OpenLinks(peers, changes, gone):
+            words = f"{'also ' if changes else ''}to {','.join(p.id for p in peers) or 'nobody'}"
+            return f"open links {words}" + (f", no more to {','.join(gone)}" if gone else "")
         case Prepare(promised, reason):
             return f"prepare {promised} ({reason})"
         case Refused(reason, retry):

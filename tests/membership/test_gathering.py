@@ -29,6 +29,8 @@ class Wave:
         self.replay = "" if replays else "it did not offer to replay"
         for i in range(members):
             self.job.comes(hello(f"m-{i}", pid=1000 + i))
+        for _ in range(2):  # they are told of each other, and are ready: in a large job both waits for a tick
+            self.job.feed(SchedulerTick())
         self._stand(self.job.views[-1])
         self.founded = self._seen = len(self.job.views)
         self._due: list[tuple[float, View]] = []
@@ -91,6 +93,8 @@ def test_learners_that_catch_up_one_after_the_other_make_three_views_at_most() -
 def test_one_that_comes_alone_waits_for_nobody_nor_does_a_small_job(members: int, newcomers: int) -> None:
     wave = Wave(members)
     wave.come(range(newcomers))
+    for _ in range(2 if members > 16 else 0):
+        wave.job.feed(SchedulerTick())
     assert len(wave.views()) == 1
 
 

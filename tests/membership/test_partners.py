@@ -146,6 +146,15 @@ def test_after_a_failover_pairs_are_those_of_the_last_view() -> None:
     after.validate()
 
 
+def test_two_incarnations_of_one_process_are_of_one_node() -> None:
+    partners = of_many(3)
+    again = Peer(Member("n2~9", "n2", "n2", "10.0.0.2", 1), Standing.LINKING)
+    again.neighbours = ("n0",)
+    partners.add(again)
+    assert set(partners.of("n2~9")) == {"n0~0", "n2~2"}
+    partners.validate()
+
+
 def test_who_names_neighbours_is_given_none() -> None:
     partners = of_many(40)
     partners.add(peer(40, "n1", "n2~2"))

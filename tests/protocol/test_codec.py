@@ -246,9 +246,9 @@ class Odd:
         ({"reason": tuple[str, ...]}, chaos_pb2.Leave, r"\.reason is a tuple, so it must be repeated"),
         ({"streams": Spent}, chaos_pb2.Ledger, r"\.streams is repeated there"),
         (
-            {"peers": tuple[View, ...]},
-            chaos_pb2.OpenLinks,
-            r"\.peers is a PackedView, and Member there \(chaos\.proto\)",
+            {"streams": tuple[View, ...]},
+            chaos_pb2.Ledger,
+            r"\.streams is a PackedView, and Spent there \(chaos\.proto\)",
         ),
         ({"view": View | None}, chaos_pb2.NextView, None),
         ({"reason": str | None}, chaos_pb2.Leave, r"\.reason may be None"),
