@@ -27,7 +27,9 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from chaos_lightning.membership.effects import LinkWish
-from chaos_lightning.membership.partners import Pair, Partners, pair
+from chaos_lightning.membership.partners import Pair as Pair
+from chaos_lightning.membership.partners import Partners
+from chaos_lightning.membership.partners import pair as pair
 from chaos_lightning.membership.peers import Peer
 from chaos_lightning.planning.graph import connected_parts
 from chaos_lightning.planning.graph import neighbours as links_by_member
