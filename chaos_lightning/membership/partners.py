@@ -12,11 +12,11 @@ What was removed stays away, whoever asks. Members are told apart by id, wishes 
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import combinations
-from random import Random
 
 from chaos_lightning.membership.effects import LinkWish
 from chaos_lightning.membership.peers import Peer
@@ -55,6 +55,13 @@ def _address_key(peer: Peer) -> tuple[str, str]:
         return f"{int(ipaddress.ip_address(peer.member.address)):040d}", peer.id
     except ValueError:
         return peer.member.address, peer.id
+
+
+def _drawn(seed: str, among: Sequence[str]) -> Iterator[str]:
+    """Members drawn from these at random, as it were: the same ones for the same seed."""
+    for count in itertools.count():
+        digest = hashlib.blake2b(f"{seed} {count}".encode(), digest_size=8).digest()
+        yield among[int.from_bytes(digest, "big") % len(among)]
 
 
 class Partners:
@@ -196,10 +203,10 @@ class Partners:
     def bridge(self, parts: Sequence[Sequence[str]]) -> bool:
         """Gives pairs between these parts of a graph, the largest and each other; whether there were any to give."""
         largest, *others = sorted(parts, key=len, reverse=True)
-        rng, given = Random(str(largest[0])), False
+        given = False
         for part in others if self.sparse else ():
-            for _ in range(_BRIDGES):
-                one, other = rng.choice(part), rng.choice(largest)
+            ends = zip(_drawn(part[0], part), _drawn(part[0], largest), strict=True)
+            for one, other in itertools.islice(ends, _BRIDGES):
                 if one in self._at and other in self._at and other not in self._near[one]:
                     self._give(one, other)
                     self._renew(one)
@@ -218,7 +225,7 @@ class Partners:
 
     def validate(self) -> None:
         """Asserts that what was kept step by step is what everybody's names, wishes and gifts come to."""
-        for (one, a), (other, b) in combinations(self._peers.items(), 2):
+        for (one, a), (other, b) in itertools.combinations(self._peers.items(), 2):
             wanted = self.wants(a, b)
             assert (other in self._near[one]) is wanted, f"{one} and {other}: wanted {wanted}, kept is another"
             assert (one in self._near[other]) is wanted, f"{other} and {one}: wanted {wanted}, kept is another"
@@ -315,11 +322,11 @@ class Partners:
         for other in filter(elsewhere, self._around(me)):
             if len(chosen) < min(NEAR, count):
                 chosen[other] = None
-        rng = Random(f"{member} {len(self._near[member])}")
-        for _ in range(4 * count):
-            two = [m for m in (rng.choice(self._open), rng.choice(self._open)) if elsewhere(m)]
-            if two and len(chosen) < count:
-                chosen[min(two, key=lambda m: len(self._near[m]))] = None
+        drawn = _drawn(f"{member} {len(self._near[member])}", self._open)
+        for two in itertools.islice(zip(drawn, drawn, strict=True), 4 * count):
+            fitting = [m for m in two if elsewhere(m)]
+            if fitting and len(chosen) < count:
+                chosen[min(fitting, key=lambda m: len(self._near[m]))] = None
         if len(chosen) < count:  # few nodes: processes of one's own are better than none
             rest = [m for m in self._open if fits(m)]
             rest.sort(key=lambda m: self._peers[m].member.place == me.member.place)
