@@ -37,6 +37,11 @@ def wait_listening(endpoint: str, process: subprocess.Popen[Any], what: str, tim
         time.sleep(0.02)
 
 
+def at(source: str) -> dict[str, Any]:
+    """Arguments of Popen by which a Python program takes the product from this folder; "" for this one."""
+    return {"cwd": source, "env": {**os.environ, "PYTHONPATH": source}} if source else {}
+
+
 class Scheduler:
     """A real scheduler process on a port of its own.
 
@@ -44,22 +49,43 @@ class Scheduler:
         store: Of its chain; one in a file outlives the process.
         log_dir: Folder of its event log; "" for none.
         plan: How gradients travel; "" as by default.
+        keys_dir: Its folder of keys; "" for none.
+        source: Folder of the product that it runs; "" for this one.
         settings: Further rules of the job.
     """
 
-    def __init__(self, store: str = ":memory:", *, log_dir: str = "", plan: str = "", **settings: Any) -> None:
+    def __init__(
+        self,
+        store: str = ":memory:",
+        *,
+        log_dir: str = "",
+        plan: str = "",
+        keys_dir: str = "",
+        source: str = "",
+        **settings: Any,
+    ) -> None:
+        self._source = source
         self.endpoint = f"127.0.0.1:{free_port()}"
         self._options = ["--listen", self.endpoint, "--store", store]
         self._options += ["--log-dir", log_dir or "none"]
         self._options += ["--plan", plan] if plan else []
+        self._options += ["--keys-dir", keys_dir] if keys_dir else []
         self._options += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, min_nodes: int) -> None:
         """Returns when it listens; the job begins with so many nodes, and waits below that number."""
         command = [sys.executable, "-m", "chaos_lightning.cli", "scheduler", *self._options]
-        self._process = subprocess.Popen([*command, "--min-nodes", str(min_nodes)], stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [*command, "--min-nodes", str(min_nodes)], stdout=subprocess.DEVNULL, **at(self._source)
+        )
         wait_listening(self.endpoint, self._process, "the scheduler")
+
+    @property
+    def pid(self) -> int:
+        """While it runs."""
+        assert self._process is not None
+        return self._process.pid
 
     def kill(self) -> None:
         """Ends it at once, as a crash would."""

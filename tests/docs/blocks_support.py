@@ -36,6 +36,7 @@ PAGES = (
             "plain",
             "hydra",
             "pipelines",
+            "scale",
         )
     ),
     *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "recipes").glob("*.md")),

@@ -1,0 +1,1 @@
+"""What a job of a thousand members costs its scheduler, and its members at each step."""

@@ -1,0 +1,45 @@
+"""Small sums of the benchmark: how a cost grows with members, and a limit to what one case may take."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import statistics
+from collections.abc import Iterator, Mapping
+
+
+class TooLongError(Exception):
+    """A case took more CPU than it may."""
+
+
+def exponent(costs: Mapping[int, float]) -> float:
+    """Returns k of the cost ~ members^k that fits best (least squares on logarithms).
+
+    Args:
+        costs: By number of members, at least two of them; all above 0.
+    """
+    slope = statistics.linear_regression([math.log(n) for n in costs], [math.log(c) for c in costs.values()]).slope
+    return float(slope)
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Ends the block when it has taken so many seconds of this process's CPU. Only in the main thread.
+
+    While it runs the kernel keeps the process's clock in ticks; time with `time.thread_time`, which stays exact.
+
+    Raises:
+        TooLongError: It has.
+    """
+
+    def over(*_: object) -> None:
+        raise TooLongError(f"over {seconds:g} s of CPU")
+
+    before = signal.signal(signal.SIGVTALRM, over)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

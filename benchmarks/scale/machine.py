@@ -1,0 +1,248 @@
+"""The scheduler's own machine with 8 to 2,048 members: what heartbeats, a founding, joins, leaves and deaths cost it.
+
+One core drives `SchedulerMachine` (standins.py answers for the members, in virtual time) and counts processor time:
+of a heartbeat; of a founding, until all stand in the first view; of a join and a leave, until all stand in the view
+that follows; of a death, from its first sign until the last Decide is encoded, and until all stand. Each is the median
+of several, of members at random; garbage is collected between cases only. Exponents are fitted from 32 members on. In
+the same way `MemberMachine`s go through steps (steps.py). The peer is the graph in which every pair has a link, up to
+128 members.
+
+What takes longer than `--limit-s` of CPU is told as "over N s" and counts as missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from benchmarks.common import Options, Result, median, run
+from benchmarks.scale import steps
+from benchmarks.scale.figures import TooLongError, at_most, exponent
+from benchmarks.scale.standins import OTHER, Stage, StandIn
+from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
+from chaos_lightning.protocol.types import Settings
+
+SIZES = (8, 32, 128, 512, 1024, 2048)
+TOLD = 2048
+"""Sizes from here on have no bounds."""
+FULL_UP_TO = 128
+FIT_FROM, FIT_TO = 32, 1024
+GRAPHS = {"default": Settings().link_degree, "full": 0}
+"""Values of the setting `link_degree`."""
+BEAT_BATCHES = (1, 16)
+"""Heartbeats that wait when the scheduler's process looks. The larger number counts."""
+TICKS = 20
+HEARTBEAT_US, EXPONENT, FOUNDING_S, DEATH_S, RECORD_KB = 60.0, 1.3, 20.0, 1.0, 10.0
+BOUNDED_AT = 1024
+KINDS = ("founding", "join", "leave", "death")
+Costs = dict[str, dict[int, float]]
+"""CPU seconds by kind of event and number of members."""
+
+
+def rules(size: int, degree: int) -> Settings:
+    """A job that begins with nearly all of its members, and bears a few deaths."""
+    return replace(
+        Settings(plan=read_plan(DEFAULT_PLAN)),
+        min_nodes=size - size // 8,
+        max_nodes=size + size // 8,
+        link_degree=degree,
+    )
+
+
+class Case:
+    """A job of this size, and what was measured of it.
+
+    Args:
+        size: Number of members.
+        degree: Partners that a newcomer is given; 0: all.
+        seed: Of who joins, leaves and dies.
+    """
+
+    def __init__(self, size: int, degree: int, seed: int) -> None:
+        self.size = size
+        self.stage = Stage(rules(size, degree))
+        self._rng = random.Random(seed)
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.record_nbytes = 0
+        """The largest record of a death's view."""
+        self.standing_s: list[float] = []
+        """CPU of each death until all stand in its view."""
+
+    def found(self) -> None:
+        """All members start together."""
+        self.stage.start(self.size)
+        self._time("founding", lambda: self.stage.settled(self.size))
+
+    def change(self) -> None:
+        """One joins, another one leaves; one joins, another one dies."""
+        for kind in ("leave", "death"):
+            self._join()
+            one = self._somebody()
+            if kind == "leave":
+                self.stage.leave(one)
+                self._time(kind, lambda one=one: self.stage.settled(self.size) and not one.here)  # type: ignore[misc]
+            else:
+                self._die(one)
+
+    def _join(self) -> None:
+        self.stage.start(1)
+        self._time("join", lambda: self.stage.settled(self.size + 1))
+
+    def _die(self, one: StandIn) -> None:
+        stage = self.stage
+        records, view, since = len(stage.records), stage.view.id, stage.cpu_s[OTHER]
+        stage.kill(one)
+        self._time("death", lambda: stage.view.id > view)
+        stage.wait(lambda: stage.settled(self.size), "all members in the view after a death")
+        self.standing_s.append(stage.cpu_s[OTHER] - since)
+        views = [nbytes for kind, nbytes in stage.records[records:] if kind == "view"]
+        self.record_nbytes = max(self.record_nbytes, *views)
+
+    def _somebody(self) -> StandIn:
+        """A member at random."""
+        return self.stage.members[self._rng.choice(self.stage.view.ids())]
+
+    def _time(self, kind: str, ready: Callable[[], bool]) -> None:
+        before = self.stage.cpu_s[OTHER]
+        self.stage.wait(ready, f"a {kind} of {self.size} members")
+        self.seconds[kind].append(self.stage.cpu_s[OTHER] - before)
+
+    def heartbeat_us(self, batch: int) -> float:
+        """CPU of one heartbeat of those that are fed so many at a time."""
+        rounds = max(1, 256 // self.size)
+        return 1e6 * sum(self.stage.beat_all(batch) for _ in range(rounds)) / (rounds * len(self.stage.view.members))
+
+    def tick_us(self) -> float:
+        """CPU of one look at everybody."""
+        return 1e6 * median([self.stage.tick() for _ in range(TICKS)])
+
+
+def parts_of(
+    case: Case, result: Result, title: str, args: argparse.Namespace
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """What is measured at one size, one after the other, with its name."""
+    size, bounded = case.size, case.size < TOLD
+
+    def founding() -> None:
+        case.found()
+        bound = FOUNDING_S if size == BOUNDED_AT else None
+        result.add(f"founding, {title}", case.seconds["founding"][0], "s of CPU", bound)
+
+    def beats() -> None:
+        stage, tick = case.stage, case.tick_us()
+        for batch in BEAT_BATCHES:
+            beat = case.heartbeat_us(batch)
+            result.add(f"heartbeat, {batch} at a time, {title}", beat, "us of CPU")
+        result.add(f"tick, {title}", tick, "us of CPU")
+        shared = beat + tick * stage.interval_s / stage.machine.tick_interval_s / size
+        result.add(
+            f"heartbeat with its part of the ticks, {title}", shared, "us of CPU", HEARTBEAT_US if bounded else None
+        )
+        result.add(
+            f"heartbeats and ticks, every {stage.interval_s:g} s, {title}",
+            1e-6 * size * shared / stage.interval_s,
+            "cores",
+        )
+
+    def changes() -> None:
+        for _ in range(args.rounds):
+            case.change()
+        for kind in ("join", "leave", "death"):
+            bound = DEATH_S if kind == "death" and size == BOUNDED_AT else None
+            result.add(f"{kind}, {title}", median(case.seconds[kind]), "s of CPU", bound)
+        result.add(f"death until all stand, {title}", median(case.standing_s), "s of CPU")
+        bound = RECORD_KB if size == BOUNDED_AT else None
+        result.add(f"record of a death's view, {title}", case.record_nbytes / 1e3, "kB", bound)
+
+    def status() -> None:
+        began = time.thread_time()
+        nbytes = len(json.dumps(case.stage.machine.snapshot(), default=str))
+        result.add(f"status, {title}", time.thread_time() - began, "s of CPU")
+        result.add(f"status, {title}", nbytes / 1e3, "kB")
+
+    def control() -> None:
+        steps.measure(result, case.stage.view, title, bounded=size == BOUNDED_AT)
+
+    yield "founding", founding
+    yield "heartbeats", beats
+    yield "a join, a leave and a death", changes
+    yield "status", status
+    yield "control of a step", control
+
+
+def measure_size(result: Result, size: int, graph: str, args: argparse.Namespace) -> dict[str, float]:
+    """One job, from its founding to its steps; returns CPU seconds by kind of event."""
+    title = f"{size} members, {graph} graph"
+    case = Case(size, GRAPHS[graph], args.seed)
+    gc.collect()
+    gc.disable()
+    try:
+        for what, measure in parts_of(case, result, title, args):
+            try:
+                with at_most(args.limit_s):
+                    measure()
+            except TooLongError as error:
+                untold = result.remark if size >= TOLD or graph != "default" else None
+                words = f"{what}, {title}"
+                untold(f"{words}: {error}") if untold else result.leave_out(words, str(error))
+                break  # what follows needs it
+    finally:
+        gc.enable()
+    result.details[f"messages, {title}"] = dict(case.stage.said)
+    return {kind: median(found) for kind, found in case.seconds.items()}
+
+
+def fit(result: Result, costs: Costs) -> None:
+    """How costs grow with members, as far as they are known."""
+    for kind in KINDS:
+        known = {n: c for n, c in costs.get(kind, {}).items() if FIT_FROM <= n <= FIT_TO and c > 0}
+        if len(known) > 1:
+            title = f"exponent of a {kind}, {min(known)} to {max(known)} members"
+            result.add(title, exponent(known), "power", EXPONENT)
+
+
+def measure(result: Result, args: argparse.Namespace) -> None:
+    """All sizes and graphs."""
+    for graph in GRAPHS:
+        costs: Costs = defaultdict(dict)
+        for size in sizes(args):
+            if graph == "full" and size > FULL_UP_TO:
+                continue
+            print(f" {size} members, {graph} graph", flush=True)
+            for kind, seconds in measure_size(result, size, graph, args).items():
+                costs[kind][size] = seconds
+        if graph == "default":
+            fit(result, costs)
+        result.details[f"CPU seconds, {graph} graph"] = costs
+
+
+def options(p: Options) -> None:
+    """Those of this part."""
+    p.add_argument("--sizes", type=int, nargs="*", default=[], help="of jobs; none: 8 to 2048, or to 128 with --quick")
+    p.add_count("--rounds", 3, 1, "joins, leaves and deaths at each size")
+    p.add_argument("--limit-s", type=float, default=90.0, help="most CPU for one kind of event at one size")
+
+
+def sizes(args: argparse.Namespace) -> list[int]:
+    """As given, or as many as there is time for."""
+    return args.sizes or [n for n in SIZES if not args.quick or n <= FULL_UP_TO]
+
+
+def main() -> int:
+    p = Options(__doc__, raw=True)
+    p.add_seed("of who joins, leaves and dies")
+    options(p)
+    args = p.parse_args()
+    result = Result("scale, machine")
+    measure(result, args)
+    return result.finish(args)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,331 @@
+"""A real scheduler with 64 to 512 connections: heartbeats, a founding, deaths, its own death, and status.
+
+The scheduler is a process as users start it; two further ones hold stand-ins for members (crowd.py), each with a
+connection of its own. Measured are: the founding, from the first hello until the last member is told of the view that
+has all; heartbeats, as the share of a core that the scheduler takes while nothing happens, in which time nobody may be
+put out and no stream may break; deaths, from the closing of a connection until the last member is told of the view
+that follows, where the links of the dead are closed at once; the scheduler's own death together with a member's, until
+all are back at the next one, which is started at once, and told of the view without that member; and status. The peer
+is an older version (`--before`, a folder with its sources): its scheduler and stand-ins in the same places.
+
+All processes share this machine's cores, so times to the last of hundreds contain their turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Options, Result, median, run
+from benchmarks.workers import Scheduler, at, scratch
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.etcd_servers import EtcdServers, find_etcd
+from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.security import keyfiles
+from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.security.roles import MEMBER, OPERATOR
+
+CROWDS = 2
+SIZES = (64, 256, 512)
+CORE = 0.25
+DEATH_S = {64: 0.3, 256: 0.8, 512: 2.0}
+FOUNDING_S = {256: 30.0}
+RESTART_AT, RESTART_S = 512, 10.0
+STATUS_S = 0.3
+DEATHS = 3
+PATIENCE_S = 120.0
+LOOK_S = 0.05
+QUIET_S = 3.0
+"""Between a founding and what is measured next."""
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class TooLateError(Exception):
+    """Something did not come in time."""
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that this process has taken, with all threads."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    user, system = text.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / TICKS
+
+
+class Crowd:
+    """A process with many stand-ins."""
+
+    def __init__(self, endpoint: str, first: int, count: int, keys_dir: str, source: str) -> None:
+        self.names = [f"n{n}" for n in range(first, first + count)]
+        program = str(Path(__file__).with_name("crowd.py"))
+        options = ["--keys-dir", keys_dir] if keys_dir else []
+        place = at(source or str(Path(__file__).parents[2]))
+        place["env"]["GRPC_VERBOSITY"] = "NONE"  # it tells of connections that were closed
+        self.process = subprocess.Popen(
+            [sys.executable, program, endpoint, str(first), str(count), *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            **place,
+        )
+
+    def ask(self, order: str, value: Any = True) -> dict[str, Any]:
+        """Gives an order; returns the answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({order: value}) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline() or "{}")
+        if not answer:
+            raise RuntimeError(f"stand-ins ended (exit status {self.process.poll()})")
+        return answer
+
+    def close(self) -> None:
+        self.process.kill()
+        with self.process:  # closes its pipes
+            self.process.wait(10)
+
+
+@dataclass
+class Seen:
+    """What all stand-ins saw."""
+
+    talk: int = 0
+    """How many have a stream on which they were welcomed."""
+    broken: int = 0
+    fenced: list[str] = field(default_factory=list)
+    views: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """How many were told of each view, and when the last of them was (ns)."""
+    now: dict[tuple[int, int], int] = field(default_factory=dict)
+    """How many stand in each view."""
+
+    def add(self, facts: dict[str, Any]) -> None:
+        self.talk += facts["talk"]
+        self.broken += facts["broken"]
+        self.fenced += facts["fenced"]
+        for term, number, count, last in facts["views"]:
+            before = self.views.get((term, number), (0, 0))
+            self.views[term, number] = (before[0] + count, max(before[1], last))
+        for term, number in facts["now"]:
+            self.now[term, number] = self.now.get((term, number), 0) + 1
+
+    def told(self, count: int, since_ns: int) -> int:
+        """When the last of so many was told of a view that was told after `since_ns` (ns); 0: not yet."""
+        return max((last for n, last in self.views.values() if n >= count and last > since_ns), default=0)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a job is set up."""
+
+    title: str
+    keys: bool = False
+    """Mutual TLS, keys of links, and a store in etcd."""
+    source: str = ""
+    """Folder of another version; "" for this one."""
+
+    @property
+    def peer(self) -> bool:
+        return bool(self.source)
+
+
+class Job:
+    """A scheduler and its stand-ins."""
+
+    def __init__(self, scheduler: Scheduler, crowds: list[Crowd], size: int) -> None:
+        self.scheduler, self.crowds, self.size = scheduler, crowds, size
+
+    @property
+    def floor(self) -> int:
+        """Members with which the job begins: it must bear some deaths."""
+        return max(1, self.size - max(DEATHS + 1, self.size // 8))
+
+    def look(self) -> Seen:
+        seen = Seen()
+        for crowd in self.crowds:
+            seen.add(crowd.ask("look"))
+        return seen
+
+    def until(self, ready: Callable[[Seen], int], what: str) -> int:
+        """Looks until there is an answer other than 0; returns it.
+
+        Raises:
+            TooLateError: Not within PATIENCE_S.
+        """
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            if found := ready(self.look()):
+                return found
+            if time.monotonic() > end:
+                raise TooLateError(f"over {PATIENCE_S:g} s: {what}")
+            time.sleep(LOOK_S)
+
+    def found(self) -> float:
+        """Seconds until all are in one view."""
+        began = time.monotonic_ns()
+        for crowd in self.crowds:
+            crowd.ask("start")
+
+        def all_in(seen: Seen) -> int:
+            full = [view for view, count in seen.now.items() if count >= self.size and view in seen.views]
+            return max((seen.views[view][1] for view in full), default=0)
+
+        return (self.until(all_in, f"a founding of {self.size}") - began) / 1e9
+
+    def kill(self) -> int:
+        """One member dies, and its links are closed; returns when (ns)."""
+        crowd = max(self.crowds, key=lambda c: len(c.names))
+        answer = crowd.ask("kill", crowd.names.pop())
+        for other in self.crowds:
+            other.ask("dead", answer["id"])
+        self.size -= 1
+        return int(answer["ns"])
+
+    def death(self) -> float:
+        """Seconds from a death until the last of the others is told of the view without it."""
+        since = self.kill()
+        return (self.until(lambda seen: seen.told(self.size, since), f"a death among {self.size + 1}") - since) / 1e9
+
+    def restart(self) -> float:
+        """Seconds until the next scheduler has all members back, and has told them of the view without a dead one."""
+        began = time.monotonic_ns()
+        self.scheduler.kill()
+        since = self.kill()
+        self.scheduler.start(self.floor)
+
+        def back(seen: Seen) -> int:
+            return seen.told(self.size, since) if seen.talk >= self.size else 0
+
+        return (self.until(back, f"{self.size} members at another scheduler") - began) / 1e9
+
+    def quiet(self, seconds: float) -> tuple[float, int]:
+        """(Share of a core that the scheduler takes, members put out and streams broken) while nothing happens."""
+        before, cpu, began = self.look(), cpu_s(self.scheduler.pid), time.monotonic()
+        time.sleep(seconds)
+        share = (cpu_s(self.scheduler.pid) - cpu) / (time.monotonic() - began)
+        after = self.look()
+        return share, after.broken - before.broken + len(after.fenced) - len(before.fenced)
+
+
+@contextlib.contextmanager
+def job(kind: Kind, size: int, folder: Path) -> Iterator[Job]:
+    """A scheduler that listens, and stand-ins that have not begun."""
+    with contextlib.ExitStack() as stack:
+        store, keys_dir = str(folder / f"chain-{size}.sqlite"), ""
+        if kind.keys:
+            store = stack.enter_context(EtcdServers(folder / "etcd", 1).start()).address
+            holders = [keyfiles.KeyHolder("machine", MEMBER, ("127.0.0.1", "localhost"))]
+            keyfiles.init(folder / "keys", holders)
+            keys_dir = str(folder / "keys" / keyfiles.NODES / "machine")
+        scheduler = Scheduler(store, keys_dir=keys_dir, source=kind.source, max_nodes=size + 1)
+        stack.callback(scheduler.stop)
+        made = Job(scheduler, [], size)
+        scheduler.start(made.floor)
+        share = size // CROWDS
+        for index in range(CROWDS):
+            count = share if index < CROWDS - 1 else size - share * (CROWDS - 1)
+            crowd = Crowd(scheduler.endpoint, 1 + index * share, count, keys_dir, kind.source)
+            stack.callback(crowd.close)
+            made.crowds.append(crowd)
+        yield made
+
+
+def status_s(job: Job, folder: Path, kind: Kind) -> float:
+    """Seconds until the scheduler has told what is going on."""
+    operator = folder / "keys" / keyfiles.NODES / OPERATOR
+    secret = Credentials.load(str(operator), environ={}) if kind.keys else b""
+    began = time.monotonic()
+    fetch_status(job.scheduler.endpoint, secret, timeout_s=PATIENCE_S)
+    return time.monotonic() - began
+
+
+def measure_size(result: Result, kind: Kind, size: int, folder: Path, args: argparse.Namespace) -> None:
+    """All that is measured with so many members."""
+    title = f"{size} members, {kind.title}"
+    bound: Callable[[float | None], float | None] = (lambda _: None) if kind.peer else (lambda value: value)
+    with job(kind, size, folder) as made:
+        result.add(f"founding, {title}", made.found(), "s", bound(FOUNDING_S.get(size)))
+        time.sleep(QUIET_S)
+        minutes = args.minutes if size == max(args.connections) and not kind.peer else min(args.minutes, 1.0)
+        share, hurt = made.quiet(60 * minutes)
+        result.add(f"heartbeats, {title}", share, "cores", bound(CORE))
+        result.add(f"put out or parted in {minutes:g} min, {title}", hurt, "count", bound(0))
+        result.add(f"status, {title}", status_s(made, folder, kind), "s", bound(STATUS_S))
+        deaths = [made.death() for _ in range(DEATHS)]
+        result.add(f"death to the last Decide, {title}", median(deaths), "s", bound(DEATH_S.get(size)))
+        result.add(f"death to the last Decide, slowest of {DEATHS}, {title}", max(deaths), "s")
+        if not kind.keys:
+            limit = RESTART_S if size == RESTART_AT else None
+            result.add(f"scheduler killed: all back and told, {title}", made.restart(), "s", bound(limit))
+        fenced = made.look().fenced
+        result.add(f"living members put out in all, {title}", len(fenced), "count", bound(0))
+        result.details[f"put out, {title}"] = fenced
+
+
+def kinds(args: argparse.Namespace) -> Iterator[tuple[Kind, list[int]]]:
+    """What is set up, and with how many members."""
+    yield Kind("plain"), args.connections
+    yield Kind("mutual TLS, keys and etcd", keys=True), args.keyed
+    if args.before:
+        yield Kind("plain, before", source=str(Path(args.before).resolve())), args.connections
+
+
+def measure(result: Result, args: argparse.Namespace) -> None:
+    """All setups and sizes. Where a peer's size fails, larger ones are not tried."""
+    complete(args)
+    for kind, sizes in kinds(args):
+        if kind.keys:
+            try:
+                find_etcd()
+            except ConfigurationError as error:
+                result.leave_out(kind.title, str(error))
+                continue
+        for size in sizes:
+            print(f" {size} members, {kind.title}", flush=True)
+            try:
+                with scratch() as folder:
+                    measure_size(result, kind, size, folder, args)
+            except (TooLateError, RuntimeError, ChaosError) as error:
+                words = f"{size} members, {kind.title}"
+                if kind.peer:
+                    result.remark(f"{words}: {error}; larger ones are not tried")
+                    break
+                result.leave_out(words, str(error))
+
+
+def options(p: Options) -> None:
+    """Those of this part."""
+    words = "numbers of members; none: 64 256 512, or 64 with --quick"
+    p.add_argument("--connections", type=int, nargs="*", default=[], help=words)
+    p.add_argument("--keyed", type=int, nargs="*", default=[], help="the same with keys; none: 256, or 64 with --quick")
+    words = "in which nobody may be put out, at the largest size; 0: 5, or 0.2 with --quick"
+    p.add_argument("--minutes", type=float, default=0.0, help=words)
+    p.add_argument("--before", default="", help="folder with the sources of another version, to compare with")
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Fills in what was not given."""
+    args.connections = args.connections or ([64] if args.quick else list(SIZES))
+    args.keyed = args.keyed or ([64] if args.quick else [256])
+    args.minutes = args.minutes or (0.2 if args.quick else 5.0)
+
+
+def main() -> int:
+    p = Options(__doc__, raw=True)
+    options(p)
+    args = p.parse_args()
+    result = Result("scale, processes")
+    measure(result, args)
+    return result.finish(args)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,196 @@
+"""All-reduces over the default graph and over a link between every pair: as predicted, and in processes.
+
+The graph is the one that the scheduler's own machine gives so many newcomers (standins.py). All members have network
+cards alike, and links that carry as much as these. What is predicted is what the planner draws for either graph
+(planning/overlay.py), and beside it the trees that a view carries until that plan is there. What is measured are the
+same plans in turn, in the same processes with the product's data plane (benchmarks/overlay): on this machine's
+loopback, where processors limit, and, as root, in a network namespace per member, whose card is shaped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from benchmarks.common import MIB, Options, Result, median
+from benchmarks.overlay.reduce import all_reduce, ours
+from benchmarks.scale.machine import GRAPHS, Case
+from benchmarks.workers import Worker, context, several
+from chaos_lightning.lab.edge.namespaces import NetworkError, ability
+from chaos_lightning.lab.edge.namespaces import run as ip
+from chaos_lightning.planning import overlay
+from chaos_lightning.planning.network import Network
+from chaos_lightning.protocol.types import NO_VIEW, Member, PlanSpec, View, ViewId
+
+PREDICTED_AT = (24, 64, 128)
+BOUND = 1.15
+LATENCY_S = 0.0002
+DENSER = (12, 16, 24)
+"""Values of `link_degree` that are tried where the default one does not do."""
+PLANS = ("sparse", "full")
+CARD_BPS = 1e9
+Links = dict[tuple[str, str], tuple[float, float, float]]
+
+
+def links_of(view: View, bps: float, *, full: bool) -> Links:
+    """The links of a view as planners take them, or those of all pairs; each carries `bps` both ways."""
+    ids = view.ids()
+    pairs = combinations(ids, 2) if full or not view.links else ((link.a, link.b) for link in view.links)
+    return dict.fromkeys(pairs, (LATENCY_S, bps, bps))
+
+
+def plans(view: View, bps: float, nbytes: int) -> dict[str, overlay.Planned]:
+    """What the planner draws for either graph."""
+    access = dict.fromkeys(view.ids(), (bps, bps))
+    return {
+        name: overlay.plan(view.members, links_of(view, bps, full=name == "full"), nbytes=nbytes, access=access)
+        for name in PLANS
+    }
+
+
+def founded(size: int, seed: int, degree: int = GRAPHS["default"]) -> View:
+    """The view with which so many members begin."""
+    case = Case(size, degree, seed)
+    case.found()
+    return case.stage.view
+
+
+def predict(result: Result, size: int, nbytes: int, seed: int) -> None:
+    """Adds what an all-reduce of so many members should take."""
+    view = founded(size, seed)
+    found = plans(view, CARD_BPS, nbytes)
+    for name, planned in found.items():
+        print(f"    {name}: {planned.reason}", flush=True)
+        result.add(f"all-reduce, predicted, {name} graph, {size} members", planned.seconds, "s")
+    ratio = found["sparse"].seconds / found["full"].seconds
+    if result.add(f"all-reduce, predicted, sparse over full, {size} members", ratio, "ratio", BOUND).ok is False:
+        remark_denser(result, size, nbytes, seed, found["full"].seconds)
+    access = dict.fromkeys(view.ids(), (CARD_BPS, CARD_BPS))
+    network = Network(view.members, links_of(view, CARD_BPS, full=False), access)
+    first = network.seconds(view.plan, nbytes) / found["full"].seconds
+    result.add(f"all-reduce, predicted, a view's first trees over full, {size} members", first, "ratio")
+
+
+def remark_denser(result: Result, size: int, nbytes: int, seed: int, full_s: float) -> None:
+    """Says with which `link_degree` the prediction would hold the bound."""
+    for degree in DENSER:
+        view = founded(size, seed, degree)
+        access = dict.fromkeys(view.ids(), (CARD_BPS, CARD_BPS))
+        seconds = overlay.plan(view.members, links_of(view, CARD_BPS, full=False), nbytes=nbytes, access=access).seconds
+        if seconds <= BOUND * full_s:
+            result.remark(f"{size} members: link_degree={degree} would be {seconds / full_s:.3f}")
+            return
+    result.remark(f"{size} members: no link_degree up to {DENSER[-1]} would be within {BOUND:g}")
+
+
+# ------------------------------------------------------------------------------------------------ measured
+
+
+def space(index: int) -> str:
+    """Network namespace of a member; the hub's is that of -1."""
+    return f"chaosbench{os.getpid()}m{index}"
+
+
+def address(index: int) -> str:
+    return f"10.79.0.{index + 1}"
+
+
+def _shape(name: str, device: str, bps: float) -> None:
+    """What leaves by this device, at this rate at most."""
+    ip("tc", "-n", name, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "1")
+    rate = ["rate", f"{int(bps)}", "burst", "64kb", "cburst", "64kb"]
+    ip("tc", "-n", name, "class", "add", "dev", device, "parent", "1:", "classid", "1:1", "htb", *rate)
+    ip("tc", "-n", name, "qdisc", "add", "dev", device, "parent", "1:1", "bfifo", "limit", "262144")
+
+
+@contextlib.contextmanager
+def cards(count: int, bps: float) -> Iterator[None]:
+    """A namespace per member, each with one card at a common bridge.
+
+    Raises:
+        NetworkError: No root, or a kernel without what this needs.
+    """
+    if not ability().works:
+        raise NetworkError(ability().reason)
+    hub = space(-1)
+    try:
+        ip("ip", "netns", "add", hub)
+        ip("ip", "-n", hub, "link", "add", "hub", "type", "bridge")
+        ip("ip", "-n", hub, "link", "set", "hub", "up")
+        for index in range(count):
+            name, port = space(index), f"to{index}"
+            ip("ip", "netns", "add", name)
+            ip("ip", "-n", name, "link", "set", "lo", "up")
+            ip("ip", "link", "add", "card", "netns", name, "type", "veth", "peer", "name", port, "netns", hub)
+            ip("ip", "-n", hub, "link", "set", port, "master", "hub", "up")
+            ip("ip", "-n", name, "addr", "add", f"{address(index)}/24", "dev", "card")
+            ip("ip", "-n", name, "link", "set", "card", "up")
+            _shape(name, "card", bps)
+            _shape(hub, port, bps)
+        yield
+    finally:
+        for index in range(-1, count):
+            ip("ip", "netns", "del", space(index), check=False)
+
+
+@contextlib.contextmanager
+def nodes(members: Sequence[Member], nbytes: int, *, spaces: bool) -> Iterator[list[Worker]]:
+    """A process for each member, with links between all of them."""
+    ctx = context("benchmarks.overlay.reduce", "chaos_lightning.collectives.reducer")
+    ids, size = [m.id for m in members], len(members)
+    where = [address(rank) if spaces else "127.0.0.1" for rank in range(size)]
+    arguments = [(m, rank, size, nbytes, space(rank) if spaces else "", where[rank]) for rank, m in enumerate(ids)]
+    with several(ctx, ours, arguments) as workers:
+        ports = [worker.receive() for worker in workers]
+        for rank, worker in enumerate(workers):
+            dial = {ids[i]: (where[i], ports[i]) for i in range(rank)}
+            worker.pipe.send(("connect", dial, ids[rank + 1 :]))
+        for worker in workers:
+            worker.receive()
+        yield workers
+        for worker in workers:
+            worker.pipe.send(("end",))
+
+
+def measure_in(result: Result, view: View, found: dict[str, PlanSpec], args: argparse.Namespace, where: str) -> None:
+    """All-reduces by these plans in turn."""
+    size, nbytes = len(view.members), int(args.mib * MIB) // 64 * 64
+    times: dict[str, list[float]] = {name: [] for name in found}
+    with nodes(view.members, nbytes, spaces=where != "loopback") as workers:
+        seq = 0
+        for turn in range(args.reduces + 1):
+            for name, plan in found.items():
+                seq += 1
+                seconds, _ = all_reduce(workers, View(ViewId(1, seq), NO_VIEW, view.members, plan=plan), seq)
+                if turn:  # the first round opens the windows of TCP
+                    times[name].append(seconds)
+    for name, values in times.items():
+        result.add(f"all-reduce, {where}, {name} graph, {size} members", median(values), "s")
+    name = f"all-reduce, {where}, sparse over full, {size} members"
+    result.ratio(name, times["sparse"], times["full"], BOUND)
+
+
+def measure(result: Result, args: argparse.Namespace) -> None:
+    """Adds predictions and measurements."""
+    nbytes = int(args.mib * MIB)
+    for size in PREDICTED_AT[:1] if args.quick else PREDICTED_AT:
+        predict(result, size, nbytes, args.seed)
+    view = founded(args.members, args.seed)
+    bps = args.card_mbps * 1e6
+    found = {name: planned.spec for name, planned in plans(view, bps, nbytes).items()}
+    measure_in(result, view, found, args, "loopback")
+    try:
+        with cards(args.members, bps):
+            measure_in(result, view, found, args, f"cards of {args.card_mbps:g} Mbps")
+    except NetworkError as error:
+        result.leave_out("all-reduces in namespaces", str(error))
+
+
+def options(p: Options) -> None:
+    """Those of this part."""
+    p.add_argument("--mib", type=float, default=4, help="size of the all-reduced buffer, MiB")
+    p.add_argument("--card-mbps", type=float, default=40, help="of each member's emulated network card")
+    p.add_count("--reduces", 7, 2, "all-reduces by each plan")

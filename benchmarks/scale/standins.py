@@ -1,0 +1,376 @@
+"""Stand-ins for members, in virtual time: they answer the scheduler's machine as members do, and cost it nothing.
+
+Theory of operation. A `Stage` has the product's `SchedulerMachine` and a `StandIn` for each member. Whatever a stand-in
+says arrives after `REPLY_S`; what arrives together is fed in batches, as the scheduler's process does. A link stands
+once both ends were told of each other; a view that a header is to carry is carried after `STEP_S` by a header that the
+product makes (`close_slot`) from contributions of all members. Processor time is taken around the machine, its records
+and its messages, each of which is encoded once however many it goes to; heartbeats are counted apart. Persisting takes
+no time: a store's is measured elsewhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from chaos_lightning.control.chain import entry_bytes, entry_of
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.slots import close_slot
+from chaos_lightning.protocol.codec import wrap_to_member
+from chaos_lightning.protocol.types import (
+    GENESIS,
+    NO_VIEW,
+    Contribution,
+    Decide,
+    Entered,
+    Fence,
+    FromMember,
+    Header,
+    Heartbeat,
+    HeartbeatPace,
+    Hello,
+    Kind,
+    Leave,
+    LinkEvent,
+    NextView,
+    OpenLinks,
+    Prepare,
+    Probe,
+    Ready,
+    Refused,
+    Released,
+    Report,
+    Settings,
+    Spent,
+    ToMember,
+    Verdict,
+    View,
+    ViewId,
+    Welcome,
+)
+
+REPLY_S = 0.001
+STEP_S = 0.05
+ARRIVAL_S = 0.0002
+"""Between two hellos of members that start together."""
+BATCH = 256
+"""Most events that are fed at once, as in the scheduler's process (control/driver.py)."""
+PATIENCE_S = 120.0
+"""Virtual seconds within which whatever is waited for must come."""
+BEATS, OTHER = "heartbeats", "all else"
+SAMPLES = 8
+"""Of each member in each step."""
+
+
+@dataclass(eq=False, slots=True)
+class StandIn:
+    """One member as the scheduler sees it."""
+
+    name: str
+    number: int
+    """Of its stream."""
+    id: str = ""
+    interval_s: float = 0.1
+    named: set[str] = field(default_factory=set)
+    """Members that it was told to have links to, or of its view."""
+    up: set[str] = field(default_factory=set)
+    ready: bool = False
+    entered: ViewId = NO_VIEW
+    loaded: bool = False
+    here: bool = True
+
+    def position(self, header: Header) -> Entered:
+        return Entered(self.entered, header.seq, header.step, header.hash, loaded=self.loaded)
+
+
+def contribution(member: str, view: View, prev: Header, kind: Kind) -> Contribution:
+    """What a member with weights and settings as all others' brings to the slot after `prev`."""
+    place = view.ids().index(member)
+    start = (prev.step * len(view.members) + place) * SAMPLES
+    return Contribution(
+        member,
+        view.id,
+        prev.seq + 1,
+        kind,
+        prev.step,
+        prev.hash,
+        weight=float(SAMPLES),
+        coefficient=float(SAMPLES),
+        spent=(Spent("", 0, ((start, start + SAMPLES),)),) if kind is Kind.STEP else (),
+        layout_hash="0" * 16,
+        hyper="opt0.lr=0.1;opt0.momentum=0.9",
+    )
+
+
+def next_header(view: View, prev: Header, kind: Kind, waiting: View | None = None) -> Header:
+    """The header that commits the slot after `prev`, made as the commit root makes it."""
+    brought = {m: contribution(m, view, prev, kind) for m in view.ids()}
+    return close_slot(view=view, prev=prev, contributions=brought, waiting=waiting)
+
+
+class Stage:
+    """See the module.
+
+    Args:
+        settings: The job's rules.
+
+    Attributes:
+        cpu_s: Of the scheduler, for `BEATS` and for `OTHER`.
+        records: Bytes of each record that went to the store, with its kind.
+        header: The last committed one.
+        view: The last one that members were told of.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.machine = SchedulerMachine(settings, fx.Chain(term=1, highest=NO_VIEW, id="chain"))
+        self.settings = settings
+        self.now = 0.0
+        self.cpu_s: defaultdict[str, float] = defaultdict(float)
+        self.records: list[tuple[str, int]] = []
+        self.said: Counter[str] = Counter()
+        """Messages of the scheduler, by kind."""
+        self.header, self.view = GENESIS, View(NO_VIEW, NO_VIEW, ())
+        self.members: dict[str, StandIn] = {}
+        """By id."""
+        self._streams: dict[int, StandIn] = {}
+        self._numbers = itertools.count(1)
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._inbox: list[fx.SchedulerEvent] = []
+        self._flying = 0
+        """Words on their way to the scheduler."""
+        self._carrying = NO_VIEW
+        self._links_of = NO_VIEW
+        self._links: dict[str, set[str]] = {}
+        self._encoded: object = None
+        self._at(0.0, self._tick)
+        self._at(0.0, self._beat)
+
+    # ------------------------------------------------------------------ what happens to members
+
+    def start(self, count: int) -> list[StandIn]:
+        """So many processes start together."""
+        made = []
+        for index in range(count):
+            number = next(self._numbers)
+            one = StandIn(f"n{number}", number)
+            self._streams[number] = one
+            self._hello(one, index * ARRIVAL_S)
+            made.append(one)
+        return made
+
+    def kill(self, one: StandIn) -> None:
+        """Its process is gone: streams and links are closed, and the other ends say so."""
+        self._gone(one, abrupt=True)
+        for peer in one.up:
+            other = self.members[peer]
+            if other.here:
+                other.up.discard(one.id)
+                self._say(other, LinkEvent(one.id, False, "closed (end of stream)"))
+
+    def leave(self, one: StandIn) -> None:
+        """It asks to be let go."""
+        self._say(one, Leave("asked to leave"))
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Goes on until it is so.
+
+        Raises:
+            RuntimeError: Not within PATIENCE_S of virtual time.
+        """
+        end = self.now + PATIENCE_S
+        while not ready():
+            if self.now > end:
+                raise RuntimeError(f"waited {PATIENCE_S:g} virtual seconds in vain for {what}")
+            self._turn()
+
+    def settled(self, count: int) -> bool:
+        """Whether the job has so many members, and the scheduler heard from each that it stands in the last view."""
+        if self._flying or len(self.view.members) != count or self._carrying > self.view.id:
+            return False
+        there = [self.members[m] for m in self.view.ids()]
+        return all(p.here and p.loaded and p.entered == self.view.id for p in there)
+
+    def beat_all(self, batch: int) -> float:
+        """Feeds one heartbeat of each member, so many at a time; returns CPU seconds."""
+        before = self.cpu_s[BEATS]
+        beats = [self._heartbeat(self.members[m]) for m in self.view.ids()]
+        for part in (beats[i : i + batch] for i in range(0, len(beats), batch)):
+            self.now += REPLY_S / 10
+            self._feed(part, BEATS)
+        return self.cpu_s[BEATS] - before
+
+    def tick(self) -> float:
+        """Feeds a tick by itself; returns CPU seconds."""
+        before = self.cpu_s[BEATS]
+        self.now += REPLY_S / 10
+        self._feed([fx.SchedulerTick()], BEATS)
+        return self.cpu_s[BEATS] - before
+
+    @property
+    def interval_s(self) -> float:
+        """Between two heartbeats, as members were told."""
+        return min(self.members[m].interval_s for m in self.view.ids())
+
+    # ------------------------------------------------------------------ time
+
+    def _at(self, when: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (when, next(self._order), action))
+
+    def _turn(self) -> None:
+        """All that happens at the next instant at which anything does."""
+        self.now = max(self.now, self._due[0][0])
+        while self._due and self._due[0][0] <= self.now:
+            heapq.heappop(self._due)[2]()
+        inbox, self._inbox = self._inbox, []
+        for part in (inbox[i : i + BATCH] for i in range(0, len(inbox), BATCH)):
+            self._feed(part, OTHER)
+
+    def _tick(self) -> None:
+        self._inbox.append(fx.SchedulerTick())
+        self._at(self.now + self.machine.tick_interval_s, self._tick)
+
+    def _beat(self) -> None:
+        """All members that are due say that they live."""
+        here = [p for p in self._streams.values() if p.here and p.id]
+        beats = [self._heartbeat(p) for p in here]
+        for part in (beats[i : i + BATCH] for i in range(0, len(beats), BATCH)):
+            self._feed(part, BEATS)
+        self._at(self.now + min((p.interval_s for p in here), default=0.1), self._beat)
+
+    def _heartbeat(self, one: StandIn) -> fx.MessageIn:
+        header = self.header
+        return fx.MessageIn(one.number, Heartbeat(one.entered, header.seq, header.step, known=one.entered))
+
+    # ------------------------------------------------------------------ the scheduler
+
+    def _feed(self, events: Sequence[fx.SchedulerEvent], label: str) -> None:
+        pending: list[Sequence[fx.SchedulerEvent]] = [events]
+        while pending:
+            began = time.thread_time()
+            effects = self.machine.on(self.now, *pending.pop(0))
+            pending += self._carry_out(effects)
+            self.cpu_s[label] += time.thread_time() - began
+            for effect in effects:
+                match effect:
+                    case fx.Send(number, message):
+                        self.said[type(message).__name__] += 1
+                        self._hear(self._streams[number], message)
+                    case fx.Close(number, _):
+                        self._gone(self._streams[number], abrupt=False)
+
+    def _carry_out(self, effects: Sequence[fx.SchedulerEffect]) -> list[Sequence[fx.SchedulerEvent]]:
+        """The process's own part of it: records and messages become bytes."""
+        stored: list[Sequence[fx.SchedulerEvent]] = []
+        for effect in effects:
+            if isinstance(effect, fx.Persist):
+                self.records.append((effect.kind, len(entry_bytes(entry_of(effect)))))
+                stored.append([fx.Stored(effect.token, True)])
+            elif isinstance(effect, fx.Send) and effect.message is not self._encoded:
+                self._encoded = effect.message
+                wrap_to_member(effect.message).SerializeToString()
+        return stored
+
+    # ------------------------------------------------------------------ members' answers
+
+    def _say(self, one: StandIn, message: FromMember, after_s: float = REPLY_S) -> None:
+        self._send(fx.MessageIn(one.number, message), after_s)
+
+    def _send(self, event: fx.SchedulerEvent, after_s: float) -> None:
+        def arrive() -> None:
+            self._flying -= 1
+            self._inbox.append(event)
+
+        self._flying += 1
+        self._at(self.now + after_s, arrive)
+
+    def _hello(self, one: StandIn, after_s: float) -> None:
+        self._send(fx.Opened(one.number), after_s)
+        host = f"host-{one.name}"
+        self._say(one, Hello("default", one.name, host, "10.0.0.1", 1, one.number, 1, 1, 1, "0", ()), after_s)
+
+    def _gone(self, one: StandIn, *, abrupt: bool) -> None:
+        if one.here:
+            one.here = False
+            self._send(fx.Closed(one.number, abrupt), REPLY_S)
+
+    def _hear(self, one: StandIn, message: ToMember) -> None:
+        if not one.here:
+            return
+        match message:
+            case Welcome(member):
+                one.id, one.interval_s = member.id, message.heartbeat_interval_s
+                self.members[one.id] = one
+            case HeartbeatPace(interval_s):
+                one.interval_s = interval_s
+            case OpenLinks(peers, changes, gone):
+                one.named = (one.named if changes else one.up).difference(gone)
+                self._link(one, [p.id for p in peers])
+            case Prepare(number):
+                last = self.header
+                report = Report(number, one.entered, last.seq, last.hash, loaded=one.loaded, last=last)
+                self._say(one, report)
+            case Decide(view, base):
+                self.view, self.header = view, base
+                self._enter(one, view, loaded=one.loaded or one.id not in view.joiners)
+            case NextView(view):
+                if view.id > self._carrying:
+                    self._carrying = view.id
+                    self._at(self.now + STEP_S, lambda: self._carry(view))
+            case Probe(suspect):
+                lives = self.members[suspect].here
+                self._say(one, Verdict(suspect, lives, "last heard 1 ms ago" if lives else "no link"))
+            case Fence() | Refused() | Released():
+                self._gone(one, abrupt=False)
+
+    def _link(self, one: StandIn, peers: Sequence[str]) -> None:
+        """Links to members that were told of this one, too, stand; a newcomer with all of its links is ready."""
+        one.named.update(peers)
+        for peer in one.named - one.up:
+            other = self.members[peer]
+            if other.here and one.id in other.named:
+                for here, there in ((one, other), (other, one)):
+                    here.up.add(there.id)
+                    self._say(here, LinkEvent(there.id, True, "connected"))
+                self._check_ready(other)
+        self._check_ready(one)
+
+    def _check_ready(self, one: StandIn) -> None:
+        missing = [m for m in one.named - one.up if self.members[m].here]
+        if not one.ready and not missing:
+            one.ready = True
+            self._say(one, Ready())
+
+    def _carry(self, view: View) -> None:
+        """A header brings this view to all who stand in the one before, and to its joiners."""
+        before = [self.members[m] for m in self.view.ids()]
+        if self.view.id != view.predecessor or not all(p.here for p in before):
+            return  # a recovery comes in between
+        self.header = next_header(self.view, self.header, Kind.BOUNDARY, view)
+        self.view = view
+        for member in view.ids():
+            one = self.members[member]
+            self._enter(one, view, loaded=one.loaded)
+
+    def _enter(self, one: StandIn, view: View, *, loaded: bool) -> None:
+        """It stands in this view; a joiner fetches the state first."""
+        one.entered, one.loaded = view.id, loaded
+        one.named.update(self._near(view).get(one.id, ()))
+        self._say(one, one.position(self.header))
+        if not loaded:
+            one.loaded = True
+            self._say(one, one.position(self.header), 2 * REPLY_S)
+
+    def _near(self, view: View) -> dict[str, set[str]]:
+        """Neighbours by member, of a view that has links of its own."""
+        if self._links_of != view.id:
+            self._links_of, self._links = view.id, defaultdict(set)
+            for link in view.links:
+                self._links[link.a].add(link.b)
+                self._links[link.b].add(link.a)
+        return self._links
