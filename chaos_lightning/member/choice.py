@@ -1,10 +1,9 @@
-"""Whom a member asks for bytes, and by which transfer policy.
+"""By which ways a member asks its donors (membership/donors.py) for bytes, and by which transfer policy.
 
 Theory of operation. Where every pair of members has a link, all are neighbours. In a sparse graph (View.links) this
 member asks those that it has a link to, as Chaos, section II, does: all hold the same state, so a way over several hops
-brings nothing but traffic. Only when none of them is a source (the founder of a job is the only one that holds
-anything) a route is taken: the fewest hops over the view's links, each relayed by a member's state server
-(replication/forward.py).
+brings nothing but traffic. Only when none of them is a source (a founder's neighbours may all be newcomers) a route is
+taken: the fewest hops over the view's links, each relayed by a member's state server (replication/forward.py).
 
 The configuration names the policy. What it wants to know beside estimates of the links comes from
 where it is known: sizes of layers from the training state, the overlay from the view, folder and access from the

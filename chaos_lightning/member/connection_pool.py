@@ -15,6 +15,10 @@ from chaos_lightning.errors import ChaosError
 from chaos_lightning.replication.source import Dial, Endpoint
 from chaos_lightning.transport.handshake import stands
 
+MOST_MEMBERS = 16
+"""Number of members to which connections are prepared: a newcomer of a large job will ask few of those that it has
+links with."""
+
 
 class ConnectionPool:
     """See the module. Methods may be called by any thread.
@@ -26,11 +30,15 @@ class ConnectionPool:
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
         self._waiting: dict[tuple[str, int], list[socket.socket]] = {}
+        self._prepared: set[str] = set()
         self._lock = threading.Lock()
         self._open = True
 
     def prepare(self, endpoint: Endpoint, count: int) -> None:
-        """Has so many connections made, in a thread of their own."""
+        """Has so many connections made, in a thread of their own; none to further members than `MOST_MEMBERS`."""
+        self._prepared.add(endpoint.member)
+        if len(self._prepared) > MOST_MEMBERS:
+            return
 
         def work() -> None:
             with contextlib.suppress(ChaosError, OSError):  # whoever needs one finds out what is wrong

@@ -2,7 +2,7 @@
 
 Theory of operation (protocol.md 15-19). In the training thread, before the first view: (1) the snapshot at the first
 header that names this newcomer is read out of the memory of a member on this machine, if one lends it, or else pulled
-from all members at once, while a reader already collects their log. (2) Each
+from its donors at once, while a reader already collects their log. (2) Each
 logged step is applied: the raw sums become averages in `.grad`, as at any member, and `Replay` does what training did
 with them. (3) With nothing left to apply the newcomer says that it has caught up, and goes on applying until the header
 arrives that lets it in. What then still differs is pulled at that header, whose hash check is the proof (19).

@@ -370,7 +370,7 @@ class Shell:
         elif header.learners != self._abandoned:
             self._abandoned = ()
         # Without a scheduler headers go on naming learners that nobody keeps anything for any more.
-        self._observed = bool(header.learners) and not self._abandoned
+        self._observed = self.machine.serving.keeps and not self._abandoned
 
     def dial(self, member_id: str) -> socket.socket:
         """A bulk connection to a member that this one may know, for others (replication/forward.py).

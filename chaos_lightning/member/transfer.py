@@ -23,6 +23,7 @@ from chaos_lightning.member.connection_pool import ConnectionPool
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.telling import ProgressLines, fetched_line
+from chaos_lightning.membership.donors import ALL_UP_TO, DONORS, groups
 from chaos_lightning.planning.shards import POLICIES
 from chaos_lightning.protocol.types import Header, Member, Progress, Span, View
 from chaos_lightning.replication.access import StateAccess
@@ -127,7 +128,7 @@ class Transfer:
         return self._pool.take(donor) or self._connect(donor)
 
     def expect(self, donor: Member) -> None:
-        """This member is new, and will soon ask that one for its state: connections are made beforehand."""
+        """This member is new, and may soon ask that one for its state: connections are made beforehand."""
         self._pool.prepare(Endpoint(donor.id, donor.address, donor.port), POOLED_CONNECTIONS)
 
     def arrived(self) -> None:
@@ -138,7 +139,7 @@ class Transfer:
     def forget(self) -> None:
         """This member begins anew, as another one."""
         self._keys.reset()
-        self.server.withdraw()
+        self.server.forget()
 
     def close(self) -> None:
         """Serves nothing any more."""
@@ -175,6 +176,8 @@ class Transfer:
             layout: Its buffer slots are what a forward pass changes.
         """
         sharers = [m.host for m in view.members].count(host_identity()) if view is not None else 1
+        if view is not None and len(view.members) > ALL_UP_TO:
+            sharers = min(sharers, DONORS)
         tensors = state.tensors()
         changing = {id(layout.slots[i].tensor) for i in layout.buffer_slots}
         volatile = {name for name, tensor in tensors if id(tensor) in changing}
@@ -211,7 +214,7 @@ class Transfer:
 
         Args:
             header: A committed one.
-            view: Names the donors: its members that are no joiners.
+            view: Names the donors (membership/donors.py).
             state: Where it goes.
             deadline: By `time.monotonic()`.
             superseded: Whether a learner's pull has become pointless: then it may be read out of a member's memory,
@@ -220,42 +223,60 @@ class Transfer:
         Raises:
             StateError: No donor is left, or the state does not fit.
         """
-        sources = [m for m in view.members if m.id not in view.joiners]
         given_up, proves = superseded or self._superseded, superseded is None and self._observed
         kind = POLICIES[self._choice.policy]
+        found = groups(view, self._mail.who(), self._links.near(), fellows=kind.corrects)
         if kind.by_estimates and not proves:  # there is nothing to share out, as a rule, and all wait
-            self._await_estimates({source.id for source in sources}, deadline, given_up)
-        near = self._links.near()
-        donors, watched = endpoints(sources, view, near), self._watched(header, state)
-        config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=kind.in_place)
-        policy = self._policy(sources, view, near, state)
-        self._events.emit("pull_started", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
-        try:
-            report = None
-            if kind.in_place and superseded is not None:
-                report = self._read(donors, header, watched, config, superseded)
-            report = report or pull_state(
-                donors,
-                self.dial,
-                head=header.hash,
-                seq=header.seq,
-                state=watched,
-                config=config,
-                policy=policy,
-                progress=self._progress("prove" if superseded is None else "pull"),
-                abandoned=given_up,
-                replayed=proves,
-            )
-        except (StateError, DeadlineError) as error:
-            self._events.emit("error", what="pull", reason=str(error))
-            if given_up() or (isinstance(error, NoDonorError) and self._await(given_up, DECISION_S)):
-                return False
-            raise
+            self._await_estimates({source.id for source in found[0]}, deadline, given_up)
+        for left, sources in zip(range(len(found) - 1, -1, -1), found, strict=True):
+            try:
+                report = self._pull(sources, header, view, state, deadline, superseded, proves=proves)
+                break
+            except (StateError, DeadlineError) as error:
+                self._events.emit("error", what="pull", reason=str(error))
+                none_left = isinstance(error, NoDonorError)
+                if given_up() or (none_left and not left and self._await(given_up, DECISION_S)):
+                    return False
+                if not (none_left and left):
+                    raise
         self._observed = superseded is not None
         self._pulled(report, header)
         if not proves:
             self.teller.tell(fetched_line(report.by_source, report.skipped, report.seconds))
         return True
+
+    def _pull(
+        self,
+        sources: Sequence[Member],
+        header: Header,
+        view: View,
+        state: StateAccess,
+        deadline: float,
+        superseded: Callable[[], bool] | None,
+        *,
+        proves: bool,
+    ) -> PullReport:
+        """One attempt of `fetch`, with these sources."""
+        near, watched, kind = self._links.near(), self._watched(header, state), POLICIES[self._choice.policy]
+        donors, joiners = endpoints(sources, view, near), frozenset(view.joiners)
+        config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=kind.in_place)
+        self._events.emit("pull_started", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
+        report = None
+        if kind.in_place and superseded is not None:
+            report = self._read(donors, header, watched, config, superseded)
+        return report or pull_state(
+            donors,
+            self.dial,
+            head=header.hash,
+            seq=header.seq,
+            state=watched,
+            config=config,
+            policy=self._policy(sources, view, near, state),
+            progress=self._progress("prove" if superseded is None else "pull"),
+            abandoned=superseded or self._superseded,
+            replayed=proves,
+            loading=joiners,
+        )
 
     def _policy(
         self, sources: Sequence[Member], view: View, near: Collection[str], state: StateAccess

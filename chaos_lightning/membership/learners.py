@@ -2,12 +2,12 @@
 
 Theory of operation. A newcomer that is READY gets a *way*, once, with its reason. By *pause* it waits for the next
 view. By *replay* it is made a learner first: the list of learners is told to all members, whose commit root writes
-it into the headers of steps, so that all of them keep the state at the same header and a log from there on. One
-generation observes at a time: who comes later waits for the next one, so that members never keep more than one state
-beside their own. A learner that says that it has caught up is let in like any other newcomer, at a safe point, where
-hashes show that it lacks nothing; one that cannot catch up, takes too long or falls silent is let in by a pause. So
-are all of them when too few members stay, or training would go on below min_nodes, and who leaves last would take the
-state along.
+it into the headers of steps, so that its donors (donors.py) keep the state at the same header and a log from there on.
+One generation observes at a time: who comes later waits for the next one, so that members never keep more than one
+state beside their own. A learner that says that it has caught up is let in like any other newcomer, at a safe point,
+where hashes show that it lacks nothing; one that cannot catch up, takes too long or falls silent is let in by a pause.
+So are all of them when too few members stay, or training would go on below min_nodes, and who leaves last would take
+the state along.
 
 Nothing here is persisted: to the protocol a learner is nobody. After a scheduler's restart newcomers knock again,
 and members are told that nobody observes.
@@ -15,15 +15,17 @@ and members are told that nobody observes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk
+from chaos_lightning.membership.donors import ALL_UP_TO, of_learner
 from chaos_lightning.membership.gathering import Gathering
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.roster import Roster
-from chaos_lightning.protocol.types import CatchUp, ServeLearners, View
+from chaos_lightning.protocol.types import CatchUp, PlanSpec, ServeLearners, View
 
 
 class Learners:
@@ -37,6 +39,10 @@ class Learners:
         self._graph = graph
         self._joining, self._beginning = Gathering(desk), Gathering(desk)
         """Newcomers that wait for others before they are let in, and before they observe."""
+        self._donors: dict[str, tuple[str, ...]] = {}
+        """Members that keep the state and the log for each learner; those that are missing are served by all."""
+        self._telling = True
+        """Members may have to be told of learners, or that there are none."""
 
     def admissible(self, latest: View, ready: list[Peer]) -> list[Peer]:
         """Newcomers that the next view may hold; nobody while they wait for others that will soon be as far."""
@@ -71,9 +77,15 @@ class Learners:
             return False
         if self._beginning.waits(waiting, self._linking(), len(latest.members)):
             return False
+        self._donors = {p.id: self._donors_of(p) for p in waiting if len(latest.members) > ALL_UP_TO}
         for peer in waiting:
             peer.standing, peer.observes_since = Standing.OBSERVING, self._desk.now
         return True
+
+    def _donors_of(self, learner: Peer) -> tuple[str, ...]:
+        holders = [p for p in self._roster.members() if p.loaded]
+        linked = {p.id for p in holders if self._graph.leads(learner, p)}
+        return of_learner(learner.member, [p.member for p in holders], linked)
 
     def _too_few(self) -> str:
         """Words if so few members stay that newcomers must not take their time; "" otherwise."""
@@ -126,14 +138,33 @@ class Learners:
         if latest is None or self._desk.reserving:
             return
         ids = self._named()
-        if not ids and not any(p.learners[1] for p in self._roster.peers.values()):
+        if not ids and not self._telling:
             return
-        # Whoever of the view has the state may be asked, though it came in with this very view.
-        view = replace(latest, joiners=tuple(p.id for p in self._roster.members() if not p.loaded))
-        for peer in self._roster.peers.values():
+        told, peers = self._messages(latest, ids), list(self._roster.peers.values())
+        if len(latest.members) > ALL_UP_TO:  # who names the learners in a header is told last: then the others know
+            peers.sort(key=lambda p: p.id == latest.root)
+        for peer in peers:
             concerned = peer.standing is Standing.MEMBER or peer.id in ids or peer.id in peer.learners[1]
             if peer.conn is None or not concerned:
                 continue
             if peer.learners != (peer.conn, ids) and (ids or peer.learners[1]):
                 peer.learners = (peer.conn, ids)
-                self._roster.send(peer, ServeLearners(ids, view))
+                self._roster.send(peer, told(peer))
+        self._telling = bool(ids) or any(p.learners[1] for p in peers)
+
+    def _messages(self, latest: View, ids: tuple[str, ...]) -> Callable[[Peer], ServeLearners]:
+        """What each peer is told. In a large job the view that comes with it is cut down to whom it concerns."""
+        if len(latest.members) <= ALL_UP_TO or any(m not in self._donors for m in ids):
+            # Whoever of the view has the state may be asked, though it came in with this very view.
+            view = replace(latest, joiners=tuple(p.id for p in self._roster.members() if not p.loaded))
+            return lambda peer: ServeLearners(ids, view)
+        keepers = {m for learner in ids for m in self._donors[learner]}
+        nobody = replace(latest, members=(), joiners=(), links=(), plan=PlanSpec())
+        to_others = ServeLearners(ids, nobody)
+
+        def told(peer: Peer) -> ServeLearners:
+            whom = self._donors[peer.id] if peer.id in ids else (peer.id,) if peer.id in keepers else ()
+            members = tuple(member for m in whom if (member := latest.find(m)) is not None)
+            return ServeLearners(ids, replace(nobody, members=members)) if members else to_others
+
+        return told

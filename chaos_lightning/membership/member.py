@@ -33,6 +33,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from chaos_lightning.membership import stimuli
+from chaos_lightning.membership.donors import Serving
 from chaos_lightning.membership.effects import (
     Committed,
     Contribute,
@@ -147,6 +148,7 @@ class MemberMachine:
         self.waiting_view: View | None = None
         self.contribution: Contribution | None = None
         self.learners: tuple[str, ...] = ()
+        self.serving = Serving()
         self.pending_leave = ""
         self.notice = ""
         self._term = 0
@@ -349,6 +351,7 @@ class MemberMachine:
 
     def _on_learners(self, message: ServeLearners) -> None:
         self.learners = message.ids
+        self.serving.told(self.member_id, message)
         if self.phase is MemberPhase.WAITING:
             self._emit(*self.learning.told(message.view if self.member_id in message.ids else None))
 
@@ -488,6 +491,7 @@ class MemberMachine:
         assert header.prev_hash == self.header.hash
         change = header.view_change
         entering, self._entering = self._entering, None
+        self.serving.committed(self.header, header, self.view, self.neighbours.links)
         observed, self.header = self.header.learners, header
         new = tuple(learner for learner in header.learners if learner not in observed)
         linked = [peer for peer, up in self.neighbours.links.items() if up] if new else ()

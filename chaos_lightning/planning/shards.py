@@ -31,17 +31,19 @@ class Policy:
     by_estimates: bool = False
     """Shares follow from estimates of the links and are not corrected, so estimates are waited for. What gives every
     source the same does not need them."""
+    corrects: bool = False
+    """Whoever has room takes over work, so that sources may come in late."""
 
 
 POLICIES: Mapping[str, Policy] = {
-    "adaptive": Policy(),
+    "adaptive": Policy(corrects=True),
     "greedy": Policy(by_estimates=True),
     "optimal": Policy(by_estimates=True),
     "even": Policy(),
     "single": Policy(by_estimates=True),
     "multi_source": Policy(in_place=False),
     "stop_resume": Policy(in_place=False),
-    "shared": Policy(),
+    "shared": Policy(corrects=True),
 }
 """What the setting `transfer` may be; replication/policies.py carries each of them out."""
 SHARD_NBYTES = 1 << 20

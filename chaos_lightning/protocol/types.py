@@ -590,7 +590,8 @@ class NextView:
 @dataclass(frozen=True, slots=True)
 class ServeLearners:
     """These newcomers are to be served from the next STEP header on; replaces the list before. Told to members, whose
-    commit root writes it into headers, and to the newcomers themselves, who learn from `view` whom to ask."""
+    commit root writes it into headers, and to the newcomers themselves, who learn from `view` whom to ask. In a large
+    job `view` names only the donors that concern the receiver: a newcomer's own, or a member itself if it is one."""
 
     ids: tuple[str, ...]
     view: View

@@ -1,4 +1,4 @@
-"""The learner's side of the log: entries in order, their bytes from all members at once.
+"""The learner's side of the log: entries in order, their bytes from all donors at once.
 
 Theory of operation. One thread walks the chain: it asks a member for the header that stands on the last one, checks
 that it does, and has the slot's reduced bytes fetched, in stripes: each source a part that is as large as the source

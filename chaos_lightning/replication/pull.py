@@ -133,11 +133,14 @@ class _Survey:
 
     def _decided(self) -> bool:
         session = self.session
-        open_ = session.pending("digest")
-        if not open_:
+        waiting = session.pending("digest")
+        open_ = [m for m in waiting if m not in session.loading]
+        if not waiting:
             return True
         if not self.digests:
             return False
+        if not open_:
+            return True
         most = Counter(d.state for d in self.digests.values()).most_common(1)[0][1]
         if 2 * most > len(self.digests) + len(open_) and not self.patient:
             return True
@@ -378,6 +381,7 @@ def pull_state(
     progress: Tell | None = None,
     abandoned: Callable[[], bool] | None = None,
     replayed: bool = False,
+    loading: frozenset[str] = frozenset(),
 ) -> PullReport:
     """Make this member's state that of the donors at a header.
 
@@ -392,6 +396,7 @@ def pull_state(
         progress: Told of bytes that arrived.
         abandoned: Asked now and then; True ends the pull, for what it was for is superseded.
         replayed: The state should be the donors' already: their manifest is adopted before anything is compared.
+        loading: Donors that get the state themselves, and serve it once they have it.
 
     Raises:
         StateError: No donor is left (says what is missing and why each fell out), the state does not fit here
@@ -400,7 +405,7 @@ def pull_state(
     """
     policy = policy or make_policy("adaptive")
     with PullSession(policy.sources(donors), dial, what="state", head=head, seq=seq, config=config) as session:
-        session.abandoned = abandoned
+        session.abandoned, session.loading = abandoned, loading
         return _StatePull(session, state, policy, progress, replayed).run(head, seq)
 
 

@@ -13,8 +13,9 @@ read this process's memory (`memory_export`) are given some time to do so before
 A request names header and slot. What this member does not hold for exactly that header is refused by name
 (protocol.md 11, 15): another header of the same slot is a fork, an older slot is gone. Only a slot that is still
 ahead is waited for, for a bounded time, since a donor may be on its way to the boundary that the joiner heard of
-already; PENDING frames tell the joiner that this donor lives. Withdrawing waits for nobody: a range on its way may
-then carry newer bytes, which the joiner's piece hashes (or the frame's checksum) refuse.
+already, or be loading this state itself; PENDING frames tell the joiner that this donor lives. They are also sent while
+others have their turn (turns.py). Withdrawing waits for nobody: a range on its way may then carry newer bytes, which
+the joiner's piece hashes (or the frame's checksum) refuse.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import xxhash
 from torch import Tensor
 
 from chaos_lightning.errors import StateError, WireError
+from chaos_lightning.membership.donors import PULLS
 from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Header, Span
 from chaos_lightning.replication import bulk
@@ -46,6 +48,7 @@ from chaos_lightning.replication.pace import Pace
 from chaos_lightning.replication.published import Published, RefusalError, lay_out
 from chaos_lightning.replication.snapshot import Snapshot, available_nbytes
 from chaos_lightning.replication.table import PIECE_NBYTES
+from chaos_lightning.replication.turns import Turns
 from chaos_lightning.transport.pacing import pace
 
 HOLD = 0.6
@@ -73,6 +76,8 @@ class StateServerConfig:
     log_cap_nbytes: int = DEFAULT_CAP_NBYTES
     lease_s: float = 600.0
     """A snapshot nobody asked anything of for so long is given up."""
+    pulls: int = PULLS
+    """Number of peers to which this member's state is sent at a time."""
     results_kept: int = 2
     """Reduced slots kept servable: the last one, and the one before until everybody is known to hold the last."""
 
@@ -80,8 +85,9 @@ class StateServerConfig:
         for name in ("publish_timeout_s", "idle_timeout_s", "stall_timeout_s", "pending_interval_s", "lease_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.results_kept < 1:
-            raise ValueError(f"results_kept must be at least 1, got {self.results_kept}")
+        for name in ("results_kept", "pulls"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 class StateServer:
@@ -109,6 +115,7 @@ class StateServer:
         """Highest slot that was published and withdrawn, for the words of a refusal."""
         self._closed = False
         self._sockets: set[socket.socket] = set()
+        self._turns = Turns()
         self.served_nbytes: dict[str, int] = {}
         """Payload bytes sent so far, or being sent, by peer."""
         self.forwarder: Forwarder | None = None
@@ -377,6 +384,12 @@ class StateServer:
             self._gone["result"] = max([self._gone["result"], *dropped])
             self._results = [r for r in self._results if before is not None and r.seq >= before]
 
+    def forget(self) -> None:
+        """This member begins anew: what it withdrew before says nothing of what it will publish."""
+        self.withdraw()
+        with self._changed:
+            self._gone = {"state": -1, "result": -1}
+
     def close(self) -> None:
         """Refuse everything from now on; threads in `serve` return soon."""
         with self._changed:
@@ -440,6 +453,8 @@ class StateServer:
         finally:
             with self._changed:
                 self._sockets.discard(sock)
+                self._turns.leave(sock)
+                self._changed.notify_all()
                 if attends:
                     self.log.attend(peer, until=True)
             sock.close()
@@ -486,22 +501,40 @@ class StateServer:
             }
             channel.send(*bulk.reply(Type.DIGEST, head, seq, json.dumps(digest).encode()))
         else:
-            start, stop = request.offset, request.offset + request.length
-            result = request.type is Type.GET_RESULT
-            if result and not any(a <= start and stop <= b for a, b in item.spans):
-                raise RefusalError(f"bytes [{start}, {stop}) of slot {seq} are not completely reduced here")
-            if item is self._snapshot:
-                self.pace.spend(request.length)
-            views = item.read(start, stop)
-            checksum, flags = (bulk.checksum_of(views), 0) if result else (0, bulk.UNSUMMED)
-            with self._changed:  # before it can be seen that they have come
-                self.served_nbytes[peer] = self.served_nbytes.get(peer, 0) + request.length
-                item.sending += 1
-            try:
-                channel.send(BulkFrame(Type.DATA, head, seq, start, request.length, flags, checksum), views)
-            finally:
-                with self._changed:
-                    item.sending, item.asked_at = item.sending - 1, time.monotonic()
+            self._send_range(channel, request, peer, item, tick)
+
+    def _send_range(
+        self, channel: BulkSocket, request: BulkFrame, peer: str, item: Published, tick: Callable[[], None]
+    ) -> None:
+        """Bytes of a state, or of a slot's result."""
+        start, stop = request.offset, request.offset + request.length
+        result = request.type is Type.GET_RESULT
+        if result and not any(a <= start and stop <= b for a, b in item.spans):
+            raise RefusalError(f"bytes [{start}, {stop}) of slot {request.seq} are not completely reduced here")
+        if item is self._snapshot:
+            self.pace.spend(request.length)
+        elif item is self._state:
+            self._wait_for_turn(channel.sock, tick)
+        views = item.read(start, stop)
+        checksum, flags = (bulk.checksum_of(views), 0) if result else (0, bulk.UNSUMMED)
+        with self._changed:  # before it can be seen that they have come
+            self.served_nbytes[peer] = self.served_nbytes.get(peer, 0) + request.length
+            item.sending += 1
+        try:
+            channel.send(BulkFrame(Type.DATA, request.head, request.seq, start, request.length, flags, checksum), views)
+        finally:
+            with self._changed:
+                item.sending, item.asked_at = item.sending - 1, time.monotonic()
+                self._turns.done(channel.sock, item.asked_at)
+
+    def _wait_for_turn(self, sock: socket.socket, tick: Callable[[], None]) -> None:
+        """Others are sent the state; meanwhile this peer hears that its donor lives."""
+        while True:
+            with self._changed:
+                if self._closed or self._turns.take(sock, self.config.pulls, time.monotonic()):
+                    return
+                self._changed.wait(self.config.pending_interval_s)
+            tick()
 
     def _answer_beside(self, channel: BulkSocket, request: BulkFrame, peer: str, tick: Callable[[], None]) -> None:
         """Somebody who reads this process's memory."""

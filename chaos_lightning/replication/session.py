@@ -146,6 +146,8 @@ class PullSession:
         self.reason = ""
         self.abandoned: Callable[[], bool] | None = None
         """Says whether the pull has become pointless."""
+        self.loading: frozenset[str] = frozenset()
+        """Donors that get the state themselves: no answer is waited for, and nothing is planned for them."""
         self._work_queue: WorkQueue | None = None
         self._pending: dict[Future[Any], tuple[str, str]] = {}
         self.donors = {
@@ -254,7 +256,7 @@ class PullSession:
         began = time.monotonic()
         # Who has not answered yet gets a share as well, for others can take it over; but not if shares are fixed.
         expected = recruit is not None and not policy.patient
-        late = [m for m in self.pending("digest") if m not in donors] if expected else []
+        late = [m for m in self.pending("digest") if m not in donors and m not in self.loading] if expected else []
         try:
             for member in donors:
                 work_queue.join(member)

@@ -19,6 +19,7 @@ from chaos_lightning.lab.processes import hold_the_lock
 from chaos_lightning.member import telling as telling_module
 from chaos_lightning.member import transfer as transfer_module
 from chaos_lightning.protocol.types import Header
+from chaos_lightning.replication import by_reference as by_reference_module
 from chaos_lightning.replication import log as log_module
 from chaos_lightning.replication.log import SlotLog
 from chaos_lightning.replication.replay import ModuleReplay
@@ -47,10 +48,13 @@ def train(spec: dict[str, Any]) -> None:
             {field of the state server's ServerConfig: value}, late_log (it never copies a slot in time for its log),
             busy {step: seconds in which it holds the interpreter's lock},
             exit_at (step after which it leaves), fails_at (step), gather_at (step), gather_nbytes (its payload then),
-            tells_all (of the progress of its pulls), deaf (its stderr is a full pipe that nobody reads).
+            tells_all (of the progress of its pulls), deaf (its stderr is a full pipe that nobody reads), by_wire (it
+            reads no state out of the memory of others).
     """
     if spec.get("tells_all"):
         transfer_module.TOLD_EVERY_S = telling_module.PROGRESS_EVERY_S = 0.0
+    if spec.get("by_wire"):
+        by_reference_module._places_of = lambda donor: None
     if spec.get("deaf"):
         fill_stderr()
     torch.set_num_threads(1)

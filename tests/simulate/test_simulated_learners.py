@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from simulate_support import notes, outcome_of, run
 
+from chaos_lightning.lab.simulate.observing import Keeper
 from chaos_lightning.lab.simulate.oracle import Violation
 from chaos_lightning.lab.simulate.plan import Outcome, Plan, Replaying
 from chaos_lightning.lab.simulate.plans.learners import (
@@ -22,6 +23,8 @@ from chaos_lightning.lab.simulate.plans.learners import (
 )
 from chaos_lightning.lab.simulate.script import parse
 from chaos_lightning.lab.simulate.world import World, simulate
+from chaos_lightning.membership.donors import ALL_UP_TO, DONORS
+from chaos_lightning.protocol.types import Header
 
 pytestmark = pytest.mark.slow  # test_simulated_seeds.py runs plans of all these families in the ordinary run
 
@@ -218,3 +221,20 @@ def test_families_of_plans_do_come_in_by_replay() -> None:
     outcomes = [simulate(learner_plan(seed)) for seed in range(40)]
     assert sum(o.replays for o in outcomes) >= 20
     assert sum(o.moved for o in outcomes) > 0
+
+
+def test_in_a_large_job_few_keep_the_state_for_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: set[str] = set()
+    begin = Keeper.begin_copy
+
+    def begun(self: Keeper, header: Header) -> None:
+        kept.add(self.node.name)
+        begin(self, header)
+
+    monkeypatch.setattr(Keeper, "begin_copy", begun)
+    names = " ".join(f"n{i}" for i in range(ALL_UP_TO + 2))
+    job = f"seed 4\nnodes {names}\nset max_nodes 64\nprogram work_s 0.02\nprogram length 90\n"
+    world, outcome = run(f"{job}later j0:replay=yes at 0.4\n")
+    assert [way for way, _ in ways(world, "j0")] == ["replay"]
+    assert (outcome.replays, outcome.moved) == (1, 0)
+    assert len(kept) == DONORS

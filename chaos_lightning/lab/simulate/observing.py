@@ -1,13 +1,13 @@
 """Replay joins in a simulated job: what members keep for newcomers, who follow their log (protocol.md 15-18).
 
 Theory of operation. A `Keeper` is a member's part, as replication/snapshot.py and log.py are a real one's. At the
-first header that names a learner it copies the state: what forward passes change at once, the rest range by range
-during the next step's work, and what is left before that step changes the state. Committed slots go into a bounded
-log, each a moment after its commit; slots that reduce nothing wait for that, and one whose buffer was used again by
-then is left out.
+first header that names a learner it copies the state, if it is a donor: what forward passes change at once, the rest
+range by range during the next step's work, and what is left before that step changes the state. Committed slots go into
+a bounded log, each a moment after its commit; slots that reduce nothing wait for that, and one whose buffer was used
+again by then is left out.
 
 An `Observation` is the newcomer's part, as member/observing.py is a real one's. It pulls the ranges of the copy from
-all members and applies the log, entry by entry, each asked for by the header that it must stand on. Having nothing
+its donors and applies the log, entry by entry, each asked for by the header that it must stand on. Having nothing
 left to apply it says `CatchUp`, and follows on up to the header that lets it in. There the ranges are compared with
 the members' (puller.py): what is equal is not moved. Whatever goes wrong costs time only: it says why, and is let in
 by a pause.
@@ -23,12 +23,15 @@ from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.puller import Pull
 from chaos_lightning.lab.simulate.training import State, apply_result
 from chaos_lightning.membership.catching_up import CatchingUp
+from chaos_lightning.membership.donors import groups
 from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.protocol.types import CatchUp, Header, View
 
 STALL_S = 1.0
 """A source from which nothing comes for so long is given up."""
 _POLL_S = 0.008
+_ROUNDS = 10
+"""So often a group of donors is asked before the next one is."""
 
 
 @dataclass(slots=True)
@@ -77,9 +80,10 @@ class Keeper:
             self._log(header)
         if self._observed and not header.learners:
             self.release()
-        if set(header.learners) - set(before.learners) and self.node.spec.memory:
+        keeps = self.node.machine.serving.keeps
+        if keeps and set(header.learners) - set(before.learners) and self.node.spec.memory:
             self.begin_copy(header)
-        self._observed = bool(header.learners)
+        self._observed = keeps
 
     def begin_copy(self, header: Header) -> None:
         """The state at `header` is to be kept."""
@@ -357,14 +361,16 @@ class StatePull(Pull):
         job: Whom it comes to.
         node: The joiner.
         header: Where its state is to be.
-        view: Names the sources: its members that are no joiners.
+        view: Names the sources (membership/donors.py).
         observation: What it did before, if it comes in by replay.
     """
 
     def __init__(self, job: Job, node: Endpoint, header: Header, view: View, observation: Observation | None) -> None:
         super().__init__(job, node, header)
         self._observation = observation
-        self._donors = [m.id for m in view.members if m.id not in view.joiners]
+        near = [m for m, up in node.machine.neighbours.links.items() if up]
+        self._groups = [[m.id for m in group] for group in groups(view, node.machine.member_id, near)]
+        self._rounds = 0
         self._ranges: dict[int, int] = {}
         self._hash: int | None = None
         self._held: State | None = None
@@ -388,9 +394,11 @@ class StatePull(Pull):
         if self.stopped:
             return
         node, kernel = self.node, self.node.kernel
+        donors = self._groups[self._rounds // _ROUNDS % len(self._groups)]
+        self._rounds += 1
         for index in range(len(self.node.state)):
             if index not in self._ranges:
-                donor = kernel.random.choice(self._donors)
+                donor = kernel.random.choice(donors)
                 self._ask(donor, lambda source, i=index: self._serve(source, i))  # type: ignore[misc]
         node.timer(0.03, self._round)
 

@@ -1,0 +1,134 @@
+"""Which members give a newcomer the state, and the log: a named number of them, however many there are.
+
+Theory of operation (protocol.md 15). All members hold the same state, so a newcomer needs few of them, and the others
+need not hear of it. In a large job each newcomer has an order of its own over the members, by a hash of both names, so
+that many newcomers spread over all; members that it has links with come first, and some of its own machine before
+these. A view that lacks a member or has one more changes at most one place of that order.
+
+The donors of a *learner* copy the state and keep the log, so they must know: the scheduler names them (`of_learner`)
+once, and tells each member whether it is one (`Serving`). A joiner by *pause* finds the state at all members and
+chooses for itself, group after group (`groups`).
+
+At a founding one member has the state, or few have it. There joiners also ask others that came before them, which
+answer as soon as they have loaded: the copies spread as a tree, and no member serves more than `PULLS` at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from chaos_lightning.planning.graph import breadth_first, neighbours
+from chaos_lightning.protocol.types import Header, Member, ServeLearners, View
+
+DONORS = 8
+"""Number of donors of a newcomer: together they outrun its access link, and hardly die all within one pull."""
+ALL_UP_TO = 16
+"""In a job of so many members all are donors."""
+PULLS = 4
+"""Number of newcomers to which a member sends its state at a time; more would only make all of them late."""
+
+
+def spread(newcomer: str, members: Iterable[Member]) -> list[Member]:
+    """These members in an order that is this newcomer's own."""
+
+    def place(member: Member) -> bytes:
+        return hashlib.blake2b(f"{newcomer} {member.id}".encode(), digest_size=8).digest()
+
+    return sorted(members, key=place)
+
+
+def _first(newcomer: Member, holders: Sequence[Member], linked: Collection[str]) -> list[Member]:
+    """All holders, those before others that are to be asked before them."""
+    order = spread(newcomer.id, holders)
+    near = [m for m in order if m.id in linked]
+    beside = [m for m in near or order if newcomer.host and m.host == newcomer.host]
+    return list(dict.fromkeys([*beside[: DONORS // 2], *near, *order]))
+
+
+def of_learner(newcomer: Member, holders: Sequence[Member], linked: Collection[str]) -> tuple[str, ...]:
+    """Ids of the members of a large job that serve this learner.
+
+    Args:
+        newcomer: The learner.
+        holders: Members that hold the state.
+        linked: Those that it has a link with; others are its donors only if it has none.
+    """
+    reached = [m for m in holders if m.id in linked] or holders
+    return tuple(m.id for m in _first(newcomer, reached, linked)[:DONORS])
+
+
+def groups(view: View, me: str, near: Collection[str], *, fellows: bool = True) -> list[list[Member]]:
+    """Members that a joiner asks for the state, group after group, as each group fails it; each in rank order.
+
+    Args:
+        view: Lets it in.
+        me: The joiner.
+        near: Members that it has links with.
+        fellows: Other joiners may be among them, in the first group: they answer once they have loaded.
+    """
+    joiners, rank = set(view.joiners), {m: i for i, m in enumerate(view.ids())}
+    holders = [m for m in view.members if m.id not in joiners]
+    newcomer = view.find(me)
+    found = [holders]
+    if newcomer is not None and len(view.members) > ALL_UP_TO:
+        order = _first(newcomer, holders, near if view.links else ())
+        found = [order[i : i + DONORS] for i in range(0, len(order), DONORS)]
+    if fellows and newcomer is not None and len(joiners) > PULLS * len(holders):
+        first = _before(view, me, holders, near)
+        found = [[m for m in view.members if m.id in first], *found]
+    return [sorted(group, key=lambda m: rank[m.id]) for group in found]
+
+
+def _before(view: View, me: str, holders: Sequence[Member], near: Collection[str]) -> set[str]:
+    """Members that have the state before this joiner, or get it earlier: one of them at least does, whatever others do.
+
+    Where links are few these are its neighbours, the nearest to a holder first: all have one that is nearer than they
+    are. Else the line of joiners behind the holders is a tree in which each has `PULLS` children; a joiner asks its
+    parent and that one's parent, and in a small job all that come before it.
+    """
+    if view.links and near:
+        graph = neighbours(view.ids(), [(link.a, link.b) for link in view.links])
+        ways = breadth_first("", {**graph, "": [m.id for m in holders]}, "")
+        nearest = [m for m in ways if m in near and m != me]  # in the order in which they are reached
+        return set(nearest[:DONORS])
+    line = [*(m.id for m in holders), *view.joiners]
+    place, first = line.index(me), len(holders)
+    if len(line) <= ALL_UP_TO:
+        return set(line[:place][-DONORS:])
+    parents: set[str] = set()
+    while place >= first and len(parents) < 2:
+        place = (place - first) // PULLS
+        parents.add(line[place])
+    return parents
+
+
+class Serving:
+    """Whether this member keeps the state and the log for the present learners (protocol.md 15, 18)."""
+
+    def __init__(self) -> None:
+        self.keeps = False
+        self._told: tuple[tuple[str, ...], bool] = ((), False)
+
+    def told(self, me: str, message: ServeLearners) -> None:
+        """The scheduler's word: this member is a donor if the view that comes with it names it."""
+        self._told = message.ids, message.view.find(me) is not None
+
+    def committed(self, before: Header, header: Header, view: View, links: Mapping[str, bool]) -> None:
+        """A header follows another one. If it names newcomers of which this member has not heard, those count that it
+        has a link with: to keep too much is harmless.
+
+        Args:
+            before: The header before.
+            header: May name learners.
+            view: The one that rules here.
+            links: Whether this member's links stand, by their other ends.
+        """
+        new = set(header.learners).difference(before.learners)
+        if not header.learners or len(view.members) <= ALL_UP_TO:
+            self.keeps = bool(header.learners)
+        elif new:
+            ids, donor = self._told
+            unheard = new.difference(ids)
+            chosen = (donor and unheard != new) or any(links.get(m) for m in unheard)
+            self.keeps = chosen or (self.keeps and bool(before.learners))

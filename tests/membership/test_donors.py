@@ -1,0 +1,182 @@
+"""A newcomer has a named number of donors, all agree who they are, and copies spread as a tree (protocol.md 15-18)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from membership_script import member
+from test_gathering import Wave
+
+from chaos_lightning.membership.donors import ALL_UP_TO, DONORS, PULLS, Serving, groups, of_learner
+from chaos_lightning.membership.peers import Standing
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, LinkSpec, Member, ServeLearners, View, ViewId
+
+
+def view(size: int, joiners: int = 0, links: tuple[tuple[int, int], ...] = ()) -> View:
+    """The last ones are joiners; links by rank."""
+    members = tuple(member(f"m{i}~{i}") for i in range(size))
+    names = [m.id for m in members]
+    return View(
+        id=ViewId(1, 1),
+        predecessor=NO_VIEW,
+        members=members,
+        joiners=tuple(names[size - joiners :]),
+        links=tuple(LinkSpec(names[a], names[b]) for a, b in links),
+    )
+
+
+def ring(size: int, reach: int) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted({tuple(sorted((i, (i + k) % size))) for i in range(size) for k in range(1, reach + 1)}))  # type: ignore[misc]
+
+
+def ids(members: list[Member]) -> list[str]:
+    return [m.id for m in members]
+
+
+# ------------------------------------------------------------------ whom a joiner asks
+
+
+def test_in_a_small_job_all_that_hold_the_state_are_asked() -> None:
+    small = view(ALL_UP_TO, joiners=1)
+    assert [ids(g) for g in groups(small, small.joiners[0], ())] == [list(small.ids()[:-1])]
+
+
+def test_in_a_large_job_few_are_asked_and_all_in_the_end() -> None:
+    large = view(101, joiners=1)
+    found = groups(large, large.joiners[0], large.ids())
+    assert {len(g) for g in found[:-1]} == {DONORS}
+    assert sorted(m.id for g in found for m in g) == sorted(large.ids()[:-1])
+    rank = {m: i for i, m in enumerate(large.ids())}
+    assert all(sorted(g, key=lambda m: rank[m.id]) == g for g in found)
+
+
+def test_many_newcomers_spread_over_the_members() -> None:
+    large = view(164, joiners=64)
+    asked = Counter(m.id for j in large.joiners for m in groups(large, j, ())[0])
+    assert sum(asked.values()) == 64 * DONORS
+    assert max(asked.values()) <= 4 * 64 * DONORS / 100
+
+
+def test_members_that_it_has_links_with_come_first() -> None:
+    sparse = view(60, joiners=1, links=ring(60, 4))
+    near = {"m51~51", "m55~55", "m3~3"}
+    assert {m.id for m in groups(sparse, sparse.joiners[0], near)[0]} > near
+
+
+def test_some_of_its_own_machine_come_first_and_not_all() -> None:
+    large = view(101, joiners=1)
+    members = tuple(replace(m, host="here") if i % 4 == 0 else m for i, m in enumerate(large.members))
+    here = replace(large, members=members)
+    assert here.members[-1].host == "here"
+    first = groups(here, here.joiners[0], ())[0]
+    assert sum(m.host == "here" for m in first) >= DONORS // 2
+    assert any(m.host != "here" for m in first)
+
+
+# ------------------------------------------------------------------ foundings
+
+
+def loads(founded: View, near: dict[str, set[str]]) -> tuple[int, Counter[str]]:
+    """Rounds in which all have loaded, if each loads one round after somebody whom it asks; how many ask whom."""
+    asked = {j: [m.id for m in groups(founded, j, near.get(j, set()))[0]] for j in founded.joiners}
+    loaded, rounds = set(founded.ids()) - set(founded.joiners), 0
+    while len(loaded) < len(founded.members):
+        now = {j for j, whom in asked.items() if loaded.intersection(whom)}
+        assert not now <= loaded, f"{set(asked) - loaded} ask nobody who loads before them"
+        loaded, rounds = loaded | now, rounds + 1
+    return rounds, Counter(m for whom in asked.values() for m in whom)
+
+
+@pytest.mark.parametrize("size", [6, 16, 17, 64, 1024])
+def test_founders_ask_others_that_load_before_them(size: int) -> None:
+    founded = view(size, joiners=size - 1)
+    _, asked = loads(founded, {})
+    if size > ALL_UP_TO:
+        assert max(asked.values()) <= PULLS + PULLS**2
+
+
+def test_founders_of_a_sparse_graph_ask_their_neighbours() -> None:
+    founded = view(200, joiners=199, links=ring(200, 12))
+    ranks = {m: i for i, m in enumerate(founded.ids())}
+    near = {m: {o for o, k in ranks.items() if 0 < min((i - k) % 200, (k - i) % 200) <= 12} for m, i in ranks.items()}
+    rounds, asked = loads(founded, near)
+    assert rounds <= 10
+    assert asked["m0~0"] <= 24
+    for joiner in founded.joiners:
+        assert {m.id for m in groups(founded, joiner, near[joiner])[0]} <= near[joiner]
+
+
+def test_few_founders_ask_the_first_one_alone() -> None:
+    founded = view(1 + PULLS, joiners=PULLS)
+    assert all([ids(g) for g in groups(founded, j, ())] == [["m0~0"]] for j in founded.joiners)
+
+
+def test_where_shares_are_fixed_nobody_is_asked_that_still_loads() -> None:
+    founded = view(30, joiners=29)
+    assert [ids(g) for g in groups(founded, "m9~9", (), fellows=False)] == [["m0~0"]]
+
+
+# ------------------------------------------------------------------ learners
+
+
+def test_donors_of_a_learner_are_linked_with_it_and_few() -> None:
+    large, learner = view(100), member("new~200")
+    linked = {m.id for m in large.members[10:50]}
+    chosen = of_learner(learner, large.members, linked)
+    assert len(chosen) == DONORS
+    assert set(chosen) <= linked
+    assert of_learner(learner, large.members, {"m7~7"}) == ("m7~7",)
+
+
+def test_a_change_of_the_view_changes_few_donors() -> None:
+    large, learner = view(100), member("new~200")
+    everybody = set(large.ids())
+    before = of_learner(learner, large.members, everybody)
+    after = of_learner(learner, large.members[1:], everybody)
+    assert len(set(before) - set(after)) <= 1
+
+
+def header(*learners: str) -> object:
+    return replace(GENESIS, seq=GENESIS.seq + 1, learners=learners)
+
+
+@pytest.mark.parametrize(
+    ("size", "told", "linked", "keeps"),
+    [
+        (10, None, False, True),
+        (10, True, False, True),
+        (40, True, False, True),
+        (40, False, True, False),
+        (40, None, True, True),
+        (40, None, False, False),
+    ],
+)
+def test_a_member_keeps_state_and_log_if_it_is_a_donor(size: int, told: bool | None, linked: bool, keeps: bool) -> None:
+    """Who was not told of this learner yet keeps them if it has a link with it: the header may be quicker."""
+    ruling, serving = view(size), Serving()
+    if told is not None:
+        named = ruling.members[:1] if told else ()
+        serving.told("m0~0", ServeLearners(("new~200",), replace(ruling, members=named)))
+    serving.committed(GENESIS, header("new~200"), ruling, {"new~200": linked})  # type: ignore[arg-type]
+    assert serving.keeps is keeps
+    serving.committed(header("new~200"), header("new~200"), ruling, {})  # type: ignore[arg-type]
+    assert serving.keeps is keeps
+    serving.committed(header("new~200"), header(), ruling, {})  # type: ignore[arg-type]
+    assert not serving.keeps
+
+
+def test_the_scheduler_names_few_donors_and_tells_the_root_last() -> None:
+    wave = Wave(ALL_UP_TO + 4, replays=True)
+    said: list[tuple[str, ServeLearners]] = []
+    send = wave.job.machine.roster.send
+    wave.job.machine.roster.send = lambda peer, message: (said.append((peer.id, message)), send(peer, message))[1]  # type: ignore[method-assign,assignment]
+    wave.come(range(1))
+    told = [(who, message) for who, message in said if isinstance(message, ServeLearners)]
+    learner = next(p.id for p in wave.job.machine.roster.peers.values() if p.standing is Standing.OBSERVING)
+    donors = dict(told)[learner].view.ids()
+    assert len(donors) == DONORS
+    assert {who for who, message in told if message.view.ids() == (who,)} == set(donors)
+    assert sum(message.view.ids() == () for _, message in told) == ALL_UP_TO + 4 - DONORS
+    assert told[-1][0] == wave.job.views[-1].root

@@ -1,0 +1,116 @@
+"""A donor sends its state to a few at a time; the others wait, and are served by whoever has loaded meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import torch
+from replication_support import HEAD, LIMIT_S, PATIENT, SEQ, dial, donors, numbered, publishing
+
+from chaos_lightning.replication import StateServerConfig, pull_state
+from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
+from chaos_lightning.replication.turns import IDLE_S, Turns
+
+ONE = StateServerConfig(pulls=1, pending_interval_s=0.02)
+
+
+def ends() -> list[socket.socket]:
+    return [socket.socket() for _ in range(3)]
+
+
+def test_a_turn_is_over_when_its_connection_is_idle_or_ends() -> None:
+    turns, (a, b, c) = Turns(), ends()
+    assert turns.take(a, 1, 0.0)
+    assert not turns.take(b, 1, 1000.0), "a is being answered"
+    turns.done(a, 1000.0)
+    assert not turns.take(b, 1, 1000.0 + IDLE_S / 2)
+    assert turns.take(a, 1, 1000.0 + IDLE_S / 2), "it goes on"
+    turns.done(a, 1001.0)
+    assert turns.take(b, 1, 1001.0 + IDLE_S)
+    assert not turns.take(a, 1, 1001.0 + IDLE_S)
+    turns.leave(b)
+    assert turns.take(c, 1, 1001.0 + IDLE_S)
+    for sock in (a, b, c):
+        sock.close()
+
+
+def test_one_without_a_turn_hears_that_its_donor_lives() -> None:
+    state = numbered(1, 1 << 16)
+    with publishing(state, "a", config=ONE) as (donor,):
+        first, second = (BulkSocket(dial(donor.endpoint), stall_timeout_s=LIMIT_S) for _ in range(2))
+        request = BulkFrame(Type.GET_STATE, HEAD, SEQ, 0, 1 << 18)
+        first.send(request)
+        frame = first.receive_header(patience_s=LIMIT_S)
+        assert frame is not None
+        assert frame.type is Type.DATA  # it stops in mid-frame: its turn lasts
+        second.send(request)
+        heard = threading.Event()
+        got: list[BulkFrame] = []
+
+        def wait() -> None:
+            got.append(second.reply_to(request, Type.DATA, heard.set))
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        assert heard.wait(LIMIT_S)
+        first.sock.close()
+        waiter.join(LIMIT_S)
+        assert [f.length for f in got] == [1 << 18]
+        second.sock.close()
+
+
+def test_copies_spread_although_the_first_one_serves_one_at_a_time() -> None:
+    """Each of three newcomers asks those before it, which refuse nobody: they answer once they have loaded."""
+    state = numbered(4, 1 << 16, seed=3)
+    copies = [numbered(4, 1 << 16, seed=9) for _ in range(3)]
+    config = StateServerConfig(pulls=1, pending_interval_s=0.02)
+    failed: list[BaseException] = []
+    with publishing(state, "m0", config=config) as (first,), donors("m1", "m2", "m3", config=config) as others:
+        line = [first, *others]
+
+        def load(place: int) -> None:
+            mine = copies[place - 1]
+            before = [d.endpoint for d in line[:place]]
+            loading = frozenset(e.member for e in before[1:])
+            try:
+                pull_state(before, dial, head=HEAD, seq=SEQ, state=mine, config=PATIENT, loading=loading)
+                line[place].server.publish(HEAD, SEQ, mine.tensors(), mine.manifest())
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=load, args=(place,)) for place in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert not failed
+        for mine in copies:
+            assert all(torch.equal(a, b) for (_, a), (_, b) in zip(mine.tensors(), state.tensors(), strict=True))
+
+
+def test_an_answer_of_one_that_holds_the_state_is_enough() -> None:
+    """Those that load are not waited for: `m1` never publishes."""
+    state, mine = numbered(2, 1000, seed=3), numbered(2, 1000, seed=9)
+    with publishing(state, "m0") as (first,), donors("m1") as (other,):
+        report = pull_state(
+            [first.endpoint, other.endpoint], dial, head=HEAD, seq=SEQ, state=mine, config=PATIENT,
+            loading=frozenset({"m1"}),
+        )  # fmt: skip
+        assert set(report.by_source) == {"m0"}
+        assert not report.failed
+
+
+def test_a_member_that_begins_anew_is_waited_for_at_an_older_slot() -> None:
+    """Withdrawn slots of its life before say nothing: the job was founded again from its beginning."""
+    state, mine = numbered(2, 1000, seed=3), numbered(2, 1000, seed=9)
+    with donors("m0") as (donor,):
+        donor.server.publish("ff" * 8, SEQ + 100, state.tensors(), state.manifest())
+        donor.server.forget()
+        puller = threading.Thread(
+            target=lambda: pull_state([donor.endpoint], dial, head=HEAD, seq=SEQ, state=mine, config=PATIENT)
+        )
+        puller.start()
+        donor.server.publish(HEAD, SEQ, state.tensors(), state.manifest())
+        puller.join(LIMIT_S)
+    assert torch.equal(mine.tensors()[0][1], state.tensors()[0][1])
