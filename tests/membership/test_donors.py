@@ -173,10 +173,11 @@ def test_the_scheduler_names_few_donors_and_tells_the_root_last() -> None:
     send = wave.job.machine.roster.send
     wave.job.machine.roster.send = lambda peer, message: (said.append((peer.id, message)), send(peer, message))[1]  # type: ignore[method-assign,assignment]
     wave.come(range(1))
+    wave.passes(0.2)
     told = [(who, message) for who, message in said if isinstance(message, ServeLearners)]
     learner = next(p.id for p in wave.job.machine.roster.peers.values() if p.standing is Standing.OBSERVING)
     donors = dict(told)[learner].view.ids()
-    assert len(donors) == DONORS
+    assert 1 < len(donors) <= DONORS
     assert {who for who, message in told if message.view.ids() == (who,)} == set(donors)
-    assert sum(message.view.ids() == () for _, message in told) == ALL_UP_TO + 4 - DONORS
+    assert sum(message.view.ids() == () for _, message in told) == ALL_UP_TO + 4 - len(donors)
     assert told[-1][0] == wave.job.views[-1].root

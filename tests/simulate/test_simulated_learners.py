@@ -237,4 +237,4 @@ def test_in_a_large_job_few_keep_the_state_for_a_newcomer(monkeypatch: pytest.Mo
     world, outcome = run(f"{job}later j0:replay=yes at 0.4\n")
     assert [way for way, _ in ways(world, "j0")] == ["replay"]
     assert (outcome.replays, outcome.moved) == (1, 0)
-    assert len(kept) == DONORS
+    assert 1 < len(kept) <= DONORS
