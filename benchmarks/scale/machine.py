@@ -164,7 +164,7 @@ def parts_of(
         began = time.thread_time()
         nbytes = len(json.dumps(case.stage.machine.snapshot(), default=str))
         result.add(f"status, {title}", time.thread_time() - began, "s of CPU")
-        result.add(f"status, {title}", nbytes / 1e3, "kB")
+        result.add(f"size of a status, {title}", nbytes / 1e3, "kB")
 
     def control() -> None:
         steps.measure(result, case.stage.view, title, bounded=size == BOUNDED_AT)
@@ -195,6 +195,7 @@ def measure_size(result: Result, size: int, graph: str, args: argparse.Namespace
     finally:
         gc.enable()
     result.details[f"messages, {title}"] = dict(case.stage.said)
+    result.details[f"bytes of different messages, {title}"] = case.stage.sent_nbytes
     return {kind: median(found) for kind, found in case.seconds.items()}
 
 
@@ -219,7 +220,7 @@ def measure(result: Result, args: argparse.Namespace) -> None:
                 costs[kind][size] = seconds
         if graph == "default":
             fit(result, costs)
-        result.details[f"CPU seconds, {graph} graph"] = costs
+        result.details[f"CPU seconds, {graph} graph"] = dict(costs)
 
 
 def options(p: Options) -> None:

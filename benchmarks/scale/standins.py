@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from chaos_lightning.control.chain import entry_bytes, entry_of
+from chaos_lightning.control.streams import Parcel
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.slots import close_slot
-from chaos_lightning.protocol.codec import wrap_to_member
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
@@ -132,6 +132,8 @@ class Stage:
         self.now = 0.0
         self.cpu_s: defaultdict[str, float] = defaultdict(float)
         self.records: list[tuple[str, int]] = []
+        self.sent_nbytes = 0
+        """Of all different messages to members."""
         self.said: Counter[str] = Counter()
         """Messages of the scheduler, by kind."""
         self.header, self.view = GENESIS, View(NO_VIEW, NO_VIEW, ())
@@ -273,7 +275,7 @@ class Stage:
                 stored.append([fx.Stored(effect.token, True)])
             elif isinstance(effect, fx.Send) and effect.message is not self._encoded:
                 self._encoded = effect.message
-                wrap_to_member(effect.message).SerializeToString()
+                self.sent_nbytes += len(Parcel(effect.message).data)
         return stored
 
     # ------------------------------------------------------------------ members' answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 
@@ -80,6 +81,19 @@ def test_a_case_that_takes_too_long_is_told_and_missed() -> None:
     assert machine.measure_size(result, 16, "default", args) == {}
     assert result.left_out == ["founding, 16 members, default graph"]
     assert "over 0.001 s of CPU" in result.notes[0]
+
+
+def test_figures_of_both_graphs_are_told_and_written(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    args = argparse.Namespace(seed=1, rounds=1, limit_s=60.0, sizes=[8], out=str(out), quick=False, check=False)
+    result = Result("scale")
+    machine.measure(result, args)
+    assert result.finish(args) == 0
+    written = json.loads(out.read_text())
+    assert set(written["details"]["CPU seconds, default graph"]) == set(machine.KINDS)
+    names = [figure["name"] for figure in written["figures"]]
+    assert len(names) == len(set(names))
+    assert not any(name.startswith("exponent") for name in names)
 
 
 def test_all_reduces_are_predicted_for_the_graph_that_members_get() -> None:
