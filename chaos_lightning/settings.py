@@ -131,8 +131,9 @@ class EngineConfig:
         DEFAULT_PLAN,
         "How gradients travel: auto, rotating, chain, tree, tree:K, another planner, or a file of trees. auto draws "
         "trees from the measured links, again when these change enough to pay for it (rotating where all links are "
-        "alike); other planners are widest, packed, star, fapt, local and MODULE:FUNCTION; a file is file:PATH or ends "
-        "in .yaml, .yml or .json (planning/plans.py). The job goes by the plan of whoever starts its scheduler.",
+        "alike); other planners are widest, packed, star, fapt, local, spread and MODULE:FUNCTION; a file is "
+        "file:PATH or ends in .yaml, .yml or .json (planning/plans.py). The job goes by the plan of whoever starts "
+        "its scheduler.",
         absolute=absolute_plan,
     )
     chunk_nbytes: int = setting(

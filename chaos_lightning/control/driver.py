@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from chaos_lightning.control.chain_writer import ChainWriter
+from chaos_lightning.control.drawing import Drawing
 from chaos_lightning.control.options import Owed
 from chaos_lightning.control.streams import Streams
 from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
@@ -80,6 +81,7 @@ class Driver:
         self._answers: dict[int, asyncio.Future[tuple[bool, str]]] = {}
         self._count = 0
         self._over = False
+        self._drawing = Drawing(self.feed)
 
     def feed(self, event: fx.SchedulerEvent) -> None:
         """Whatever happens; ticks do not pile up."""
@@ -109,10 +111,13 @@ class Driver:
             StoreError: The store failed.
         """
         self._over = False
-        while not self._over:
-            pending = [await self._batch()]
-            while pending and not self._over:
-                pending += [[outcome] for outcome in await self._on(pending.pop(0), streams)]
+        try:
+            while not self._over:
+                pending = [await self._batch()]
+                while pending and not self._over:
+                    pending += [[outcome] for outcome in await self._on(pending.pop(0), streams)]
+        finally:
+            await self._drawing.close()
 
     async def _batch(self) -> list[fx.SchedulerEvent]:
         """What lies there, and at least one event."""
@@ -147,6 +152,8 @@ class Driver:
                 case fx.Note(name, fields):
                     self._emit(name, **dict(fields))
                     self._noted(name)
+                case fx.DrawPlan():
+                    self._drawing.draw(effect)
                 case fx.Look(member):
                     outcomes += _looked(member)
                 case fx.TakeTerm(above, chain):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chaos_lightning.protocol.types import (
@@ -10,6 +11,7 @@ from chaos_lightning.protocol.types import (
     Header,
     Member,
     PeerMessage,
+    PlanSpec,
     Source,
     Span,
     ToMember,
@@ -287,7 +289,18 @@ class TermTaken:
     term: int
 
 
-SchedulerEvent = Opened | MessageIn | Closed | Stored | Drain | ChangeLink | Reset | Gone | TermTaken | SchedulerTick
+@dataclass(frozen=True, slots=True)
+class PlanDrawn:
+    """Answer to the `DrawPlan` with this token: a better plan, or None; and the reason in words."""
+
+    token: int
+    plan: PlanSpec | None
+    reason: str
+
+
+SchedulerEvent = (
+    Opened | MessageIn | Closed | Stored | Drain | ChangeLink | Reset | Gone | TermTaken | PlanDrawn | SchedulerTick
+)
 
 # ================================================ scheduler machine: effects
 
@@ -385,7 +398,25 @@ class SchedulerDone:
     """For so long (s) the shell goes on answering newcomers on other machines."""
 
 
-SchedulerEffect = Send | Close | Persist | TakeTerm | Look | Answer | SchedulerDone | Note
+@dataclass(frozen=True, slots=True)
+class DrawPlan:
+    """Look for a better plan with `views.replanned` while the job goes on, then feed PlanDrawn with this token.
+
+    A newer request replaces it: no answer to an older one is waited for.
+    """
+
+    token: int
+    spec: PlanSpec
+    """As configured."""
+    present: PlanSpec
+    members: tuple[Member, ...]
+    links: Mapping[tuple[str, str], tuple[float, float, float]]
+    """By (earlier, later) in rank order: latency in seconds, bps there, bps back."""
+    hasty: bool = False
+    """The present plan was drawn in a hurry, whatever planner is configured."""
+
+
+SchedulerEffect = Send | Close | Persist | TakeTerm | Look | DrawPlan | Answer | SchedulerDone | Note
 
 
 @dataclass(frozen=True, slots=True)

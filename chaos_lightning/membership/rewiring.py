@@ -5,8 +5,7 @@ Theory of operation. Three moves, none of which moves training state:
 - A link between two members that both speak to the scheduler is down for longer than it takes to dial again: the slot
   that needs it can never complete, so a recovery puts the same members into a view without it (`_turn_failed`).
 - A link that is removed, added, or back for long enough (`Fact.seasoned`): a view of the same members with another
-  graph rides on the next header (`_turn_links`), as does a better plan over the same graph, once measurements say that
-  it pays.
+  graph rides on the next header (`turn_links`).
 - The graph falls apart. Nobody goes on for `CUT_PATIENCE_S` if a link that is dialled could mend it; then one part
   goes on (`_side`). It holds the training state and reaches min_nodes, with newcomers if need be, or all wait. Of
   several it is the one with the most members, and of equal ones that with the oldest member. All members have
@@ -32,7 +31,6 @@ from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.topology import (
     CUT_PATIENCE_S,
-    REPLAN_PAUSE_S,
     Net,
     Pair,
     Topology,
@@ -42,7 +40,7 @@ from chaos_lightning.membership.topology import (
     parts,
     ranked,
 )
-from chaos_lightning.membership.views import Change, replanned
+from chaos_lightning.membership.views import Change
 from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import NO_VIEW, Kind, Report, View
 
@@ -85,8 +83,6 @@ class Rewiring:
         """Something was said about links since they were looked at for that."""
         self._unsettled = True
         """The latest view's graph may have to change."""
-        self._replanned_at = float("-inf")
-        self._planned_version = 0
 
     def seen(self) -> None:
         """An event is through."""
@@ -226,9 +222,9 @@ class Rewiring:
         return closing or self.able(ruling) >= self._settings.min_nodes
 
     def turn_links(self, latest: View) -> tuple[Change, Net] | None:
-        """A view of the same members with other links, or with a better plan, for the next header."""
+        """A view of the same members with other links, for the next header."""
         if not self._topology.news and (not self._unsettled or self._desk.now < self._look_at):
-            return self._turn_replan(latest)
+            return None
         self._look_at = self._desk.now + self._pause_s()
         ids = latest.ids()
         before = self._graph.of_view(latest)
@@ -239,7 +235,7 @@ class Rewiring:
         # What is down is the business of `_turn_failed`: it may be back in a moment.
         pairs |= {p for p in before - pairs if self._kept(p)}
         if pairs == before:
-            return self._turn_replan(latest)
+            return None
         if not connected(ids, pairs):
             return None
         gained, lost = sorted(map(sorted, pairs - before)), sorted(map(sorted, before - pairs))
@@ -256,22 +252,6 @@ class Rewiring:
     def _removed(self, one: str, other: str) -> str:
         names = pair(self._roster.peers[one].member.name, self._roster.peers[other].member.name)
         return self._topology.removed.get(names, "no longer wanted")
-
-    def _turn_replan(self, latest: View) -> tuple[Change, Net] | None:
-        """Another plan over the same links, if measurements say that it pays."""
-        fresh = self._topology.version != self._planned_version
-        if not fresh or self._desk.now - self._replanned_at < REPLAN_PAUSE_S:
-            return None
-        self._planned_version, self._replanned_at = self._topology.version, self._desk.now
-        ids = latest.ids()
-        pairs = self._graph.of_view(latest)
-        net = Net(pairs, self._topology.measured(ids, pairs))
-        plan, reason = replanned(self._settings.plan, latest, net)
-        if plan is None:
-            return None
-        self._desk.note("notice", text=f"the plan changes: {reason}")
-        change = Change(members=latest.members, joiners=(), reason=reason, plan=plan)
-        return change, net
 
     def plan_facts(self) -> dict[str, object]:
         latest = self._book.latest

@@ -42,6 +42,7 @@ from chaos_lightning.membership.effects import (
     Look,
     MessageIn,
     Opened,
+    PlanDrawn,
     Reset,
     SchedulerDone,
     SchedulerEffect,
@@ -64,6 +65,7 @@ from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing, placed
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling, rule
+from chaos_lightning.membership.redrawing import Redrawing
 from chaos_lightning.membership.rewiring import Rewiring
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.showing import Showing
@@ -124,6 +126,7 @@ class SchedulerMachine:
         self.links = LinkRegistry(desk, book, roster, recovery, graph, topology, detector)
         self.showing = Showing(desk, book, roster, graph, topology)
         self.rewiring = Rewiring(desk, book, roster, recovery, graph, topology, detector)
+        self.redrawing = Redrawing(desk, book, graph, topology)
         self.deaths = Deaths(desk, book, roster, recovery, detector)
         self.learners = Learners(desk, book, roster, graph)
         self.keeper = Keeper(desk, book, roster, graph)
@@ -278,6 +281,8 @@ class SchedulerMachine:
                 self._on_reset(token, force)
             case Gone():
                 self.deaths.on_gone(event)
+            case PlanDrawn():
+                self.redrawing.on_drawn(event)
             case TermTaken(term):
                 self.rebuild.on_term(term)
             case SchedulerTick():
@@ -464,7 +469,7 @@ class SchedulerMachine:
             latest, self.learners.admissible(latest, ready)
         ):
             return True
-        change = self.rewiring.turn_links(latest)
+        change = self.rewiring.turn_links(latest) or self.redrawing.turn(latest)
         return change is not None and self._change_view(latest, *change)
 
     def _turn_returning(self, latest: View) -> bool:

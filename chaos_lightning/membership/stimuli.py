@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chaos_lightning.membership.effects import Contribute, ControlIn, MemberEvent, MessageIn, PeerIn, SchedulerEvent
+from chaos_lightning.membership.effects import (
+    Contribute,
+    ControlIn,
+    MemberEvent,
+    MessageIn,
+    PeerIn,
+    PlanDrawn,
+    SchedulerEvent,
+)
 from chaos_lightning.protocol.types import Contribution, Decide, Header, Report
 
 
@@ -45,6 +53,9 @@ def of_scheduler(event: SchedulerEvent) -> SchedulerEvent | MessageDigest:
             pending = f", pending {in_words(report.pending)}" if report.pending is not None else ""
             words = f"{conn}: report for {report.number}, entered {report.entered}, at {report.seq} ({report.head})"
             return MessageDigest("MessageIn", f"{words}, loaded={report.loaded}, raw={report.raw}{pending}")
+        case PlanDrawn(token, plan, reason):
+            drawn = f"{len(plan.trees)} trees" if plan is not None else "none"
+            return MessageDigest("PlanDrawn", f"{token}: {drawn}, {reason}")
         case _:
             return event
 

@@ -49,8 +49,6 @@ CUT_PATIENCE_S = 3.0
 """Parts of a graph wait for so long for a link between them before one of them goes on alone."""
 NEIGHBOUR_PATIENCE_S = 2.0
 """A newcomer comes in without a neighbour that it could not reach for so long, if it reached another one."""
-REPLAN_PAUSE_S = 2.0
-"""Plans are made anew because of measurements at most once in so long."""
 USUAL = (0.0005, 1e9, 1e9)
 """What a link that nobody measured is taken for."""
 

@@ -3,7 +3,8 @@
 A plan that the user drew for certain members may not fit those of a view, and one that needs a link between every pair
 may not fit its links: then `plan_for` or the generator (planning/overlay.py) gives another one, and the view's reason
 says so, as it does when the configured plan fits again. Where a planner is configured ("auto", ...) it draws every
-plan.
+plan. Beyond `AT_ONCE` members neither has the time that a decision has: a plan that still fits is kept, or one is made
+in milliseconds (planning/quick.py), and `replanned` looks for a better one meanwhile (redrawing.py).
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from chaos_lightning.membership.effects import DrawPlan
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.topology import Measured, Net
 from chaos_lightning.planning import overlay
+from chaos_lightning.planning.quick import quick
 from chaos_lightning.planning.trees import KINDS, misfit, plan_for
 from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import NO_VIEW, Member, PlanSpec, View, ViewId
+
+AT_ONCE = 16
+"""For so many members a planner draws within the decision."""
 
 
 def founding_view(
@@ -72,8 +78,9 @@ def intended_change(
     Leaves go first, since they need no boundary, unless too few members would be left: then newcomers come in with the
     same view, or even before, so that somebody holds the state for them.
     """
-    staying = tuple(m for m in view.members if m.id not in leavers)
-    going = [m.id for m in view.members if m.id in leavers]
+    out = set(leavers)
+    staying = tuple(m for m in view.members if m.id not in out)
+    going = [m.id for m in view.members if m.id in out]
     coming = tuple(newcomers)
     words_out, words_in = f"{', '.join(going)} leave", f"{', '.join(m.id for m in coming)} join"
     if going and nodes.count(staying) >= max(1, min_nodes):
@@ -88,18 +95,33 @@ def intended_change(
     return None
 
 
-def plan_within(spec: PlanSpec, members: Sequence[Member], net: Net) -> tuple[PlanSpec, str]:
-    """The plan for these members over these links, and the reason in words: as configured, or else drawn."""
+def plan_within(
+    spec: PlanSpec, members: Sequence[Member], net: Net, before: PlanSpec | None = None
+) -> tuple[PlanSpec, str]:
+    """The plan for these members over these links, and the reason in words: as configured, or else drawn.
+
+    Args:
+        spec: As configured.
+        members: In rank order.
+        net: Their links.
+        before: The plan that ruled so far: many members keep it if it fits.
+    """
     ids = [m.id for m in members]
     links = net.known(ids)
-    wrong = misfit(spec, ids, list(links))
+    wrong = misfit(spec, ids, links)
     if not wrong:
         return spec, f"{spec.kind} as configured"
-    if not _drawn(spec) and not net.specs(ids):
+    if not _drawn(spec) and len(links) == len(ids) * (len(ids) - 1) // 2:
         return plan_for(spec, ids)
-    plan, reason = _draw(spec, members, links)
-    plan = replace(plan, chunk_nbytes=spec.chunk_nbytes or plan.chunk_nbytes)
-    return plan, reason if _drawn(spec) else f"{reason}, as {wrong}"
+    many = len(ids) > AT_ONCE
+    if many and before is not None and not misfit(before, ids, links):
+        return before, "as before"
+    plan, reason = quick(members, links) if many else _draw(spec, members, links)
+    return _chunked(plan, spec), reason if _drawn(spec) else f"{reason}, as {wrong}"
+
+
+def _chunked(plan: PlanSpec, spec: PlanSpec) -> PlanSpec:
+    return replace(plan, chunk_nbytes=spec.chunk_nbytes or plan.chunk_nbytes)
 
 
 def _drawn(spec: PlanSpec) -> bool:
@@ -117,22 +139,33 @@ def _draw(spec: PlanSpec, members: Sequence[Member], links: Measured) -> tuple[P
         return plan, f"{reason}, since planner {spec.kind!r} failed: {type(error).__name__}: {error}"
 
 
-def replanned(spec: PlanSpec, view: View, net: Net) -> tuple[PlanSpec | None, str]:
-    """A better plan for a view whose plan was drawn, if what was measured since says that it pays."""
-    links = net.known(view.ids())
-    if not _drawn(spec) and not misfit(spec, view.ids(), list(links)):
+def replanned(wish: DrawPlan) -> tuple[PlanSpec | None, str]:
+    """A better plan than the present one, if there is one, and the reason in words.
+
+    In place of a plan that was drawn in a hurry a planner that the configuration names has its own way. Any other
+    change must pay, by what was measured.
+    """
+    spec, members, links = wish.spec, wish.members, wish.links
+    if not _drawn(spec) and not misfit(spec, [m.id for m in members], links):
         return None, f"the plan is {spec.kind}, as configured"
+    policy = spec.kind if _drawn(spec) else "auto"
+    present = replace(wish.present, chunk_nbytes=0)  # as planners leave it
+    plan: PlanSpec | None
     try:
-        return overlay.replan(view.plan, view.members, links, policy=spec.kind if _drawn(spec) else "auto")
+        if wish.hasty and policy != "auto":
+            plan, reason, _ = overlay.plan(members, links, policy=policy)
+        else:
+            plan, reason = overlay.replan(present, members, links, policy=policy)
     except Exception as error:  # as in `_draw`
         return None, f"planner {spec.kind!r} failed: {type(error).__name__}: {error}"
+    return (None if plan is None or plan == present else _chunked(plan, spec)), reason
 
 
 def _planned(
     spec: PlanSpec, members: Sequence[Member], before: PlanSpec, reason: str, net: Net
 ) -> tuple[PlanSpec, str]:
     """The plan for these members; where it is not the one before, the reason tells why."""
-    plan, why = plan_within(spec, members, net)
+    plan, why = plan_within(spec, members, net, before)
     return plan, reason if plan == before else f"{reason}; plan: {why}"
 
 
@@ -157,7 +190,8 @@ def changed_view(view: View, number: ViewId, change: Change, plan: PlanSpec, net
 
 def recovered_view(view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, why: str, net: Net) -> View:
     """The view after a failure: the ruling's members in the old rank order."""
-    members = tuple(m for m in view.members if m.id in ruling.members)
+    going_on = set(ruling.members)
+    members = tuple(m for m in view.members if m.id in going_on)
     plan, reason = _planned(plan, members, view.plan, f"{why}; {ruling.reason}", net)
     return replace(
         view,

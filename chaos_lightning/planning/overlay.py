@@ -10,6 +10,8 @@ name, checks what it drew, and predicts its time. Planners:
     fapt: like NetStorm's policy of fastest aggregation paths, which the paper of Chaos names as its all-reduce
         scheduler, as far as its text lets one understand it: each root's tree takes the fastest ways to it, and several
         roots, each with a part of the buffer in proportion to its tree's width, share the work.
+    spread: several trees that spread their work evenly over network cards and links, drawn in milliseconds
+        (planning/quick.py). Where a search is hopeless, among many members, they are as a rule the best.
     auto: that of the above with the least predicted time; the simpler one where it is as good.
     MODULE:FUNCTION, or the name of an entry point in the group `chaos_lightning.planners`: a planner of the user's own.
 
@@ -20,7 +22,7 @@ works only where the prediction says that it pays.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,6 +31,7 @@ from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.graph import Pair
 from chaos_lightning.planning.network import INFINITE, Edge, Network, Rank
 from chaos_lightning.planning.packing import bottleneck_bps, nearest, pack, weigh, widest
+from chaos_lightning.planning.quick import quick
 from chaos_lightning.planning.trees import PLANNERS_GROUP, chunk_of, misfit
 from chaos_lightning.protocol.types import PlanSpec
 
@@ -46,6 +49,8 @@ _EVEN = 1.25
 """Links whose rates differ by less are alike: measuring again would give as much of a difference."""
 _AS_GOOD = 1.03
 _MOST_TREES = 16
+_MANY = 16
+"""Beyond so many members `auto` considers spread trees, too."""
 
 
 class Planned(NamedTuple):
@@ -250,13 +255,9 @@ def _local(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
     if len(heads) in (1, len(network)):
         spec, reason = _packed(network, nbytes)
         return spec, f"{'all on one machine' if len(heads) == 1 else 'every rank on its own'}: {reason}"
-    links = {
-        (network.ids[i], network.ids[j]): (network.latency[i, j], network.rate[i, j], network.rate[j, i])
-        for i, j in network.edges
-        if i in heads and j in heads
-    }
+    links = _links(network, [(i, j) for i, j in network.edges if i in heads and j in heads])
     access = {network.ids[i]: (bps, bps) for i, bps in network.access.items() if i in heads}
-    members = [_Head(network.ids[i], network.hosts[i]) for i in heads]
+    members = [_Rank(network.ids[i], network.hosts[i]) for i in heads]
     above = Network(members, links, access)
     inner, reason = _packed(above, nbytes)
     below = _below(network, heads, chunk)
@@ -270,6 +271,11 @@ def _local(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
     return network.spec(trees), f"other ranks of each machine below {names}; among these {reason}"
 
 
+def _spread(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
+    members = [_Rank(name, host) for name, host in zip(network.ids, network.hosts, strict=True)]
+    return quick(members, _links(network, network.edges))
+
+
 def _auto(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
     """The best of all; see the module."""
     ranks_share = 1 < len(set(network.hosts)) < len(network)
@@ -278,7 +284,9 @@ def _auto(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
         return PlanSpec(), "auto: rotating, since every pair has a link and all links are alike"
     found: dict[str, tuple[PlanSpec, str, float]] = {}
     unable: dict[str, str] = {}
-    for name in ("rotating", "widest", *(("local",) if ranks_share else ()), "packed", "fapt", "chain", "star"):
+    local = ("local",) if ranks_share else ()
+    spread = ("spread",) if len(network) > _MANY else ()
+    for name in ("rotating", "widest", *local, *spread, "packed", "fapt", "chain", "star"):
         try:
             spec, reason = PLANNERS[name](network, nbytes)
         except PlanError as error:
@@ -301,15 +309,23 @@ PLANNERS: Mapping[str, Planner] = {
     "rotating": _rotating,
     "fapt": _fapt,
     "local": _local,
+    "spread": _spread,
 }
 
 
 # --- what they share ---------------------------------------------------------------------------------------------
 
 
-class _Head(NamedTuple):
+class _Rank(NamedTuple):
     id: str
     host: str
+
+
+def _links(network: Network, edges: Iterable[Edge]) -> dict[Pair, tuple[float, float, float]]:
+    return {
+        (network.ids[i], network.ids[j]): (network.latency[i, j], network.rate[i, j], network.rate[j, i])
+        for i, j in edges
+    }
 
 
 def _chunk(nbytes: int) -> int:

@@ -31,7 +31,7 @@ from chaos_lightning.protocol.types import PlanSpec, Span, TreeSpec
 
 DEFAULT_PLAN = "auto"
 EXPECTED = (
-    "rotating, chain, tree, tree:K, a planner (auto, widest, packed, star, fapt, local, MODULE:FUNCTION) "
+    "rotating, chain, tree, tree:K, a planner (auto, widest, packed, star, fapt, local, spread, MODULE:FUNCTION) "
     "or a file of trees (file:PATH, or a path ending in .yaml, .yml or .json)"
 )
 _PREFIX = "file:"

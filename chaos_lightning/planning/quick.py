@@ -8,7 +8,8 @@ first, as long as budgets allow. Where a tree is stuck all budgets are doubled f
 that have too much work, and each tree is hung up in its middle. All of that takes time in proportion to the links.
 
 A card is taken for as fast as the fastest link that was measured through it, and ranks of one machine share it, as in
-`planning/network.py`. `planning/overlay.py` takes seconds to hours for the same and finds better trees.
+`planning/network.py`. Planners that search (`planning/overlay.py`) take longer; for some tens of members, or links that
+are very unlike, they may find better trees.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def quick(members: Sequence[Rank], links: Mapping[Pair, tuple[float, float, floa
         raise PlanError(not_connected(parts))
     trees = _Growth([m.host or f"\0{m.id}" for m in members], _ranked(ids, wide)).trees()
     specs = tuple(TreeSpec(0, 0, ids, tuple("" if p < 0 else ids[p] for p in tree), 1.0) for tree in trees)
-    return PlanSpec("trees", trees=specs), f"{len(specs)} trees drawn in a hurry"
+    return PlanSpec("trees", trees=specs), f"{len(specs)} trees that spread the work"
 
 
 def _ranked(ids: Sequence[str], wide: Mapping[Pair, float]) -> dict[Edge, float]:

@@ -56,7 +56,7 @@ _SMALL_CHUNK, _LARGE_CHUNK = 1 << 16, 1 << 20
 
 KINDS = ("rotating", "chain", "tree", "user", "trees")
 
-DRAWN = ("auto", "widest", "packed", "star", "fapt", "local")
+DRAWN = ("auto", "widest", "packed", "star", "fapt", "local", "spread")
 """Kinds that nobody expands: the scheduler has `planning/overlay.py` draw trees in their place. So it is with
 MODULE:FUNCTION, and with the names of installed planners (entry points in the group PLANNERS_GROUP)."""
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from membership_script import SchedulerScript
 
+from chaos_lightning.membership.effects import DrawPlan
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.topology import (
     FIRST_STAND_S,
@@ -52,6 +53,11 @@ def view_of(*ids: str, links: str = "", plan: str = "rotating") -> View:
         plan=PlanSpec(plan),
         links=tuple(LinkSpec(*link.split("-")) for link in links.split()),
     )
+
+
+def wish(kind: str, net: Net) -> DrawPlan:
+    members = tuple(map(member, NAMES[:3]))
+    return DrawPlan(1, PlanSpec(kind, chunk_nbytes=4096), PlanSpec(), members, net.known(NAMES[:3]))
 
 
 @st.composite
@@ -259,15 +265,16 @@ def test_planner_of_the_users_that_fails_does_not_stop_the_job() -> None:
     plan, reason = plan_within(PlanSpec("math:nothing"), members, Net(every_pair(NAMES[:3])))
     assert plan.kind == "rotating"
     assert "planner 'math:nothing' failed" in reason
-    assert replanned(PlanSpec("math:nothing"), view_of(*NAMES[:3]), Net(every_pair(NAMES[:3])))[0] is None
+    assert replanned(wish("math:nothing", Net(every_pair(NAMES[:3]))))[0] is None
 
 
 def test_plan_changes_with_measurements_only_where_a_planner_draws_it() -> None:
     ids = NAMES[:3]
     slow = {("a~1", "b~2"): (0.001, 1e6, 1e6)}
     net = Net(every_pair(ids), slow)
-    assert replanned(PlanSpec("rotating"), view_of(*ids), net)[0] is None
-    plan, reason = replanned(PlanSpec("auto"), view_of(*ids), net)
+    assert replanned(wish("rotating", net))[0] is None
+    plan, reason = replanned(wish("auto", net))
     assert plan is not None
+    assert plan.chunk_nbytes == 4096
     assert ("a~1", "b~2") not in edges(plan, ids)
     assert reason

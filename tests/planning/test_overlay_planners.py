@@ -16,7 +16,7 @@ from chaos_lightning.planning.trees import PLANNERS_GROUP, edges, expand, misfit
 from chaos_lightning.protocol.types import PlanSpec
 
 MIB = 1 << 20
-ALWAYS = ("auto", "widest", "packed", "fapt", "local")
+ALWAYS = ("auto", "widest", "packed", "fapt", "local", "spread")
 
 
 def even(count, rate=1e9, latency=1e-4):

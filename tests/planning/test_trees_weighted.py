@@ -122,7 +122,7 @@ def test_weighted_trees_that_do_not_fit(spec, words):
 
 
 def test_kinds_that_the_scheduler_draws_pass_the_check_before():
-    for kind in ("auto", "widest", "packed", "star", "fapt", "local", "my.module:planner"):
+    for kind in ("auto", "widest", "packed", "star", "fapt", "local", "spread", "my.module:planner"):
         check_plan(PlanSpec(kind))
     check_plan(trees(1.0, 2.0))
     with pytest.raises(PlanError, match="at least 2 children"):

@@ -20,6 +20,7 @@ from chaos_lightning.lab.simulate.oracle import Violation
 from chaos_lightning.lab.simulate.plan import Fault
 from chaos_lightning.membership.effects import ChangeLink
 from chaos_lightning.membership.topology import Pair, connected, links_of, pair, parts
+from chaos_lightning.planning.trees import misfit
 from chaos_lightning.protocol.types import LinkRequest, View
 
 LINK_FAULTS = (
@@ -112,6 +113,8 @@ class Edges:
         pairs = links_of(view)
         if not connected(view.ids(), pairs):
             raise Violation(f"view {view.id} is in parts: {parts(view.ids(), pairs)}")
+        if wrong := misfit(view.plan, view.ids(), [(link.a, link.b) for link in view.links]):
+            raise Violation(f"view {view.id} has a plan that does not fit it: {wrong}")
         # A better plan for the same members over the same links decides nothing about links.
         replanned = len(chain) > 1 and chain[-2].ids() == view.ids() and links_of(chain[-2]) == pairs
         for one, other in sorted(map(sorted, pairs)):

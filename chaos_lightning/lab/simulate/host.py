@@ -14,6 +14,7 @@ from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.views import replanned
 from chaos_lightning.protocol.types import (
     Decide,
     Fence,
@@ -30,6 +31,8 @@ from chaos_lightning.protocol.types import (
 PATIENCE_S = 5.0
 """A write is tried again for so long (control/server.py); then the process ends."""
 AGAIN_S = 0.2
+_DRAWS_S = 2.0
+"""Longest time that another process takes to draw a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +218,9 @@ class SchedulerHost(Process):
             case fx.Look(member):
                 if self._gone(member.id):
                     self.timer(0.0, lambda: self.feed(fx.Gone(member.id, "its process is gone")))
+            case fx.DrawPlan():
+                drawn = fx.PlanDrawn(effect.token, *replanned(effect))
+                self.timer(self.kernel.between(0.0, _DRAWS_S), lambda: self.feed(drawn))
             case fx.Note():
                 self.notes.append((self.kernel.now, effect))
                 self.on_note(effect)

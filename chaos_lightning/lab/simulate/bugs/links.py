@@ -10,6 +10,7 @@ from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.plans.links import (
     bridge_plan,
     bridging_plan,
+    crowd_plan,
     flapping_link_plan,
     forgetting_plan,
     lost_link_plan,
@@ -26,6 +27,7 @@ from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.peers import Peer
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling
+from chaos_lightning.membership.redrawing import Redrawing
 from chaos_lightning.membership.rewiring import Rewiring, Rule
 from chaos_lightning.membership.routing import Router
 from chaos_lightning.membership.scheduler import SchedulerMachine
@@ -171,6 +173,13 @@ class ChoosyGraph(Graph):
         return False
 
 
+class StaleRedrawing(Redrawing):
+    """Takes a plan that was drawn for a view that rules no more."""
+
+    def fits(self, plan: PlanSpec, latest: View) -> bool:
+        return plan != latest.plan
+
+
 LINK_BUGS: dict[str, Bug] = {
     "links-forgotten": Bug(
         rule="links",
@@ -255,6 +264,12 @@ LINK_BUGS: dict[str, Bug] = {
         what="a newcomer waits outside because its link carries nothing, though it is needed",
         hooks=hooks_of(scheduler=with_parts(graph=ChoosyGraph)),
         plan=needed_plan,
+    ),
+    "links-stale": Bug(
+        rule="links",
+        what="a plan that was drawn for another view is taken",
+        hooks=hooks_of(scheduler=with_parts(redrawing=StaleRedrawing)),
+        plan=crowd_plan,
     ),
 }
 """By name."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from chaos_lightning.lab.simulate.plan import Plan
 from chaos_lightning.lab.simulate.plans.learners import JOINING
-from chaos_lightning.lab.simulate.plans.links import SPARSE, WIRED
+from chaos_lightning.lab.simulate.plans.links import SPARSE, WIRED, crowd_plan
 from chaos_lightning.lab.simulate.plans.members import DYING, busy_plan, random_plan
 from chaos_lightning.lab.simulate.plans.outer import outer_plan, waiting_plan
 from chaos_lightning.lab.simulate.plans.schedulers import FAILING, lost_plan
@@ -36,6 +36,7 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "lost": lost_plan,
     "busy": busy_plan,
     "sparse": sparse_family,
+    "crowd": crowd_plan,
     "outer": outer_plan,
     "waiting": waiting_plan,
 }

@@ -487,6 +487,30 @@ def needed_plan(seed: int) -> Plan:
     )
 
 
+def crowd_plan(seed: int) -> Plan:
+    """More members than plans are drawn for at once, on few uneven links; some go, and links, while one is drawn."""
+    random = Random(seed * 179 + 17)
+    names = [f"n{i}" for i in range(random.choice((17, 18, 19)))]
+    plan = _job(seed, len(names), ("h0", "h1", "h2"))
+    size = len(names)
+    edges = [(names[i], names[(i + step) % size]) for i in range(size) for step in (1, 3, 5)]
+    near = _near(names, edges)
+    faults, at = [], random.uniform(0.4, 1.5)
+    for how in random.sample(("kill", "leave", "remove-link", "remove-link", "sched-crash"), 2):
+        one, other = random.choice(edges)
+        faults.append(Fault(action=how, node="" if how == "sched-crash" else one, other=other, at=at, lasts=0.1))
+        at += random.uniform(0.5, 2.0)
+    return replace(
+        plan,
+        settings=replace(plan.settings, max_nodes=32, plan=PlanSpec(random.choice(("auto", "widest", "rotating")))),
+        program=replace(plan.program, length=30 * size, work_s=0.1, gather_every=0),
+        nodes=tuple(replace(n, neighbours=near[n.name]) for n in plan.nodes),
+        faults=tuple(faults),
+        measured=True,
+        rates=tuple((a, b, random.choice(RATES_BPS)) for a, b in edges),
+    )
+
+
 SPARSE: tuple[Callable[[int], Plan], ...] = (
     sparse_plan,
     sparse_plan,

@@ -1,0 +1,142 @@
+"""Plans are drawn in another process, one at a time, and whatever becomes of it is an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from until_support import until
+
+from chaos_lightning.control.drawing import Drawing
+from chaos_lightning.membership.effects import DrawPlan, PlanDrawn
+from chaos_lightning.membership.views import AT_ONCE, replanned
+from chaos_lightning.planning.quick import quick
+from chaos_lightning.planning.trees import misfit
+from chaos_lightning.protocol.types import Member, PlanSpec
+
+DEADLINE_S = 60.0
+WAITING = "import os, sys, pathlib; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); sys.stdin.read()"
+HANGING = f"{WAITING}; import signal; signal.pause()"
+
+
+def wish(token: int = 1, kind: str = "auto") -> DrawPlan:
+    """One member more than is planned for at once, on a ring with one slow link and a chord across it."""
+    members = tuple(Member(f"n{i}~{i}", f"n{i}", f"h{i}", "127.0.0.1", 1) for i in range(AT_ONCE + 1))
+    ids = [m.id for m in members]
+    links = {(ids[i], ids[i + 1]): (0.001, 1e9, 1e9) for i in range(AT_ONCE)}
+    links |= {(ids[0], ids[-1]): (0.001, 1e9, 1e9), (ids[3], ids[4]): (0.001, 1e5, 1e5)}
+    return DrawPlan(token, PlanSpec(kind, chunk_nbytes=4096), quick(members, links)[0], members, links, hasty=True)
+
+
+class Answers:
+    """What was answered, and an event when something was."""
+
+    def __init__(self) -> None:
+        self.all: list[PlanDrawn] = []
+        self.came = asyncio.Event()
+
+    def take(self, answer: PlanDrawn) -> None:
+        self.all.append(answer)
+        self.came.set()
+
+    async def first(self) -> PlanDrawn:
+        await asyncio.wait_for(self.came.wait(), DEADLINE_S)
+        return self.all[0]
+
+
+def command(code: str, *words: object) -> tuple[str, ...]:
+    return (sys.executable, "-c", code, *map(str, words))
+
+
+async def pid_in(path: Path) -> int:
+    """The id of the process that writes it there."""
+    await asyncio.to_thread(until, lambda: path.exists() and path.read_text(), "a process to begin")
+    return int(path.read_text())
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["widest", "fapt"])
+def test_another_process_draws_what_this_one_would(kind: str) -> None:
+    async def play() -> None:
+        answers = Answers()
+        drawing = Drawing(answers.take)
+        drawing.draw(wish(7, kind))
+        answer = await answers.first()
+        await drawing.close()
+        assert (answer.plan, answer.reason) == replanned(wish(7, kind))
+        assert answer.token == 7
+        assert answer.plan is not None
+        assert misfit(answer.plan, [m.id for m in wish().members], wish().links) == ""
+        assert answer.plan.chunk_nbytes == 4096
+
+    asyncio.run(play())
+
+
+def test_what_a_planner_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner of the user's is found where the scheduler finds it, and may print and fail."""
+    (tmp_path / "chatty.py").write_text(
+        "def draw(network, nbytes):\n    print('{}', flush=True)\n    raise OSError(9)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def play() -> None:
+        answers = Answers()
+        drawing = Drawing(answers.take)
+        drawing.draw(wish(kind="chatty:draw"))
+        assert await answers.first() == PlanDrawn(1, None, "planner 'chatty:draw' failed: OSError: 9")
+        await drawing.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("raise SystemExit(3)", "ended with code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with code -9"),
+        ("print('no JSON')", "failed: JSONDecodeError"),
+        (f"print({json.dumps({'reason': 'x'})!r})", "failed: KeyError"),
+        (HANGING, "was ended after 2 s"),
+    ],
+)
+def test_a_process_that_fails_is_an_answer(code: str, words: str, tmp_path: Path) -> None:
+    async def play() -> None:
+        answers = Answers()
+        drawing = Drawing(answers.take, command(code, tmp_path / "pid"), limit_s=2.0)
+        drawing.draw(wish())
+        answer = await answers.first()
+        assert answer.plan is None
+        assert words in answer.reason
+        await drawing.close()
+
+    asyncio.run(play())
+
+
+def test_the_newest_request_ends_the_one_before_and_the_end_ends_all(tmp_path: Path) -> None:
+    async def play() -> None:
+        answers = Answers()
+        drawing = Drawing(answers.take, command(HANGING, tmp_path / "pid"))
+        drawing.draw(wish(1))
+        first = await pid_in(tmp_path / "pid")
+        (tmp_path / "pid").unlink()
+        drawing.draw(wish(2))
+        second = await pid_in(tmp_path / "pid")
+        assert first != second
+        assert not runs(first), "one at a time"
+        await drawing.close()
+        assert not runs(second)
+        assert answers.all == []
+        await drawing.close()  # nothing is left to end
+
+    asyncio.run(play())

@@ -1,0 +1,188 @@
+"""Plans of many members: at once a quick one, later a better one, and never one that is stale."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from chaos_lightning.membership.book import Book
+from chaos_lightning.membership.desk import Desk
+from chaos_lightning.membership.effects import Chain, DrawPlan, Note, PlanDrawn
+from chaos_lightning.membership.graph import Graph
+from chaos_lightning.membership.redrawing import REPLAN_PAUSE_S, Redrawing
+from chaos_lightning.membership.topology import USUAL, Net, Pair, Topology, links_of, pair
+from chaos_lightning.membership.views import AT_ONCE, Change, changed_view, plan_within, replanned
+from chaos_lightning.planning.quick import quick
+from chaos_lightning.planning.trees import misfit
+from chaos_lightning.protocol.types import LinkReport, Member, PlanSpec, Settings, View, ViewId
+
+MANY = AT_ONCE + 4
+AUTO = PlanSpec("auto", chunk_nbytes=4096)
+
+
+def members(count: int = MANY) -> tuple[Member, ...]:
+    return tuple(Member(f"n{i}~{i}", f"n{i}", f"h{i}", "127.0.0.1", 1) for i in range(count))
+
+
+def ring(ids: tuple[str, ...]) -> frozenset[Pair]:
+    """Each next to the two before it and the two after it."""
+    return frozenset(pair(ids[i], ids[(i + step) % len(ids)]) for i in range(len(ids)) for step in (1, 2))
+
+
+def view_of(here: tuple[Member, ...], number: int = 1, plan: PlanSpec | None = None) -> View:
+    net = Net(ring(tuple(m.id for m in here)))
+    ids = [m.id for m in here]
+    return View(ViewId(1, number), ViewId(), here, plan=plan or plan_within(AUTO, here, net)[0], links=net.specs(ids))
+
+
+def without(view: View, place: int, number: int) -> View:
+    """The next view, without the member of this rank."""
+    rest = (*view.members[:place], *view.members[place + 1 :])
+    net = Net(ring(tuple(m.id for m in rest)))
+    change = Change(members=rest, joiners=(), reason="one is gone")
+    return changed_view(view, ViewId(1, number), change, AUTO, net)
+
+
+class Machine:
+    """What a scheduler has of `Redrawing`: time, measurements, and effects."""
+
+    def __init__(self, spec: PlanSpec = AUTO) -> None:
+        self.desk = Desk(Settings(plan=spec))
+        self.desk.clock = 100.0
+        self.topology = Topology()
+        graph = cast(Graph, SimpleNamespace(of_view=links_of))
+        self.redrawing = Redrawing(self.desk, Book(self.desk, Chain(1, ViewId())), graph, self.topology)
+
+    def turn(self, view: View, after_s: float = 0.0) -> tuple[Change | None, DrawPlan | None]:
+        """What becomes of a turn: the next view's plan, and what is asked for."""
+        self.desk.clock = self.desk.now + after_s
+        self.desk.out = []
+        found = self.redrawing.turn(view)
+        asked = [effect for effect in self.desk.out if isinstance(effect, DrawPlan)]
+        assert len(asked) <= 1
+        return found and found[0], asked[0] if asked else None
+
+    def asked(self, view: View, after_s: float = 0.0) -> DrawPlan:
+        change, wish = self.turn(view, after_s)
+        assert change is None
+        assert wish is not None
+        return wish
+
+    def measure(self, view: View) -> None:
+        one, other = next(iter(links_of(view)))
+        self.topology.report(one, LinkReport(other, 0.01, 1e6, "measured"))
+
+
+def other_plan(view: View) -> PlanSpec:
+    """A line, which no planner drew."""
+    ids = view.ids()
+    tree = view.plan.trees[0]
+    return PlanSpec("trees", trees=(type(tree)(0, 0, ids, ("", *ids[:-1]), 1.0),))
+
+
+def test_many_members_get_a_plan_at_once_and_keep_it_while_it_fits() -> None:
+    view = view_of(members())
+    assert view.plan == PlanSpec("trees", 4096, quick(members(), dict.fromkeys(view_links(view), USUAL))[0].trees)
+    same = changed_view(
+        replace_plan(view, other_plan(view)), ViewId(1, 2),
+        Change(members=view.members, joiners=(), reason="a link was made anew"), AUTO, Net(links_of(view)),
+    )  # fmt: skip
+    assert same.plan == other_plan(view), "drawn for the same members and links"
+    assert same.reason == "a link was made anew"
+    fewer = without(same, 3, 3)
+    assert fewer.plan != same.plan
+    assert "trees that spread the work" in fewer.reason
+
+
+def view_links(view: View) -> list[tuple[str, str]]:
+    return [(link.a, link.b) for link in view.links]
+
+
+def replace_plan(view: View, plan: PlanSpec) -> View:
+    return View(view.id, view.predecessor, view.members, plan=plan, links=view.links)
+
+
+def test_few_members_are_planned_for_here_and_now() -> None:
+    machine, view = Machine(), view_of(members(AT_ONCE))
+    assert machine.turn(view) == (None, None), "nothing was measured since"
+    machine.measure(view)
+    change, wish = machine.turn(view)
+    assert wish is None
+    assert change is not None
+    assert change.plan is not None
+    assert change.plan.chunk_nbytes == 4096
+    machine.measure(view)
+    assert machine.turn(view, REPLAN_PAUSE_S / 2) == (None, None), "not that often"
+
+
+def test_each_view_of_many_members_is_planned_for_once_and_the_answer_rides_on_a_header() -> None:
+    machine, view = Machine(), view_of(members())
+    wish = machine.asked(view)
+    assert (wish.present, wish.members, set(wish.links)) == (view.plan, view.members, set(view_links(view)))
+    assert machine.turn(view, 60.0) == (None, None)
+    machine.redrawing.on_drawn(PlanDrawn(wish.token, other_plan(view), "a line"))
+    change, _ = machine.turn(view, 1.0)
+    assert change is not None
+    assert (change.members, change.joiners, change.plan) == (view.members, (), other_plan(view))
+    assert any(isinstance(e, Note) and "the plan changes: a line" in str(e.fields) for e in machine.desk.out)
+    changed = replace_plan(view_of(view.members, 2), other_plan(view))
+    assert machine.turn(changed, 60.0) == (None, None), "it was planned for"
+
+
+def test_a_stale_answer_is_dropped_and_the_view_that_rules_is_planned_for() -> None:
+    machine, view = Machine(), view_of(members())
+    wish = machine.asked(view)
+    machine.redrawing.on_drawn(PlanDrawn(wish.token, other_plan(view), "a line"))
+    fewer = without(view, 3, 2)
+    later = machine.asked(fewer, REPLAN_PAUSE_S)
+    assert later.token > wish.token
+    assert later.members == fewer.members
+    machine.redrawing.on_drawn(PlanDrawn(wish.token, other_plan(view), "a line"))  # too late altogether
+    assert machine.turn(fewer) == (None, None)
+    machine.redrawing.on_drawn(PlanDrawn(later.token, None, "kept"))
+    assert machine.turn(fewer, 60.0) == (None, None)
+
+
+def test_an_answer_that_needs_a_link_that_is_gone_is_dropped() -> None:
+    machine, view = Machine(), view_of(members())
+    wish = machine.asked(view)
+    machine.redrawing.on_drawn(PlanDrawn(wish.token, other_plan(view), "a line"))
+    cut = links_of(view) - {pair(view.ids()[4], view.ids()[5])}
+    change = Change(members=view.members, joiners=(), reason="a link goes")
+    later = changed_view(view, ViewId(1, 2), change, AUTO, Net(cut))
+    assert machine.asked(later, REPLAN_PAUSE_S).present == later.plan
+
+
+def test_measurements_ask_again_once_the_last_answer_is_there_and_the_planner_has_rested() -> None:
+    machine, view = Machine(), view_of(members())
+    wish = machine.asked(view)
+    machine.measure(view)
+    assert machine.turn(view, 30.0) == (None, None), "one at a time"
+    machine.redrawing.on_drawn(PlanDrawn(wish.token, None, "kept"))
+    assert machine.turn(view, 30.0) == (None, None), "planners take a fifth of a core at most"
+    assert machine.asked(view, 91.0).links != wish.links
+
+
+@pytest.mark.parametrize("spec", [PlanSpec(), PlanSpec("chain")])
+def test_a_configured_plan_that_fits_is_never_replaced(spec: PlanSpec) -> None:
+    machine = Machine(spec)
+    view = View(ViewId(1, 1), ViewId(), members(), plan=spec)
+    machine.measure(view)
+    assert machine.turn(view, 60.0) == (None, None)
+
+
+def test_a_planner_by_name_replaces_what_was_drawn_in_a_hurry_whatever_that_takes() -> None:
+    machine, view = Machine(PlanSpec("chain")), view_of(members())
+    wish = machine.asked(view)
+    assert wish.hasty
+    wish = DrawPlan(1, PlanSpec("widest"), view.plan, wish.members, wish.links, hasty=True)
+    plan, _ = replanned(wish)
+    assert plan is not None
+    assert len(plan.trees) == 1
+    assert misfit(plan, view.ids(), wish.links) == ""
+    again = DrawPlan(2, PlanSpec("widest"), plan, wish.members, wish.links, hasty=True)
+    assert replanned(again)[0] is None
+    kept = DrawPlan(3, PlanSpec("widest"), view.plan, wish.members, wish.links)
+    assert replanned(kept)[0] is None, "eight trees are faster"
