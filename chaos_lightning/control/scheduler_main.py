@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
-import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +30,7 @@ from chaos_lightning.control.options import (
 from chaos_lightning.declared import Setting, add_options, declared, read_options
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, split_endpoint
+from chaos_lightning.machine.descriptors import allow_descriptors
 from chaos_lightning.machine.signals import ends
 from chaos_lightning.machine.terminal import TerminalGuard, printable
 from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
@@ -59,6 +58,11 @@ OPTIONS: Mapping[str, Setting] = {
 }
 """Those of the command, by the fields' names; other rules are given by --set."""
 _AGAIN_S = 0.2
+_ALL_DESCRIPTORS = 1 << 30
+_PER_MEMBER_WITH_KEYS = 3
+"""Connections per member: to the TLS proxy, and both ends of the one between it and gRPC."""
+_OTHER_DESCRIPTORS = 64
+"""Descriptors of the store, the log and gRPC, and of those who are about to be refused."""
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -97,11 +101,21 @@ def _candidacy(options: SchedulerOptions, *, followed: bool) -> EtcdCandidacy | 
     )
 
 
-def _take_all_descriptors() -> None:
-    """Each connection needs one, and the usual soft limit of 1,024 is no more than a crowd of strangers."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS allows fewer than it says
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+def _take_all_descriptors(max_nodes: int, *, keys: bool) -> str:
+    """Takes all that there are: the usual soft limit of 1,024 is no more than a crowd of strangers.
+
+    Returns:
+        Words if they are too few for `max_nodes` members; else "".
+    """
+    limit, each = allow_descriptors(_ALL_DESCRIPTORS), _PER_MEMBER_WITH_KEYS if keys else 1
+    needed, fits = max_nodes * each + _OTHER_DESCRIPTORS, (limit - _OTHER_DESCRIPTORS) // each
+    if needed <= limit:
+        return ""
+    return (
+        f"max_nodes={max_nodes} needs {needed} open files, and this process may have {limit}: from about "
+        f"{max(0, fits)} members on nobody else can connect. Raise the hard limit (`ulimit -Hn`, LimitNOFILE of a "
+        "service), or lower max_nodes"
+    )
 
 
 def _server_config(options: SchedulerOptions) -> SchedulerServerConfig:
@@ -140,8 +154,10 @@ def run(options: SchedulerOptions) -> int:
     from chaos_lightning.control.upkeep import clean_up
     from chaos_lightning.events.events import EventLog
 
-    _take_all_descriptors()
     config = _server_config(options)
+    keys = Credentials.of(config.token).keys is not None
+    if words := _take_all_descriptors(options.settings.max_nodes, keys=keys):
+        _say(f"warning: {words}")
     servers: list[SchedulerServer] = []
 
     def on_started(server: SchedulerServer) -> None:

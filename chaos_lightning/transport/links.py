@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from chaos_lightning.errors import ChaosError
+from chaos_lightning.machine.descriptors import allow_descriptors
 from chaos_lightning.machine.few_lines import FewLines
 from chaos_lightning.machine.forks import close_in_children
 from chaos_lightning.machine.listener import open_listener
@@ -57,6 +58,8 @@ WATCH_AGAIN_S = 5.0
 FINISH_S = 30.0
 """A link that is not wanted any more has so long to deliver what was queued."""
 _MAX_HANDSHAKES = 64
+_PER_NEIGHBOUR, _OTHER_DESCRIPTORS = 2, 128
+"""Descriptors: a neighbour's link, and another connection with it at times; files and libraries of the training."""
 _FULL_PAUSE_S = 0.2
 """Before the next attempt where this process has too many files open."""
 
@@ -126,6 +129,8 @@ class Links:
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._few = FewLines()
+        self._told_room = 0
+        """Number of open files of which it was said that there may not be so many."""
         self._links: dict[str, Link] = {}
         self._dialling = Dialling(self._links)
         self._wanted = self._dialling.wanted
@@ -183,6 +188,7 @@ class Links:
     def want(self, peers: tuple[Member, ...]) -> None:
         """Keeps links to exactly these members."""
         before = set(self._wanted)
+        self._make_room(len(peers))
         self._dialling.want(peers)
         self._expect()
         for peer in [p for p in self._links if p not in self._wanted]:
@@ -191,6 +197,16 @@ class Links:
             self._watching.drop(peer)
         self._carry_out(self._router.again())
         self._follow(self._dialling.look())
+
+    def _make_room(self, count: int) -> None:
+        needed = _PER_NEIGHBOUR * count + _OTHER_DESCRIPTORS
+        limit = allow_descriptors(needed)
+        if limit < needed > self._told_room:
+            self._told_room = needed
+            self._tell_refused(
+                f"{count} neighbours need {needed} open files, and this process may have {limit}: some links will not "
+                "stand. Raise the hard limit (`ulimit -Hn`), or let members have fewer neighbours (link_degree)"
+            )
 
     def rule(self, view: View | None) -> None:
         """This view rules from now on, so messages go by its links; None: this member is in none."""

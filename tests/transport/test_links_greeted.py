@@ -123,6 +123,22 @@ def test_a_process_that_had_no_descriptor_left_takes_links_again() -> None:
         node.close()
 
 
+def test_more_neighbours_than_descriptors_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "allow_descriptors", lambda count: 131)
+    node = Node("b~2")
+    one, two, three = (Member(f"{name}~1", name, "host", "127.0.0.1", 1) for name in "acd")
+    try:
+        for wanted in ((one,), (one, two), (two,), (one, two, three)):
+            node.do(lambda wanted=wanted: node.links.want(wanted))
+        told = [line for line in node.refused if "open files" in line]
+        assert [line[:59] for line in told] == [
+            f"{count} neighbours need {needed} open files, and this process may have"
+            for count, needed in ((2, 132), (3, 134))
+        ]
+    finally:
+        node.close()
+
+
 def lowest_free_descriptor() -> int:
     found = os.dup(0)
     os.close(found)
