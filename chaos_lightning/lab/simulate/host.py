@@ -112,7 +112,9 @@ class SchedulerHost(Process):
         chain = store.open()
         self.seen = store.tip
         """The end of the chain as this process saw it last."""
-        self.machine = machine(settings, replace(chain, rebuild=self.candidacy.rebuild, hears_s=self.candidacy.hears_s))
+        # No other job begins in this world: who comes after the end is sent away.
+        rebuild, hears_s = self.candidacy.rebuild, self.candidacy.hears_s
+        self.machine = machine(settings, replace(chain, rebuild=rebuild, hears_s=hears_s, for_good=True))
         self.notes: list[tuple[float, fx.Note]] = []
         self.dialled: list[Stream] = []
         """All streams ever opened to this process."""
