@@ -100,8 +100,9 @@ LINGER_TIMEOUT_S = 5.0
 """How long a member that may go waits to be released."""
 LOG_LENGTH = 256
 """How many of the latest events `stimulus_log` keeps."""
-MAX_EARLY = 4096
-"""Contributions kept for attempts that this member has not entered; more than any job has members."""
+MIN_EARLY = 4096
+"""Contributions kept, those of attempts that this member has not entered included: two of each member of the largest
+view that it knows, but at least these, since a view that it has not heard of may be larger."""
 
 
 class MemberPhase(enum.StrEnum):
@@ -389,7 +390,8 @@ class MemberMachine:
             return
         if contribution.seq <= self._floor():
             return
-        if sum(map(len, self._inbox.values())) >= MAX_EARLY:
+        known = max((len(v.members) for v in (self.view, self.waiting_view) if v is not None), default=0)
+        if sum(map(len, self._inbox.values())) >= max(MIN_EARLY, 2 * known):
             self._note("dropped", what="contribution", member=contribution.member, reason="too many wait already")
             return
         # One entry per member: a contribution that comes twice is counted once (protocol.md 28).
@@ -428,7 +430,7 @@ class MemberMachine:
 
     def _all_in(self, view: View, box: Mapping[str, Contribution]) -> bool:
         """One set of contributors: all members of the view, weight 0 included (1)."""
-        return all(m in box for m in view.ids())
+        return len(box) >= len(view.members) and all(m in box for m in view.ids())  # the count spares most looks
 
     def _make_header(self, view: View, box: Mapping[str, Contribution]) -> Header:
         kind = kind_of(view, self.header, box)

@@ -23,15 +23,16 @@ from dataclasses import dataclass, replace
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.planning.graph import breadth_first, neighbours
-from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, View, ViewId
+from chaos_lightning.protocol.types import MAX_MEMBERS, NO_VIEW, LinkSpec, View, ViewId
 
-MAX_HOPS = 255
-"""A routed message starts with as many hops as its view has members, and with no more than these."""
+MAX_HOPS = MAX_MEMBERS - 1
+"""A routed message starts with as many hops as its view has members, and with no more than fit into its head."""
 
-MAX_WAITING = 4096
-"""Messages that wait for a link or for a view."""
+MIN_WAITING = 4096
+"""Messages that wait for a link or for a view: two of each member of the largest view that is known, but at least room
+for these, since a view that is not known yet may be larger."""
 
-_HEAD = struct.Struct("<BHHQQ")
+_HEAD = struct.Struct("<HHHQQI")
 _MAX_ID_NBYTES = 1024
 
 
@@ -70,32 +71,38 @@ class RoutedMessage:
     """Whose ways it goes; NO_VIEW: those of whatever view rules where it is."""
 
     def packed(self) -> bytes:
-        """What a ROUTED frame carries."""
+        """Its part of a ROUTED frame, which may carry several."""
         to, source = self.to.encode(), self.source.encode()
-        head = _HEAD.pack(self.hops_left, len(to), len(source), self.view.term, self.view.number)
+        head = _HEAD.pack(
+            self.hops_left, len(to), len(source), self.view.term, self.view.number, memoryview(self.payload).nbytes
+        )
         return b"".join((head, to, source, self.payload))
 
 
-def unpacked(data: memoryview) -> RoutedMessage:
-    """The reverse of `RoutedMessage.packed`.
+def unpacked(data: memoryview) -> list[RoutedMessage]:
+    """The routed messages of a ROUTED frame: the reverse of `RoutedMessage.packed`, one after the other.
 
     Raises:
-        WireError: These bytes are no routed message.
+        WireError: These bytes are no routed messages.
     """
-    if data.nbytes < _HEAD.size:
-        raise WireError(f"a routed message of {data.nbytes} bytes; expected at least {_HEAD.size}")
-    hops_left, to_nbytes, source_nbytes, term, number = _HEAD.unpack(data[: _HEAD.size])
-    start = _HEAD.size + to_nbytes + source_nbytes
-    if not 0 < to_nbytes <= _MAX_ID_NBYTES or not 0 < source_nbytes <= _MAX_ID_NBYTES or start > data.nbytes:
-        raise WireError(f"a routed message with names of {to_nbytes} and {source_nbytes} bytes in {data.nbytes} bytes")
-    if hops_left > MAX_HOPS:
-        raise WireError(f"a routed message with {hops_left} hops left; the limit is {MAX_HOPS}")
-    try:
-        to = str(data[_HEAD.size : _HEAD.size + to_nbytes], "utf-8")
-        source = str(data[_HEAD.size + to_nbytes : start], "utf-8")
-    except UnicodeDecodeError as error:
-        raise WireError(f"a routed message whose names are no text: {error}") from error
-    return RoutedMessage(to, source, hops_left, data[start:], ViewId(term, number))
+    found: list[RoutedMessage] = []
+    while data.nbytes or not found:
+        if data.nbytes < _HEAD.size:
+            raise WireError(f"a routed message of {data.nbytes} bytes; expected at least {_HEAD.size}")
+        hops_left, to_nbytes, source_nbytes, term, number, nbytes = _HEAD.unpack(data[: _HEAD.size])
+        start = _HEAD.size + to_nbytes + source_nbytes
+        if not 0 < to_nbytes <= _MAX_ID_NBYTES or not 0 < source_nbytes <= _MAX_ID_NBYTES:
+            raise WireError(f"a routed message with names of {to_nbytes} and {source_nbytes} bytes")
+        if start + nbytes > data.nbytes:
+            raise WireError(f"a routed message of {start + nbytes} bytes, of which {data.nbytes} are here")
+        try:
+            to = str(data[_HEAD.size : _HEAD.size + to_nbytes], "utf-8")
+            source = str(data[_HEAD.size + to_nbytes : start], "utf-8")
+        except UnicodeDecodeError as error:
+            raise WireError(f"a routed message whose names are no text: {error}") from error
+        found.append(RoutedMessage(to, source, hops_left, data[start : start + nbytes], ViewId(term, number)))
+        data = data[start + nbytes :]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +206,8 @@ class Router:
             return [Hand(hop, routed, bare=hop == routed.to and routed.source == self.me)]
         if hop == "" and routed.to not in self.wanted:
             return [Drop(routed, "no way to it is known")]
-        if len(self._waiting) >= MAX_WAITING:
-            return [Drop(routed, f"{MAX_WAITING} messages wait already")]
+        if len(self._waiting) >= max(MIN_WAITING, 2 * self.hops):
+            return [Drop(routed, f"{len(self._waiting)} messages wait already")]
         self._waiting.append((routed, came_from))
         return []
 

@@ -15,6 +15,7 @@ names it goes along with the others', whose answers then miss what it had brough
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -32,6 +33,7 @@ from chaos_lightning.protocol.types import (
 
 EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper", "order", "lets_go")
 """Fields in which all contributions to one slot must agree, in the order in which they are compared."""
+_equal_fields = operator.attrgetter(*EQUAL_FIELDS)
 
 
 def differing(view: View, contributions: Mapping[str, Contribution]) -> tuple[Differs, ...]:
@@ -40,6 +42,9 @@ def differing(view: View, contributions: Mapping[str, Contribution]) -> tuple[Di
     What most of those have who do not yield counts; on a tie what the oldest of them has, as with state hashes (24).
     """
     first = leading(view, contributions)
+    expected = _equal_fields(first)
+    if all(_equal_fields(contributions[m]) == expected for m in view.ids()):
+        return ()
     ordered = [first, *(c for m in view.ids() if (c := contributions[m]) is not first)]
     voters = [c for c in ordered if not c.yields] or ordered[:1]
     for name in EQUAL_FIELDS:

@@ -55,6 +55,8 @@ EXPECT_S = 1.0
 """Who dials may have been told of this link so much earlier."""
 WATCH_AGAIN_S = 5.0
 """After a connection between watchers broke, or was not made: until another one is tried."""
+BUNDLE_NBYTES = 256 << 10
+"""Routed messages that go to one neighbour at once share frames of up to so many bytes."""
 FINISH_S = 30.0
 """A link that is not wanted any more has so long to deliver what was queued."""
 _MAX_HANDSHAKES = 64
@@ -144,6 +146,8 @@ class Links:
         self._measuring = Measuring(loop.later, lambda report: self._to.host.measured(report), installed().pacer())
         self._host = host_identity()
         self._watching = Watching(loop, refused, self._watch_broke)
+        self._bundles: dict[str, list[bytes]] = {}
+        """By neighbour: routed messages that leave at the end of this turn of the loop."""
         self.relayed = 0
         """Routed messages of others that were passed on."""
         self._slots = threading.Semaphore(_MAX_HANDSHAKES)
@@ -187,6 +191,7 @@ class Links:
 
     def want(self, peers: tuple[Member, ...]) -> None:
         """Keeps links to exactly these members."""
+        self._send_bundles()  # also over links that are not wanted any more
         before = set(self._wanted)
         self._make_room(len(peers))
         self._dialling.want(peers)
@@ -244,6 +249,7 @@ class Links:
             self._measuring.forget(peer)
         self._links.clear()
         self._finishing.clear()
+        self._bundles.clear()
         for peer in self._wanted:
             self._watching.drop(peer)
         self._dialling.want(())
@@ -432,7 +438,7 @@ class Links:
         self._measuring.lost(peer, link)
         self._follow(self._dialling.broken(peer, evidence))
         for data in link.routed():
-            self._carry_out(self._router.returned(unpacked(data)))
+            self._return(data)
 
     def up(self, peer: str) -> bool:
         return peer in self._links
@@ -488,7 +494,33 @@ class Links:
                         self._to.host.undelivered(routed.to, routed.source, reason)
                         continue
                     self.relayed += routed.source != self.me
-                    self._links[peer].send(FrameType.ROUTED, payload=(memoryview(data),))
+                    if not self._bundles:
+                        self._loop.call(self._send_bundles)
+                    self._bundles.setdefault(peer, []).append(data)
+
+    def _send_bundles(self) -> None:
+        """What relays hand on in one turn of the loop goes to each neighbour in few frames, unread."""
+        bundles, self._bundles = self._bundles, {}
+        for peer, messages in bundles.items():
+            frames: list[list[bytes]] = []
+            room = 0
+            for message in messages:
+                if not frames or len(message) > room:
+                    frames.append([])
+                    room = BUNDLE_NBYTES
+                frames[-1].append(message)
+                room -= len(message)
+            for frame in frames:
+                data = memoryview(frame[0] if len(frame) == 1 else b"".join(frame))  # a large one is not copied
+                if (link := self._links.get(peer)) is not None:
+                    link.send(FrameType.ROUTED, payload=(data,))
+                else:  # it has broken since
+                    self._return(data)
+
+    def _return(self, data: memoryview) -> None:
+        """Routed messages that have not left: another way is looked for."""
+        for routed in unpacked(data):
+            self._carry_out(self._router.returned(routed))
 
     # ------------------------------------------------------------------ frames (owner of links)
 
@@ -513,7 +545,8 @@ class Links:
         if frame.type == FrameType.MESSAGE:
             self._to.host.message(peer, payload)
         elif frame.type == FrameType.ROUTED:
-            self._carry_out(self._router.arrived(unpacked(payload), peer))
+            for routed in unpacked(payload):
+                self._carry_out(self._router.arrived(routed, peer))
         elif frame.type == FrameType.PROBE and link is not None:
             self._measuring.arrived(peer, link, frame, payload)
 
@@ -579,6 +612,7 @@ class Links:
         self._closed = True
         if self._listener is None:
             return
+        self._send_bundles()
         self._dialling.want(())
         self._expect()
         for link in list(self._links.values()):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import struct
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.membership.routing import MAX_HOPS, RoutedMessage, Router, next_hops, unpacked
+from chaos_lightning.membership.routing import MAX_HOPS, Hand, RoutedMessage, Router, Take, next_hops, unpacked
 from chaos_lightning.protocol.types import LinkSpec, Member, View, ViewId
 
 NAMES = [f"{c}~1" for c in "abcdefgh"]
@@ -104,7 +107,7 @@ def test_routed_messages_go_over_as_many_links_as_the_largest_view_has_members()
 
 @given(st.text(min_size=1, max_size=40), st.text(min_size=1, max_size=40), st.integers(0, MAX_HOPS), st.binary())
 def test_a_routed_message_is_the_same_at_the_other_end(to: str, source: str, hops: int, payload: bytes) -> None:
-    routed = unpacked(memoryview(RoutedMessage(to, source, hops, payload).packed()))
+    (routed,) = unpacked(memoryview(RoutedMessage(to, source, hops, payload).packed()))
     assert (routed.to, routed.source, routed.hops_left, bytes(routed.payload)) == (to, source, hops, payload)
 
 
@@ -114,12 +117,44 @@ def test_bytes_that_are_no_routed_message_are_an_error(data: bytes) -> None:
         routed = unpacked(memoryview(data))
     except WireError:
         return
-    assert routed.packed() == data
+    assert b"".join(message.packed() for message in routed) == data
+
+
+def test_a_frame_may_carry_several() -> None:
+    sent = [RoutedMessage("a~1", f"b~{i}", i, b"x" * i) for i in range(3)]
+    got = unpacked(memoryview(b"".join(routed.packed() for routed in sent)))
+    assert [(r.to, r.source, r.hops_left, bytes(r.payload)) for r in got] == [
+        (r.to, r.source, r.hops_left, r.payload) for r in sent
+    ]
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x05\x01", b"\x05\x00\x00\x01\x00a", b"\x05\x09\x00\x09\x00ab", b"\x05\x01\x00\x01\x00\xff\xffx"]
+    "data",
+    [
+        b"",
+        b"\x05\x01",
+        struct.pack("<HHHQQI", 5, 0, 1, 1, 1, 0) + b"a",
+        struct.pack("<HHHQQI", 5, 9, 9, 1, 1, 0) + b"ab",
+        struct.pack("<HHHQQI", 5, 1, 1, 1, 1, 9) + b"abxyz",
+        struct.pack("<HHHQQI", 5, 1, 1, 1, 1, 1) + b"\xff\xffx",
+        RoutedMessage("a", "b", 5, b"x").packed() + b"more",
+    ],
 )
 def test_a_broken_routed_message_says_what_is_wrong(data: bytes) -> None:
     with pytest.raises(WireError, match="routed message"):
         unpacked(memoryview(data))
+
+
+def test_a_message_goes_down_a_row_of_a_thousand_members() -> None:
+    ids = [f"m{i}" for i in range(1000)]
+    row = View(ViewId(1, 1), ViewId(1, 0), tuple(Member(m, m, "h", "h", 1) for m in ids),
+               links=tuple(LinkSpec(a, b) for a, b in pairwise(ids)))  # fmt: skip
+    first, last = Router(ids[0], set(ids)), Router(ids[-1], set(ids))
+    first.rule(row)
+    last.rule(row)
+    (step,) = first.send(ids[-1], b"x", row.id)
+    assert isinstance(step, Hand)
+    (routed,) = unpacked(memoryview(step.routed.packed()))
+    assert routed.hops_left == 1000
+    before = replace(routed, hops_left=routed.hops_left - 998)  # those between take one each
+    assert last.arrived(before, ids[-2]) == [Take(before)]

@@ -107,11 +107,20 @@ def test_who_is_unknown_gets_nothing_but_who_is_wanted_is_waited_for() -> None:
 
 def test_no_more_wait_than_fit() -> None:
     b = router("b", CHAIN, "")
-    for _ in range(routing.MAX_WAITING):
+    for _ in range(routing.MIN_WAITING):
         assert b.send("d", b"x", ViewId(1, 1)) == []
     (step,) = b.send("d", b"x", ViewId(1, 1))
     assert isinstance(step, Drop)
-    assert b.waiting == routing.MAX_WAITING
+    assert b.waiting == routing.MIN_WAITING
+
+
+def test_in_a_large_view_two_messages_of_each_member_may_wait() -> None:
+    ids = [f"m{i}" for i in range(5000)]
+    b = Router(ids[0], set(), set())
+    b.rule(View(ViewId(1, 1), NO_VIEW, tuple(Member(m, m, "h", "h", 1) for m in ids)))
+    for _ in range(10_000):
+        assert b.send("m1", b"x", ViewId(1, 1)) == []
+    assert isinstance(b.send("m1", b"x", ViewId(1, 1))[0], Drop)
 
 
 def test_what_a_link_gives_back_takes_another_way() -> None:

@@ -159,3 +159,18 @@ def test_the_last_of_the_chain_hands_on_nothing() -> None:
     header = header_after(CHAIN, GENESIS, "gather")
     assert not headers(machine.on(0.0, fx.PeerIn("m2~2", header)))
     assert machine.header is header
+
+
+def test_the_root_of_more_members_than_it_once_had_room_for_closes_their_slot() -> None:
+    view = a_view(4200)
+    root = MemberMachine()
+    root.on(0.0, fx.ControlIn(Welcome(member(view.root), 1, "founder", "", 0.1, 0.3)))
+    root.on(0.0, fx.ControlIn(Decide(view, GENESIS)))
+    early = ViewId(1, 2)
+    for other in view.ids()[1:]:  # of a view that it has not heard of yet, too
+        root.on(0.0, fx.PeerIn(other, replace(contribution(view, GENESIS, "gather", other), view=early)))
+        effects = root.on(0.0, fx.PeerIn(other, contribution(view, GENESIS, "gather", other)))
+        assert not effects
+    effects = root.on(0.0, fx.Contribute(contribution(view, GENESIS, "gather", view.root)))
+    assert [peer for peer, _ in headers(effects)] == list(view.ids()[1:9])
+    assert root.header.contributors == 4200

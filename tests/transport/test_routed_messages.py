@@ -213,16 +213,16 @@ def test_routed_messages_of_a_member_that_is_out_are_dropped_with_the_view(build
 
 
 def test_too_many_waiting_messages_are_dropped_and_told(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.membership.routing.MAX_WAITING", 2)
+    monkeypatch.setattr("chaos_lightning.membership.routing.MIN_WAITING", 2)
     nodes = build("ab")
     a, b = nodes.values()
     a.rule(a_view(1, (a, b), ""))
-    for i in range(3):
+    for i in range(5):
         a.say(b.id, b"%d" % i)
-    assert a.undone == [(b.id, a.id, "2 messages wait already")]
+    assert a.undone == [(b.id, a.id, "4 messages wait already")]
     connect(nodes, "ab")
-    b.wait(lambda: len(b.messages) == 2)
-    assert b.messages == [(a.id, b"0"), (a.id, b"1")]
+    b.wait(lambda: len(b.messages) == 4)
+    assert b.messages == [(a.id, b"%d" % i) for i in range(4)], "two of each member of the view"
 
 
 def test_a_message_that_fits_no_frame_with_its_address_is_dropped_and_told(
@@ -234,7 +234,42 @@ def test_a_message_that_fits_no_frame_with_its_address_is_dropped_and_told(
     a, b, c = nodes.values()
     a.rule(a_view(1, (a, b, c), "ab bc"))
     a.say(c.id, bytes(100))
-    assert a.undone == [(c.id, a.id, "127 bytes are too many for one frame")]
+    assert a.undone == [(c.id, a.id, "132 bytes are too many for one frame")]
+
+
+def test_what_is_handed_on_at_once_goes_in_one_frame(build: Build) -> None:
+    nodes = build("abc")
+    connect(nodes, "ab bc")
+    a, b, c = nodes.values()
+    view = a_view(1, nodes.values(), "ab bc")
+    for node in nodes.values():
+        node.rule(view)
+    before = a.do(lambda: a.links._links[b.id].traffic)
+    a.do(lambda: [a.links.message(c.id, b"%d" % i, view.id) for i in range(20)])
+    c.wait(lambda: len(c.messages) == 20)
+    assert c.messages == [(a.id, b"%d" % i) for i in range(20)]
+    assert a.do(lambda: a.links._links[b.id].traffic) == before + 1
+    assert b.links.relayed == 20
+
+
+def test_what_is_handed_on_as_its_link_breaks_takes_another_way(build: Build) -> None:
+    nodes = build("abcd")
+    connect(nodes, "ab bd ac cd")
+    a, b, c, d = nodes.values()
+    for node in (a, c, d):
+        node.rule(a_view(1, (a, b, c, d), "ab bd ac cd"))
+
+    def broken() -> None:
+        a.links.message(d.id, b"x", ViewId(1, 1))
+        link = a.links._links[b.id]
+        link.close()
+        a.links.broken(b.id, link, "closed")
+
+    a.do(broken)
+    for node in (a, c, d):
+        node.rule(a_view(2, (a, c, d), "ac cd"))
+    d.wait(lambda: d.messages)
+    assert d.messages == [(a.id, b"x")]
 
 
 @pytest.mark.parametrize("data", [b"", b"\x01\x09\x00\x09\x00abc", b"\xff" * 40])
