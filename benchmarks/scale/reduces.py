@@ -175,12 +175,11 @@ def measure_in(result: Result, view: View, found: dict[str, PlanSpec], args: arg
 
 def measure(result: Result, args: argparse.Namespace) -> None:
     """Adds predictions and measurements."""
-    nbytes = int(args.mib * MIB)
     for size in PREDICTED_AT[:1] if args.quick else PREDICTED_AT:
-        predict(result, size, nbytes, args.seed)
+        predict(result, size, overlay.TYPICAL_NBYTES, args.seed)
     view = founded(args.members, args.seed)
     bps = args.card_mbps * 1e6
-    found = {name: planned.spec for name, planned in plans(view, bps, nbytes).items()}
+    found = {name: planned.spec for name, planned in plans(view, bps, int(args.mib * MIB)).items()}
     measure_in(result, view, found, args, "loopback")
     try:
         with cards(args.members, bps):
@@ -191,6 +190,6 @@ def measure(result: Result, args: argparse.Namespace) -> None:
 
 def options(p: Options) -> None:
     """Those of this part."""
-    p.add_argument("--mib", type=float, default=4, help="size of the all-reduced buffer, MiB")
-    p.add_argument("--card-mbps", type=float, default=40, help="of each member's emulated network card")
+    p.add_argument("--mib", type=float, default=16, help="size of the buffer in measured all-reduces, MiB")
+    p.add_argument("--card-mbps", type=float, default=100, help="of each member's emulated network card")
     p.add_count("--reduces", 7, 2, "all-reduces by each plan")
