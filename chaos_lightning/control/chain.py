@@ -5,6 +5,9 @@ decided, a wish about a link that is granted, the end of the job. The log sees t
 it has seen all that is there; what may follow what is `judge`'s to say, here: numbers are never reissued, a view
 follows the last one, and nothing follows the end. The two together are a compare-and-set on term and predecessor.
 
+A view's record says what changed against the view before, which it names by number and digest, and is applied to that
+one alone; every WHOLE_EVERY-th has the whole view, as has any whose change would be no smaller. Readers fold them.
+
 `Tip` is what of the chain a decision is compared with; it is folded from the records. The scheduler that writes keeps
 it, since nobody else can write while its term is the last; it reads anew after an answer that got lost, and before it
 believes a refusal.
@@ -14,8 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Literal, Self, get_args
 
@@ -24,10 +26,14 @@ from chaos_lightning.control.store import EMPTY, Appended, End, Store, StoreReco
 from chaos_lightning.errors import StoreError, WireError
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist, RecordedEnd
 from chaos_lightning.membership.peers import short
+from chaos_lightning.protocol.changes import change_to, changed
 from chaos_lightning.protocol.codec import decode, decode_named_view, encode
+from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, View, ViewId
 
 EntryKind = Literal["reserve", "view", "link", "finish"]
+WHOLE_EVERY = 16
+"""Number of views' records in turn of which one has the whole view: each of the others takes all since then to read."""
 FORM = 2
 """Version of a record's body, which its first line names. Version 1, which names none, has views that repeat members'
 names (`NamedView`)."""
@@ -45,6 +51,8 @@ class ChainEntry:
     hand_on: bool = False
     wish: LinkWish | None = None
     ending: RecordedEnd | None = None
+    change: PackedChange | None = field(default=None, compare=False, repr=False)
+    """What its record says instead of the view."""
 
     def same(self, other: ChainEntry) -> bool:
         """Equal but for the revision."""
@@ -61,6 +69,10 @@ class Tip:
     finished: bool = False
     ending: RecordedEnd | None = None
     last: ChainEntry | None = None
+    view: View | None = None
+    """The last one."""
+    changes: int = 0
+    """Number of views' records since the last that has a whole view."""
 
     @property
     def term(self) -> int:
@@ -133,6 +145,16 @@ def _follows(tip: Tip, term: int, entry: ChainEntry) -> Appended:
     return Appended(not words, words, tip.end)
 
 
+def told(tip: Tip, entry: ChainEntry) -> ChainEntry:
+    """The entry as its record tells it after this tip: a view by what it changes, where that is shorter."""
+    if entry.view is None or tip.view is None or tip.changes + 1 >= WHOLE_EVERY:
+        return entry
+    change = change_to(tip.view, entry.view)
+    if change is None or len(encode(change)) >= len(encode(entry.view)):
+        return entry
+    return replace(entry, change=change)
+
+
 def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
     """The tip after this entry, with which the log ends so."""
     return Tip(
@@ -142,6 +164,8 @@ def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
         finished=tip.finished or entry.kind == "finish",
         ending=entry.ending or tip.ending,
         last=replace(entry, revision=end.position),
+        view=entry.view or tip.view,
+        changes=tip.changes if entry.view is None else tip.changes + 1 if entry.change is not None else 0,
     )
 
 
@@ -184,24 +208,25 @@ def reached(entries: Iterable[ChainEntry]) -> int:
 
 
 def entry_bytes(entry: ChainEntry) -> bytes:
-    """A record's body: a line of JSON, then view and base as they travel, of the sizes that the line names."""
-    parts = [encode(part) if part is not None else None for part in (entry.view, entry.base)]
+    """A record's body: a line of JSON, then view (or what it changes) and base, of the sizes that the line names."""
+    parts = [encode(part) if part is not None else None for part in (entry.change or entry.view, entry.base)]
     head = {
         "form": FORM,
         "number": [entry.number.term, entry.number.number],
         "hand_on": entry.hand_on,
         "wish": asdict(entry.wish) if entry.wish is not None else None,
         **({"ending": asdict(entry.ending)} if entry.ending is not None else {}),
+        **({"changes": True} if entry.change is not None else {}),
         "nbytes": [len(part) if part is not None else None for part in parts],
     }
     return json.dumps(head).encode() + b"\n" + b"".join(part or b"" for part in parts)
 
 
-def entry_from(record: StoreRecord) -> ChainEntry:
-    """From its record.
+def entry_from(record: StoreRecord, before: View | None = None) -> ChainEntry:
+    """From its record, which follows this view.
 
     Raises:
-        StoreError: There is something else.
+        StoreError: There is something else, or what changes another view.
     """
     if record.kind not in get_args(EntryKind):
         raise StoreError(
@@ -219,8 +244,14 @@ def entry_from(record: StoreRecord) -> ChainEntry:
             raise ValueError("numbers that are none")
         if len(rest) != (view_nbytes or 0) + (base_nbytes or 0):
             raise ValueError(f"{len(rest)} bytes behind its first line, not {view_nbytes} and {base_nbytes}")
-        as_view = decode_named_view if form == 1 else partial(decode, View)
-        view = as_view(rest[:view_nbytes]) if view_nbytes is not None else None
+        view, change = None, None
+        if view_nbytes is not None and head.get("changes"):
+            change = decode(PackedChange, rest[:view_nbytes])
+            if before is None:
+                raise ValueError(f"it changes view {change.view.predecessor}, which is not there")
+            view = changed(before, change)
+        elif view_nbytes is not None:
+            view = decode_named_view(rest[:view_nbytes]) if form == 1 else decode(View, rest[:view_nbytes])
         base = decode(Header, rest[view_nbytes or 0 :]) if base_nbytes is not None else None
         wish = LinkWish(**head["wish"]) if head["wish"] is not None else None
         ending = _ending(head["ending"]) if "ending" in head else None
@@ -228,7 +259,7 @@ def entry_from(record: StoreRecord) -> ChainEntry:
         found = entry_of(Persist(0, record.kind, ViewId(term, number), *what))
     except (KeyError, TypeError, ValueError, RecursionError, WireError, StoreError) as error:
         raise StoreError(f"record {record.position} is damaged: {error}") from error
-    return replace(found, revision=record.position)
+    return replace(found, revision=record.position, change=change)
 
 
 def _ending(said: dict[str, object]) -> RecordedEnd:
@@ -285,7 +316,7 @@ class JobChain:
 
     def entries(self, after: int = 0) -> tuple[ChainEntry, ...]:
         """Entries with a revision above `after`, oldest first."""
-        return tuple(self._entry(record) for record in self.store.read(after)[1])
+        return tuple(entry for entry in self._read()[1] if entry.revision > after)
 
     def load(self) -> Chain:
         """The chain as a starting scheduler needs it; call `take_term` first."""
@@ -302,6 +333,7 @@ class JobChain:
             self._tip = None  # unless it turns out to be right; what fails may have been written
             outcome = judge(tip, self.term, entry, self._seen)
             if outcome.ok and not outcome.detail:
+                entry = told(tip, entry)
                 outcome = self.store.append(entry.kind, entry_bytes(entry), tip.end)
                 tip = advance(tip, entry, outcome.end)
             elif not fresh:
@@ -318,15 +350,15 @@ class JobChain:
 
     def _read(self) -> tuple[Tip, tuple[ChainEntry, ...]]:
         end, records = self.store.read()
-        entries = tuple(self._entry(record) for record in records)
-        tip = Tip()
-        for entry in entries:
-            tip = advance(tip, entry, replace(end, position=entry.revision))
-        return replace(tip, end=end), entries
+        tip, entries = Tip(), list[ChainEntry]()
+        for record in records:
+            entries.append(self._entry(record, tip.view))
+            tip = advance(tip, entries[-1], replace(end, position=record.position))
+        return replace(tip, end=end), tuple(entries)
 
-    def _entry(self, record: StoreRecord) -> ChainEntry:
+    def _entry(self, record: StoreRecord, before: View | None) -> ChainEntry:
         try:
-            return entry_from(record)
+            return entry_from(record, before)
         except StoreError as error:
             raise StoreError(f"{self.place}: {error}") from error
 

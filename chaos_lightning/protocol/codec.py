@@ -420,7 +420,7 @@ def _parse(cls: Any, data: bytes | bytearray | memoryview, limit: int) -> Any:
 # --- what the members and the scheduler of a job say ----------------------------------------------------------------
 
 JOB = Vocabulary(  # Settings never travels
-    [*vars(job_types).values(), packing.PackedMembers, packing.PackedTree, packing.PackedView],
+    [*vars(job_types).values(), packing.PackedMembers, packing.PackedTree, packing.PackedView, packing.PackedChange],
     chaos_pb2,
     packed={View: (packing.PackedView, packing.pack_view, packing.unpack_view)},
 )

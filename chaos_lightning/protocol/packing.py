@@ -68,6 +68,25 @@ class PackedView:
     chain: str
 
 
+@dataclass(frozen=True, slots=True)
+class PackedChange:
+    """What a view changes of the one before it (protocol/changes.py).
+
+    Attributes:
+        before: Digest of the view that it changes.
+        gone: Ranks there of members that are not in it.
+        lost: Positions there of links, between members that stay, that are not in it.
+        replans: `view` has its plan; else it keeps the one before.
+        view: The view with the members and links that come.
+    """
+
+    before: str
+    gone: tuple[int, ...]
+    lost: tuple[int, ...]
+    replans: bool
+    view: PackedView
+
+
 class _Table(dict[str, int]):
     """Numbers of names; one that is new gets the next."""
 
@@ -86,13 +105,18 @@ def pack_view(view: View) -> PackedView:
         WireError: A member's text is too long, or two members have the same id.
         TypeError: A field has another type.
     """
+    return pack_with(view, view.members)
+
+
+def pack_with(view: View, members: Sequence[Member]) -> PackedView:
+    """As `pack_view`, but only these of its members are written; the others are known to the reader."""
     ids = view.ids()
     table = _Table({"": 0})
     joiners, links, trees = _numbered(view, table, ids)
     return PackedView(
         id=view.id,
         predecessor=view.predecessor,
-        members=pack_members(view.members),
+        members=pack_members(members),
         words=tuple(table)[len(ids) + 1 :],
         joiners=joiners,
         kind=view.plan.kind,
@@ -127,7 +151,11 @@ def unpack_view(packed: PackedView) -> View:
     Raises:
         WireError: It is no view's packed form.
     """
-    members = unpack_members(packed.members)
+    return unpack_with(packed, unpack_members(packed.members))
+
+
+def unpack_with(packed: PackedView, members: tuple[Member, ...]) -> View:
+    """Back from `pack_with`; `members`: all of the view's."""
     ids = tuple(m.id for m in members)
     names = ("", *ids, *packed.words)
     if len(frozenset(names)) < len(names):

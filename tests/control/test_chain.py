@@ -11,9 +11,19 @@ from dataclasses import replace
 
 import pytest
 from chain_support import BASE, decide, finish, link, reserve, view
+from large_views import sparse_view
 from store_support import Open
 
-from chaos_lightning.control.chain import JobChain, advance, entry_bytes, entry_from, entry_of, reached
+from chaos_lightning.control.chain import (
+    WHOLE_EVERY,
+    JobChain,
+    advance,
+    entry_bytes,
+    entry_from,
+    entry_of,
+    reached,
+    told,
+)
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.control.store import StoreRecord
@@ -235,7 +245,7 @@ def test_the_tip_that_is_kept_is_the_tip_that_is_computed(chains: Chains) -> Non
     for number in range(1, 6):
         effect = decide(ViewId(1, number), last) if number % 2 else reserve(ViewId(1, number))
         assert store.append(effect).ok
-        expected = advance(expected, entry_of(effect), store.tip().end)
+        expected = advance(expected, told(expected, entry_of(effect)), store.tip().end)
         last = effect.number if effect.view else last
         assert store.tip() == expected
         assert (expected.term, expected.end.position) == (1, number)
@@ -312,6 +322,79 @@ def test_a_damaged_entry_is_an_error_not_a_shorter_chain(kind: str, body: bytes,
     for read in (JobChain(MemoryStore("job", shelf)).load, JobChain(MemoryStore("job", shelf)).tip):
         with pytest.raises(StoreError, match="record 2 is .*" + re.escape(words.removeprefix("is "))):
             read()
+
+
+def several(count: int, members: int = 60) -> list[Persist]:
+    """So many views of a sparse job, in each of which one member fewer is left."""
+    views = [sparse_view(members, trees=2)]
+    for number in range(1, count):
+        before = views[-1]
+        dead = before.members[7].id
+        links = tuple(link for link in before.links if dead not in (link.a, link.b))
+        left = tuple(m for m in before.members if m.id != dead)
+        views.append(replace(before, id=ViewId(1, number + 1), predecessor=before.id, members=left, links=links))
+    return [Persist(1, "view", v.id, v, BASE, True) for v in views]
+
+
+def test_records_say_what_changed_and_are_read_as_whole_views(chains: Chains) -> None:
+    first, second = chains(), chains()
+    first.take_term()
+    effects = several(2 * WHOLE_EVERY + 3)
+    for effect in effects:
+        assert first.append(effect).ok
+    views = [effect.view for effect in effects]
+    entries = second.entries()
+    assert [e.view for e in entries] == views
+    assert [e.revision for e in entries if e.change is None] == [1, 1 + WHOLE_EVERY, 1 + 2 * WHOLE_EVERY]
+    sizes = [len(record.body) for record in second.store.read()[1]]
+    assert max(sizes[1:WHOLE_EVERY]) < sizes[0] / 4
+    assert second.tip().view == views[-1]
+    assert second.entries(after=5) == entries[5:]
+    second.take_term()
+    assert second.load().views == tuple(views)
+    following = replace(views[-1], id=ViewId(2, 99), predecessor=views[-1].id, reason="the next one")
+    assert second.append(Persist(1, "view", following.id, following)).ok
+    assert chains().entries()[-1].change is not None, "the one that continues tells changes, too"
+
+
+def test_a_death_among_1024_is_a_record_of_less_than_10_kb() -> None:
+    with JobChain(MemoryStore("job", shelf := Shelf())) as chain:
+        chain.take_term()
+        for effect in several(2, members=1024):
+            assert chain.append(effect).ok
+    assert len(shelf.records[1].body) < 10_000 < len(shelf.records[0].body)
+
+
+def test_a_record_of_changes_is_applied_to_the_view_that_it_names_and_no_other() -> None:
+    shelf = Shelf()
+    with JobChain(MemoryStore("job", shelf)) as chain:
+        chain.take_term()
+        effects = several(3)
+        for effect in effects:
+            assert chain.append(effect).ok
+    records = shelf.records
+    assert effects[0].view is not None
+    other = replace(effects[0].view, reason="of another chain")
+    for before in (None, other, replace(effects[0].view, id=ViewId(1, 9))):
+        with pytest.raises(StoreError, match=r"record 2 is damaged: .*changes? (of )?view 1\.1"):
+            entry_from(records[1], before)
+    with pytest.raises(StoreError, match="record 3 is damaged: a change of view"):
+        entry_from(records[2], effects[0].view)
+    assert entry_from(records[1], effects[0].view).view == effects[1].view
+
+
+def test_a_chain_that_version_1_began_is_continued_by_changes() -> None:
+    shelf = Shelf()
+    with MemoryStore("job", shelf) as store:
+        store.take_term()
+        for record in old_records():
+            assert store.append(record.kind, record.body, store.end()).ok
+    with JobChain(MemoryStore("job", shelf)) as chain:
+        chain.take_term()
+        last = chain.load().views[-1]
+        following = replace(last, id=ViewId(2, 3), predecessor=last.id, reason="the next one")
+        assert chain.append(Persist(1, "view", following.id, following)).ok
+        assert [v.id for v in chain.load().views] == [ViewId(1, 1), ViewId(1, 2), ViewId(2, 3)]
 
 
 OLD_FOUNDING = (

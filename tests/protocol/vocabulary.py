@@ -57,7 +57,7 @@ def _views(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
     return st.builds(View, **fields | {"members": members.map(tuple)})
 
 
-PACKED = [packing.PackedMembers, packing.PackedTree, packing.PackedView]
+PACKED = [packing.PackedMembers, packing.PackedTree, packing.PackedView, packing.PackedChange]
 """Forms in which views travel."""
 
 

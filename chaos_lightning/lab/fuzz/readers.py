@@ -25,12 +25,15 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.protocol import chaos_pb2, codec
+from chaos_lightning.protocol.changes import change_to, changed
+from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Entered,
     FromMember,
     Header,
     Hello,
+    LinkSpec,
     Member,
     PeerMessage,
     Ready,
@@ -100,6 +103,15 @@ def unwrapped(which: int, data: bytes) -> Any:
         return None
 
 
+_MEMBERS = tuple(Member(f"{name}~{i}", name, "host", "127.0.0.1", i) for i, name in enumerate("abch", 1))
+_BEFORE = View(ViewId(1, 1), ViewId(), _MEMBERS[:3], links=(LinkSpec("a~1", "b~2"), LinkSpec("b~2", "c~3")))
+_AFTER = View(
+    ViewId(1, 2), ViewId(1, 1), _MEMBERS[1:], ("h~4",), links=(LinkSpec("b~2", "h~4"), LinkSpec("c~3", "h~4"))
+)
+_CHANGE = change_to(_BEFORE, _AFTER)
+assert _CHANGE is not None
+
+
 def _message_seeds() -> list[bytes]:
     rng = Random(0)
     seeds = [mutate.joined([(which, said)]) for which, kind in enumerate(_KINDS) for said in each(kind, rng)]
@@ -107,14 +119,18 @@ def _message_seeds() -> list[bytes]:
     seeds += [
         mutate.joined([(3, codec.encode(mutate.value_of(View, rng)))]),
         mutate.joined([(4, codec.encode(header))]),
+        mutate.joined([(5, codec.encode(_CHANGE))]),
     ]
     return seeds
 
 
 def _read_messages(data: bytes) -> None:
     for tag, part in mutate.split(data):
-        which = tag % 5
-        if which < 3:
+        which = tag % 6
+        if which == 5:
+            with contextlib.suppress(WireError):
+                changed(_BEFORE, codec.decode(PackedChange, part))
+        elif which < 3:
             found = unwrapped(which, part)
             if found is not None and unwrapped(which, wrapped(_KINDS[which], found)) != found:
                 raise FindingError(f"{type(found).__name__} is another one when it is written and read again")
@@ -124,7 +140,17 @@ def _read_messages(data: bytes) -> None:
 
 
 def _mutate_messages(data: bytes, rng: Random) -> bytes:
-    return mutate.parts_of(data, rng, mutated_message, range(5))
+    return mutate.parts_of(data, rng, _mutated_value, range(6))
+
+
+def _mutated_value(tag: int, data: bytes, rng: Random) -> bytes:
+    if tag % 6 != 5:
+        return mutated_message(tag % 6, data, rng)
+    change = chaos_pb2.PackedChange.FromString(codec.encode(_CHANGE))
+    for _ in range(rng.randint(1, 3)):
+        mutate.proto_of(change, rng)
+    found: bytes = change.SerializeToString()
+    return found
 
 
 # ------------------------------------------------------------------ machines

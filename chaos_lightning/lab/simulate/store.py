@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from chaos_lightning.control.chain import ChainEntry, Tip, advance, chain_of, check_id, entry_of, judge
+from chaos_lightning.control.chain import ChainEntry, Tip, advance, chain_of, check_id, entry_of, judge, told
 from chaos_lightning.control.store import Appended
-from chaos_lightning.errors import StoreError
+from chaos_lightning.errors import StoreError, WireError
 from chaos_lightning.membership.effects import Chain, Persist
+from chaos_lightning.protocol.changes import changed
+from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import View
 
 
@@ -37,7 +39,7 @@ def _by_others(entry: ChainEntry) -> ChainEntry:
     if entry.view is None:
         return entry
     members = tuple(replace(m, pid=m.pid + 10_000) for m in entry.view.members)
-    return replace(entry, view=replace(entry.view, chain=LEFTOVER, members=members))
+    return replace(entry, view=replace(entry.view, chain=LEFTOVER, members=members), change=None)
 
 
 LEFTOVER = "chain-of-the-day-before"
@@ -84,7 +86,7 @@ class Store:
         check_id(self.tip, chain)
         end = self.tip.end.with_term(above, chain or self.tip.chain or f"chain-{self.ids}", self.tip.term)
         self.tip = replace(self.tip, end=end)
-        return chain_of(self.tip, self.tip.term, self.entries)
+        return chain_of(self.tip, self.tip.term, self._read())
 
     def write(self, term: int, persist: Persist, candidate: int = 0, seen: Tip | None = None) -> Appended:
         """Compare-and-set, by a writer that has seen the chain end with `seen`.
@@ -130,10 +132,32 @@ class Store:
         self.tip, self.entries = backup.tip, list(backup.entries)
 
     def _append(self, persist: Persist) -> None:
-        entry = entry_of(persist)
+        entry = self._told(entry_of(persist))
         self.tip = advance(self.tip, entry, replace(self.tip.end, position=self.tip.end.position + 1))
         self.entries.append(entry)
         self.on_write(persist)
+
+    def _told(self, entry: ChainEntry) -> ChainEntry:
+        """The entry with what its record says."""
+        return told(self.tip, entry)
+
+    def _read(self) -> list[ChainEntry]:
+        """The entries as a scheduler reads them from their records."""
+        found: list[ChainEntry] = []
+        before: View | None = None
+        for entry in self.entries:
+            if entry.change is not None and before is not None:
+                entry = replace(entry, view=self._applied(before, entry.change))
+            found.append(entry)
+            before = entry.view or before
+        return found
+
+    @staticmethod
+    def _applied(before: View, change: PackedChange) -> View:
+        try:
+            return changed(before, change)
+        except WireError as error:
+            raise StoreError(str(error)) from error
 
     def _reach(self) -> None:
         if self.down:

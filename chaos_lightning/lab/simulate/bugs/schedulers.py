@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chaos_lightning.control.chain import Tip
+from chaos_lightning.control.chain import ChainEntry, Tip, told
 from chaos_lightning.control.store import Appended
 from chaos_lightning.lab.simulate.bugs.frame import Bug, HastyBook, hooks_of, with_parts
 from chaos_lightning.lab.simulate.plans.members import (
@@ -40,6 +40,8 @@ from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.terms import Terms
+from chaos_lightning.protocol.changes import digest_of
+from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Member, Settings, Verdict, View
 
 
@@ -141,6 +143,20 @@ class OpenStore(Store):
 
     def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
         return super().judge(term, persist, None)
+
+
+class BlindStore(Store):
+    """Its records change the view before the last one, and whoever reads them does not look which view they change."""
+
+    def _told(self, entry: ChainEntry) -> ChainEntry:
+        if entry.view is None or len(self.views) < 2:
+            return super()._told(entry)
+        last, older = self.views[-1], self.views[-2]
+        return told(replace(self.tip, view=replace(older, id=last.id)), entry)
+
+    @staticmethod
+    def _applied(before: View, change: PackedChange) -> View:
+        return Store._applied(before, replace(change, before=digest_of(before)))
 
 
 class DeafIdentity(Identity):
@@ -284,6 +300,12 @@ SCHEDULER_BUGS: dict[str, Bug] = {
         hooks=hooks_of(store=LaxStore, scheduler=ShortsightedScheduler),
         plan=forked_plan,
         control=hooks_of(store=LaxStore),
+    ),
+    "7-misapplied": Bug(
+        rule="7",
+        what="a record of changes is applied to another view than it changes",
+        hooks=hooks_of(store=BlindStore),
+        plan=plans_of("kill", "two-joins", "sched-crash"),
     ),
     "14a-minority": Bug(
         rule="14a",
