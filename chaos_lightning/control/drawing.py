@@ -10,6 +10,7 @@ there is no better plan, and why.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -126,7 +127,8 @@ def main() -> None:
             said["hasty"],
         )
     )
-    with open(answers, "wb") as out:
+    # A scheduler that died while this process began is no parent by whose death it could end.
+    with contextlib.suppress(BrokenPipeError), open(answers, "wb") as out:
         out.write(_written({"plan": plan, "reason": reason}))
 
 

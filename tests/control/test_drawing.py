@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from until_support import until
 
-from chaos_lightning.control.drawing import Drawing
+from chaos_lightning.control.drawing import Drawing, request
 from chaos_lightning.membership.effects import DrawPlan, PlanDrawn
 from chaos_lightning.membership.views import AT_ONCE, replanned
 from chaos_lightning.planning.quick import quick
@@ -121,6 +122,20 @@ def test_a_process_that_fails_is_an_answer(code: str, words: str, tmp_path: Path
         await drawing.close()
 
     asyncio.run(play())
+
+
+def test_an_answer_that_nobody_waits_for_is_no_error() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "chaos_lightning.control.drawing"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+        _, said = process.communicate(request(wish()), timeout=DEADLINE_S)
+    assert (process.returncode, said) == (0, b"")
 
 
 def test_the_newest_request_ends_the_one_before_and_the_end_ends_all(tmp_path: Path) -> None:
