@@ -48,9 +48,8 @@ class Learners:
         """Newcomers that the next view may hold; nobody while they wait for others that will soon be as far."""
         coming = [p for p in ready if p.way == "pause" or p.caught_up]
         others = [*self._linking(), *(p for p in self._observing() if not p.caught_up)] if coming else []
-        if not self._too_few() and self._joining.waits(coming, others, len(latest.members)):
-            return []
-        return coming
+        wait = self._joining.waits(coming, others, len(latest.members)) and not self._too_few()
+        return [] if wait else coming
 
     def _linking(self) -> list[Peer]:
         return [p for p in self._roster.peers.values() if p.standing is Standing.LINKING]
@@ -60,20 +59,22 @@ class Learners:
 
     def turn_observe(self, latest: View, ready: list[Peer]) -> bool:
         """Chooses ways, and begins a new generation of learners when there is none."""
+        observing = self._observing()
+        if not ready and not observing:
+            return False
         few = self._too_few()
         for peer in [p for p in ready if not p.way]:
             peer.way, reason = self._way_in(peer, few)
             self._desk.note("way_in", member=peer.id, way=peer.way, reason=reason)
         for peer in [p for p in ready if few and p.way == "replay" and not p.caught_up]:
             self._pause_instead(peer, few)
-        observing = self._observing()
-        for peer in observing:
+        for peer in [p for p in observing if p.standing is Standing.OBSERVING]:
             overdue = self._overdue(peer)
             if overdue:
                 self._pause_instead(peer, overdue)
                 return True
         waiting = [p for p in ready if p.standing is Standing.READY and p.way == "replay"]
-        if observing or not waiting or self._named():
+        if not waiting or self._observing() or self._named():
             return False
         if self._beginning.waits(waiting, self._linking(), len(latest.members)):
             return False
