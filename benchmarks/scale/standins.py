@@ -4,8 +4,8 @@ Theory of operation. A `Stage` has the product's `SchedulerMachine` and a `Stand
 says arrives after `REPLY_S`; what arrives together is fed in batches, as the scheduler's process does. A link stands
 once both ends were told of each other; a view that a header is to carry is carried after `STEP_S` by a header that the
 product makes (`close_slot`) from contributions of all members. Processor time is taken around the machine, its records
-and its messages, each of which is encoded once however many it goes to; heartbeats are counted apart. Persisting takes
-no time: a store's is measured elsewhere.
+and its messages, each of which is encoded once however many it goes to; heartbeats are counted apart. The store is in
+memory: what a disk takes is measured elsewhere (benchmarks.stores).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from chaos_lightning.control.chain import entry_bytes, entry_of
+from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.store import Appended, End
 from chaos_lightning.control.streams import Parcel
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import SchedulerMachine
@@ -113,6 +115,18 @@ def next_header(view: View, prev: Header, kind: Kind, waiting: View | None = Non
     return close_slot(view=view, prev=prev, contributions=brought, waiting=waiting)
 
 
+class Records(MemoryStore):
+    """A store that notes how large each record is, with its kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: list[tuple[str, int]] = []
+
+    def append(self, kind: str, body: bytes, after: End, *, cut: bool = False) -> Appended:
+        self.nbytes.append((kind, len(body)))
+        return super().append(kind, body, after, cut=cut)
+
+
 class Stage:
     """See the module.
 
@@ -127,11 +141,14 @@ class Stage:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.machine = SchedulerMachine(settings, fx.Chain(term=1, highest=NO_VIEW, id="chain"))
+        self._store = Records()
+        self._chain = JobChain(self._store)
+        self._chain.take_term()
+        self.machine = SchedulerMachine(settings, self._chain.load())
         self.settings = settings
         self.now = 0.0
         self.cpu_s: defaultdict[str, float] = defaultdict(float)
-        self.records: list[tuple[str, int]] = []
+        self.records = self._store.nbytes
         self.sent_nbytes = 0
         """Of all different messages to members."""
         self.said: Counter[str] = Counter()
@@ -271,8 +288,8 @@ class Stage:
         stored: list[Sequence[fx.SchedulerEvent]] = []
         for effect in effects:
             if isinstance(effect, fx.Persist):
-                self.records.append((effect.kind, len(entry_bytes(entry_of(effect)))))
-                stored.append([fx.Stored(effect.token, True)])
+                outcome = self._chain.append(effect)
+                stored.append([fx.Stored(effect.token, outcome.ok, outcome.detail)])
             elif isinstance(effect, fx.Send) and effect.message is not self._encoded:
                 self._encoded = effect.message
                 self.sent_nbytes += len(Parcel(effect.message).data)

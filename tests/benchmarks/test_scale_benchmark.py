@@ -58,7 +58,7 @@ def test_members_found_a_job_join_leave_and_die(size: int, graph: str) -> None:
         "founding": 1, "join": 2, "leave": 1, "death": 1,
     }  # fmt: skip
     assert all(s > 0 for found in case.seconds.values() for s in found)
-    assert case.record_nbytes > 0
+    assert min(case.record_nbytes) > 0
     assert not case.stage.said["Fence"]
     assert case.stage.said["Decide"] >= 2 * size - 1
     assert case.heartbeat_us(16) > 0
