@@ -286,7 +286,7 @@ def _auto(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
     unable: dict[str, str] = {}
     local = ("local",) if ranks_share else ()
     spread = ("spread",) if len(network) > _MANY else ()
-    for name in ("rotating", "widest", *local, *spread, "packed", "fapt", "chain", "star"):
+    for name in ("rotating", *spread, "widest", *local, "packed", "fapt", "chain", "star"):
         try:
             spec, reason = PLANNERS[name](network, nbytes)
         except PlanError as error:

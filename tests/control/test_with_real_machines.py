@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from until_support import until
 
 from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.chain import JobChain
@@ -24,6 +25,7 @@ from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.server import real_machine
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.views import AT_ONCE
 from chaos_lightning.protocol.codec import decode_peer, encode_peer
 from chaos_lightning.protocol.types import (
     Contribution,
@@ -32,6 +34,7 @@ from chaos_lightning.protocol.types import (
     Hello,
     Kind,
     LinkEvent,
+    PlanSpec,
     Probe,
     Settings,
     ToMember,
@@ -293,6 +296,21 @@ def test_a_scheduler_restarted_on_its_chain_finds_its_members_again() -> None:
             assert not any(isinstance(e, fx.Ejected) for n in nodes for e in n.effects.seen)
     finally:
         context.__exit__(None, None, None)
+
+
+def test_many_members_begin_with_a_quick_plan_and_get_the_configured_planners_from_another_process() -> None:
+    names = [f"m{i}" for i in range(AT_ONCE + 1)]
+    settings = {"min_nodes": len(names), "max_nodes": len(names), "plan": PlanSpec("widest"), "link_degree": 0}
+    with real(**settings) as served, cluster(served, *names) as nodes:
+        for node in nodes:
+            node.stands_in(len(names))
+        assert {view.plan for node in nodes if (view := node.machine.view) is not None} == {PlanSpec()}
+        gather(nodes, 1)
+        until(lambda: fetch_status(served.endpoint)["machine"]["plan"]["trees"] == 1, "a plan from another process")
+        for node in nodes:
+            node.contribute(Kind.BOUNDARY)
+        assert {len(node.committed(2).view.plan.trees) for node in nodes} == {1}, "a header brought it"
+        gather(nodes, 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL])
