@@ -137,4 +137,12 @@ class StoreError(ChaosError):
 
 
 class OversizeError(StoreError):
-    """A record is larger than the coordination store takes."""
+    """A record is larger than coordination stores take.
+
+    Attributes:
+        fits: Of a view: the number of its members that would fit; 0: it is no view's.
+    """
+
+    def __init__(self, message: str, fits: int = 0) -> None:
+        super().__init__(message)
+        self.fits = fits

@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Literal, Self, get_args
 
 from chaos_lightning.control.options import SchedulerOptions
-from chaos_lightning.control.store import EMPTY, Appended, End, Store, StoreRecord, outranked
-from chaos_lightning.errors import StoreError, WireError
+from chaos_lightning.control.store import EMPTY, MAX_BODY_NBYTES, Appended, End, Store, StoreRecord, outranked
+from chaos_lightning.errors import OversizeError, StoreError, WireError
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist, RecordedEnd
 from chaos_lightning.membership.peers import short
 from chaos_lightning.protocol.changes import change_to, changed
@@ -31,6 +31,8 @@ from chaos_lightning.protocol.codec import decode, decode_named_view, encode
 from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, View, ViewId
 
+MAX_VIEW_NBYTES = MAX_BODY_NBYTES - (1 << 16)
+"""Limit of a view (bytes): a record has a base and a few words beside it."""
 EntryKind = Literal["reserve", "view", "link", "finish"]
 WHOLE_EVERY = 16
 """Number of views' records in turn of which one has the whole view: each of the others takes all since then to read."""
@@ -146,11 +148,22 @@ def _follows(tip: Tip, term: int, entry: ChainEntry) -> Appended:
 
 
 def told(tip: Tip, entry: ChainEntry) -> ChainEntry:
-    """The entry as its record tells it after this tip: a view by what it changes, where that is shorter."""
-    if entry.view is None or tip.view is None or tip.changes + 1 >= WHOLE_EVERY:
+    """The entry as its record tells it after this tip: a view by what it changes, where that is shorter.
+
+    Raises:
+        OversizeError: The view would fit into no record as a whole, and some record must have it as a whole.
+    """
+    if entry.view is None:
+        return entry
+    nbytes, count = len(encode(entry.view)), len(entry.view.members)
+    if nbytes > MAX_VIEW_NBYTES:
+        fits = count * MAX_VIEW_NBYTES // nbytes
+        words = f"a view of {count} members takes {nbytes} bytes, and records {MAX_VIEW_NBYTES}: {fits} members fit"
+        raise OversizeError(words, fits)
+    if tip.view is None or tip.changes + 1 >= WHOLE_EVERY:
         return entry
     change = change_to(tip.view, entry.view)
-    if change is None or len(encode(change)) >= len(encode(entry.view)):
+    if change is None or len(encode(change)) >= nbytes:
         return entry
     return replace(entry, change=change)
 

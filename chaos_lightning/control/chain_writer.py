@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.options import Owed
 from chaos_lightning.control.store import Appended, StoreFactory
-from chaos_lightning.errors import StoreError
+from chaos_lightning.errors import OversizeError, StoreError
 from chaos_lightning.membership import effects as fx
 
 T = TypeVar("T")
@@ -97,6 +97,7 @@ class ChainWriter:
             final: What is owed until it is written, if it is the end of the job.
 
         Raises:
+            OversizeError: It fits into no record.
             StoreError: The store has taken nothing for some seconds.
         """
         if final is not None:
@@ -106,6 +107,8 @@ class ChainWriter:
             try:
                 outcome = await self.in_thread(self.chain.append, effect)
                 break
+            except OversizeError:
+                raise
             except StoreError as error:
                 if str(error) != told or final is None:
                     self._emit("error", text=str(error), where="store")

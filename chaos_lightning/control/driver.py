@@ -19,6 +19,7 @@ from chaos_lightning.control.chain_writer import ChainWriter
 from chaos_lightning.control.drawing import Drawing
 from chaos_lightning.control.options import Owed
 from chaos_lightning.control.streams import Streams
+from chaos_lightning.errors import OversizeError
 from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import Member, Settings
@@ -175,7 +176,12 @@ class Driver:
             assert self.machine is not None
             now = self.machine.snapshot()
             owed = Owed(effect, str(now.get("chain", "")), str(now.get("view", "")))
-        outcome = await self._writer.append(effect, owed)
+        try:
+            outcome = await self._writer.append(effect, owed)
+        except OversizeError as error:
+            if not error.fits:
+                raise
+            return fx.Stored(effect.token, False, str(error), error.fits)
         if not outcome.ok:
             self._refused(f"{effect.kind} {effect.number} was not accepted by the store: {outcome.detail}")
         return fx.Stored(effect.token, outcome.ok, outcome.detail)

@@ -29,15 +29,11 @@ from typing import Any
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.etcd_address import read_address
 from chaos_lightning.control.etcd_client import CompactedError, EtcdClient, delete, open_client, put, same_revision
-from chaos_lightning.control.store import Appended, End, Store, StoreRecord, judge
-from chaos_lightning.errors import ConfigurationError, OversizeError, StoreError
+from chaos_lightning.control.store import PACKED_NBYTES, Appended, End, Store, StoreRecord, judge, packed_body
+from chaos_lightning.errors import ConfigurationError, StoreError
 
 FORMAT = 3
 """Up to 2 there were entries of a job's chain, with fields of their own."""
-MAX_RECORD_NBYTES = 1 << 20
-"""etcd takes requests of up to 1.5 MiB."""
-PACKED_NBYTES = 1 << 16
-"""Body (bytes) above which a record is compressed."""
 MAX_UNPACKED_NBYTES = 64 << 20
 _RACES = 20
 """So often a write is tried anew because somebody else wrote in between; then something is wrong."""
@@ -194,9 +190,6 @@ class EtcdStore(Store):
 
     def _append(self, record: StoreRecord, seen: End, *, cut: bool) -> Appended:
         key, value = self._key(f"record/{record.position:016d}"), _record_bytes(record)
-        if len(value) > MAX_RECORD_NBYTES:
-            words = f"a record of kind {record.kind} has {len(value)} bytes, etcd takes {MAX_RECORD_NBYTES}"
-            raise OversizeError(words)
         for _ in range(_RACES):
             fresh = self._known is None
             known = self._known or self._look()
@@ -275,9 +268,9 @@ def open_job(address: str, job: str) -> EtcdStore:
 
 
 def _record_bytes(record: StoreRecord) -> bytes:
-    """A record as JSON; a large body is compressed: the names of a model's tensors are much alike."""
+    """A record as JSON; a large body is compressed."""
     packed = len(record.body) > PACKED_NBYTES
-    body = base64.b64encode(zlib.compress(record.body, 9) if packed else record.body).decode()
+    body = base64.b64encode(packed_body(record.body)).decode()
     head = {"format": FORMAT, "kind": record.kind, "term": record.term, "before": record.before, "wall": time.time()}
     return json.dumps({**head, **({"packed": True} if packed else {}), "body": body}).encode()
 

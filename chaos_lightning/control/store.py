@@ -25,17 +25,38 @@ import abc
 import hashlib
 import json
 import secrets
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
-from chaos_lightning.errors import StoreError
+from chaos_lightning.errors import OversizeError, StoreError
 from chaos_lightning.membership.peers import short
 
 MAX_ENDED = 16
 """So many logs that were put away are remembered: who knew an older one is long gone."""
 _HASH_NBYTES = 16
+MAX_RECORD_NBYTES = 1 << 20
+"""Limit of a record as etcd holds it, which takes requests of up to 1.5 MiB. All stores keep to it: a job may move."""
+PACKED_NBYTES = 1 << 16
+"""Body (bytes) above which a record counts as compressed, as it is in etcd."""
+MAX_BODY_NBYTES = MAX_RECORD_NBYTES * 3 // 4 - 4096
+"""Limit of a body that fits whatever it holds: base64 takes a third more, and a few words stand around it."""
+
+
+def packed_body(body: bytes) -> bytes:
+    """The body, or where it is large, its compressed form: the names of a model's tensors are much alike."""
+    return zlib.compress(body, 9) if len(body) > PACKED_NBYTES else body
+
+
+def check_size(record: StoreRecord) -> None:
+    """Raises OversizeError if this record is larger than any store takes."""
+    nbytes = len(record.body)
+    if nbytes > MAX_BODY_NBYTES and (nbytes := len(packed_body(record.body))) > MAX_BODY_NBYTES:
+        raise OversizeError(
+            f"a record of kind {record.kind} has {nbytes} bytes, and stores take {MAX_BODY_NBYTES} of a record"
+        )
 
 
 class ReadAnewError(StoreError):
@@ -210,8 +231,13 @@ class Store(abc.ABC):
             body: What it says.
             after: The end of the log as this writer saw it last: of `take_term`, `read` or the last `append`.
             cut: It sums up all records before it, and they go in the same moment.
+
+        Raises:
+            OversizeError: The record is too large, for this store or for another that the job might move to.
         """
-        return self._append(StoreRecord(after.position + 1, kind, self.term, body, after.hash), after, cut=cut)
+        record = StoreRecord(after.position + 1, kind, self.term, body, after.hash)
+        check_size(record)
+        return self._append(record, after, cut=cut)
 
     @abc.abstractmethod
     def _append(self, record: StoreRecord, seen: End, *, cut: bool) -> Appended: ...

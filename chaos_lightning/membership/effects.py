@@ -230,11 +230,15 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Outcome of the Persist with this `token`; ok False: the compare-and-set lost, this scheduler is deposed."""
+    """Outcome of the Persist with this `token`; ok False: the compare-and-set lost, this scheduler is deposed.
+
+    Unless `fits` is not 0: then the view is too large for any record, which takes so many of its members.
+    """
 
     token: int
     ok: bool
     detail: str = ""
+    fits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain, Close, Send
-from chaos_lightning.membership.peers import Peer, Process, Standing, process_of, same_process, short
+from chaos_lightning.membership.peers import Peer, Process, Standing, listed, process_of, same_process, short
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.roster import Roster
@@ -250,7 +250,7 @@ class Identity:
         here = {m: (v, c) for m, (at, v, c) in self._knocked.items() if self._desk.now - at <= KNOCKS_S}
         if not here:
             return ""
-        who = ", ".join(f"{m} in view {v}{f' of chain {short(c)}' if c else ''}" for m, (v, c) in sorted(here.items()))
+        who = listed(f"{m} in view {v}{f' of chain {short(c)}' if c else ''}" for m, (v, c) in sorted(here.items()))
         if not self._rebuild.holds_views:
             return (
                 f"the chain of job {self._settings.job} is lost: {who}, which this scheduler's store does not know; it "

@@ -14,7 +14,7 @@ from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector, Held, Scene
 from chaos_lightning.membership.effects import Gone, Look
-from chaos_lightning.membership.peers import Peer, Standing
+from chaos_lightning.membership.peers import Peer, Standing, listed
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.protocol.types import Differs, Fence, Notice, Probe
@@ -139,7 +139,7 @@ class Deaths:
             m: p.dead if (p := self._roster.peers.get(m)) is not None else "out of the job" for m in self.waited_for
         }
         if all(lost.values()):
-            text = "; ".join(f"{m} is given up: {why}" for m, why in lost.items())
+            text = listed((f"{m} is given up: {why}" for m, why in lost.items()), "; ")
         else:
             text = "the training state is at hand again: the job goes on"
         self._desk.note("notice", text=text)

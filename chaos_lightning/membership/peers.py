@@ -204,6 +204,23 @@ def short(chain: str) -> str:
     return chain[:8]
 
 
+_LISTED, _OF_MORE = 16, 8
+_LONGEST_REASON = 4096
+
+
+def listed(words: Iterable[str], between: str = ", ") -> str:
+    """Returns these words for people; of more than 16 the first 8, and the number of the others."""
+    found = list(words)
+    if len(found) > _LISTED:
+        found[_OF_MORE:] = [f"... and {len(found) - _OF_MORE} more"]
+    return between.join(found)
+
+
+def bounded(reason: str) -> str:
+    """Returns a view's reason, cut off where it is so long that it would swell the view's record."""
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]} ... (cut off)"
+
+
 Process = tuple[str, int, int]
 """Host, process id and start time, in ticks: what stays the same when a process joins again under another id."""
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from chaos_lightning.membership.book import REBUILT, Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.effects import Chain, Close, TakeTerm
-from chaos_lightning.membership.peers import JobTerms, Peer, Standing, difference, first_incarnation, short
+from chaos_lightning.membership.peers import JobTerms, Peer, Standing, difference, first_incarnation, listed, short
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Roster, member_of
@@ -199,7 +199,7 @@ class Rebuild:
         reporters = self._reporters()
         chains = sorted({p.chain for p in reporters if p.chain and p.entered != NO_VIEW})
         if len(chains) > 1:
-            who = "; ".join(f"{', '.join(p.id for p in reporters if p.chain == c)} of {short(c)}" for c in chains)
+            who = "; ".join(f"{listed(p.id for p in reporters if p.chain == c)} of {short(c)}" for c in chains)
             self._desk.waits = f"members of several chains report ({who}): end those that are not to go on"
             return False
         latest = self._last_known()
@@ -220,7 +220,7 @@ class Rebuild:
                 self._desk.out.append(TakeTerm(self._terms, self._asked_chain))
             return False
         self._adopt(latest, here)
-        names = ", ".join(p.id for p in here)
+        names = listed(p.id for p in here)
         why = f"{REBUILT} from the reports of {names}: the chain was lost after view {latest.id}"
         return self._recovery.begin(why, urgent=True)
 

@@ -25,7 +25,7 @@ from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.graph import Graph
-from chaos_lightning.membership.peers import Peer, Standing
+from chaos_lightning.membership.peers import Peer, Standing, listed
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Roster
@@ -202,7 +202,7 @@ class Rewiring:
                 break
             chosen = [m for m in chosen if m in members]  # somebody who cannot go on held them together
         for member in (m for m in order if m not in best[0]):
-            whom = ", ".join(best[0])
+            whom = listed(best[0])
             self.cut[member] = f"no link leads to {whom} ({len(best[0])} of {len(order)} members)"
         if not self.cut:
             self._cut_at = None
@@ -242,7 +242,7 @@ class Rewiring:
         words = [f"link {a} {b} comes in" for a, b in gained]
         words += [f"link {a} {b} goes ({self._removed(a, b)})" for a, b in lost]
         net = Net(frozenset(pairs), self._topology.measured(ids, pairs))
-        change = Change(members=latest.members, joiners=(), reason="; ".join(words))
+        change = Change(members=latest.members, joiners=(), reason=listed(words, "; "))
         return change, net
 
     def _kept(self, ends: Pair) -> bool:

@@ -61,7 +61,7 @@ from chaos_lightning.membership.keeping import Keeper
 from chaos_lightning.membership.learners import Learners
 from chaos_lightning.membership.links import LinkRegistry
 from chaos_lightning.membership.partners import FULL_UP_TO
-from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing, placed
+from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing, listed, placed
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling, rule
@@ -163,6 +163,16 @@ class SchedulerMachine:
         for conn in self.roster.conns:
             self.desk.out.append(Close(conn, "this scheduler is deposed; connect again"))
         self.desk.out.append(SchedulerDone(f"deposed: {why}", deposed=True))
+
+    def _shut_out(self, view: View, fits: int, detail: str) -> None:
+        """The job goes on in the view before, without the newcomers that its next view has no room for."""
+        self.desk.note("error", text=detail)
+        for member in view.members[fits:]:
+            peer = self.roster.peers.get(member.id)
+            if peer is not None and peer.standing in NEWCOMER:
+                words = f"the job is full: {detail}"
+                self.roster.send(peer, Fence(words, rejoin=False))
+                self.roster.drop(peer)
 
     def snapshot(self, page: int = 0) -> dict[str, object]:
         """For `chaos-lightning status`: plain values only; of a large job a page, or what is odd (`Showing.facts`)."""
@@ -270,8 +280,13 @@ class SchedulerMachine:
                 self.roster.conns[conn] = ""
             case Closed(conn, abrupt):
                 self.admission.on_closed(conn, abrupt)
-            case Stored(token, ok, detail):
-                if not self.book.stored(token, ok):
+            case Stored(token, ok, detail, fits):
+                view = self.book.writing
+                if self.book.stored(token, ok):
+                    pass
+                elif fits and view is not None:
+                    self._shut_out(view, fits, detail)
+                else:
                     self._depose(f"the store refused a write ({detail})")
             case Drain(name):
                 self.admission.on_drain(name)
@@ -449,7 +464,7 @@ class SchedulerMachine:
         elif dead or len(self.roster.members()) < len(latest.members):
             words = [f"{p.id}: {p.condemned or p.dead}" for p in dead]
             words += [f"{m}: gone before it was in" for m in latest.ids() if m not in self.roster.peers]
-            return self.recovery.begin("; ".join(words), urgent=bool(dead))
+            return self.recovery.begin(listed(words, "; "), urgent=bool(dead))
         if self.recovery.again:
             return self.recovery.begin(self.recovery.again)
         if self.recovery.returning:
@@ -568,7 +583,7 @@ class SchedulerMachine:
                 self.keeper.let_keep(peer, "the job waits for members; nobody needs this one meanwhile")
         living = frozenset(p.id for p in self.roster.living())
         if living != self.recovery.expected or self.recovery.again:
-            gone = ", ".join(sorted(self.recovery.expected - living)) or "nobody"
+            gone = listed(sorted(self.recovery.expected - living)) or "nobody"
             why = self.recovery.again or f"{self.recovery.why}; gone since: {gone}"
             return self.recovery.begin(why, urgent=not living >= self.recovery.expected)
         reports = {p.id: p.report for p in self.roster.living() if p.report is not None}
@@ -612,9 +627,8 @@ class SchedulerMachine:
             return False
         latest = self.book.latest
         assert latest is not None
-        why = "; ".join(
-            [self.recovery.why, *(f"{m} is put out: {words}, who go on" for m, words in self.rewiring.cut.items())]
-        )
+        out = (f"{m} is put out: {words}, who go on" for m, words in self.rewiring.cut.items())
+        why = listed([self.recovery.why, *out], "; ")
         view = recovered_view(
             latest, self.recovery.number, ruling, self.settings.plan, why, self.graph.net(ruling.members)
         )

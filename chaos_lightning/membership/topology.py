@@ -30,7 +30,7 @@ from chaos_lightning.membership.effects import LinkWish
 from chaos_lightning.membership.partners import Pair as Pair
 from chaos_lightning.membership.partners import Partners
 from chaos_lightning.membership.partners import pair as pair
-from chaos_lightning.membership.peers import Peer
+from chaos_lightning.membership.peers import Peer, listed
 from chaos_lightning.planning.graph import connected_parts
 from chaos_lightning.planning.graph import neighbours as links_by_member
 from chaos_lightning.protocol.types import LinkReport, LinkSpec, View
@@ -111,7 +111,7 @@ def ranked(groups: Iterable[tuple[str, ...]], order: Sequence[str]) -> list[tupl
 
 
 def in_words(groups: Iterable[Sequence[str]]) -> str:
-    return " | ".join(", ".join(group) for group in groups)
+    return listed((listed(group) for group in groups), " | ")
 
 
 @dataclass(slots=True)

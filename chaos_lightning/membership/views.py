@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chaos_lightning.membership.effects import DrawPlan
+from chaos_lightning.membership.peers import bounded, listed
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.topology import Measured, Net
 from chaos_lightning.planning import overlay
@@ -40,7 +41,7 @@ def founding_view(
 
     `state` says what becomes of the state that the job had, if it is founded again.
     """
-    names = ", ".join(m.id for m in members)
+    names = listed(m.id for m in members)
     reason = f"founded by {names}"
     if chain:
         reason = f"founded again by {names}: nobody of view {chain[-1].id} is left"
@@ -53,7 +54,7 @@ def founding_view(
         joiners=tuple(m.id for m in members[1:]),
         plan=plan,
         accumulate=accumulate,
-        reason=reason,
+        reason=bounded(reason),
         links=net.specs([m.id for m in members]),
         chain=chain_id,
     )
@@ -82,7 +83,7 @@ def intended_change(
     staying = tuple(m for m in view.members if m.id not in out)
     going = [m.id for m in view.members if m.id in out]
     coming = tuple(newcomers)
-    words_out, words_in = f"{', '.join(going)} leave", f"{', '.join(m.id for m in coming)} join"
+    words_out, words_in = f"{listed(going)} leave", f"{listed(m.id for m in coming)} join"
     if going and nodes.count(staying) >= max(1, min_nodes):
         return Change(members=staying, joiners=(), reason=words_out)
     if coming:
@@ -183,7 +184,7 @@ def changed_view(view: View, number: ViewId, change: Change, plan: PlanSpec, net
         members=change.members,
         joiners=change.joiners,
         plan=plan,
-        reason=reason,
+        reason=bounded(reason),
         links=net.specs([m.id for m in change.members]),
     )
 
@@ -200,6 +201,6 @@ def recovered_view(view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, w
         members=members,
         joiners=ruling.joiners,
         plan=plan,
-        reason=reason,
+        reason=bounded(reason),
         links=net.specs([m.id for m in members]),
     )

@@ -27,8 +27,9 @@ from chaos_lightning.control.chain import (
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.control.store import StoreRecord
-from chaos_lightning.errors import StoreError
+from chaos_lightning.errors import OversizeError, StoreError
 from chaos_lightning.membership.effects import Persist
+from chaos_lightning.protocol.codec import encode
 from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, PlanSpec, TreeSpec, View, ViewId
 
 Chains = Callable[[], JobChain]
@@ -395,6 +396,19 @@ def test_a_chain_that_version_1_began_is_continued_by_changes() -> None:
         following = replace(last, id=ViewId(2, 3), predecessor=last.id, reason="the next one")
         assert chain.append(Persist(1, "view", following.id, following)).ok
         assert [v.id for v in chain.load().views] == [ViewId(1, 1), ViewId(1, 2), ViewId(2, 3)]
+
+
+def test_a_view_that_fits_into_no_record_is_refused_with_the_number_that_would(
+    chains: Chains, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = chains()
+    store.take_term()
+    large, small = sparse_view(60), sparse_view(40)
+    monkeypatch.setattr("chaos_lightning.control.chain.MAX_VIEW_NBYTES", len(encode(large)) - 1)
+    with pytest.raises(OversizeError, match="59 members fit") as refused:
+        store.append(Persist(1, "view", large.id, large))
+    assert refused.value.fits == 59
+    assert store.append(Persist(1, "view", small.id, small)).ok, "the chain goes on"
 
 
 OLD_FOUNDING = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import sqlite3
@@ -20,8 +21,19 @@ from store_support import Open
 from chaos_lightning.control.etcd_client import put
 from chaos_lightning.control.etcd_store import EtcdStore
 from chaos_lightning.control.sqlite_store import FileLock, SqliteStore, archive
-from chaos_lightning.control.store import EMPTY, MAX_ENDED, Appended, End, ReadAnewError, Store
-from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.control.store import EMPTY, MAX_BODY_NBYTES, MAX_ENDED, Appended, End, ReadAnewError, Store
+from chaos_lightning.errors import ConfigurationError, OversizeError, StoreError
+
+
+def test_records_are_bounded_at_the_same_size_in_all_stores(opened: Open) -> None:
+    store = opened()
+    store.take_term()
+    dense = random.Random(1).randbytes(MAX_BODY_NBYTES + 1)  # no compressing helps
+    with pytest.raises(OversizeError, match=f"of kind x has 7[0-9]+ bytes, and stores take {MAX_BODY_NBYTES}"):
+        store.append("x", dense, store.end())
+    assert store.append("x", dense[: MAX_BODY_NBYTES - 300], store.end()).ok
+    assert store.append("x", b"much alike " * (MAX_BODY_NBYTES // 5), store.end()).ok
+    assert [len(r.body) for r in store.read()[1]] == [MAX_BODY_NBYTES - 300, 11 * (MAX_BODY_NBYTES // 5)]
 
 
 class Tally:

@@ -24,9 +24,11 @@ from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Entered,
+    Fence,
     FromMember,
     Heartbeat,
     Hello,
+    Leave,
     Member,
     Notice,
     OpenLinks,
@@ -65,6 +67,8 @@ class Job:
         self.silent: set[str] = set()
         self.views: list[View] = []
         self.done: list[object] = []
+        self.room: int | None = None
+        """Number of members whose view fits into a record."""
         self.feed(SchedulerTick())
 
     def feed(self, event: SchedulerEvent) -> None:
@@ -76,6 +80,8 @@ class Job:
                         self.said.setdefault(conn, []).append(message)
                         if isinstance(message, OpenLinks):
                             todo.append(MessageIn(conn, Ready()))
+                    case Persist(token, _, _, view) if view and self.room and len(view.members) > self.room:
+                        todo.append(Stored(token, False, f"{self.room} members fit", self.room))
                     case Persist(token, _, _, view):
                         self.views += [view] if view is not None else []
                         todo.append(Stored(token, True))
@@ -304,3 +310,21 @@ def test_what_the_address_tells_of_a_new_start_of_the_machine_is_no_proof_agains
     job.feed(gone)
     assert not job.machine.roster.living()
     assert job.machine.phase == "founding"
+
+
+def test_a_newcomer_for_whom_no_record_has_room_is_refused_and_the_job_goes_on() -> None:
+    """A view that the store could not take ended the scheduler."""
+    job = trained_alone()
+    job.room = 2
+    for name in "bc":
+        job.comes(hello(name))
+        job.passes(3.0)
+        if name == "b":
+            job.enters("a")
+            job.enters("b")
+    (said,) = job.heard("c", Fence)
+    assert said == Fence("the job is full: 2 members fit", rejoin=False)
+    assert job.names() == ["a", "b"]
+    assert not [said for said in job.done if isinstance(said, SchedulerDone)]
+    job.says("b", Leave("asked to"))
+    assert job.names() == ["a"], "it still decides"

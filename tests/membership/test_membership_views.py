@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from membership_script import member
 
+from chaos_lightning.membership.peers import bounded, listed
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.topology import Net, every_pair
-from chaos_lightning.membership.views import Change, changed_view, founding_view, recovered_view
-from chaos_lightning.protocol.types import GENESIS, Member, PlanSpec, TreeSpec, View, ViewId
+from chaos_lightning.membership.views import Change, changed_view, founding_view, intended_change, recovered_view
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Member, PlanSpec, TreeSpec, View, ViewId
 
 PLAN = PlanSpec("user", 4096, (TreeSpec(0, 0, ("a", "b", "c"), ("", "a", "a")),))
 INSTEAD = "plan: rotating instead: tree 0 does not span"
@@ -66,3 +67,12 @@ def test_a_death_ends_the_users_trees() -> None:
 def test_another_incarnation_of_the_same_name_fits() -> None:
     view = changed(recovered(founded("a~1 b~2 c~3"), "a~1 b~2"), "a~1 b~2 c~4")
     assert (view.plan, view.reason) == (PLAN, "a change; plan: user as configured")
+
+
+def test_a_reason_lists_some_of_many_names_and_counts_the_rest() -> None:
+    many = tuple(Member(f"m{i}~{i}", f"m{i}", "h", "127.0.0.1", i) for i in range(300))
+    change = intended_change(View(ViewId(1, 1), NO_VIEW, many[:1]), leavers=(), newcomers=many[1:], min_nodes=1)
+    assert change is not None
+    assert change.reason == "m1~1, m2~2, m3~3, m4~4, m5~5, m6~6, m7~7, m8~8, ... and 291 more join"
+    assert listed("abc") == "a, b, c"
+    assert len(bounded("x" * 100_000)) < 5000

@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 from leader_rig import Rig
 
-from chaos_lightning.control.etcd_store import MAX_RECORD_NBYTES, EtcdStore, _record_bytes, _unpacked
-from chaos_lightning.control.store import StoreRecord
+from chaos_lightning.control.etcd_store import EtcdStore, _record_bytes, _unpacked
+from chaos_lightning.control.store import MAX_RECORD_NBYTES, StoreRecord
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer import messages as say
 from chaos_lightning.outer.shard_files import _MOST_HEADER_NBYTES
