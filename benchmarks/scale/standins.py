@@ -172,14 +172,14 @@ class Stage:
 
     # ------------------------------------------------------------------ what happens to members
 
-    def start(self, count: int) -> list[StandIn]:
-        """So many processes start together."""
+    def start(self, count: int, every_s: float = ARRIVAL_S) -> list[StandIn]:
+        """So many processes start, one after the other."""
         made = []
         for index in range(count):
             number = next(self._numbers)
             one = StandIn(f"n{number}", number)
             self._streams[number] = one
-            self._hello(one, index * ARRIVAL_S)
+            self._hello(one, index * every_s)
             made.append(one)
         return made
 
@@ -214,6 +214,10 @@ class Stage:
             return False
         there = [self.members[m] for m in self.view.ids()]
         return all(p.here and p.loaded and p.entered == self.view.id for p in there)
+
+    def calm(self) -> bool:
+        """Whether all who are here, however many, stand in the last view, and the scheduler heard so."""
+        return self.settled(sum(p.here for p in self._streams.values()))
 
     def beat_all(self, batch: int) -> float:
         """Feeds one heartbeat of each member, so many at a time; returns CPU seconds."""

@@ -1,0 +1,58 @@
+"""Many members at once: groups that die, crowds that come, and both in between (the benchmark's stand-ins answer)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.scale.machine import rules
+from benchmarks.scale.standins import Stage
+
+DEGREE = 8
+
+
+def stage(size: int, degree: int = DEGREE) -> Stage:
+    """So many members in one view, in a job that goes on with half of them and takes in as many again."""
+    made = Stage(replace(rules(size, degree), min_nodes=size // 2, max_nodes=2 * size))
+    made.start(size)
+    made.wait(lambda: made.settled(size), "the founding")
+    return made
+
+
+@pytest.mark.parametrize("degree", [3, DEGREE])
+def test_a_third_dies_at_once_and_the_others_go_on_in_one_view(degree: int) -> None:
+    job, size = stage(96, degree), 96
+    view = job.view.id
+    for member in random.Random(1).sample(job.view.ids(), size // 3):
+        job.kill(job.members[member])
+    job.wait(lambda: job.settled(size - size // 3), "a view of those who live")
+    job.machine.validate_state()
+    assert not job.said["Fence"]
+    assert job.view.id.number <= view.number + 2
+
+
+def test_a_crowd_that_comes_within_a_second_comes_in_by_few_views() -> None:
+    job = stage(32)
+    view = job.view.id
+    job.start(32, every_s=1 / 32)
+    job.wait(lambda: job.settled(64), "all newcomers in the job")
+    job.machine.validate_state()
+    assert job.view.id.number <= view.number + 4
+    assert not job.said["Fence"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_members_die_and_leave_while_others_come(seed: int) -> None:
+    rng = random.Random(seed)
+    job = stage(24)
+    job.start(12, every_s=0.01)
+    for _ in range(4):
+        until = job.now + rng.uniform(0, 0.05)
+        job.wait(lambda until=until: job.now >= until, "time to pass")  # type: ignore[misc]
+        for strike in (job.kill, job.leave):
+            strike(rng.choice([p for p in job.members.values() if p.here and p.loaded]))
+    job.wait(job.calm, "all who are left in one view")
+    job.machine.validate_state()
+    assert not job.said["Fence"]
