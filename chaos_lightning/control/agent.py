@@ -32,7 +32,7 @@ from chaos_lightning.control.reviving import Reviver
 from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.errors import ChaosError, RefusedError, SchedulerUnreachableError, WireError
 from chaos_lightning.machine.forks import only_here
-from chaos_lightning.membership.leader_search import PULSE_TIMEOUT_S, Conversation, LeaderSearch
+from chaos_lightning.membership.leader_search import ANSWER_TIMEOUT_S, PULSE_TIMEOUT_S, Conversation, LeaderSearch
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.codec import unwrap_to_member, wrap_from_member
 from chaos_lightning.protocol.types import (
@@ -285,7 +285,8 @@ class Agent(threading.Thread):
     def _attend(self, talk: _Talk) -> ChaosError:
         talk.say(wrap_from_member(self._hello_factory()))
         interval = patience_s = self._search.answer_timeout_s()
-        due = heard = time.monotonic() + interval
+        began = time.monotonic()
+        due = heard = began + interval
         while True:
             item = self._next(min(due, heard + talk.patience_s) - time.monotonic())
             if isinstance(item, _Stop) or (self._stopping and item is None):
@@ -299,6 +300,8 @@ class Agent(threading.Thread):
                 heard = time.monotonic()
                 if isinstance(message, Pulse):
                     talk.patience_s = max(PULSE_TIMEOUT_S, message.timeout_s)
+                    if not self._answered:  # it lives, and may have to listen to hundreds before it answers
+                        due = max(due, began + ANSWER_TIMEOUT_S)
                     continue
                 interval = self._interval_s(message, interval)
                 if isinstance(message, Welcome) and not talk.welcomed:

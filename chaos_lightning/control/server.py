@@ -36,7 +36,7 @@ from chaos_lightning.errors import ChaosError, StoreError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import join_endpoint
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.leader_search import HEARS_S, HEARS_SEVERAL_S
+from chaos_lightning.membership.leader_search import hears_s
 from chaos_lightning.membership.showing import SHOWN
 from chaos_lightning.protocol.pace import heartbeat_timeout_s
 from chaos_lightning.security.credentials import Credentials, check_bind
@@ -245,11 +245,12 @@ class SchedulerServer:
 
     def _hears_s(self, chain: fx.Chain) -> float:
         """How long members that know more than this chain may take to find this scheduler (protocol.md 14a)."""
-        if self._candidacy is not None:
-            return 0.0 if self._candidacy.watched() else HEARS_SEVERAL_S if chain.views else HEARS_EMPTY_S
+        several = self._candidacy is not None
+        if self._candidacy is not None and self._candidacy.watched():
+            return 0.0
         if chain.views:
-            return HEARS_S
-        return HEARS_EMPTY_S if self.config.port else 0.0  # nobody looks for a port that the kernel has just given
+            return hears_s(len(chain.views[-1].members), several=several)
+        return HEARS_EMPTY_S if several or self.config.port else 0.0  # nobody looks for a port that was just given
 
     async def _drive(self) -> None:
         try:

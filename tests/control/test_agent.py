@@ -30,6 +30,7 @@ from chaos_lightning.protocol.types import (
     Heartbeat,
     Hello,
     Leave,
+    Pulse,
     Ready,
     Refused,
     Released,
@@ -166,7 +167,7 @@ def test_something_else_at_the_port_fails_after_the_timeout() -> None:
 
 
 def test_a_scheduler_that_accepts_but_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.membership.leader_search._ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("chaos_lightning.membership.leader_search.ANSWER_TIMEOUT_S", 0.2)
 
     def rule(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
         return []
@@ -174,6 +175,28 @@ def test_a_scheduler_that_accepts_but_never_answers_is_given_up(monkeypatch: pyt
     with serving(rule) as served, attending(served.endpoint, connect_timeout_s=0.5) as client:
         state = client.states.wait(lambda s: s.startswith("failed"))
         assert "did not answer within 0.2 s" in state
+
+
+def test_a_scheduler_that_pulses_and_listens_to_hundreds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members came anew every two seconds, each with a handshake, while a new scheduler listened for longer."""
+    monkeypatch.setattr("chaos_lightning.membership.leader_search.ANSWER_TIMEOUT_S", 0.1)
+    held: list[int] = []
+    ticks = 0
+
+    def rule(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
+        nonlocal ticks
+        if hellos(event):
+            held.append(event.conn)  # type: ignore[union-attr]
+            return [fx.Send(held[-1], Pulse(5.0))]
+        if held and isinstance(event, fx.SchedulerTick):
+            ticks += 1
+            if ticks == 40:
+                return [fx.Send(held[-1], welcome("a"))]
+        return None
+
+    with serving(rule) as served, attending(served.endpoint) as client:
+        client.states.wait(lambda s: s == "connected")
+        assert len(held) == 1
 
 
 def test_refused_for_now_tries_again() -> None:

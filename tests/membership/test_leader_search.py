@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from chaos_lightning.membership.leader_search import LONGEST_PAUSE_S, PULSE_TIMEOUT_S, Conversation, LeaderSearch
+from chaos_lightning.membership.leader_search import (
+    LONGEST_PAUSE_S,
+    PULSE_TIMEOUT_S,
+    Conversation,
+    LeaderSearch,
+    hears_s,
+)
 
 NOBODY, ANSWERED, SILENT = Conversation(), Conversation(answered=True), Conversation(silent=True)
 
@@ -64,3 +70,10 @@ def test_the_only_one_is_given_more_time() -> None:
     search = LeaderSearch(["a"])
     search.ended(SILENT, 0.0, 1.0)
     assert (search.endpoint, search.answer_timeout_s()) == ("a", 10.0)
+
+
+def test_a_new_scheduler_listens_as_long_as_the_last_views_handshakes_take() -> None:
+    assert {hears_s(members, several=False) for members in (0, 1, 16, 64, 140)} == {1.2}
+    assert {hears_s(members, several=True) for members in (0, 1, 16, 64, 200)} == {1.5}
+    assert hears_s(512, several=False) == hears_s(512, several=True) == pytest.approx(3.06)
+    assert hears_s(100_000, several=False) == 8.0

@@ -25,7 +25,7 @@ from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.plan import Fault
 from chaos_lightning.lab.simulate.store import Backup
 from chaos_lightning.membership.desk import SchedulerPhase
-from chaos_lightning.membership.leader_search import HEARS_S, HEARS_SEVERAL_S, Conversation
+from chaos_lightning.membership.leader_search import Conversation, hears_s
 
 SCHEDULER_FAULTS = (
     "sched-freeze",
@@ -105,7 +105,8 @@ class Schedulers:
         """Nobody looks for the first one, and one that stood by has seen the chain live."""
         if self._watched or not self._hosts:
             return 0.0
-        return HEARS_SEVERAL_S if self._world.plan.several else HEARS_S
+        views = self._world.store.views
+        return hears_s(len(views[-1].members) if views else 0, several=self._world.plan.several)
 
     def ask(self, place: str) -> SchedulerHost | Conversation:
         """Who takes itself for the leader there; or what a member hears instead, that looks for it."""
