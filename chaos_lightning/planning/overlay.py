@@ -49,8 +49,9 @@ _EVEN = 1.25
 """Links whose rates differ by less are alike: measuring again would give as much of a difference."""
 _AS_GOOD = 1.03
 _MOST_TREES = 16
-_MANY = 16
-"""Beyond so many members `auto` considers spread trees, too."""
+_MANY, _TOO_MANY = 16, 256
+"""Beyond so many members `auto` considers spread trees, too, and beyond so many them alone beside rotating: planners that
+search take up to a minute there, and find none that are faster by more than a hundredth."""
 
 
 class Planned(NamedTuple):
@@ -286,7 +287,8 @@ def _auto(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
     unable: dict[str, str] = {}
     local = ("local",) if ranks_share else ()
     spread = ("spread",) if len(network) > _MANY else ()
-    for name in ("rotating", *spread, "widest", *local, "packed", "fapt", "chain", "star"):
+    searched = ("widest", *local, "packed", "fapt", "chain", "star") if len(network) <= _TOO_MANY else ()
+    for name in ("rotating", *spread, *searched):
         try:
             spec, reason = PLANNERS[name](network, nbytes)
         except PlanError as error:

@@ -77,6 +77,13 @@ def test_eight_links_each_are_nearly_as_good_as_all(size: int) -> None:
         assert plan(here, links).spec == spec, "a search finds none that are better"
 
 
+def test_auto_leaves_long_searches_out() -> None:
+    here, links = members(300), regular(300)
+    spec, reason, _ = plan(here, links)
+    assert spec == quick(here, links)[0]
+    assert "widest" not in reason
+
+
 def test_uneven_links_and_slow_members_are_spared() -> None:
     here, links = members(40), regular(40, (1e8, 1e9))
     spec, _ = quick(here, links)

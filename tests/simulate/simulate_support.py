@@ -45,7 +45,7 @@ SHOWED = {
         "10-redeal": 13,
     },
     **{"11-stubborn": 14, "12-gullible": 6, "12a-stubborn": 21, "14a-hurried": 6, "15-mixed": 27, "links-own-ways": 11},
-    "links-stale": 2,
+    "links-stale": 3,
 }
 """Tried first: seeds that showed a bug, of those that many seeds before do not show. One that shows it no more costs a
 run, and may go."""
