@@ -50,8 +50,8 @@ _EVEN = 1.25
 _AS_GOOD = 1.03
 _MOST_TREES = 16
 _MANY, _TOO_MANY = 16, 256
-"""Beyond so many members `auto` considers spread trees, too, and beyond so many them alone beside rotating: planners that
-search take up to a minute there, and find none that are faster by more than a hundredth."""
+"""Beyond the first number of members `auto` considers spread trees, too; beyond the second it does not search, which
+would take up to a minute and hardly pay."""
 
 
 class Planned(NamedTuple):
