@@ -162,7 +162,8 @@ def _frame(rng: Random) -> bytes:
         with contextlib.suppress(WireError, TypeError):
             payload = wrapped(PeerMessage, message(PeerMessage, rng))
     elif kind == FrameType.ROUTED:
-        payload = RoutedMessage(rng.choice(mutate.IDS), rng.choice(mutate.IDS), rng.randint(0, 9), b"payload").packed()
+        ends = [(rng.choice(mutate.IDS), rng.choice(mutate.IDS)) for _ in range(rng.choice((1, 1, 3)))]
+        payload = b"".join(RoutedMessage(*pair, rng.randint(0, 9), b"payload").packed() for pair in ends)
     else:
         payload = bytes(rng.randint(0, 255) for _ in range(rng.choice((0, 0, 1, 16, 100))))
     frame = Frame(kind, ViewId(1, rng.randint(0, 3)), rng.randint(0, 5), rng.randint(0, 64), len(payload), 0)
