@@ -90,8 +90,8 @@ class StandIn:
         return Entered(self.entered, header.seq, header.step, header.hash, loaded=self.loaded)
 
 
-def contribution(member: str, view: View, prev: Header, kind: Kind) -> Contribution:
-    """What a member with weights and settings as all others' brings to the slot after `prev`."""
+def contribution(member: str, view: View, prev: Header, kind: Kind, weight: float = SAMPLES) -> Contribution:
+    """What a member with settings as all others' brings to the slot after `prev`."""
     place = view.ids().index(member)
     start = (prev.step * len(view.members) + place) * SAMPLES
     return Contribution(
@@ -101,8 +101,8 @@ def contribution(member: str, view: View, prev: Header, kind: Kind) -> Contribut
         kind,
         prev.step,
         prev.hash,
-        weight=float(SAMPLES),
-        coefficient=float(SAMPLES),
+        weight=float(weight),
+        coefficient=float(weight),
         spent=(Spent("", 0, ((start, start + SAMPLES),)),) if kind is Kind.STEP else (),
         layout_hash="0" * 16,
         hyper="opt0.lr=0.1;opt0.momentum=0.9",

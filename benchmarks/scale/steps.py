@@ -15,11 +15,18 @@ from benchmarks.common import Result, median
 from benchmarks.scale.standins import contribution
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.slots import close_slot
 from chaos_lightning.protocol.codec import decode_peer, encode_peer
 from chaos_lightning.protocol.types import GENESIS, Decide, Kind, View, Welcome
 
 STEPS = 3
 ROOT_MS, OTHERS_MS, HEADER_KB = 25.0, 5.0, 3.0
+
+
+def uneven_nbytes(view: View) -> int:
+    """Bytes of a header to which no two members bring the same weight."""
+    brought = {m: contribution(m, view, GENESIS, Kind.STEP, rank + 1) for rank, m in enumerate(view.ids())}
+    return len(encode_peer(close_slot(view=view, prev=GENESIS, contributions=brought)))
 
 
 class Members:
@@ -96,3 +103,4 @@ def measure(result: Result, view: View, title: str, *, bounded: bool) -> None:
     )
     result.add(f"control per step, others' mean, {title}", 1e3 * median(means), "ms of CPU")
     result.add(f"header, {title}", max(members.header_nbytes) / 1e3, "kB", HEADER_KB if bounded else None)
+    result.add(f"header with weights that all differ, {title}", uneven_nbytes(view) / 1e3, "kB")
