@@ -15,6 +15,7 @@ believes a refusal.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -55,6 +56,8 @@ class ChainEntry:
     ending: RecordedEnd | None = None
     change: PackedChange | None = field(default=None, compare=False, repr=False)
     """What its record says instead of the view."""
+    digest: str = field(default="", compare=False, repr=False)
+    """Of what its record says of the view, and so, with changes, of all back to a whole view."""
 
     def same(self, other: ChainEntry) -> bool:
         """Equal but for the revision."""
@@ -73,6 +76,8 @@ class Tip:
     last: ChainEntry | None = None
     view: View | None = None
     """The last one."""
+    digest: str = ""
+    """Of its record, for the next one that changes it."""
     changes: int = 0
     """Number of views' records since the last that has a whole view."""
 
@@ -153,19 +158,25 @@ def told(tip: Tip, entry: ChainEntry) -> ChainEntry:
     Raises:
         OversizeError: The view would fit into no record as a whole, and some record must have it as a whole.
     """
-    if entry.view is None:
+    if (view := entry.view) is None:
         return entry
-    nbytes, count = len(encode(entry.view)), len(entry.view.members)
+    whole = encode(view)
+    nbytes, count = len(whole), len(view.members)
     if nbytes > MAX_VIEW_NBYTES:
         fits = count * MAX_VIEW_NBYTES // nbytes
         words = f"a view of {count} members takes {nbytes} bytes, and records {MAX_VIEW_NBYTES}: {fits} members fit"
         raise OversizeError(words, fits)
-    if tip.view is None or tip.changes + 1 >= WHOLE_EVERY:
+    entry = replace(entry, digest=_digest(whole))
+    if tip.view is None or not tip.digest or tip.changes + 1 >= WHOLE_EVERY:
         return entry
-    change = change_to(tip.view, entry.view)
-    if change is None or len(encode(change)) >= nbytes:
+    change = change_to(tip.view, view, tip.digest)
+    if change is None or len(data := encode(change)) >= nbytes:
         return entry
-    return replace(entry, change=change)
+    return replace(entry, change=change, digest=_digest(data))
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
@@ -178,6 +189,7 @@ def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
         ending=entry.ending or tip.ending,
         last=replace(entry, revision=end.position),
         view=entry.view or tip.view,
+        digest=entry.digest if entry.view is not None else tip.digest,
         changes=tip.changes if entry.view is None else tip.changes + 1 if entry.change is not None else 0,
     )
 
@@ -235,8 +247,8 @@ def entry_bytes(entry: ChainEntry) -> bytes:
     return json.dumps(head).encode() + b"\n" + b"".join(part or b"" for part in parts)
 
 
-def entry_from(record: StoreRecord, before: View | None = None) -> ChainEntry:
-    """From its record, which follows this view.
+def entry_from(record: StoreRecord, before: Tip | None = None) -> ChainEntry:
+    """From its record, which follows this tip.
 
     Raises:
         StoreError: There is something else, or what changes another view.
@@ -257,14 +269,14 @@ def entry_from(record: StoreRecord, before: View | None = None) -> ChainEntry:
             raise ValueError("numbers that are none")
         if len(rest) != (view_nbytes or 0) + (base_nbytes or 0):
             raise ValueError(f"{len(rest)} bytes behind its first line, not {view_nbytes} and {base_nbytes}")
-        view, change = None, None
+        view, change, part = None, None, rest[: view_nbytes or 0]
         if view_nbytes is not None and head.get("changes"):
-            change = decode(PackedChange, rest[:view_nbytes])
-            if before is None:
+            change = decode(PackedChange, part)
+            if before is None or before.view is None:
                 raise ValueError(f"it changes view {change.view.predecessor}, which is not there")
-            view = changed(before, change)
+            view = changed(before.view, change, before.digest)
         elif view_nbytes is not None:
-            view = decode_named_view(rest[:view_nbytes]) if form == 1 else decode(View, rest[:view_nbytes])
+            view = decode_named_view(part) if form == 1 else decode(View, part)
         base = decode(Header, rest[view_nbytes or 0 :]) if base_nbytes is not None else None
         wish = LinkWish(**head["wish"]) if head["wish"] is not None else None
         ending = _ending(head["ending"]) if "ending" in head else None
@@ -272,7 +284,7 @@ def entry_from(record: StoreRecord, before: View | None = None) -> ChainEntry:
         found = entry_of(Persist(0, record.kind, ViewId(term, number), *what))
     except (KeyError, TypeError, ValueError, RecursionError, WireError, StoreError) as error:
         raise StoreError(f"record {record.position} is damaged: {error}") from error
-    return replace(found, revision=record.position, change=change)
+    return replace(found, revision=record.position, change=change, digest=_digest(part) if view is not None else "")
 
 
 def _ending(said: dict[str, object]) -> RecordedEnd:
@@ -365,11 +377,11 @@ class JobChain:
         end, records = self.store.read()
         tip, entries = Tip(), list[ChainEntry]()
         for record in records:
-            entries.append(self._entry(record, tip.view))
+            entries.append(self._entry(record, tip))
             tip = advance(tip, entries[-1], replace(end, position=record.position))
         return replace(tip, end=end), tuple(entries)
 
-    def _entry(self, record: StoreRecord, before: View | None) -> ChainEntry:
+    def _entry(self, record: StoreRecord, before: Tip) -> ChainEntry:
         try:
             return entry_from(record, before)
         except StoreError as error:

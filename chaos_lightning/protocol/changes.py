@@ -7,28 +7,21 @@ applied to nothing else.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.protocol.codec import encode
 from chaos_lightning.protocol.packing import PackedChange, pack_with, unpack_members, unpack_with
 from chaos_lightning.protocol.types import LinkSpec, PlanSpec, View
 
 
-def digest_of(view: View) -> str:
-    """16 hex digits over everything in the view."""
-    return hashlib.blake2b(encode(view), digest_size=8).hexdigest()
-
-
-def change_to(before: View, view: View, digest: str = "") -> PackedChange | None:
+def change_to(before: View, view: View, digest: str) -> PackedChange | None:
     """Returns what leads from `before` to `view`; None if that cannot be told as a change.
 
     Args:
         before: The view that `view` follows.
         view: The next view.
-        digest: That of `before`, if it is known.
+        digest: Whatever stands for the content of `before`.
     """
     ids = frozenset(view.ids())
     stay = sum(m.id in ids for m in before.members)
@@ -36,27 +29,27 @@ def change_to(before: View, view: View, digest: str = "") -> PackedChange | None
     same = view.plan == before.plan
     come = tuple(link for link in view.links if link not in known)
     change = PackedChange(
-        before=digest or digest_of(before),
+        before=digest,
         gone=tuple(rank for rank, m in enumerate(before.members) if m.id not in ids),
         lost=tuple(n for n, link in enumerate(before.links) if link not in links and {link.a, link.b} <= ids),
         replans=not same,
         view=pack_with(replace(view, links=come, plan=PlanSpec() if same else view.plan), view.members[stay:]),
     )
     try:
-        return change if view.predecessor == before.id and changed(before, change) == view else None
+        return change if view.predecessor == before.id and changed(before, change, digest) == view else None
     except WireError:
         return None
 
 
-def changed(before: View, change: PackedChange, digest: str = "") -> View:
-    """Returns the view that this change makes of `before`; `digest`: that of `before`, if it is known.
+def changed(before: View, change: PackedChange, digest: str) -> View:
+    """Returns the view that this change makes of `before`, for whose content `digest` stands.
 
     Raises:
         WireError: The change is none, or one of another view.
     """
     said = change.view
-    if (said.predecessor, change.before) != (before.id, found := digest or digest_of(before)):
-        raise WireError(f"a change of view {said.predecessor} ({change.before}) is none of view {before.id} ({found})")
+    if (said.predecessor, change.before) != (before.id, digest):
+        raise WireError(f"a change of view {said.predecessor} ({change.before}) is none of view {before.id} ({digest})")
     gone, lost = _positions(change.gone, len(before.members)), _positions(change.lost, len(before.links))
     stay = tuple(m for rank, m in enumerate(before.members) if rank not in gone)
     made = unpack_with(said, (*stay, *unpack_members(said.members)))

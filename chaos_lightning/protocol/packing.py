@@ -73,7 +73,7 @@ class PackedChange:
     """What a view changes of the one before it (protocol/changes.py).
 
     Attributes:
-        before: Digest of the view that it changes.
+        before: Digest for the content of the view that it changes.
         gone: Ranks there of members that are not in it.
         lost: Positions there of links, between members that stay, that are not in it.
         replans: `view` has its plan; else it keeps the one before.

@@ -17,6 +17,7 @@ from store_support import Open
 from chaos_lightning.control.chain import (
     WHOLE_EVERY,
     JobChain,
+    Tip,
     advance,
     entry_bytes,
     entry_from,
@@ -26,7 +27,7 @@ from chaos_lightning.control.chain import (
 )
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.control.store import StoreRecord
+from chaos_lightning.control.store import EMPTY, StoreRecord
 from chaos_lightning.errors import OversizeError, StoreError
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.codec import encode
@@ -375,13 +376,14 @@ def test_a_record_of_changes_is_applied_to_the_view_that_it_names_and_no_other()
             assert chain.append(effect).ok
     records = shelf.records
     assert effects[0].view is not None
-    other = replace(effects[0].view, reason="of another chain")
-    for before in (None, other, replace(effects[0].view, id=ViewId(1, 9))):
+    first = advance(Tip(), entry_from(records[0]), EMPTY)
+    others = (replace(first, digest="0" * 16), replace(first, view=replace(effects[0].view, id=ViewId(1, 9))))
+    for before in (None, Tip(), *others):
         with pytest.raises(StoreError, match=r"record 2 is damaged: .*changes? (of )?view 1\.1"):
             entry_from(records[1], before)
     with pytest.raises(StoreError, match="record 3 is damaged: a change of view"):
-        entry_from(records[2], effects[0].view)
-    assert entry_from(records[1], effects[0].view).view == effects[1].view
+        entry_from(records[2], first)
+    assert entry_from(records[1], first).view == effects[1].view
 
 
 def test_a_chain_that_version_1_began_is_continued_by_changes() -> None:

@@ -11,7 +11,7 @@ from large_views import sparse_view
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.protocol import codec
-from chaos_lightning.protocol.changes import change_to, changed, digest_of
+from chaos_lightning.protocol.changes import change_to, changed
 from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import LinkSpec, PlanSpec, TreeSpec, View, ViewId
 
@@ -36,11 +36,11 @@ def without(view: View, *gone: str, trees: bool = True) -> View:
 
 def told(before: View, view: View) -> PackedChange:
     """The change as a store gives it back."""
-    change = change_to(before, view)
+    change = change_to(before, view, "0")
     assert change is not None
     back = codec.decode(PackedChange, codec.encode(change))
     assert back == change
-    assert changed(before, back) == view
+    assert changed(before, back, "0") == view
     return back
 
 
@@ -88,17 +88,19 @@ def test_a_death_among_1024_takes_less_than_10_kb() -> None:
 def test_what_does_not_lead_back_is_told_as_a_whole(odd: Any) -> None:
     view = sparse_view(8)
     after = odd(replace(view, id=ViewId(1, 2), predecessor=view.id))
-    assert change_to(view, after) is None
+    assert change_to(view, after, "0") is None
 
 
 def test_a_change_is_applied_to_its_own_view_alone() -> None:
     view = sparse_view(8)
     after = without(view, view.members[3].id)
     change = told(view, after)
-    for other in (replace(view, reason="another"), replace(view, id=ViewId(1, 9)), after):
+    with pytest.raises(WireError, match=r"a change of view 1\.1 \(0\) is none of view 1\.1 \(1\)"):
+        changed(view, change, "1")
+    for other in (replace(view, id=ViewId(1, 9)), after):
         with pytest.raises(WireError, match=r"a change of view 1\.1 .* is none of view"):
-            changed(other, change)
-    assert changed(view, change, digest_of(view)) == after
+            changed(other, change, "0")
+    assert changed(view, change, "0") == after
 
 
 @pytest.mark.parametrize(
@@ -119,4 +121,4 @@ def test_odd_changes_are_refused(odd: Any, words: str) -> None:
     if "no member" in words:
         change = replace(change, replans=False, view=replace(change.view, trees=(), kind="rotating"))
     with pytest.raises(WireError, match=words):
-        changed(view, odd(change))
+        changed(view, odd(change), "0")

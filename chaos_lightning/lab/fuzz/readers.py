@@ -108,7 +108,7 @@ _BEFORE = View(ViewId(1, 1), ViewId(), _MEMBERS[:3], links=(LinkSpec("a~1", "b~2
 _AFTER = View(
     ViewId(1, 2), ViewId(1, 1), _MEMBERS[1:], ("h~4",), links=(LinkSpec("b~2", "h~4"), LinkSpec("c~3", "h~4"))
 )
-_CHANGE = change_to(_BEFORE, _AFTER)
+_CHANGE = change_to(_BEFORE, _AFTER, "0")
 assert _CHANGE is not None
 
 
@@ -129,7 +129,7 @@ def _read_messages(data: bytes) -> None:
         which = tag % 6
         if which == 5:
             with contextlib.suppress(WireError):
-                changed(_BEFORE, codec.decode(PackedChange, part))
+                changed(_BEFORE, codec.decode(PackedChange, part), "0")
         elif which < 3:
             found = unwrapped(which, part)
             if found is not None and unwrapped(which, wrapped(_KINDS[which], found)) != found:

@@ -39,7 +39,7 @@ def _by_others(entry: ChainEntry) -> ChainEntry:
     if entry.view is None:
         return entry
     members = tuple(replace(m, pid=m.pid + 10_000) for m in entry.view.members)
-    return replace(entry, view=replace(entry.view, chain=LEFTOVER, members=members), change=None)
+    return replace(entry, view=replace(entry.view, chain=LEFTOVER, members=members), change=None, digest="")
 
 
 LEFTOVER = "chain-of-the-day-before"
@@ -144,18 +144,18 @@ class Store:
     def _read(self) -> list[ChainEntry]:
         """The entries as a scheduler reads them from their records."""
         found: list[ChainEntry] = []
-        before: View | None = None
+        tip = Tip()
         for entry in self.entries:
-            if entry.change is not None and before is not None:
-                entry = replace(entry, view=self._applied(before, entry.change))
+            if entry.change is not None and tip.view is not None:
+                entry = replace(entry, view=self._applied(tip.view, entry.change, tip.digest))
             found.append(entry)
-            before = entry.view or before
+            tip = advance(tip, entry, tip.end)
         return found
 
     @staticmethod
-    def _applied(before: View, change: PackedChange) -> View:
+    def _applied(before: View, change: PackedChange, digest: str) -> View:
         try:
-            return changed(before, change)
+            return changed(before, change, digest)
         except WireError as error:
             raise StoreError(str(error)) from error
 

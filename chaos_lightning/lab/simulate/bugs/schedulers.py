@@ -40,7 +40,6 @@ from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.terms import Terms
-from chaos_lightning.protocol.changes import digest_of
 from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Member, Settings, Verdict, View
 
@@ -155,8 +154,8 @@ class BlindStore(Store):
         return told(replace(self.tip, view=replace(older, id=last.id)), entry)
 
     @staticmethod
-    def _applied(before: View, change: PackedChange) -> View:
-        return Store._applied(before, replace(change, before=digest_of(before)))
+    def _applied(before: View, change: PackedChange, digest: str) -> View:
+        return Store._applied(before, change, change.before)
 
 
 class DeafIdentity(Identity):
