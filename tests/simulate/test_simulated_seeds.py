@@ -10,6 +10,7 @@ import pytest
 
 from chaos_lightning.lab.simulate.batch import outcomes
 from chaos_lightning.lab.simulate.plans.families import any_plan
+from chaos_lightning.lab.simulate.plans.learners import founding_plan
 from chaos_lightning.lab.simulate.world import World
 
 
@@ -19,6 +20,11 @@ def test_the_first_seeds_hold_all_contracts() -> None:
     assert sum(o.hand_ons for o in results) > 0
     assert sum(o.ejections for o in results) > 0
     assert sum(o.joins for o in results) > 60
+
+
+def test_many_found_a_job_and_get_its_state_from_one_another_whoever_dies() -> None:
+    worlds = [World(founding_plan(seed)) for seed in range(12)]
+    assert [violation for world in worlds if (violation := world.run().violation)] == []
 
 
 @pytest.mark.slow

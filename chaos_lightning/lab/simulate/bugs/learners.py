@@ -14,12 +14,21 @@ from dataclasses import replace
 
 from chaos_lightning.lab.simulate.bugs.frame import Bug, TrustingNode, hooks_of, with_parts
 from chaos_lightning.lab.simulate.dataplane import SumEntry
+from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.observing import Keeper, Observation
 from chaos_lightning.lab.simulate.plan import Plan
-from chaos_lightning.lab.simulate.plans.learners import all_leave_plan, calm_plan, promise_plan, silent_plan
+from chaos_lightning.lab.simulate.plans.learners import (
+    all_leave_plan,
+    calm_plan,
+    founding_plan,
+    promise_plan,
+    silent_plan,
+)
+from chaos_lightning.lab.simulate.training import State
 from chaos_lightning.membership.admission import Admission
 from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.learners import Learners
+from chaos_lightning.membership.member import MemberPhase
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.protocol.types import FromMember, Header
 
@@ -54,6 +63,15 @@ class ForwardKeeper(Keeper):
     def state_at(self, header: Header) -> tuple[int, ...] | None:
         state = super().state_at(header)
         return None if state is None else (*state[:-1], self.node.live[-1])
+
+
+class EagerNode(Node):
+    """Gives other founders its own state while it still loads that of the job."""
+
+    def serve_state(self, header: Header) -> State | None:
+        if self.machine.phase is MemberPhase.LOADING and header.hash == self.machine.header.hash:
+            self.published = self.published or (header.hash, self.state)
+        return super().serve_state(header)
 
 
 # ------------------------------------------------------------------ 17: every entry once, in order
@@ -157,6 +175,12 @@ LEARNER_BUGS: dict[str, Bug] = {
     "15-late": _unproven("the state is copied one step late", "15", keeper=LateKeeper),
     "15-mixed": _unproven("the optimizer writes into what is being copied", "15", keeper=MixingKeeper),
     "15-forward": _unproven("a forward pass writes into what is being copied", "15", keeper=ForwardKeeper),
+    "15-eager": Bug(
+        rule="15",
+        what="founders give others a state before they have loaded it",
+        hooks=hooks_of(node=EagerNode),
+        plan=founding_plan,
+    ),
     "17-skips": _unproven("entries of the log are left out", "17", keeper=SkippingKeeper),
     "17-twice": _unproven("entries of the log are applied twice", "17", observation=RepeatingObservation),
     "18-hasty": Bug(

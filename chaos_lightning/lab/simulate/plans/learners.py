@@ -134,6 +134,22 @@ def crowd_plan(seed: int) -> Plan:
     )
 
 
+def founding_plan(seed: int) -> Plan:
+    """Many found a job, get its state from one another, and some of them die meanwhile; others come in by replay."""
+    random = Random(seed * 19 + 5)
+    founders, dead = random.choice((7, 12, 20)), random.randint(0, 3)
+    plan = _job(seed, founders, [random.uniform(0.2, 0.5) for _ in range(random.randint(0, 2))])
+    victims = random.sample([f"n{i}" for i in range(founders)], dead)
+    return replace(
+        plan,
+        faults=tuple(Fault(action="kill", node=victim, at=random.uniform(0.01, 0.5)) for victim in victims),
+        program=replace(plan.program, length=200, epochs=1),
+        settings=replace(plan.settings, min_nodes=founders - dead, max_nodes=64),
+        replaying=_any_replaying(random),
+        damage=random.choice((0.0, 0.05)),
+    )
+
+
 def flapping_plan(seed: int) -> Plan:
     """Somebody joins and leaves again and again while others want to come in."""
     random = Random(seed * 13 + 7)
