@@ -28,6 +28,8 @@ _ANSWER_TIMEOUT_S = 4.0
 """A request waits so long for the machine, which may be writing to its store."""
 _BATCH = 256
 """Events that the machine gets at once at most: what it says meanwhile waits until it is through."""
+_LONG_S, _LONGEST_PAUSE_S = 0.005, 0.05
+"""A batch that took longer is followed by a pause, of so long at most."""
 _WISHES = (fx.Drain, fx.ChangeLink, fx.Reset)
 
 
@@ -77,6 +79,8 @@ class Driver:
         """None while this scheduler does not lead."""
         self._inbox: asyncio.Queue[fx.SchedulerEvent] = asyncio.Queue()
         self._tick_waits = False
+        self._took_s = 0.0
+        """CPU time that the machine took for the last batch."""
         self._carried: fx.SchedulerEvent | None = None
         """Taken from there, and to be fed next."""
         self._answers: dict[int, asyncio.Future[tuple[bool, str]]] = {}
@@ -121,9 +125,15 @@ class Driver:
             await self._drawing.close()
 
     async def _batch(self) -> list[fx.SchedulerEvent]:
-        """What lies there, and at least one event."""
+        """What lies there, and at least one event.
+
+        A batch costs the machine about the same however many events it has. One that took long is followed by a pause
+        of the same length, in which more come together: else streams that are read one by one would each make a batch.
+        """
         batch = [self._carried or await self._inbox.get()]
         self._carried = None
+        if self._took_s > _LONG_S:
+            await asyncio.sleep(min(self._took_s, _LONGEST_PAUSE_S))
         while len(batch) < _BATCH and not isinstance(batch[-1], _WISHES) and not self._inbox.empty():
             event = self._inbox.get_nowait()
             if isinstance(event, _WISHES):
@@ -140,7 +150,10 @@ class Driver:
     async def _on(self, events: list[fx.SchedulerEvent], streams: Streams) -> list[fx.SchedulerEvent]:
         assert self.machine is not None
         outcomes: list[fx.SchedulerEvent] = []
-        for effect in self.machine.on(time.monotonic(), *events):
+        began = time.thread_time()
+        effects = self.machine.on(time.monotonic(), *events)
+        self._took_s = time.thread_time() - began
+        for effect in effects:
             match effect:
                 case fx.Persist():
                     # All members are done: nobody could decide it again. (An operator asks again.)
