@@ -34,7 +34,7 @@ from chaos_lightning.settings import ARGUMENTS, ChaosOptions, EngineConfig, from
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "settings.md"
 CLASSES = (EngineConfig, ChaosOptions, Settings, SchedulerOptions)
-UNITS = {"_s", "_nbytes", "_bps", "_every", "_nodes"}
+UNITS = {"_s", "_nbytes", "_bps", "_every", "_nodes", "_degree"}
 
 MEMBERS, RULES, SCHEDULERS = declared(EngineConfig), declared(Settings), declared(SchedulerOptions)
 OUTER, CLUSTERS = declared(OuterSettings), declared(ClusterOptions)
