@@ -8,6 +8,9 @@ does not say.
 
     {"n":58,"t":12.5,"header":"d6c4...","spent.0.spans.0":[1936,2000],"ledger.0.spans.0.1":2000,"duration_s":0.05}
 
+Of views with more than MOST_WHOLE members, too, only what differs is written. A long list that has lost or gained a few
+items is told by edits, under its path behind `~`: `"~members":[[500,501,[]]]` takes item 500 out.
+
 A key with dots is a path into lists and objects, `-` names the fields that the line before had and this one has not,
 and `mono` is left out where both clocks went on alike. Writer and reader take the same line for the one before, because
 lines are numbered (`n`): where a number is missing the reader knows it, and waits for the next whole line.
@@ -20,6 +23,11 @@ from typing import Any
 
 WHOLE_EVERY = 100
 """After so many lines comes a whole one: no more are unreadable when one is lost."""
+
+MOST_WHOLE = 16
+"""Views of up to so many members are written whole, for whoever reads the file itself."""
+_LOOK_AHEAD = 32
+"""Number of items, one after the other, that an edit of a list may take out or put in."""
 
 COMMITTED = "committed"
 _OF_ITS_KIND = ("contributors", "spent", "call")
@@ -56,6 +64,8 @@ class Before:
         if self._short > WHOLE_EVERY:
             self._short = 0
             self.clear()
+        if line["name"] in VIEWS and len(line.get("members", ())) <= MOST_WHOLE:
+            return None
         try:
             whole = self._expected(line["name"], line.get("kind"), line["t"])
         except (LookupError, TypeError, ValueError):  # the first one, or one that was odd
@@ -66,7 +76,7 @@ class Before:
         if line.get("kind") != self._last[line["name"]].get("kind"):
             short["kind"] = line.get("kind")
         for key, value in line.items():
-            if "." in key or key in ("-", "n"):
+            if "." in key or key.startswith("~") or key in ("-", "n"):
                 return None
             if key not in whole:
                 short[key] = value
@@ -85,7 +95,10 @@ class Before:
         for key in short.get("-", ()):
             del whole[key]
         for path, value in short.items():
-            if path != "-":
+            if path.startswith("~"):
+                steps = path[1:].split(".")
+                whole = _put(whole, steps, _edited(_at(whole, steps), value))
+            elif path != "-":
                 whole = _put(whole, path.split("."), value)
         return whole
 
@@ -103,7 +116,8 @@ class Before:
         }
 
 
-SHORTENED = frozenset({COMMITTED, "links", "state_hash", "train_loss"})
+VIEWS = frozenset({"view", "decide"})
+SHORTENED = VIEWS | {COMMITTED, "links", "state_hash", "train_loss"}
 """Names of lines that are short where that is possible."""
 
 
@@ -122,10 +136,63 @@ def _differences(path: str, old: object, new: object) -> Iterator[tuple[str, obj
         for key, value in new.items():
             yield from _differences(f"{path}.{key}", old[key], value)
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and not _all_news(old, new):
+        edits = _edits(old, new) if len(new) > MOST_WHOLE else None
+        others = sum(one != other for one, other in zip(old, new, strict=True))
+        if edits is not None and sum(1 + len(items) for _, _, items in edits) < others:
+            yield f"~{path}", edits
+            return
         for at, (one, other) in enumerate(zip(old, new, strict=True)):
             yield from _differences(f"{path}.{at}", one, other)
     elif type(old) is not type(new) or old != new:
-        yield path, new
+        if isinstance(old, list) and isinstance(new, list) and (edits := _edits(old, new)) is not None:
+            yield f"~{path}", edits
+        else:
+            yield path, new
+
+
+def _edits(old: list[Any], new: list[Any]) -> list[list[Any]] | None:
+    """What makes one list of the other: [from, to, items in their place]; None if all of it is as short."""
+    edits: list[list[Any]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        if i < len(old) and j < len(new) and old[i] == new[j]:
+            i, j = i + 1, j + 1
+            continue
+        gone, come = _next_alike(old, i, new, j)
+        edits.append([i, i + gone, new[j : j + come]])
+        i, j = i + gone, j + come
+        if 4 * len(edits) > len(new):
+            return None
+    return edits
+
+
+def _next_alike(old: list[Any], i: int, new: list[Any], j: int) -> tuple[int, int]:
+    """How many items of the one and of the other go before both go on alike, as far as is looked."""
+    for count in range(1, _LOOK_AHEAD):
+        if i + count < len(old) and j < len(new) and old[i + count] == new[j]:
+            return count, 0
+        if j + count < len(new) and i < len(old) and new[j + count] == old[i]:
+            return 0, count
+    if i < len(old) and j < len(new):
+        return 1, 1
+    return len(old) - i, len(new) - j
+
+
+def _edited(value: Any, edits: Any) -> list[Any]:
+    found: list[Any] = []
+    at = 0
+    for start, stop, items in edits:
+        if not at <= start <= stop <= len(value):
+            raise ValueError(f"an edit of items {start} to {stop} of {len(value)}, behind {at}")
+        found += [*value[at:start], *items]
+        at = stop
+    return [*found, *value[at:]]
+
+
+def _at(value: Any, path: list[str]) -> Any:
+    for step in path:
+        value = value[int(step)] if isinstance(value, list) else value[step]
+    return value
 
 
 def _all_news(old: list[object], new: list[object]) -> bool:

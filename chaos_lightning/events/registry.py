@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 """Version of names and fields in event logs, written into each file; files from before it was written count as 1.
 Whoever renames an event or a field, or gives one another meaning, counts it up; new ones need no new version. Names and
-fields of 2 are those of 1; its lines are numbered, and some are short (`compact.py`)."""
-READABLE = frozenset({1, FORMAT})
+fields of 2 and 3 are those of 1; their lines are numbered, and some are short (`compact.py`), in 3 views, too."""
+READABLE = frozenset({1, 2, FORMAT})
 
 
 @dataclass(frozen=True, slots=True)

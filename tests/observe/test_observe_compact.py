@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.events.compact import WHOLE_EVERY, Before
+from chaos_lightning.events.compact import MOST_WHOLE, WHOLE_EVERY, Before, _edited, _edits
 from chaos_lightning.events.events import PARTS_A_DAY, EventLog, Record, Tail, log_files, read_events
 from chaos_lightning.member.events import committed_fields
 from chaos_lightning.protocol.types import GENESIS, Header, Kind, Ledger, Spent, ViewId, equal_shares
@@ -174,8 +174,8 @@ def test_a_file_that_an_older_version_wrote_is_read_beside_a_new_one(tmp_path: P
     records = list(read_events(tmp_path))
     assert [r.name for r in records if r.source == "member-b-1.jsonl"] == ["opened", "committed"]
     assert not [r for r in records if r.name == "lost"]
-    path.write_text(path.read_text().replace('"format":2', '"format":3'))
-    with pytest.raises(ConfigurationError, match="in format 3, and this version of chaos-lightning reads 1 and 2"):
+    path.write_text(path.read_text().replace('"format":3', '"format":4'))
+    with pytest.raises(ConfigurationError, match="in format 4, and this version of chaos-lightning reads 1 and 2 and 3"):
         list(read_events(tmp_path))
 
 
@@ -314,3 +314,52 @@ def test_a_folder_that_cannot_be_made_again_costs_the_evidence_only(
         for fields in slots(6, 5):
             log.emit("committed", **fields)
     assert len(caplog.records) == 2, "each sort of trouble once"
+
+
+ITEMS = st.lists(st.integers(0, 5), max_size=40)
+
+
+@given(ITEMS, ITEMS)
+def test_edits_lead_from_one_list_to_the_other(old: list[int], new: list[int]) -> None:
+    edits = _edits(old, new)
+    assert edits is None or _edited(old, json.loads(json.dumps(edits))) == new
+
+
+def views(count: int, changes: int) -> list[dict[str, Any]]:
+    """Fields of `view` events of a member, in each of which one or two are gone and one may have come."""
+    chance = random.Random(count)
+    ids, found = [f"n{i:04}~{i}" for i in range(count)], []
+    for number in range(changes):
+        links = [[a, b] for i, a in enumerate(ids) for b in ids[i + 1 : i + 5]]
+        trees = [[1.0, list(ids), ["", *(ids[max(0, i - 3)] for i in range(1, len(ids)))]] for _ in range(2)]
+        found.append(
+            {"id": f"1.{number}", "members": list(ids), "joiners": [], "reason": "died", "links": links, "trees": trees}
+        )
+        for _ in range(chance.randint(1, 2)):
+            del ids[chance.randrange(len(ids))]
+        if chance.random() < 0.5:
+            ids.append(f"j{number:04}~{1000 + number}")
+    return found
+
+
+@pytest.mark.parametrize("count", [8, 200])
+def test_a_large_jobs_log_tells_what_a_view_changes_and_is_read_as_ever(tmp_path: Path, count: int) -> None:
+    written = views(count, 5)
+    with EventLog(tmp_path / "a.jsonl") as log:
+        for fields in written:
+            log.emit("view", **fields)
+    read = [dict(r.fields) for r in read_events(tmp_path) if r.name == "view"]
+    assert [{key: fields[key] for key in written[0]} for fields in read] == written
+    (path,) = log_files(tmp_path)
+    lines = [line for line in path.read_text().splitlines() if '"1.' in line]
+    assert len(lines) == 5
+    if count > MOST_WHOLE:
+        assert max(map(len, lines[1:])) < len(lines[0]) / 8
+    else:
+        assert all('"members":[' in line for line in lines)
+
+
+def test_an_edit_of_another_list_is_damage() -> None:
+    for edits in ([[3, 9, []]], [[2, 1, []]], [[1, 2, []], [0, 1, []]]):
+        with pytest.raises(ValueError, match="an edit of items"):
+            _edited([1, 2, 3], edits)
