@@ -129,7 +129,7 @@ class Committed:
     header: Header
     view: View
     contributors: tuple[str, ...]
-    """Who brought the header's shares, in rank order."""
+    """Members that brought the header's shares, in rank order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Who hands a header on to whom: a tree from the commit root, which every member knows from the view (protocol.md 2).
+"""Hands headers on, down a tree from the commit root that every member knows from the view (protocol.md 2).
 
 Theory of operation. In a small view the root sends a header to all others itself. In a larger one the tree is
 breadth-first from the root over the view's links, and each member has a few below it, as long as all are reached that
@@ -43,7 +43,7 @@ class Spreading:
         self._known: tuple[View | None, tuple[str, ...]] = (None, ())
 
     def hand_on(self, header: Header, view: View, me: str) -> list[MemberEffect]:
-        """Those below this member in the view's tree get the header by it alone."""
+        """Sends a header to those below this member in the view's tree, who get it by this one alone."""
         return [ToPeer(member, header) for member in self.below(view, me)]
 
     def below(self, view: View, me: str) -> tuple[str, ...]:

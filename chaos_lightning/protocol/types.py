@@ -206,7 +206,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class EqualShares:
-    """Shares of `count` members that follow each other in rank order and brought the same."""
+    """Equal shares of `count` members that follow each other in rank order."""
 
     count: int
     weight: float
@@ -214,7 +214,7 @@ class EqualShares:
 
 
 def equal_shares(shares: Iterable[tuple[float, float]]) -> tuple[EqualShares, ...]:
-    """The one way to write (weight, coefficient) of each contributor: runs of equal ones that are as long as can be."""
+    """Writes (weight, coefficient) of each contributor in the one way that counts: in runs as long as can be."""
     return tuple(EqualShares(len(list(run)), *share) for share, run in itertools.groupby(shares))
 
 
@@ -231,7 +231,7 @@ class Header:
     next_view: ViewId
     name: str = ""
     shares: tuple[EqualShares, ...] = ()
-    """What the members of `view` brought, all of them in rank order (protocol.md 1), as `equal_shares` writes it."""
+    """Shares of all members of `view` in rank order (protocol.md 1), as `equal_shares` writes them."""
     presence: bytes = b""
     ledger: Ledger = Ledger()
     answers: tuple[bytes, ...] = ()

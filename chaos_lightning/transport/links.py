@@ -499,7 +499,7 @@ class Links:
                     self._bundles.setdefault(peer, []).append(data)
 
     def _send_bundles(self) -> None:
-        """What relays hand on in one turn of the loop goes to each neighbour in few frames, unread."""
+        """Sends each neighbour in few frames, unread, all that was handed on in this turn of the loop."""
         bundles, self._bundles = self._bundles, {}
         for peer, messages in bundles.items():
             frames: list[list[bytes]] = []
@@ -518,7 +518,7 @@ class Links:
                     self._return(data)
 
     def _return(self, data: memoryview) -> None:
-        """Routed messages that have not left: another way is looked for."""
+        """Looks for another way for routed messages that have not left."""
         for routed in unpacked(data):
             self._carry_out(self._router.returned(routed))
 

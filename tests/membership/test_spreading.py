@@ -1,4 +1,4 @@
-"""Who hands a header on: each member gets it once, over links of the view, and nobody sends it to many."""
+"""Headers go down a tree: each member gets one once, over links of the view, and no member sends it to many."""
 
 from __future__ import annotations
 

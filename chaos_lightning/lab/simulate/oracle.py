@@ -46,7 +46,7 @@ class Oracle:
     votes: dict[tuple[str, int], set[bytes]] = field(default_factory=dict)
     headers: dict[tuple[str, str], Header] = field(default_factory=dict)
     contributors: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By hash of the header: who brought its shares, in rank order."""
+    """Members that brought a header's shares, in rank order, by its hash."""
     states: dict[tuple[str, str], State] = field(default_factory=dict)
     lineage: str = ""
     """The last founding view."""
