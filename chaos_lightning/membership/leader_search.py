@@ -22,7 +22,7 @@ PULSE_TIMEOUT_S = 0.7
 than the lease of one that is cut off."""
 _PULSE_COST_S = 120e-6
 """CPU time of the scheduler for one pulse (s), TLS included."""
-_PULSE_SHARE = 0.1
+_PULSE_SHARE = 0.05
 """Part of one core that pulses may take."""
 LONGEST_PAUSE_S = 0.5
 HEARS_S = 1.2

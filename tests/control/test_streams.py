@@ -137,7 +137,7 @@ def test_a_pulse_to_many_is_encoded_once_and_tells_how_long_to_wait_for_the_next
     assert all(isinstance(receiver.messages[-1], Pulse) for receiver in crowd.receivers.values())
 
 
-@pytest.mark.parametrize("count", [0, 1, 16, 100])
+@pytest.mark.parametrize("count", [0, 1, 16, 64])
 def test_small_jobs_pulse_as_often_as_ever(count: int) -> None:
     assert (pulse_s(count), pulse_timeout_s(count)) == (PULSE_S, PULSE_TIMEOUT_S)
 
