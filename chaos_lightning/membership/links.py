@@ -392,7 +392,7 @@ class LinkRegistry:
         if peer.conn is None or ids == linked:
             return
         before = frozenset(peer.linked or ())
-        fresh, gone = [p for p in others if p.id not in before], tuple(before.difference(ids))
+        fresh, gone = [p for p in others if p.id not in before], tuple(sorted(before.difference(ids)))
         large = len(self._roster.peers) > FULL_UP_TO
         if large and peer.linked is not None and len(fresh) + len(gone) < len(ids):
             message = OpenLinks(tuple(p.member for p in fresh), True, gone)

@@ -20,6 +20,7 @@ from chaos_lightning.lab.simulate.oracle import Violation
 from chaos_lightning.lab.simulate.plan import Fault
 from chaos_lightning.membership.effects import ChangeLink
 from chaos_lightning.membership.topology import Pair, connected, links_of, pair, parts
+from chaos_lightning.planning.graph import parting_nodes
 from chaos_lightning.planning.trees import misfit
 from chaos_lightning.protocol.types import LinkRequest, View
 
@@ -115,6 +116,7 @@ class Edges:
             raise Violation(f"view {view.id} is in parts: {parts(view.ids(), pairs)}")
         if wrong := misfit(view.plan, view.ids(), [(link.a, link.b) for link in view.links]):
             raise Violation(f"view {view.id} has a plan that does not fit it: {wrong}")
+        self._check_spares()
         # A better plan for the same members over the same links decides nothing about links.
         replanned = len(chain) > 1 and chain[-2].ids() == view.ids() and links_of(chain[-2]) == pairs
         for one, other in sorted(map(sorted, pairs)):
@@ -124,6 +126,15 @@ class Edges:
                 raise Violation(f"view {view.id} uses the link of {one} and {other}, whose removal was granted (14a)")
             if cut_s > NOTICED_S:
                 raise Violation(f"view {view.id} uses the link of {one} and {other}, which was cut {cut_s:.1f} s ago")
+
+    def _check_spares(self) -> None:
+        """Where links are given, no node is the only way between others."""
+        partners = self._world.scheduler.machine.topology.partners
+        if not partners.sparse or partners.removed or any(n.spec.neighbours for n in self._world.nodes.values()):
+            return
+        alone = parting_nodes({m: m for m in partners}, ((a, b) for a in partners for b in partners.of(a)))
+        if alone:
+            raise Violation(f"without {', '.join(alone)} no link that is wanted leads between others")
 
     @staticmethod
     def _name(view: View, member: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from chaos_lightning.lab.simulate.bugs.frame import Bug, hooks_of, with_parts
 from chaos_lightning.lab.simulate.node import Node
+from chaos_lightning.lab.simulate.plans.large import thin_plan
 from chaos_lightning.lab.simulate.plans.links import (
     bridge_plan,
     bridging_plan,
@@ -24,6 +25,7 @@ from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.membership.effects import Chain, Persist, SchedulerEffect, SchedulerEvent
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.partners import Partners
 from chaos_lightning.membership.peers import Peer
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling
@@ -31,8 +33,8 @@ from chaos_lightning.membership.redrawing import Redrawing
 from chaos_lightning.membership.rewiring import Rewiring, Rule
 from chaos_lightning.membership.routing import Router
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.membership.topology import Pair, connected, every_pair
-from chaos_lightning.protocol.types import NO_VIEW, Decide, PlanSpec, Report, View, ViewId
+from chaos_lightning.membership.topology import Fact, Pair, Topology, connected, every_pair
+from chaos_lightning.protocol.types import NO_VIEW, Decide, PlanSpec, Report, Settings, View, ViewId
 
 
 class ForgetfulGraph(Graph):
@@ -180,6 +182,28 @@ class StaleRedrawing(Redrawing):
         return plan != latest.plan
 
 
+class LoosePartners(Partners):
+    """Gives nobody the links that make up for a node's loss."""
+
+    def secure(self) -> None:
+        pass
+
+
+class LooseScheduler(SchedulerMachine):
+    """The same."""
+
+    def __init__(self, settings: Settings, chain: Chain) -> None:
+        super().__init__(settings, chain)
+        self.topology.partners.__class__ = LoosePartners
+
+
+class BlindTopology(Topology):
+    """Does not notice that a link is down, so that whoever judges looks at links that were down before."""
+
+    def _look_at(self, one: str, other: str, fact: Fact) -> None:
+        self.news = True
+
+
 LINK_BUGS: dict[str, Bug] = {
     "links-forgotten": Bug(
         rule="links",
@@ -210,6 +234,18 @@ LINK_BUGS: dict[str, Bug] = {
         what="a removed link is closed before all that came over it is there",
         hooks=hooks_of(machine=HurriedMachine),
         plan=removal_plan,
+    ),
+    "links-parted": Bug(
+        rule="links",
+        what="the loss of one node parts the others",
+        hooks=hooks_of(scheduler=LooseScheduler),
+        plan=thin_plan,
+    ),
+    "links-missed": Bug(
+        rule="links",
+        what="a link that fails is not among those that are looked at",
+        hooks=hooks_of(scheduler=with_parts(topology=BlindTopology)),
+        plan=lost_link_plan,
     ),
     "links-own-ways": Bug(
         rule="links",

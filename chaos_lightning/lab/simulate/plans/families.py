@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chaos_lightning.lab.simulate.plan import Plan
+from chaos_lightning.lab.simulate.plans.large import large_plan
 from chaos_lightning.lab.simulate.plans.learners import JOINING, founding_plan
 from chaos_lightning.lab.simulate.plans.links import SPARSE, WIRED, crowd_plan
 from chaos_lightning.lab.simulate.plans.members import DYING, busy_plan, random_plan
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "busy": busy_plan,
     "sparse": sparse_family,
     "crowd": crowd_plan,
+    "large": large_plan,
     "founding": founding_plan,
     "outer": outer_plan,
     "waiting": waiting_plan,

@@ -1,0 +1,31 @@
+"""Large jobs: sparse graphs, headers down a tree, events that wait for a tick, waves and deaths by the dozen."""
+
+from __future__ import annotations
+
+import pytest
+
+from chaos_lightning.lab.simulate.plans.large import large_plan, thin_plan
+from chaos_lightning.lab.simulate.world import World, simulate
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_twenty_members_hold_all_contracts(seed: int) -> None:
+    world = World(large_plan(seed))
+    assert not world.run().violation
+    largest = max(world.store.views, key=lambda v: len(v.members))
+    assert len(largest.members) > 16
+    assert 0 < len(largest.links) < len(largest.members) * (len(largest.members) - 1) // 2
+
+
+def test_where_few_links_are_given_others_make_up_for_a_nodes_loss() -> None:
+    assert not simulate(thin_plan(1)).violation
+
+
+@pytest.mark.slow
+def test_a_hundred_seeds_of_64_members_hold_all_contracts() -> None:
+    assert [(s, v) for s in range(100) if (v := simulate(large_plan(s, 64)).violation)] == []
+
+
+@pytest.mark.slow
+def test_ten_seeds_of_256_members_hold_all_contracts() -> None:
+    assert [(s, v) for s in range(10) if (v := simulate(large_plan(s, 256)).violation)] == []
