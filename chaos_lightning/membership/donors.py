@@ -19,12 +19,10 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from chaos_lightning.planning.graph import breadth_first, neighbours
-from chaos_lightning.protocol.types import Header, Member, ServeLearners, View
+from chaos_lightning.protocol.types import SMALL_JOB, Header, Member, ServeLearners, View
 
 DONORS = 8
 """Number of donors of a newcomer: together they outrun its access link, and hardly die all within one pull."""
-ALL_UP_TO = 16
-"""In a job of so many members all are donors."""
 PULLS = 4
 """Number of newcomers to which a member sends its state at a time; more would only make all of them late."""
 
@@ -71,7 +69,7 @@ def groups(view: View, me: str, near: Collection[str], *, fellows: bool = True) 
     holders = [m for m in view.members if m.id not in joiners]
     newcomer = view.find(me)
     found = [holders]
-    if newcomer is not None and len(view.members) > ALL_UP_TO:
+    if newcomer is not None and len(view.members) > SMALL_JOB:
         order = _first(newcomer, holders, near if view.links else ())
         found = [order[i : i + DONORS] for i in range(0, len(order), DONORS)]
     if fellows and newcomer is not None and len(joiners) > PULLS * len(holders):
@@ -94,7 +92,7 @@ def _before(view: View, me: str, holders: Sequence[Member], near: Collection[str
         return set(nearest[:DONORS])
     line = [*(m.id for m in holders), *view.joiners]
     place, first = line.index(me), len(holders)
-    if len(line) <= ALL_UP_TO:
+    if len(line) <= SMALL_JOB:
         return set(line[:place][-DONORS:])
     parents: set[str] = set()
     while place >= first and len(parents) < 2:
@@ -125,7 +123,7 @@ class Serving:
             links: Whether this member's links stand, by their other ends.
         """
         new = set(header.learners).difference(before.learners)
-        if not header.learners or len(view.members) <= ALL_UP_TO:
+        if not header.learners or len(view.members) <= SMALL_JOB:
             self.keeps = bool(header.learners)
         elif new:
             ids, donor = self._told

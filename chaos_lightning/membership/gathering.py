@@ -12,13 +12,12 @@ from collections.abc import Sequence
 
 from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.peers import Peer
+from chaos_lightning.protocol.types import SMALL_JOB
 
 GATHER_S = 1.0
 """Seconds that the first one waits at most: little beside the pull of a state, and most of a wave is here by then."""
 QUIET_S = 0.2
 """Seconds without a further newcomer after which the wave is over."""
-SMALL = 16
-"""Up to so many members, newcomers included, a view costs less than the wait."""
 
 
 class Gathering:
@@ -45,7 +44,7 @@ class Gathering:
         since, self._since = self._since, None
         self._seen = {p.id: self._seen.get(p.id, now) for p in others}
         soon = any(now - at < GATHER_S for at in self._seen.values())
-        if not coming or (number == 1 and not soon) or members + number + len(others) <= SMALL:
+        if not coming or (number == 1 and not soon) or members + number + len(others) <= SMALL_JOB:
             return False
         if since is None:
             since, self._latest = now, (number, now)

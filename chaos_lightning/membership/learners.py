@@ -20,12 +20,12 @@ from dataclasses import replace
 
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk
-from chaos_lightning.membership.donors import ALL_UP_TO, of_learner
+from chaos_lightning.membership.donors import of_learner
 from chaos_lightning.membership.gathering import Gathering
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.roster import Roster
-from chaos_lightning.protocol.types import CatchUp, PlanSpec, ServeLearners, View
+from chaos_lightning.protocol.types import SMALL_JOB, CatchUp, PlanSpec, ServeLearners, View
 
 
 class Learners:
@@ -78,7 +78,7 @@ class Learners:
             return False
         if self._beginning.waits(waiting, self._linking(), len(latest.members)):
             return False
-        self._donors = {p.id: self._donors_of(p) for p in waiting if len(latest.members) > ALL_UP_TO}
+        self._donors = {p.id: self._donors_of(p) for p in waiting if len(latest.members) > SMALL_JOB}
         for peer in waiting:
             peer.standing, peer.observes_since = Standing.OBSERVING, self._desk.now
         return True
@@ -142,7 +142,7 @@ class Learners:
         if not ids and not self._telling:
             return
         told, peers = self._messages(latest, ids), list(self._roster.peers.values())
-        if len(latest.members) > ALL_UP_TO:  # who names the learners in a header is told last: then the others know
+        if len(latest.members) > SMALL_JOB:  # who names the learners in a header is told last: then the others know
             peers.sort(key=lambda p: p.id == latest.root)
         for peer in peers:
             concerned = peer.standing is Standing.MEMBER or peer.id in ids or peer.id in peer.learners[1]
@@ -155,7 +155,7 @@ class Learners:
 
     def _messages(self, latest: View, ids: tuple[str, ...]) -> Callable[[Peer], ServeLearners]:
         """What each peer is told. In a large job the view that comes with it is cut down to whom it concerns."""
-        if len(latest.members) <= ALL_UP_TO or any(m not in self._donors for m in ids):
+        if len(latest.members) <= SMALL_JOB or any(m not in self._donors for m in ids):
             # Whoever of the view has the state may be asked, though it came in with this very view.
             view = replace(latest, joiners=tuple(p.id for p in self._roster.members() if not p.loaded))
             return lambda peer: ServeLearners(ids, view)

@@ -23,7 +23,7 @@ from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Answer, LinkWish
 from chaos_lightning.membership.graph import Graph
-from chaos_lightning.membership.partners import FULL_UP_TO, node_of
+from chaos_lightning.membership.partners import node_of
 from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.roster import Roster
@@ -38,6 +38,7 @@ from chaos_lightning.membership.topology import (
 from chaos_lightning.protocol.types import (
     MADE_ANEW,
     NO_VIEW,
+    SMALL_JOB,
     LinkReport,
     LinkRequest,
     Notice,
@@ -393,7 +394,7 @@ class LinkRegistry:
             return
         before = frozenset(peer.linked or ())
         fresh, gone = [p for p in others if p.id not in before], tuple(sorted(before.difference(ids)))
-        large = len(self._roster.peers) > FULL_UP_TO
+        large = len(self._roster.peers) > SMALL_JOB
         if large and peer.linked is not None and len(fresh) + len(gone) < len(ids):
             message = OpenLinks(tuple(p.member for p in fresh), True, gone)
         else:

@@ -2,7 +2,7 @@
 
 Theory of operation. A pair is wanted if one end names the other as its neighbour, if both are processes of one node, if
 somebody has asked for it (`LinkWish`), or if it was *given*: that is how members get links that name nobody. Up to
-`FULL_UP_TO` members every such pair is given. Beyond, a newcomer is given `link_degree` partners, of other nodes first:
+`SMALL_JOB` members every such pair is given. Beyond, a newcomer is given `link_degree` partners, of other nodes first:
 some that are near by address, the others drawn among all, of two the one with fewer links. So members have about twice
 that many links, few hops lead from anybody to anybody, and no node's death parts the rest: where chance does not see to
 that, `Partners.secure` does. Who loses partners is given others; a partner that is not reached is replaced.
@@ -21,11 +21,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from chaos_lightning.membership.effects import LinkWish
 from chaos_lightning.membership.peers import Peer
 from chaos_lightning.planning.graph import connected_parts, neighbours, parting_nodes
+from chaos_lightning.protocol.types import SMALL_JOB
 
 Pair = frozenset[str]
 
-FULL_UP_TO = 16
-"""So many members all have links with each other, unless they name neighbours."""
 NEAR = 3
 """So many of a newcomer's partners are near by address; the others keep the ways short."""
 _LOOKED_AT = 32
@@ -68,7 +67,7 @@ class Partners:
     """See the module.
 
     Args:
-        degree: How many partners a newcomer is given beyond `FULL_UP_TO` members; 0: all.
+        degree: How many partners a newcomer is given beyond `SMALL_JOB` members; 0: all.
     """
 
     def __init__(self, degree: int = 0) -> None:
@@ -109,7 +108,7 @@ class Partners:
     @property
     def sparse(self) -> bool:
         """Whether newcomers are given some partners rather than all."""
-        return self._degree > 0 and len(self._near) > FULL_UP_TO
+        return self._degree > 0 and len(self._near) > SMALL_JOB
 
     def of(self, member: str) -> Collection[str]:
         """Ids of those that this one is to have links with."""

@@ -1,11 +1,11 @@
 """Better plans for a view that rules: asked for, drawn beside the machine, and carried by a later header if they pay.
 
-Theory of operation. A decision waits for nobody, so beyond `AT_ONCE` members it takes a plan that is drawn in
+Theory of operation. A decision waits for nobody, so beyond `SMALL_JOB` members it takes a plan that is drawn in
 milliseconds (`views.plan_within`). Once such a view is settled, or links were measured anew, a better plan is asked for
 (`DrawPlan`); whoever carries effects out draws it in another process and answers (`PlanDrawn`). The job goes on
 meanwhile, so an answer may be stale: it counts only if it fits the members and links of the view that rules by then,
-and whatever is asked for a later view replaces what is asked for an earlier one. Up to `AT_ONCE` members the answer is
-made here and now.
+and whatever is asked for a later view replaces what is asked for an earlier one. Up to `SMALL_JOB` members the answer
+is made here and now.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.effects import DrawPlan, PlanDrawn
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.topology import Net, Topology
-from chaos_lightning.membership.views import AT_ONCE, Change, replanned
+from chaos_lightning.membership.views import Change, replanned
 from chaos_lightning.planning.trees import misfit
-from chaos_lightning.protocol.types import LinkSpec, PlanSpec, View, ViewId
+from chaos_lightning.protocol.types import SMALL_JOB, LinkSpec, PlanSpec, View, ViewId
 
 REPLAN_PAUSE_S = 2.0
 """Plans are made anew at most once in so long."""
@@ -77,7 +77,7 @@ class Redrawing:
         wish = self._wish(latest)
         self._first, self._hasty = self._hasty, False
         self._version, self._asked_at = self._topology.version, self._desk.now
-        if len(latest.members) > AT_ONCE:
+        if len(latest.members) > SMALL_JOB:
             self._out, self._planned = wish, (latest.ids(), latest.links)
             self._desk.out.append(wish)
             return None
@@ -93,7 +93,7 @@ class Redrawing:
     def _due(self, latest: View) -> bool:
         if latest.id != self._seen:
             self._seen = latest.id
-            large = len(latest.members) > AT_ONCE
+            large = len(latest.members) > SMALL_JOB
             self._hasty = large and self._planned != (latest.ids(), latest.links)
         if self._hasty:
             pause_s = REPLAN_PAUSE_S
@@ -107,7 +107,7 @@ class Redrawing:
         ids, pairs = latest.ids(), self._graph.of_view(latest)
         links = Net(pairs, self._topology.measured(ids, pairs)).known(ids)
         self._count += 1
-        hasty = len(ids) > AT_ONCE and latest.plan != self._taken
+        hasty = len(ids) > SMALL_JOB and latest.plan != self._taken
         return DrawPlan(self._count, self._desk.settings.plan, latest.plan, latest.members, links, hasty)
 
     def _change(self, latest: View, plan: PlanSpec, reason: str) -> tuple[Change, Net]:

@@ -42,13 +42,12 @@ from chaos_lightning.membership.topology import (
 )
 from chaos_lightning.membership.views import Change
 from chaos_lightning.protocol import nodes
-from chaos_lightning.protocol.types import NO_VIEW, Kind, Report, View
+from chaos_lightning.protocol.types import NO_VIEW, SMALL_JOB, Kind, Report, View
 
 Rule = Callable[[Mapping[str, Report]], Ruling]
 _PAUSE_S = 0.02
 """Links are looked at again after so long while time alone may change something about them; where more than
-`_PAUSED_FOR` members have links, after as many times longer."""
-_PAUSED_FOR = 16
+`SMALL_JOB` members have links, after as many times longer."""
 
 
 class Rewiring:
@@ -160,7 +159,7 @@ class Rewiring:
         return due
 
     def _pause_s(self) -> float:
-        return _PAUSE_S * max(1.0, len(self._roster.peers) / _PAUSED_FOR)
+        return _PAUSE_S * max(1.0, len(self._roster.peers) / SMALL_JOB)
 
     def _awaits_mending(self, ids: list[str]) -> bool:
         """Whether the parts are to wait: a link between them is wanted, both its ends live, and it is not long down."""

@@ -60,7 +60,6 @@ from chaos_lightning.membership.judging import Deaths
 from chaos_lightning.membership.keeping import Keeper
 from chaos_lightning.membership.learners import Learners
 from chaos_lightning.membership.links import LinkRegistry
-from chaos_lightning.membership.partners import FULL_UP_TO
 from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing, listed, placed
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
@@ -76,6 +75,7 @@ from chaos_lightning.membership.views import Change, changed_view, founding_view
 from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import (
     NO_VIEW,
+    SMALL_JOB,
     Decide,
     Differs,
     Fence,
@@ -255,7 +255,7 @@ class SchedulerMachine:
 
         Nothing waits that tells of a death, that somebody waits for, or that a decision has been written down.
         """
-        if len(self.roster.peers) <= FULL_UP_TO:
+        if len(self.roster.peers) <= SMALL_JOB:
             return False
         match event:
             case Opened():

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from chaos_lightning.membership.effects import MemberEffect, ToPeer
 from chaos_lightning.planning.graph import neighbours
-from chaos_lightning.protocol.types import Header, View
+from chaos_lightning.protocol.types import SMALL_JOB, Header, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Spread:
         greeters: Members that greet a newcomer in a larger view in which every pair has a link: one dies now and then.
     """
 
-    direct: int = 16
+    direct: int = SMALL_JOB
     width: int = 8
     greeters: int = 4
 

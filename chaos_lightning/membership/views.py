@@ -3,8 +3,8 @@
 A plan that the user drew for certain members may not fit those of a view, and one that needs a link between every pair
 may not fit its links: then `plan_for` or the generator (planning/overlay.py) gives another one, and the view's reason
 says so, as it does when the configured plan fits again. Where a planner is configured ("auto", ...) it draws every
-plan. Beyond `AT_ONCE` members neither has the time that a decision has: a plan that still fits is kept, or one is made
-in milliseconds (planning/quick.py), and `replanned` looks for a better one meanwhile (redrawing.py).
+plan. Beyond `SMALL_JOB` members neither has the time that a decision has: a plan that still fits is kept, or one is
+made in milliseconds (planning/quick.py), and `replanned` looks for a better one meanwhile (redrawing.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from chaos_lightning.planning import overlay
 from chaos_lightning.planning.quick import quick
 from chaos_lightning.planning.trees import KINDS, misfit, plan_for
 from chaos_lightning.protocol import nodes
-from chaos_lightning.protocol.types import NO_VIEW, Member, PlanSpec, View, ViewId
-
-AT_ONCE = 16
-"""For so many members a planner draws within the decision."""
+from chaos_lightning.protocol.types import NO_VIEW, SMALL_JOB, Member, PlanSpec, View, ViewId
 
 
 def founding_view(
@@ -114,7 +111,7 @@ def plan_within(
         return spec, f"{spec.kind} as configured"
     if not _drawn(spec) and len(links) == len(ids) * (len(ids) - 1) // 2:
         return plan_for(spec, ids)
-    many = len(ids) > AT_ONCE
+    many = len(ids) > SMALL_JOB
     if many and before is not None and not misfit(before, ids, links):
         return before, "as before"
     plan, reason = quick(members, links) if many else _draw(spec, members, links)

@@ -46,6 +46,10 @@ NO_VIEW = ViewId(0, 0)
 MAX_MEMBERS = 1 << 16
 """Members of a view at most: fields of messages that count members, or links on a way, have room for so many."""
 
+SMALL_JOB = 16
+"""Up to so many members nothing is spared: all have links with each other, all are donors, the root sends headers to
+all, each event is looked at at once, and plans are drawn while a decision waits. What larger jobs do instead costs a
+moment here and there."""
 MAX_PEER_NBYTES = 64 << 20
 """Limit of one encoded PeerMessage (bytes); the largest are gathered payloads of all members in one header."""
 MAX_GATHER_NBYTES = MAX_PEER_NBYTES - (4 << 20)

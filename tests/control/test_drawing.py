@@ -14,10 +14,10 @@ from until_support import until
 
 from chaos_lightning.control.drawing import Drawing, request
 from chaos_lightning.membership.effects import DrawPlan, PlanDrawn
-from chaos_lightning.membership.views import AT_ONCE, replanned
+from chaos_lightning.membership.views import replanned
 from chaos_lightning.planning.quick import quick
 from chaos_lightning.planning.trees import misfit
-from chaos_lightning.protocol.types import Member, PlanSpec
+from chaos_lightning.protocol.types import SMALL_JOB, Member, PlanSpec
 
 DEADLINE_S = 60.0
 WAITING = "import os, sys, pathlib; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); sys.stdin.read()"
@@ -26,9 +26,9 @@ HANGING = f"{WAITING}; import signal; signal.pause()"
 
 def wish(token: int = 1, kind: str = "auto") -> DrawPlan:
     """One member more than is planned for at once, on a ring with one slow link and a chord across it."""
-    members = tuple(Member(f"n{i}~{i}", f"n{i}", f"h{i}", "127.0.0.1", 1) for i in range(AT_ONCE + 1))
+    members = tuple(Member(f"n{i}~{i}", f"n{i}", f"h{i}", "127.0.0.1", 1) for i in range(SMALL_JOB + 1))
     ids = [m.id for m in members]
-    links = {(ids[i], ids[i + 1]): (0.001, 1e9, 1e9) for i in range(AT_ONCE)}
+    links = {(ids[i], ids[i + 1]): (0.001, 1e9, 1e9) for i in range(SMALL_JOB)}
     links |= {(ids[0], ids[-1]): (0.001, 1e9, 1e9), (ids[3], ids[4]): (0.001, 1e5, 1e5)}
     return DrawPlan(token, PlanSpec(kind, chunk_nbytes=4096), quick(members, links)[0], members, links, hasty=True)
 

@@ -25,9 +25,9 @@ from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.server import real_machine
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
-from chaos_lightning.membership.views import AT_ONCE
 from chaos_lightning.protocol.codec import decode_peer, encode_peer
 from chaos_lightning.protocol.types import (
+    SMALL_JOB,
     Contribution,
     FromMember,
     Heartbeat,
@@ -299,7 +299,7 @@ def test_a_scheduler_restarted_on_its_chain_finds_its_members_again() -> None:
 
 
 def test_many_members_begin_with_a_quick_plan_and_get_the_configured_planners_from_another_process() -> None:
-    names = [f"m{i}" for i in range(AT_ONCE + 1)]
+    names = [f"m{i}" for i in range(SMALL_JOB + 1)]
     settings = {"min_nodes": len(names), "max_nodes": len(names), "plan": PlanSpec("widest"), "link_degree": 0}
     with real(**settings) as served, cluster(served, *names) as nodes:
         for node in nodes:

@@ -9,9 +9,9 @@ import pytest
 from membership_script import member
 from test_gathering import Wave
 
-from chaos_lightning.membership.donors import ALL_UP_TO, DONORS, PULLS, Serving, groups, of_learner
+from chaos_lightning.membership.donors import DONORS, PULLS, Serving, groups, of_learner
 from chaos_lightning.membership.peers import Standing
-from chaos_lightning.protocol.types import GENESIS, NO_VIEW, LinkSpec, Member, ServeLearners, View, ViewId
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, SMALL_JOB, LinkSpec, Member, ServeLearners, View, ViewId
 
 
 def view(size: int, joiners: int = 0, links: tuple[tuple[int, int], ...] = ()) -> View:
@@ -39,7 +39,7 @@ def ids(members: list[Member]) -> list[str]:
 
 
 def test_in_a_small_job_all_that_hold_the_state_are_asked() -> None:
-    small = view(ALL_UP_TO, joiners=1)
+    small = view(SMALL_JOB, joiners=1)
     assert [ids(g) for g in groups(small, small.joiners[0], ())] == [list(small.ids()[:-1])]
 
 
@@ -93,7 +93,7 @@ def loads(founded: View, near: dict[str, set[str]]) -> tuple[int, Counter[str]]:
 def test_founders_ask_others_that_load_before_them(size: int) -> None:
     founded = view(size, joiners=size - 1)
     _, asked = loads(founded, {})
-    if size > ALL_UP_TO:
+    if size > SMALL_JOB:
         assert max(asked.values()) <= PULLS + PULLS**2
 
 
@@ -168,7 +168,7 @@ def test_a_member_keeps_state_and_log_if_it_is_a_donor(size: int, told: bool | N
 
 
 def test_the_scheduler_names_few_donors_and_tells_the_root_last() -> None:
-    wave = Wave(ALL_UP_TO + 4, replays=True)
+    wave = Wave(SMALL_JOB + 4, replays=True)
     said: list[tuple[str, ServeLearners]] = []
     send = wave.job.machine.roster.send
     wave.job.machine.roster.send = lambda peer, message: (said.append((peer.id, message)), send(peer, message))[1]  # type: ignore[method-assign,assignment]
@@ -179,5 +179,5 @@ def test_the_scheduler_names_few_donors_and_tells_the_root_last() -> None:
     donors = dict(told)[learner].view.ids()
     assert 1 < len(donors) <= DONORS
     assert {who for who, message in told if message.view.ids() == (who,)} == set(donors)
-    assert sum(message.view.ids() == () for _, message in told) == ALL_UP_TO + 4 - len(donors)
+    assert sum(message.view.ids() == () for _, message in told) == SMALL_JOB + 4 - len(donors)
     assert told[-1][0] == wave.job.views[-1].root

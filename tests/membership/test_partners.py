@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos_lightning.membership.effects import LinkWish
-from chaos_lightning.membership.partners import FULL_UP_TO, Partners, pair
+from chaos_lightning.membership.partners import Partners, pair
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.topology import connected
 from chaos_lightning.planning.graph import parting_nodes
-from chaos_lightning.protocol.types import Member
+from chaos_lightning.protocol.types import SMALL_JOB, Member
 
 DEGREE = 8
 
@@ -38,7 +38,7 @@ def pairs(partners: Partners) -> frozenset[frozenset[str]]:
     return frozenset(pair(a, b) for a in partners for b in partners.of(a))
 
 
-@pytest.mark.parametrize(("degree", "count"), [(DEGREE, FULL_UP_TO), (0, 40)])
+@pytest.mark.parametrize(("degree", "count"), [(DEGREE, SMALL_JOB), (0, 40)])
 def test_all_have_links_in_a_small_job_and_where_that_is_asked_for(degree: int, count: int) -> None:
     partners = of_many(count, degree)
     assert len(pairs(partners)) == count * (count - 1) // 2
@@ -46,8 +46,8 @@ def test_all_have_links_in_a_small_job_and_where_that_is_asked_for(degree: int, 
 
 
 def test_in_a_large_job_a_newcomer_is_given_as_many_as_the_setting_says() -> None:
-    partners = of_many(FULL_UP_TO)
-    for number in range(FULL_UP_TO, 300):
+    partners = of_many(SMALL_JOB)
+    for number in range(SMALL_JOB, 300):
         newcomer = peer(number)
         partners.add(newcomer)
         assert len(partners.of(newcomer.id)) == DEGREE

@@ -13,12 +13,12 @@ from chaos_lightning.membership.effects import Chain, DrawPlan, Note, PlanDrawn
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.redrawing import REPLAN_PAUSE_S, Redrawing
 from chaos_lightning.membership.topology import USUAL, Net, Pair, Topology, links_of, pair
-from chaos_lightning.membership.views import AT_ONCE, Change, changed_view, plan_within, replanned
+from chaos_lightning.membership.views import Change, changed_view, plan_within, replanned
 from chaos_lightning.planning.quick import quick
 from chaos_lightning.planning.trees import misfit
-from chaos_lightning.protocol.types import LinkReport, Member, PlanSpec, Settings, View, ViewId
+from chaos_lightning.protocol.types import SMALL_JOB, LinkReport, Member, PlanSpec, Settings, View, ViewId
 
-MANY = AT_ONCE + 4
+MANY = SMALL_JOB + 4
 AUTO = PlanSpec("auto", chunk_nbytes=4096)
 
 
@@ -105,7 +105,7 @@ def replace_plan(view: View, plan: PlanSpec) -> View:
 
 
 def test_few_members_are_planned_for_here_and_now() -> None:
-    machine, view = Machine(), view_of(members(AT_ONCE))
+    machine, view = Machine(), view_of(members(SMALL_JOB))
     assert machine.turn(view) == (None, None), "nothing was measured since"
     machine.measure(view)
     change, wish = machine.turn(view)

@@ -23,8 +23,8 @@ from chaos_lightning.lab.simulate.plans.learners import (
 )
 from chaos_lightning.lab.simulate.script import parse
 from chaos_lightning.lab.simulate.world import World, simulate
-from chaos_lightning.membership.donors import ALL_UP_TO, DONORS
-from chaos_lightning.protocol.types import Header
+from chaos_lightning.membership.donors import DONORS
+from chaos_lightning.protocol.types import SMALL_JOB, Header
 
 pytestmark = pytest.mark.slow  # test_simulated_seeds.py runs plans of all these families in the ordinary run
 
@@ -232,7 +232,7 @@ def test_in_a_large_job_few_keep_the_state_for_a_newcomer(monkeypatch: pytest.Mo
         begin(self, header)
 
     monkeypatch.setattr(Keeper, "begin_copy", begun)
-    names = " ".join(f"n{i}" for i in range(ALL_UP_TO + 2))
+    names = " ".join(f"n{i}" for i in range(SMALL_JOB + 2))
     job = f"seed 4\nnodes {names}\nset max_nodes 64\nprogram work_s 0.02\nprogram length 90\n"
     world, outcome = run(f"{job}later j0:replay=yes at 0.4\n")
     assert [way for way, _ in ways(world, "j0")] == ["replay"]
