@@ -184,7 +184,7 @@ def measure(result: Result, args: argparse.Namespace) -> None:
     try:
         with cards(args.members, bps):
             measure_in(result, view, found, args, f"cards of {args.card_mbps:g} Mbps")
-    except NetworkError as error:
+    except (NetworkError, RuntimeError) as error:  # or one that did not end in time
         result.leave_out("all-reduces in namespaces", str(error))
 
 

@@ -104,9 +104,11 @@ def _told(journals: Mapping[str, Sequence[Line]]) -> list[tuple[str, Line]]:
 def _chain(journals: Mapping[str, Sequence[Line]], verdict: Verdict) -> None:
     """Point 2 (and of point 5: no committed step is lost)."""
     bad = verdict.problems[2]
-    for source, line in _told(journals):
+    # Those who committed a header know whose samples are in it; newcomers may not.
+    for source, line in sorted(_told(journals), key=lambda told: told[1]["what"] != "commit"):
         known = verdict.headers.setdefault(line["head"], line)
-        if any(known[k] != line[k] for k in ("seq", "step", "prev", "who")):
+        fields = ("seq", "step", "prev", "who") if line["what"] == "commit" else ("seq", "step", "prev")
+        if any(known[k] != line[k] for k in fields):
             bad.append(f"{source} tells header {line['head']} differently from others")
     if not verdict.headers:
         bad.append("nobody committed anything")
@@ -178,7 +180,7 @@ def _samples(journals: Mapping[str, Sequence[Line]], verdict: Verdict, length: i
         header = verdict.headers[head]
         if header["kind"] == "step":
             fresh: list[int] = []
-            for who, weight in header["who"]:
+            for who, weight in header["who"] or ():
                 indices = drawn.get((who, header["prev"]))
                 if weight and indices is None:
                     bad.append(f"slot {header['seq']}: {who} contributed samples that it never drew")
@@ -230,7 +232,7 @@ def _partings(verdict: Verdict, partings: Sequence[Parting]) -> None:
     went_on = excused = 0
     for one in (p for p in partings if not p.undecided):
         during = [h for h in steps if one.start < h["ns"] <= one.stop]
-        without = [h for h in during if not {who.rpartition("~")[0] for who, _ in h["who"]} & set(one.names)]
+        without = [h for h in during if not {who.rpartition("~")[0] for who, _ in h["who"] or ()} & set(one.names)]
         went_on += bool(without)
         excused += not without and one.vouched_for
         words = f"{', '.join(one.names)} ({one.kind}, {(one.stop - one.start) / 1e9:.1f} s)"

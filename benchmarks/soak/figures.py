@@ -66,7 +66,7 @@ def draw(path: str, run: Run, others: dict[str, Run], driver: Driver) -> None:
         3, 1, figsize=(10, 11), layout="constrained", height_ratios=(3, 2, 3)
     )
     seconds = [(h["ns"] - zero) / 1e9 for h in headers]
-    top.step(seconds, [len(h["who"]) for h in headers], where="post", color="0.2", linewidth=1)
+    top.step(seconds, [len(h["who"] or ()) for h in headers], where="post", color="0.2", linewidth=1)
     for action, (mark, color) in ACTIONS.items():
         at = [(ns - zero) / 1e9 for ns, a, _ in driver.done if a == action]
         top.plot(at, [0.4] * len(at), mark, color=color, label=f"{action} ({len(at)})", markersize=5)

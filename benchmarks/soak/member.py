@@ -87,7 +87,7 @@ class Journal:
         from chaos_lightning.replication.access import ModuleState
         from chaos_lightning.replication.table import state_hash
 
-        header = engine.header
+        header, who = engine.header, engine.contributors
         self.write(
             what,
             member=engine.member_id,
@@ -96,7 +96,8 @@ class Journal:
             kind=str(header.kind),
             head=header.hash,
             prev=header.prev_hash,
-            who=list(zip(engine.contributors, header.weights(), strict=True)),
+            # A newcomer knows who has the state, and not who brought what, if some of these have left since.
+            who=list(zip(who, header.weights(), strict=True)) if len(who) == len(header.weights()) else None,
             sha=fingerprint(model, optimizer),
         )
         if header.step % 10 == 0 or what != "commit" or str(header.kind) != "step":  # for the audit of the event logs

@@ -99,6 +99,11 @@ def test_point_2_a_header_told_in_two_ways(journals):
     assert 2 in violated(journals)
 
 
+def test_a_newcomer_need_not_know_who_brought_what_to_the_header_that_let_it_in(journals):
+    line(journals["c-3"], "entered")["who"] = None
+    assert violated({"c-3": journals["c-3"], **journals}) == set()
+
+
 def test_point_3_a_sample_used_twice(journals):
     draw = [x for x in journals["a-1"] if x["what"] == "draw"]
     draw[1]["indices"] = list(draw[0]["indices"])
