@@ -770,7 +770,7 @@ class Settings:
         "Training starts with, and pauses below, so many nodes. A node is a torchrun with all its workers, or "
         "`chaos-lightning run` with all of its, or one process that was started by itself.",
     )
-    max_nodes: int = setting(64, "Workers of further nodes wait as standbys.")
+    max_nodes: int = setting(256, "Workers of further nodes wait as standbys.")
     link_degree: int = setting(
         8,
         "To how many others a newcomer gets links where more than 16 members are in and nobody names neighbours; 0: to "

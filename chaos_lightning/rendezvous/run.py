@@ -56,7 +56,7 @@ logger = logging.getLogger("chaos_lightning.rendezvous")
 HELP = """\
 Start the workers of this node, each with an agent of its own: one that dies takes no other one along, and is started
 again while the others train on. Options are torchrun's own and mean what they mean there, but for these defaults:
---rdzv-backend is chaos, --nnodes is 1:64, --max-restarts is 9 and counts for each worker by itself; between two starts
+--rdzv-backend is chaos, --nnodes is 1:256, --max-restarts is 9 and counts for each worker by itself; between two starts
 of a worker there is a pause of 1 s, then 2 s, up to 30 s. Ctrl+C (or SIGTERM) lets all workers leave the job politely;
 once more ends them. If they were the last ones, the training state is kept in a file, and the next start goes on from
 it.
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     made: argparse.ArgumentParser = get_args_parser()
     made.prog, made.description = "chaos-lightning run", HELP
     made.formatter_class, made.epilog = HelpFormat, conf_help()
-    made.set_defaults(rdzv_backend=BACKEND, nnodes="1:64", max_restarts=9)
+    made.set_defaults(rdzv_backend=BACKEND, nnodes="1:256", max_restarts=9)
     return made
 
 

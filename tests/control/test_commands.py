@@ -336,5 +336,5 @@ def test_scheduler_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (options,) = seen
     assert (options.listen, options.store, options.idle_timeout_s) == ("127.0.0.1:7", MEMORY, 5.0)
     settings = options.settings
-    assert (settings.job, settings.min_nodes, settings.max_nodes, settings.plan.kind) == ("j", 2, 64, "tree")
+    assert (settings.job, settings.min_nodes, settings.max_nodes, settings.plan.kind) == ("j", 2, 256, "tree")
     assert (settings.hang_timeout_s, settings.linger_timeout_s) == (7.0, 1.0)
