@@ -129,12 +129,17 @@ class Partners:
     # ------------------------------------------------------------------ who is here
 
     def seed(self, peers: Sequence[Peer], pairs: Iterable[Pair]) -> None:
-        """Members that are here already, by links that they have had (a view's, after a scheduler's restart)."""
+        """Members of a view, by its links: after a scheduler's restart, or when a lost chain is rebuilt."""
         for peer in peers:
             if peer.id not in self._near:
                 self._enlist(peer)
         for one, other in pairs:
             self._give(one, other)
+        seeded = {p.id for p in peers}
+        for newcomer in [m for m in self._at if m not in seeded]:  # who came before them
+            for other in self._chosen(newcomer, self._degree):
+                self._give(newcomer, other)
+            self._renew(newcomer)
         for peer in peers:
             self._renew(peer.id)
 
@@ -229,6 +234,8 @@ class Partners:
             assert (other in self._near[one]) is wanted, f"{one} and {other}: wanted {wanted}, kept is another"
             assert (one in self._near[other]) is wanted, f"{other} and {one}: wanted {wanted}, kept is another"
             assert (other in self._given[one]) is (one in self._given[other]), (one, other)
+        alone = [m for m in self._open if not self._near[m] and len(self._open) > 1 and not self.removed]
+        assert not alone, f"nobody is to have a link with {alone}"
         assert sorted(self._open) == sorted(m for m, names in self._named.items() if not names), self._open
         assert sorted(entry[1] for entry in self._by_address) == sorted(self._open), self._by_address
 

@@ -155,6 +155,15 @@ def test_two_incarnations_of_one_process_are_of_one_node() -> None:
     partners.validate()
 
 
+@pytest.mark.parametrize("count", [3, 40])
+def test_newcomers_that_came_before_a_lost_view_was_known_are_given_partners_of_it(count: int) -> None:
+    partners = Partners(DEGREE)
+    partners.add(peer(99))
+    partners.seed([peer(number) for number in range(count)], pairs(of_many(count)))
+    assert len(partners.of("n99~99")) == min(count, DEGREE)
+    partners.validate()
+
+
 def test_who_names_neighbours_is_given_none() -> None:
     partners = of_many(40)
     partners.add(peer(40, "n1", "n2~2"))
