@@ -93,7 +93,8 @@ class Harness:
         return {**base, "CHAOS_LOG_DIR": str(self.logs), **routed, **self._env}
 
     def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Child:
-        """Start a program under this name."""
+        """Start a program under this name, once whoever was killed is gone."""
+        self._bury()
         return self._keep(start_command(name, command, self._output(name), env={**self.environment(), **(env or {})}))
 
     def start_function(
@@ -104,7 +105,8 @@ class Harness:
         env: Mapping[str, str] | None = None,
         preload: Sequence[str] = PRELOAD,
     ) -> Child:
-        """Run a module-level function in a child that has torch and Lightning imported already."""
+        """Run a module-level function in a child that has torch and Lightning imported already; see `start`."""
+        self._bury()
         return self._keep(
             start_function(
                 name, target, args, self._output(name), env={**self.environment(), **(env or {})}, preload=preload
@@ -304,6 +306,11 @@ class Harness:
     def wait_step(self, step: int, deadline_s: float | None = None, *, node: str = "") -> Record:
         """The first commit that brings the job (or this node) to `step` optimizer steps."""
         return self.wait_for("committed", lambda r: integer(r.get("step")) >= step, deadline_s, node=node)
+
+    def _bury(self) -> None:
+        """A killed process has its ports until the kernel is through with it, and the next one may want them."""
+        dying = [child for child in self.children.values() if child.killed]
+        self.wait_until(lambda: all(child.poll() is not None for child in dying), "the end of those that were killed")
 
     def _turn(self) -> None:
         """Take in what was logged, and end freezes, cuts and stalls whose time has come."""

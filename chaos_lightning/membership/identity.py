@@ -296,9 +296,7 @@ class Identity:
             False,
             frozenset(),
         )
-        for peer in list(self._roster.peers.values()):
-            self._detector.forget(peer.id)
-        self._roster.peers.clear()
+        self._roster.forget_all()
         if self._rebuild.begin_to_rebuild():
             self._stale = ""
             for conn in self._roster.conns:

@@ -68,11 +68,11 @@ class Learners:
             self._desk.note("way_in", member=peer.id, way=peer.way, reason=reason)
         for peer in [p for p in ready if few and p.way == "replay" and not p.caught_up]:
             self._pause_instead(peer, few)
-        for peer in [p for p in observing if p.standing is Standing.OBSERVING]:
-            overdue = self._overdue(peer)
-            if overdue:
-                self._pause_instead(peer, overdue)
-                return True
+        overdue = [(p, why) for p in observing if p.standing is Standing.OBSERVING and (why := self._overdue(p))]
+        for peer, why in overdue:
+            self._pause_instead(peer, why)
+        if overdue:
+            return True
         waiting = [p for p in ready if p.standing is Standing.READY and p.way == "replay"]
         if not waiting or self._observing() or self._named():
             return False

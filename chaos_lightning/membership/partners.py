@@ -133,15 +133,13 @@ class Partners:
         for peer in peers:
             if peer.id not in self._near:
                 self._enlist(peer)
+            self._peers[peer.id] = peer
         for one, other in pairs:
             self._give(one, other)
-        seeded = {p.id for p in peers}
-        for newcomer in [m for m in self._at if m not in seeded]:  # who came before them
-            for other in self._chosen(newcomer, self._degree):
-                self._give(newcomer, other)
-            self._renew(newcomer)
         for peer in peers:
             self._renew(peer.id)
+        for member in list(self._at):  # newcomers that came before, and whose links that view lacks
+            self._refill(member)
 
     def add(self, peer: Peer) -> None:
         """A newcomer; or one that names other neighbours than before."""
@@ -153,9 +151,8 @@ class Partners:
             self._note_names(peer)
         else:
             self._enlist(peer)
-            if not peer.neighbours:
-                for other in self._chosen(peer.id, self._degree):
-                    self._give(peer.id, other)
+        for other in self._chosen(peer.id, self._degree) if not peer.neighbours else ():
+            self._give(peer.id, other)
         self._renew(peer.id)
 
     def drop(self, member: str) -> None:
@@ -172,11 +169,13 @@ class Partners:
         for other in self._given.pop(member):
             self._given[other].pop(member, None)
         left = list(self._near.pop(member))
+        if len(self._near) == SMALL_JOB:  # from now on all have links with each other
+            left = list(self._near)
         self.version += 1
         self._missed.pop(member, None)
         for other in left:
             self._near[other].pop(member, None)
-        for other in left:
+        for other in left if self.sparse or len(self._near) == SMALL_JOB else ():
             self._refill(other)
 
     def wished(self, wish: LinkWish) -> None:
@@ -234,8 +233,8 @@ class Partners:
             assert (other in self._near[one]) is wanted, f"{one} and {other}: wanted {wanted}, kept is another"
             assert (one in self._near[other]) is wanted, f"{other} and {one}: wanted {wanted}, kept is another"
             assert (other in self._given[one]) is (one in self._given[other]), (one, other)
-        alone = [m for m in self._open if not self._near[m] and len(self._open) > 1 and not self.removed]
-        assert not alone, f"nobody is to have a link with {alone}"
+        for one, other in itertools.combinations(self._open, 2) if not self.sparse else ():
+            assert other in self._given[one], f"{one} and {other} are not given to each other in a small job"
         assert sorted(self._open) == sorted(m for m, names in self._named.items() if not names), self._open
         assert sorted(entry[1] for entry in self._by_address) == sorted(self._open), self._by_address
 
@@ -299,8 +298,10 @@ class Partners:
         return [other for names in self.added if name in names for other in names if other != name]
 
     def _refill(self, member: str) -> None:
-        if self._degree and member in self._at and len(self._near[member]) < min(self._degree, len(self._open) - 1):
-            for other in self._chosen(member, self._degree - len(self._near[member])):
+        """Gives it as many partners as a newcomer gets; in a small job all."""
+        missing = self._degree - len(self._near[member])
+        if member in self._at and (missing > 0 or not self.sparse):
+            for other in self._chosen(member, missing):
                 self._give(member, other)
             self._renew(member)
 

@@ -73,7 +73,9 @@ class Rewiring:
         self._detector = detector
         self._look_at = self._failed_at = float("-inf")
         self._cut_at: float | None = None
-        """Since when the living members have been in parts."""
+        """Since when the living members have been in parts, ..."""
+        self._parts = 1
+        """... and in how many at most."""
         self.cut: Mapping[str, str] = MappingProxyType({})
         """Who is put out because no link leads to the side that goes on, with the reason."""
         self._ailing = False
@@ -166,8 +168,10 @@ class Rewiring:
         groups = parts(ids, self._graph.pairs(ids))
         place = {m: i for i, part in enumerate(groups) for m in part if self._roster.peers[m].conn is not None}
         if self._cut_at is None:
-            self._cut_at = self._desk.now
+            self._cut_at, self._parts = self._desk.now, 1
             self._desk.note("notice", text=f"links hold the members together no more: {in_words(groups)}")
+        if len(groups) > self._parts:
+            self._parts = len(groups)
             self._topology.partners.bridge([[m for m in part if m in place] or part for part in groups])
         mendable = any(place.get(b, at) != at for a, at in place.items() for b in self._topology.partners.of(a))
         if not mendable or self._desk.now - self._cut_at >= CUT_PATIENCE_S:

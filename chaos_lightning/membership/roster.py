@@ -154,6 +154,13 @@ class Roster:
         self.forget_terms()
         self._topology.forget(peer.id)
 
+    def forget_all(self) -> None:
+        """Nobody is known any more; their streams stay."""
+        for member in self.peers:
+            self._detector.forget(member)
+            self._topology.forget(member)
+        self.peers.clear()
+
     def newcomers(self) -> list[Peer]:
         """Who is not in the job yet, standbys included."""
         return [p for p in self.peers.values() if p.standing in (*NEWCOMER, Standing.STANDBY)]

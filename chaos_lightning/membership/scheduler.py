@@ -236,7 +236,7 @@ class SchedulerMachine:
         if self._deposed:
             return []
         self._forgive(now)
-        pressing = False
+        pressing, missing, again = False, bool(self.recovery.missing), self.recovery.again
         for event in events:
             can_wait = self._can_wait(event)
             self._take(event)
@@ -245,8 +245,7 @@ class SchedulerMachine:
             pressing = pressing or not can_wait
         self.roster.keep_pace()
         # The last report of all that are due, and a link that was made anew, are what the turn waits for.
-        reported = self.desk.phase is SchedulerPhase.PREPARING and not self.recovery.missing
-        if pressing or reported or self.recovery.again:
+        if pressing or (missing and not self.recovery.missing) or again != self.recovery.again:
             self._judge_and_turn()
         return self.desk.out
 

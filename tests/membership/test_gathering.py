@@ -108,3 +108,15 @@ def test_nobody_waits_without_end_for_one_that_does_not_get_ready() -> None:
     assert not wave.views()
     wave.passes(1.5)
     assert wave.job.views[-1].members[-1].name == "n-0"
+
+
+def test_a_wave_of_learners_that_is_overdue_comes_in_by_a_pause_at_once() -> None:
+    wave = Wave(MEMBERS, replays=True)
+    wave.come(range(70))
+    wave.passes(1.5)
+    observing = [p for p in wave.job.machine.roster.peers.values() if p.standing is Standing.OBSERVING]
+    assert len(observing) > 64
+    for peer in wave.job.machine.roster.peers.values():
+        peer.observes_since -= 1000.0
+    wave.passes(2.0)
+    assert {p.way for p in observing} == {"pause"}

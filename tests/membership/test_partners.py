@@ -138,6 +138,22 @@ def test_a_removed_link_is_given_to_nobody() -> None:
     assert all(int(m[1:].partition("~")[0]) % 3 == 0 or m == "n59~59" for m in partners.of("n60~60"))
 
 
+def test_a_scheduler_that_takes_over_wants_links_that_the_last_view_did_without() -> None:
+    partners = Partners(DEGREE)
+    partners.seed([peer(number) for number in range(3)], [pair("n0~0", "n2~2"), pair("n1~1", "n2~2")])
+    assert "n1~1" in partners.of("n0~0")
+    partners.validate()
+
+
+@pytest.mark.parametrize("degree", [1, DEGREE])
+def test_what_is_left_of_a_large_job_has_all_links(degree: int) -> None:
+    partners = of_many(40, degree)
+    for number in range(40, SMALL_JOB, -1):
+        partners.drop(f"n{number - 1}~{number - 1}")
+        partners.validate()
+    assert len(pairs(partners)) == SMALL_JOB * (SMALL_JOB - 1) // 2
+
+
 def test_after_a_failover_pairs_are_those_of_the_last_view() -> None:
     before = of_many(80)
     after = Partners(DEGREE)

@@ -78,6 +78,16 @@ def test_kill_is_declared_and_told_before_it_happens(tmp_path: Path) -> None:
         assert harness.timeline().lives["a~1"].end == "killed"
 
 
+def test_who_was_killed_is_gone_before_the_next_one_starts(tmp_path: Path) -> None:
+    with Harness(tmp_path) as harness:
+        harness.start("a", command("a", 1000))
+        harness.wait_step(1)
+        harness.kill("a")
+        harness.start("b", command("b"))
+        assert harness.children["a"].poll() == -signal.SIGKILL
+        assert harness.wait_exit("b") == 0
+
+
 def test_a_frozen_process_thaws_by_itself_and_ends_politely(tmp_path: Path) -> None:
     with Harness(tmp_path) as harness:
         child = harness.start("a", command("a", 1, "wait"))
