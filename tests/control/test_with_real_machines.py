@@ -74,11 +74,11 @@ class Fabric:
         assert not self._thread.is_alive()
 
     def link(self) -> None:
-        """Makes the links that somebody wants and both ends are there for."""
+        """Makes the links that both ends want: who has not been told of the other one refuses it."""
         for me, node in list(self.members.items()):
             for peer in node.wanted & self.members.keys():
                 pair = frozenset((me, peer))
-                if pair not in self._links:
+                if pair not in self._links and me in self.members[peer].wanted:
                     self._links.add(pair)
                     self.members[peer].feed(fx.LinkChanged(me, True, "connected"))
                     node.feed(fx.LinkChanged(peer, True, "connected"))

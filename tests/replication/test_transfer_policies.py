@@ -206,10 +206,12 @@ def test_without_estimates_a_stalled_source_is_not_waited_for_either() -> None:
 @pytest.mark.parametrize("name", ["adaptive", "greedy", "optimal", "even", "shared"])
 def test_what_a_dead_source_was_to_send_comes_from_others(name: str) -> None:
     theirs, mine = numbered(40, 100_000), numbered(40, 100_000, seed=1)
+    died = threading.Event()
     with publishing(theirs, "a", "b") as started:
 
         def die(data: bytearray, position: int) -> None:
             if position > 2_000_000:
+                died.set()
                 proxy.acceptor.listener.close()
                 cut()
 
@@ -218,8 +220,8 @@ def test_what_a_dead_source_was_to_send_comes_from_others(name: str) -> None:
         report = pull([proxy.endpoint, started[1].endpoint], mine, policy=policy)
         proxy.close()
     assert state_hash(mine.tensors()) == state_hash(theirs.tensors())
-    if name != "adaptive":  # others may have taken over all before it was found out
-        assert list(report.failed) == ["a"]
+    if name != "adaptive":  # the other one may have taken over all before it was found out, or before it died
+        assert list(report.failed) == ["a"] * died.is_set()
     assert report.sources["a"].nbytes + report.sources["b"].nbytes == 16_000_000
 
 
