@@ -72,6 +72,7 @@ class Orders:
 def member(pipe: Connection, endpoint: str, name: str, neighbours: str, work: Work) -> None:
     """One training process; `neighbours` are names, separated by commas ("": everybody)."""
     from chaos_lightning.lab.processes import die_with_parent
+    from chaos_lightning.machine import fits
 
     die_with_parent()
     model, optimizer = model_and_adam(3 * work.grad_mib, layers=work.layers)
@@ -91,6 +92,7 @@ def member(pipe: Connection, endpoint: str, name: str, neighbours: str, work: Wo
         trainee.say("gone", time.monotonic_ns())
         orders.again.wait()
         orders.again.clear()
+        fits._over.clear()  # it comes again to the very fit that it left, as a script that is started anew does
         if orders.last:
             break
     trainee.say("bye")
