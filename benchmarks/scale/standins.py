@@ -66,7 +66,7 @@ PATIENCE_S = 120.0
 """Virtual seconds within which whatever is waited for must come."""
 BEATS, OTHER = "heartbeats", "all else"
 SAMPLES = 8
-"""Of each member in each step."""
+"""What each member contributes to each step."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,7 +75,7 @@ class StandIn:
 
     name: str
     number: int
-    """Of its stream."""
+    """The scheduler's number of its stream."""
     id: str = ""
     interval_s: float = 0.1
     named: set[str] = field(default_factory=set)
@@ -150,7 +150,7 @@ class Stage:
         self.cpu_s: defaultdict[str, float] = defaultdict(float)
         self.records = self._store.nbytes
         self.sent_nbytes = 0
-        """Of all different messages to members."""
+        """Size of all different messages to members."""
         self.said: Counter[str] = Counter()
         """Messages of the scheduler, by kind."""
         self.header, self.view = GENESIS, View(NO_VIEW, NO_VIEW, ())

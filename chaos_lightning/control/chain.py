@@ -57,7 +57,7 @@ class ChainEntry:
     change: PackedChange | None = field(default=None, compare=False, repr=False)
     """What its record says instead of the view."""
     digest: str = field(default="", compare=False, repr=False)
-    """Of what its record says of the view, and so, with changes, of all back to a whole view."""
+    """Digest of what its record says of the view; with changes it covers all back to a whole view."""
 
     def same(self, other: ChainEntry) -> bool:
         """Equal but for the revision."""
@@ -77,7 +77,7 @@ class Tip:
     view: View | None = None
     """The last one."""
     digest: str = ""
-    """Of its record, for the next one that changes it."""
+    """Digest of its record, for the next one that changes it."""
     changes: int = 0
     """Number of views' records since the last that has a whole view."""
 

@@ -30,7 +30,7 @@ class Desk:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.pacing = Pacing(settings)
-        """Of heartbeats."""
+        """How often members say that they live, and after what silence they are suspected."""
         self.phase = SchedulerPhase.FOUNDING
         self.clock: float | None = None
         """Time of the last event (s); None before the first."""

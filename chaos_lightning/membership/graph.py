@@ -42,7 +42,7 @@ class Graph:
         self._roster = roster
         self._topology = topology
         self._known: dict[ViewId, frozenset[Pair]] = {}
-        self._near: tuple[ViewId, dict[str, set[str]]] = (NO_VIEW, {})
+        self._near: tuple[ViewId, dict[str, frozenset[str]]] = (NO_VIEW, {})
 
     def of_view(self, view: View) -> frozenset[Pair]:
         """The pairs of this view."""
@@ -52,7 +52,7 @@ class Graph:
         return self._known[view.id]
 
     def near(self, view: View, member: str) -> Collection[str]:
-        """Of this member those that the view links it with."""
+        """Whom the view links this member with."""
         if self._near[0] != view.id:
             self._near = view.id, by_member(view.ids(), self.of_view(view))
         return self._near[1].get(member, ())

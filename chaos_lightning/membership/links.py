@@ -100,7 +100,7 @@ class LinkRegistry:
         self._asked: deque[_Asked] = deque()
         """Not answered yet, oldest first; the first may be on its way to the store."""
         self._seen: object = None
-        """Upon what members were told of each other last."""
+        """What decides whom members are told of, as it was at the last look."""
 
     def follow(self, before: View | None, view: View) -> None:
         """A view is in the chain: links that it gave up are no sign of anybody's death, and have failed once more."""
@@ -320,7 +320,7 @@ class LinkRegistry:
         return seen != before
 
     def _to_know(self, peer: Peer, here: _Here) -> list[Peer]:
-        """Of whom a member is told beside the view that it stands in: newcomers, and partners that the view lacks.
+        """Whom a member is told of beside the view that it stands in: newcomers, and partners that the view lacks.
 
         Until it has entered the last view, it knows the newer ones by this list only; a link that it gave up in between
         would be missed when it enters, though it has to go in the view after that.

@@ -155,7 +155,7 @@ class Roster:
         self._topology.forget(peer.id)
 
     def forget_all(self) -> None:
-        """Nobody is known any more; their streams stay."""
+        """Forgets everybody; their streams stay."""
         for member in self.peers:
             self._detector.forget(member)
             self._topology.forget(member)

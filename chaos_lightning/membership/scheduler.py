@@ -281,11 +281,10 @@ class SchedulerMachine:
                 self.admission.on_closed(conn, abrupt)
             case Stored(token, ok, detail, fits):
                 view = self.book.writing
-                if self.book.stored(token, ok):
-                    pass
-                elif fits and view is not None:
+                accepted = self.book.stored(token, ok)
+                if not accepted and fits and view is not None:
                     self._shut_out(view, fits, detail)
-                else:
+                elif not accepted:
                     self._depose(f"the store refused a write ({detail})")
             case Drain(name):
                 self.admission.on_drain(name)

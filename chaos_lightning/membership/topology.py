@@ -77,13 +77,10 @@ def specs(ids: Sequence[str], pairs: Collection[Pair]) -> tuple[LinkSpec, ...]:
     return () if len(ordered) == len(ids) * (len(ids) - 1) // 2 else tuple(LinkSpec(a, b) for a, b in ordered)
 
 
-def by_member(ids: Iterable[str], pairs: Iterable[Pair]) -> dict[str, set[str]]:
-    """Of each of these members those it has a link with."""
-    near: dict[str, set[str]] = {m: set() for m in ids}
-    for one, other in pairs:
-        near[one].add(other)
-        near[other].add(one)
-    return near
+def by_member(ids: Sequence[str], pairs: Iterable[Pair]) -> dict[str, frozenset[str]]:
+    """Whom each of these members has a link with."""
+    near = links_by_member(ids, [(a, b) for a, b in pairs])
+    return {member: frozenset(others) for member, others in near.items()}
 
 
 def neighbours(view: View, me: str) -> tuple[str, ...]:

@@ -581,7 +581,7 @@ class OpenLinks:
     changes: bool = False
     """These come to those that were told on this stream before."""
     gone: tuple[str, ...] = ()
-    """Of a change: ids of those that are asked for no more."""
+    """Ids of those that are asked for no more; only a change has any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.protocol.types import Settings
 
 WORKERS = 4
-"""Of each node, where nodes have several."""
+"""How many share a host."""
 
 
 def large_plan(seed: int, count: int = 20, degree: int = 8) -> Plan:
