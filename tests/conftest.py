@@ -7,6 +7,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -30,6 +31,11 @@ if "XDG_STATE_HOME" not in os.environ:
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="chaos-state-")
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 os.environ.setdefault("CHAOS_LOG_DIR", "none")
+
+# nohup and `&` in a script start their programs with signals ignored, and what is ignored stays so in the product.
+for ignored, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, handler)
 
 # A generated example that takes long on a busy machine is no failure.
 settings.register_profile("untimed", deadline=None)
