@@ -31,7 +31,7 @@ from chaos_lightning.outer.fetching import (
     push_name,
     version_name,
 )
-from chaos_lightning.outer.grid import Grid
+from chaos_lightning.outer.grid import Grid, Shard
 from chaos_lightning.outer.lines import SERVING, DataListener, ParkedLines
 from chaos_lightning.outer.messages import Holder
 from chaos_lightning.outer.types import IncarnationId, Offer, PushId, VersionId
@@ -118,6 +118,13 @@ def random_part(seed: int = 0) -> Part:
     return Part.encoded(GRID.whole, BF16, values)
 
 
+def blank_part(shard: Shard = GRID.whole) -> Part:
+    """Memory with nothing in it: fresh memory may hold what another test left there, and that is not fetched again."""
+    part = Part.empty(shard, BF16)
+    part.data.zero_()
+    return part
+
+
 def offered(home: Home, part: Part, shards: int) -> Offer:
     return Offer(PUSH, VERSION, hold_push(home.server, PUSH, part, GRID.cut(shards)), 64, 2)
 
@@ -141,13 +148,13 @@ def test_a_push_is_fetched_by_each_follower_over_connections_that_its_cluster_pa
     offer = offered(home, whole, 3)
     assert offer.manifest == whole.hash
     for follower, shard in zip(followers, GRID.cut(3), strict=True):
-        part = Part.empty(shard, BF16)
+        part = blank_part(shard)
         took(follower, offer, part)
         assert torch.equal(part.data, whole.run(shard.first, shard.stop))
         until(lambda f=follower: standing(f) == 2, "another connection in the place of the one that was used")
     drop_push(home.server, PUSH, GRID.cut(3))
     with pytest.raises(NoDonorError, match="is not served here any more"):
-        took(followers[0], offer, Part.empty(GRID.cut(3)[0], BF16))
+        took(followers[0], offer, blank_part(GRID.cut(3)[0]))
     assert sorted(fields["peer"] for _, fields in home.notes.all) == ["f0", "f1", "f2"]
 
 
@@ -158,7 +165,7 @@ def test_a_version_is_fetched_from_all_followers_at_once(stage: Any) -> None:
         hold_version(follower.server, VERSION, Part(shard, BF16, whole.run(shard.first, shard.stop)))
     home = stage(Home())
     holders = [f.holder for f in followers]
-    mine = Part.empty(GRID.whole, BF16)
+    mine = blank_part()
     mine.data.zero_()
     got = fetch_version(VERSION, shards, BF16, holders, mine, home.lines.dial, deadline_s=LIMIT_S)
     assert got == whole.data.numel()
@@ -200,7 +207,7 @@ def test_a_push_whose_connections_break_goes_on_with_what_is_missing(stage: Any)
     follower, home = stage(Follower("f0")), stage(Home())
     home.lines.follow([follower.holder])
     whole = random_part()
-    offer, part = offered(home, whole, 1), Part.empty(GRID.whole, BF16)
+    offer, part = offered(home, whole, 1), blank_part()
     part.data.zero_()
     until(lambda: standing(follower) == 2, "parked connections")
     breaks = Breaks(lambda: lines._cut(list(home.server._sockets)))
@@ -216,7 +223,7 @@ def test_a_cluster_that_dies_in_the_middle_ends_the_fetch_and_the_next_one_goes_
     follower, home = stage(Follower("f0")), stage(Home())
     home.lines.follow([follower.holder])
     whole = random_part()
-    offer, part = offered(home, whole, 1), Part.empty(GRID.whole, BF16)
+    offer, part = offered(home, whole, 1), blank_part()
     part.data.zero_()
     until(lambda: standing(follower) == 2, "parked connections")
     with pytest.raises(NoDonorError, match=r"home~3 has parked no connection at f0 for 0\.1 s"):
@@ -250,7 +257,7 @@ def test_all_processes_of_a_cluster_send_a_part_of_a_push(stage: Any) -> None:
     donors = follower.listener.donors(str(HOME))
     assert len(donors) == 2
     assert {d.member.partition("/")[0] for d in donors} == {str(HOME)}
-    whole, part = random_part(), Part.empty(GRID.whole, BF16)
+    whole, part = random_part(), blank_part()
     part.data.zero_()
     (offer,) = {offered(each, whole, 1) for each in ranks}
     barrier = threading.Barrier(2, timeout=LIMIT_S)  # of three pieces nobody is asked for more than two at once
@@ -280,7 +287,7 @@ def test_what_a_process_that_dies_was_to_send_the_others_do(stage: Any) -> None:
     follower = stage(Follower("f0"))
     dying, other = of_ranks(stage, follower, 2)
     donors = follower.listener.donors(str(HOME))
-    whole, part, seen = random_part(), Part.empty(GRID.whole, BF16), list[int]()
+    whole, part, seen = random_part(), blank_part(), list[int]()
     part.data.zero_()
     (offer,) = {offered(each, whole, 1) for each in (dying, other)}
     barrier = threading.Barrier(2, timeout=LIMIT_S)
@@ -311,7 +318,7 @@ def test_a_process_that_is_frozen_holds_up_no_other(stage: Any) -> None:
         answer(channel, request, peer)
 
     frozen.server._answer = held
-    whole, part = random_part(), Part.empty(GRID.whole, BF16)
+    whole, part = random_part(), blank_part()
     (offer,) = {offered(each, whole, 1) for each in (frozen, other)}
     donors = follower.listener.donors(str(HOME))
     fetch_push(offer, part, follower.listener.dial, donors=donors, deadline_s=LIMIT_S)
@@ -345,7 +352,7 @@ def test_a_process_with_other_bytes_under_a_pushs_name_is_passed_over(stage: Any
     follower = stage(Follower("f0"))
     strange, other = of_ranks(stage, follower, 2)
     offered(strange, random_part(1), 1)
-    whole, part = random_part(), Part.empty(GRID.whole, BF16)
+    whole, part = random_part(), blank_part()
     offer = offered(other, whole, 1)
     donors = sorted(follower.listener.donors(str(HOME)), key=lambda d: strange.lines._mark not in d.member)
     fetch_push(offer, part, follower.listener.dial, donors=donors, deadline_s=LIMIT_S)
@@ -361,7 +368,7 @@ def test_the_memory_of_a_push_goes_with_the_push(
     follower = stage(Follower("f0"))
     ranks = of_ranks(stage, follower, 1 if end == "all die" else 2)
     donors = follower.listener.donors(str(HOME))
-    part = Part.empty(GRID.whole, BF16)
+    part = blank_part()
     part.data.zero_()
     memory = StorageWeakRef(part.data.untyped_storage())
     (offer,) = {offered(each, random_part(), 1) for each in ranks}
@@ -388,7 +395,7 @@ def test_the_memory_of_a_push_goes_with_the_push(
 @pytest.mark.parametrize("served", [True, False])
 def test_the_memory_of_a_version_goes_with_the_version(stage: Any, uncollected: None, served: bool) -> None:
     follower, home = stage(Follower("f0")), stage(Home())
-    part = Part.empty(GRID.whole, BF16)
+    part = blank_part()
     memory = StorageWeakRef(part.data.untyped_storage())
     hold_version(follower.server, VERSION, random_part(1))
     if not served:
@@ -409,7 +416,7 @@ def test_a_follower_that_dies_in_the_middle_of_a_version_ends_the_fetch_and_the_
     followers = [stage(Follower(name)) for name in ("f0", "f1")]
     hold_version(followers[0].server, VERSION, Part(shards[0], BF16, whole.run(shards[0].first, shards[0].stop)))
     home = stage(Home())
-    mine = Part.empty(GRID.whole, BF16)
+    mine = blank_part()
     mine.data.zero_()
     holders = [f.holder for f in followers]
     breaks = Breaks(followers[1].close)  # while it waits for the version
@@ -427,7 +434,7 @@ def test_a_follower_that_dies_in_the_middle_of_a_version_ends_the_fetch_and_the_
 def test_a_version_whose_link_is_cut_in_the_middle_goes_on_with_what_is_missing(stage: Any) -> None:
     follower, home, whole = stage(Follower("f0")), stage(Home()), random_part(1)
     hold_version(follower.server, VERSION, whole)
-    mine = Part.empty(GRID.whole, BF16)
+    mine = blank_part()
     mine.data.zero_()
     given = VERSION, GRID.cut(1), BF16, [follower.holder], mine, home.lines.dial
     with LinkRelay() as relay, emulating(relay=relay.address):
@@ -450,7 +457,7 @@ def test_a_connection_that_swallows_everything_is_given_up_for_another_one(
     monkeypatch.setattr(fetching, "STALL_S", 0.3)
     follower, home = stage(Follower("f0")), stage(Home(count=1))
     whole = random_part()
-    offer, part = offered(home, whole, 1), Part.empty(GRID.whole, BF16)
+    offer, part = offered(home, whole, 1), blank_part()
     with LinkRelay() as relay:
         with emulating(relay=relay.address):
             home.lines.follow([follower.holder])
@@ -652,7 +659,7 @@ def test_a_push_with_other_bytes_than_were_offered_is_refused_by_name(stage: Any
     follower, home = stage(Follower("f0")), stage(Home())
     home.lines.follow([follower.holder])
     one, other = random_part(), random_part(2)
-    part = Part.empty(GRID.whole, BF16)
+    part = blank_part()
     offer = Offer(PUSH, VERSION, one.hash, 64, 2)
     offered(home, other, 1)
     with pytest.raises(StateError, match=rf"push home~3/7 was offered as {one.hash}, and what is served is"):
@@ -715,7 +722,7 @@ def test_pushes_and_versions_are_paced(stage: Any, monkeypatch: pytest.MonkeyPat
     version = random_part()
     for follower, shard in zip(followers, GRID.cut(2), strict=True):
         hold_version(follower.server, VERSION, Part(shard, BF16, version.run(shard.first, shard.stop)))
-    got = Part.empty(GRID.whole, BF16)
+    got = blank_part()
     fetch_version(VERSION, GRID.cut(2), BF16, holders, got, home.lines.dial, deadline_s=LIMIT_S)
     assert torch.equal(got.data, version.data)
     assert set(paced["server"]) == {2e9}
