@@ -1,4 +1,4 @@
-"""Who is linked to whom: the parts of a graph, and the shortest ways through it.
+"""Finds the parts of a graph of links, the shortest ways through it, and the middle of a tree.
 
 Theory of operation. A graph is a set of pairs of ids; direction and order of a pair do not matter. Where there is a
 choice, rank order decides, so that all members decide alike.
@@ -6,7 +6,7 @@ choice, rank order decides, so that all members decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 Node = TypeVar("Node", bound=Hashable)
@@ -14,7 +14,7 @@ Pair = tuple[str, str]
 
 
 def neighbours(members: Sequence[str], links: Iterable[Pair]) -> dict[str, list[str]]:
-    """Of each member those it has a link to, in rank order; pairs that name others are left out."""
+    """Returns the members that each member has a link to, in rank order. Pairs that name others are left out."""
     linked: dict[str, set[str]] = {m: set() for m in members}
     for a, b in links:
         if a != b and a in linked and b in linked:
@@ -43,7 +43,7 @@ def parting_nodes(places: Mapping[str, str], links: Iterable[Pair]) -> list[str]
     """Nodes without which others lose their last path to each other, in rank order; linear in members and links.
 
     Args:
-        places: By member, in rank order: its node. The workers of a node count as linked with each other.
+        places: Node of each member, in rank order. The workers of a node count as linked with each other.
         links: Pairs of members; those that name others are left out.
     """
     pairs = ((places[a], places[b]) for a, b in links if a in places and b in places)
@@ -78,7 +78,7 @@ def parting_nodes(places: Mapping[str, str], links: Iterable[Pair]) -> list[str]
 
 
 def not_connected(parts: Sequence[Sequence[str]]) -> str:
-    """What to say of a graph in several parts."""
+    """Error text for a graph in several parts."""
     words = " | ".join(", ".join(part) for part in parts)
     return (
         f"the links do not connect all members; the parts are: {words}. Expected a path between any two: "
@@ -103,3 +103,33 @@ def breadth_first(root: Node, near: Mapping[Node, Sequence[Node]], above: Node) 
                 found[other] = (name, found[name][1] + 1)
                 queue.append(other)
     return found
+
+
+def hung_up(size: int, edges: Iterable[tuple[int, int]], length: Callable[[int, int], float]) -> list[tuple[int, ...]]:
+    """Parents of a tree's nodes, -1 at the root: hung up in the middle of its longest way, the best one first.
+
+    Args:
+        size: Number of nodes, which are 0, 1, ...
+        edges: The tree's.
+        length: Length of the edge between two neighbours, which is the same from either side.
+
+    Returns:
+        Two trees if two nodes are in the middle, for which rounding may decide.
+    """
+    near: dict[int, list[int]] = {i: [] for i in range(size)}
+    for i, j in edges:
+        near[i].append(j)
+        near[j].append(i)
+    end = 0
+    for _ in range(2):  # the node that is farthest from any one node is an end of the longest way
+        tree = breadth_first(end, near, -1)
+        far = {end: 0.0}
+        for node, (parent, _) in tree.items():
+            if parent >= 0:
+                far[node] = far[parent] + length(node, parent)
+        end = max(far, key=far.__getitem__)
+    way = [end]
+    while tree[way[-1]][0] >= 0:
+        way.append(tree[way[-1]][0])
+    roots = sorted(way, key=lambda node: max(far[node], far[end] - far[node]))[:2]
+    return [tuple(parent for _, (parent, _) in sorted(breadth_first(root, near, -1).items())) for root in roots]

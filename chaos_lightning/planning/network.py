@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.planning.graph import Pair, breadth_first, connected_parts, neighbours, not_connected
+from chaos_lightning.planning.graph import Pair, connected_parts, hung_up, neighbours, not_connected
 from chaos_lightning.planning.trees import Shape, chunk_of, shares
 from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 
@@ -26,7 +26,7 @@ INFINITE = float("inf")
 
 
 class Rank(Protocol):
-    """What a planner needs to know of a member (membership.types.Member has it)."""
+    """The facts about a member that a planner needs (`protocol.types.Member` has them)."""
 
     @property
     def id(self) -> str: ...
@@ -50,7 +50,7 @@ class Resource:
 
     name: str
     capacity_bps: float
-    """In each direction."""
+    """Rate in each direction (bit/s)."""
     edges: frozenset[Edge]
 
 
@@ -58,9 +58,9 @@ class Network:
     """Members in rank order and their links, checked.
 
     Args:
-        members: In rank order; `host` "" is a machine of its own.
-        links: By (a, b) ids in any order: (latency in seconds, bps from a to b, bps from b to a).
-        access: By id: (bps in, bps out) that all links of the member share; 0 or absent: not known.
+        members: Members in rank order; one with `host` "" has a machine of its own.
+        links: Latency in seconds, bps from a to b and bps from b to a, by (a, b); the order of a pair does not matter.
+        access: Rates (bps in, bps out) that all links of a member share, by its id; 0 or absent: not known.
 
     Raises:
         PlanError: No member, one twice, a link of one nobody knows, to itself or with a value that cannot be, or links
@@ -161,24 +161,9 @@ class Network:
         ]
 
     def rooted(self, edges: Iterable[Edge], chunk_nbytes: int) -> tuple[int, ...]:
-        """Parent of each rank (-1 at the root) in the tree of these edges; its root is the one of the shortest ways."""
-        near: dict[int, list[int]] = {i: [] for i in range(len(self.ids))}
-        for i, j in edges:
-            near[i].append(j)
-            near[j].append(i)
-        ways = self._farthest(near, chunk_nbytes)
-        least = min(ways) * (1 + 1e-9)
-        # Of roots that are alike but for rounding each is looked at as `fill_s` sees it.
-        found = [breadth_first(root, near, -1) for root, way_s in enumerate(ways) if way_s <= least]
-        trees = [tuple(tree[i][0] for i in near) for tree in found]
+        """Parent of each rank (-1 at the root) in the tree of these edges, hung up in the middle of its longest way."""
+        trees = hung_up(len(self), edges, lambda i, j: sum(self.hop_s(i, j, chunk_nbytes)))
         return min(trees, key=lambda parents: (self.fill_s(parents, chunk_nbytes), parents.index(-1)))
-
-    def _farthest(self, near: Mapping[int, Sequence[int]], chunk_nbytes: int) -> list[float]:
-        """`fill_s` of this tree for each rank as its root: the longest way up to it and the longest way down."""
-        tree = breadth_first(0, near, -1)
-        hops = {i: self.hop_s(i, p, chunk_nbytes) for i, (p, _) in tree.items() if p >= 0}
-        back = {i: (down, up) for i, (up, down) in hops.items()}
-        return [up + down for up, down in zip(_longest(tree, hops), _longest(tree, back), strict=True)]
 
     def fill_s(self, parents: Sequence[int], chunk_nbytes: int) -> float:
         """Seconds from the moment when all have the first chunk to the moment when all have its sum."""
@@ -220,7 +205,7 @@ class Network:
         return self.time_s(trees, nbytes, chunk_of(plan, nbytes))
 
     def time_s(self, trees: Iterable[tuple[Sequence[int], float]], nbytes: int, chunk_nbytes: int) -> float:
-        """As `seconds`, of trees given as (parents, fraction of the buffer)."""
+        """As `seconds`, for trees given as (parents, fraction of the buffer)."""
         chunk = min(chunk_nbytes, nbytes)
         load = [0.0] * len(self.resources)
         fill = 0.0
@@ -239,28 +224,6 @@ class Network:
 
     def _parents(self, shape: Shape) -> tuple[int, ...]:
         return tuple(-1 if (p := shape.parent.get(name)) is None else self.rank[p] for name in self.ids)
-
-
-def _longest(tree: dict[int, tuple[int, int]], hops: Mapping[int, tuple[float, float]]) -> list[float]:
-    """The longest way to each rank from any other.
-
-    Args:
-        tree: (parent, depth) by rank, parents first.
-        hops: Seconds from each rank but the root to its parent, and from the parent to it.
-    """
-    below = [(0.0, 0.0)] * len(tree)  # the two longest ways from below, over different children
-    for i in reversed(tree):
-        if i in hops:
-            parent, way = tree[i][0], below[i][0] + hops[i][0]
-            first, second = below[parent]
-            below[parent] = (max(first, way), max(second, min(first, way)))
-    above = [0.0] * len(tree)
-    for i, (parent, _) in tree.items():
-        if i in hops:
-            first, second = below[parent]
-            beside = second if first == below[i][0] + hops[i][0] else first
-            above[i] = hops[i][1] + max(beside, above[parent])
-    return [max(ways) for ways in zip((first for first, _ in below), above, strict=True)]
 
 
 def _least(pair: tuple[float, float]) -> float:

@@ -1,4 +1,4 @@
-"""From measured links to a plan: which trees the all-reduce takes, why, and how long that should take.
+"""Turns measured links into a plan: which trees the all-reduce takes, why, and how long that should take.
 
 Theory of operation. A *planner* draws a plan (`PlanSpec`) for a network (`planning/network.py`); `plan` looks one up by
 name, checks what it drew, and predicts its time. Planners:
@@ -36,9 +36,9 @@ from chaos_lightning.planning.trees import PLANNERS_GROUP, chunk_of, misfit
 from chaos_lightning.protocol.types import PlanSpec
 
 Links = Mapping[Pair, tuple[float, float, float]]
-"""By (a, b): latency in seconds, bps from a to b, bps from b to a."""
+"""Latency in seconds, bps from a to b and bps from b to a, by (a, b)."""
 Access = Mapping[str, tuple[float, float]]
-"""By member: bps in and out that all its links share; 0: not known."""
+"""Rates (bps in, bps out) that all links of a member share, by its id; 0: not known."""
 Planner = Callable[[Network, int], tuple[PlanSpec, str]]
 """(network, bytes of the buffer) -> the plan and the reason in words; raises PlanError where it can draw none."""
 
@@ -79,11 +79,11 @@ def plan(
     """The plan for these members over these links.
 
     Args:
-        members: In rank order.
-        links: What was measured; pairs without a link are absent or have a rate of 0.
+        members: Members in rank order.
+        links: Measured links; pairs without a link are absent or have a rate of 0.
         policy: A planner, or its name (see the module).
         nbytes: Bytes of one all-reduce.
-        access: What nodes' links share, where that is known.
+        access: Rates that all links of a member share, where they are known.
 
     Raises:
         PlanError: The links do not connect the members (names the parts) or are no links, or the planner is unknown or
@@ -136,9 +136,10 @@ def replan(
 
 
 def bound(members: Sequence[Rank], links: Links, nbytes: int, access: Access | None = None) -> Bound:
-    """What physics allows.
+    """Returns the least times that the links allow.
 
-    Of one tree: the buffer over the narrowest link of the widest spanning tree. Of several: see `planning/packing.py`.
+    One tree takes as long as the buffer over the narrowest link of the widest spanning tree; for several trees see
+    `planning/packing.py`.
     """
     network = Network(members, links, access)
     several_s = 8 * nbytes / pack(network).bound_bps
@@ -389,7 +390,7 @@ def _way_through(network: Network, limit_bps: float) -> list[int] | None:
 
 
 def _onward(near: Sequence[Sequence[int]], at: int, seen: set[int]) -> list[int]:
-    """Where to go from here, the best last."""
+    """Returns the members to go to from here, the best last."""
     return sorted((j for j in near[at] if j not in seen), key=lambda j: (-sum(k not in seen for k in near[j]), -j))
 
 

@@ -68,7 +68,7 @@ def spanning(size: int, edges: Iterable[Edge]) -> EdgeTree:
 
 
 def bottleneck_bps(network: Network) -> float:
-    """What one tree can carry at most; exact where only links have a capacity, an upper bound otherwise."""
+    """Most that one tree can carry (bit/s); exact where only links have a capacity, an upper bound otherwise."""
     if len(network) == 1:
         return INFINITE
     tree = spanning(len(network), sorted(network.edges, key=lambda e: (-network.worth(e), e)))
@@ -247,7 +247,7 @@ class _Simplex:
         return {label: level for label, level in found.items() if level > _TINY}
 
     def prices(self) -> list[float]:
-        """What a unit of each resource is worth."""
+        """Returns the worth of a unit of each resource."""
         chosen = [row for row, label in zip(self._inverse, self._inside, strict=True) if label is not None]
         return [sum(column) for column in zip(*chosen, strict=True)] or [0.0] * len(self._level)
 

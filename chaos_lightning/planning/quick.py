@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.planning.graph import Pair, breadth_first, connected_parts, neighbours, not_connected
+from chaos_lightning.planning.graph import Pair, connected_parts, hung_up, neighbours, not_connected
 from chaos_lightning.planning.network import Edge, Rank
 from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 
@@ -28,15 +28,15 @@ _AHEAD = 0.5
 _LINK_SLACK, _LINK_SHARE = 0.75, 1.5
 """Edges beyond a link's budget that are let pass, and that budget beside an even share of all edges."""
 _MORE = 1.25
-"""Where a tree is stuck, budgets are widened by this factor."""
+"""Factor by which budgets are widened each time a tree is stuck."""
 
 
 def quick(members: Sequence[Rank], links: Mapping[Pair, tuple[float, float, float]]) -> tuple[PlanSpec, str]:
     """A plan for these members over these links, and the reason in words.
 
     Args:
-        members: In rank order; `host` "" is a machine of its own.
-        links: By (a, b): latency in seconds, bps from a to b, bps from b to a.
+        members: Members in rank order; one with `host` "" has a machine of its own.
+        links: Latency in seconds, bps from a to b and bps from b to a, by (a, b).
 
     Raises:
         PlanError: The links do not connect the members; names the parts.
@@ -71,7 +71,7 @@ class _Growth:
         cards = {host: c for c, host in enumerate(dict.fromkeys(hosts))}
         self._card = [cards[host] for host in hosts]
         self._inside: list[list[int]] = [[] for _ in hosts]
-        """By rank: those on the same machine that it has a link to."""
+        """Ranks on the same machine that each rank has a link to."""
         width = [0.0] * len(cards)
         near: list[list[tuple[float, int, int]]] = [[] for _ in hosts]
         for link, ((i, j), bps) in enumerate(wide.items()):
@@ -82,7 +82,7 @@ class _Growth:
                     near[one].append((-bps, other, link))
                     width[self._card[one]] = max(width[self._card[one]], bps)
         self._near = [[(j, link) for _, j, link in sorted(found)] for found in near]
-        """By rank: those on other machines, and the link to them; the fastest first."""
+        """Ranks on other machines that each rank has a link to, and these links; the fastest link first."""
         fastest = max(width) or max(wide.values())
         width = [bps or fastest for bps in width]
         # Edges per tree and bps so that all trees together fit: the slowest card is a leaf in each of them.
@@ -95,12 +95,13 @@ class _Growth:
         self._card_load = [0] * len(width)
         self._link_load = [0] * len(wide)
 
-    def trees(self) -> list[list[int]]:
+    def trees(self) -> list[tuple[int, ...]]:
         """Parent of each rank, -1 at the root, by tree."""
         trees = [self._grown(number) for number in range(1, self._count + 1)]
         for tree in trees:
             self._relieve(tree)
-        return [_from_the_middle(tree) for tree in trees]
+        edges = [[(i, p) for i, p in enumerate(tree) if p >= 0] for tree in trees]
+        return [hung_up(len(self._near), tree, lambda one, other: 1.0)[0] for tree in edges]
 
     def _grown(self, number: int) -> list[int]:
         size = len(self._near)
@@ -170,20 +171,3 @@ class _Growth:
                 self._load(leaf, best, ways[best], 1)
                 tree[leaf] = best
                 above.add(best)
-
-
-def _from_the_middle(parents: Sequence[int]) -> list[int]:
-    """The same tree, rooted in the middle of its longest way."""
-    near: list[list[int]] = [[] for _ in parents]
-    for i, p in enumerate(parents):
-        if p >= 0:
-            near[i].append(p)
-            near[p].append(i)
-    graph = dict(enumerate(near))
-    end = next(reversed(breadth_first(0, graph, -1)))
-    ways = breadth_first(end, graph, -1)
-    middle = next(reversed(ways))
-    for _ in range(ways[middle][1] // 2):
-        middle = ways[middle][0]
-    found = breadth_first(middle, graph, -1)
-    return [found[i][0] for i in range(len(parents))]

@@ -1,12 +1,12 @@
 """Parts and ways of a graph, against what the definitions say of small ones."""
 
 from collections.abc import Iterable
-from itertools import combinations
+from itertools import combinations, product
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos_lightning.planning.graph import Pair, breadth_first, connected_parts, neighbours, parting_nodes
+from chaos_lightning.planning.graph import Pair, breadth_first, connected_parts, hung_up, neighbours, parting_nodes
 
 NAMES = tuple(f"m{i}" for i in range(9))
 
@@ -70,3 +70,19 @@ def test_long_lines_are_walked() -> None:
     assert connected_parts(members, near) == [members]
     assert breadth_first(members[0], near, "")[members[-1]] == (members[-2], 4999)
     assert parting_nodes({m: m for m in members}, links) == members[1:-1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 5)), max_size=12))
+def test_a_tree_is_hung_up_where_it_is_lowest(branches: list[tuple[int, int]]) -> None:
+    size = len(branches) + 1
+    lengths = {frozenset((i, at % i)): float(length) for i, (at, length) in enumerate(branches, 1)}
+    far = {(i, j): 0.0 if i == j else lengths.get(frozenset((i, j)), 1e9) for i in range(size) for j in range(size)}
+    for over, i, j in product(range(size), repeat=3):
+        far[i, j] = min(far[i, j], far[i, over] + far[over, j])
+    edges = [(min(ends), max(ends)) for ends in lengths]
+    trees = hung_up(size, edges, lambda i, j: lengths[frozenset((i, j))])
+    heights = [max(far[root, i] for i in range(size)) for root in range(size)]
+    assert heights[trees[0].index(-1)] == min(heights)
+    for tree in trees:
+        assert {frozenset((i, p)) for i, p in enumerate(tree) if p >= 0} == lengths.keys()
+        assert tree.count(-1) == 1
