@@ -1,9 +1,9 @@
-"""Newcomers that come at once are let in at once: the first of them waits a moment for those that are on their way.
+"""Lets newcomers in together that come at about the same time: those that are ready first wait for the others a moment.
 
 Theory of operation. Each view costs a durable write, a header that stops everybody for the newcomers' state, and new
 trees. A hundred machines that were started together, let in as they become ready, would cost dozens of views. So where
 many come, those that are ready wait while others link, or as long as further ones keep coming. A newcomer that comes
-alone waits for nobody, nor does anybody in a small job.
+alone waits for nobody, and nobody waits in a small job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from chaos_lightning.membership.peers import Peer
 from chaos_lightning.protocol.types import SMALL_JOB
 
 GATHER_S = 1.0
-"""Seconds that the first one waits at most: little beside the pull of a state, and most of a wave is here by then."""
+"""Most seconds that a newcomer waits. A state takes longer to pull, and most newcomers of a wave are ready by then."""
 QUIET_S = 0.2
 """Seconds without a further newcomer after which the wave is over."""
 
@@ -25,12 +25,10 @@ class Gathering:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._since: float | None = None
-        """When (s) the first of those that wait could have gone in."""
-        self._latest = (0, 0.0)
-        """Number of newcomers that were as far, and when (s) there were more than before."""
-        self._seen: dict[str, float] = {}
-        """When (s) the present others were seen first."""
+        self._ready: dict[str, float] = {}
+        """Times (s) from which on newcomers wait, by id."""
+        self._others: dict[str, float] = {}
+        """Times (s) at which the others were seen first, by id."""
 
     def waits(self, coming: Sequence[Peer], others: Sequence[Peer], members: int) -> bool:
         """Whether those that could go in wait for others; asked anew until they go.
@@ -40,17 +38,14 @@ class Gathering:
             others: Newcomers that may soon be as far; one that takes longer than usual is not waited for.
             members: Number of members of the latest view.
         """
-        now, number = self._desk.now, len(coming)
-        since, self._since = self._since, None
-        self._seen = {p.id: self._seen.get(p.id, now) for p in others}
-        soon = any(now - at < GATHER_S for at in self._seen.values())
-        if not coming or (number == 1 and not soon) or members + number + len(others) <= SMALL_JOB:
+        now = self._desk.now
+        ready = {p.id: self._ready.get(p.id, now) for p in coming}
+        self._others = {p.id: self._others.get(p.id, now) for p in others}
+        soon = any(now - since < GATHER_S for since in self._others.values())
+        self._ready = {}
+        if not ready or (len(ready) == 1 and not soon) or members + len(ready) + len(others) <= SMALL_JOB:
             return False
-        if since is None:
-            since, self._latest = now, (number, now)
-        elif number > self._latest[0]:
-            self._latest = number, now
-        if now - since >= GATHER_S or not (soon or now - self._latest[1] < QUIET_S):
+        if now - min(ready.values()) >= GATHER_S or not (soon or now - max(ready.values()) < QUIET_S):
             return False
-        self._since = since
+        self._ready = ready
         return True
