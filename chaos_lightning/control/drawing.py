@@ -117,16 +117,10 @@ def main() -> None:
     die_with_parent(signal.SIGKILL)
     os.nice(_NICE)
     said = json.load(sys.stdin)
-    plan, reason = replanned(
-        DrawPlan(
-            said["token"],
-            _plan(said["spec"]),
-            _plan(said["present"]),
-            tuple(Member(**member) for member in said["members"]),
-            {(a, b): (latency_s, there, back) for (a, b), (latency_s, there, back) in said["links"]},
-            said["hasty"],
-        )
-    )
+    said["spec"], said["present"] = _plan(said["spec"]), _plan(said["present"])
+    said["members"] = tuple(Member(**member) for member in said["members"])
+    said["links"] = {tuple(ends): tuple(values) for ends, values in said["links"]}
+    plan, reason = replanned(DrawPlan(**said))
     # A scheduler that died while this process began is no parent by whose death it could end.
     with contextlib.suppress(BrokenPipeError), open(answers, "wb") as out:
         out.write(_written({"plan": plan, "reason": reason}))

@@ -20,12 +20,15 @@ from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.topology import Fact, Topology, pair
 
 SHOWN = 16
+"""Number of members and newcomers up to which all is listed; of a larger job that many lines of each kind."""
 PAGE = 32
-"""Members and newcomers on a page."""
+"""Number of members and newcomers on a page."""
+_STATES = ("in use", "down", "stands, not in use yet", "not there yet", "not wanted")
+"""States of links that are counted; a link that was taken away, for whatever reason, counts as not wanted."""
 
 
 class Showing:
-    """See the module. Arguments are what all parts share, the chain, everybody, and what is known of links."""
+    """See the module. Arguments are the parts that it uses."""
 
     def __init__(self, desk: Desk, book: Book, roster: Roster, graph: Graph, topology: Topology) -> None:
         self._desk = desk
@@ -35,12 +38,12 @@ class Showing:
         self._topology = topology
 
     def facts(self, page: int) -> dict[str, object]:
-        """Returns members, newcomers and links: of this page, from 1 on, or of 0 what is not as it should be."""
+        """Returns members, newcomers and links: of a page (1, 2, ...), or for 0 what is not as it should be."""
         members = self._roster.members()
         peers = [*members, *(p for p in self._roster.peers.values() if p.standing is not Standing.MEMBER)]
         counts: dict[str, object] = {
             "members": len(members),
-            "living": sum(not self._dead(p) for p in members),
+            "living": sum(p.alive for p in members),
             "connected": sum(p.conn is not None for p in members),
             "here": sum(p.conn is not None for p in peers),
             "leaving": sum(p.conn is not None and bool(p.leaving) for p in peers),
@@ -53,7 +56,8 @@ class Showing:
             ids = {p.id for p in shown}
             links = self._rows((a, b) for a, b in self._known(peers) if a.id in ids)
         else:
-            shown = [*self._few(p for p in members if self._odd(p)), *self._few(peers[len(members) :])]
+            amiss = [p for p in members if self._odd(p)]
+            shown = [*amiss[:SHOWN], *peers[len(members) :][:SHOWN]]
             states, odd = self._link_states(peers)
             counts["links"] = dict(states)
             links = self._rows(odd[:SHOWN])
@@ -65,22 +69,13 @@ class Showing:
             "pages": -(-len(peers) // PAGE) if len(peers) > SHOWN else 0,
         }
 
-    @staticmethod
-    def _few(peers: Iterable[Peer]) -> list[Peer]:
-        return list(peers)[:SHOWN]
-
-    @staticmethod
-    def _dead(peer: Peer) -> str:
-        return peer.condemned or peer.dead
-
     def _odd(self, member: Peer) -> bool:
-        """Whether it is worth a line among hundreds."""
+        """Whether this member is not as it should be, so that it has a line of its own in a large job."""
         latest = self._book.latest
         behind = latest is not None and member.entered != latest.id
         silent = self._desk.clock is not None and self._desk.now - member.heard > self._desk.settings.silence_timeout_s
-        return bool(
-            behind or silent or member.conn is None or not member.loaded or member.leaving or self._dead(member)
-        )
+        here = member.conn is not None and member.loaded and member.alive
+        return bool(behind or silent or not here or member.leaving)
 
     # ------------------------------------------------------------------ links
 
@@ -89,16 +84,16 @@ class Showing:
         return [p for p in peers if p.standing is not Standing.STANDBY]
 
     def _known(self, peers: Sequence[Peer]) -> Iterator[tuple[Peer, Peer]]:
-        """Pairs of these that the latest view uses, or of which somebody has said something; the older end first."""
-        places = {p.id: i for i, p in enumerate(self._placed(peers))}
+        """Yields the pairs that the latest view uses or that somebody has reported on, the older end first."""
+        here = self._placed(peers)
+        places = {p.id: i for i, p in enumerate(here)}
         latest = self._book.latest
         pairs = {*self._topology.facts, *(self._graph.of_view(latest) if latest is not None else ())}
         ends = sorted(sorted(places[m] for m in ends) for ends in pairs if places.keys() >= ends)
-        here = self._placed(peers)
         return ((here[a], here[b]) for a, b in ends)
 
     def _link_states(self, peers: Sequence[Peer]) -> tuple[Counter[str], list[tuple[Peer, Peer]]]:
-        """How many links are in which state, in a word, and those that are not simply in use."""
+        """Returns the number of links in each state, and the links that are not as they should be."""
         states, odd = Counter[str](), list[tuple[Peer, Peer]]()
         latest = self._book.latest
         used = self._graph.of_view(latest) if latest is not None else frozenset()
@@ -141,6 +136,3 @@ class Showing:
         if self._graph.in_force(one.id, other.id):
             return "in use"
         return "stands, not in use yet" if fact.stands else "not there yet"
-
-
-_STATES = ("in use", "down", "stands, not in use yet", "not there yet", "not wanted")

@@ -19,24 +19,25 @@ from chaos_lightning.membership.effects import MemberEffect, ToPeer
 from chaos_lightning.planning.graph import neighbours
 from chaos_lightning.protocol.types import SMALL_JOB, Header, View
 
+GREETERS = 4
+"""Number of members that send a newcomer the header that concerns it where every pair has a link: one may die."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How wide headers spread; equal at all members.
+    """The shape of the tree that headers go down; equal at all members.
 
     Attributes:
-        direct: In a view of so many members the root sends to all.
-        width: Members that each one sends to in a larger view.
-        greeters: Members that greet a newcomer in a larger view in which every pair has a link: one dies now and then.
+        direct: Number of members up to which the root sends to all.
+        width: Number of members that each one sends to in a larger view.
     """
 
     direct: int = SMALL_JOB
     width: int = 8
-    greeters: int = 4
 
 
 class Spreading:
-    """To whom one member hands headers on. See the module."""
+    """Finds the members to which one member hands headers on. See the module."""
 
     def __init__(self, spread: Spread) -> None:
         self.spread = spread
@@ -81,7 +82,7 @@ class Spreading:
         if len(view.members) <= self.spread.direct:
             return view.joiners
         if not view.links:
-            return view.joiners if self._greets(view, me) else ()
+            return view.joiners if _greets(view, me) else ()
         near: dict[str, set[str]] = {joiner: set() for joiner in view.joiners}
         for link in view.links:
             for one, other in ((link.a, link.b), (link.b, link.a)):
@@ -95,15 +96,16 @@ class Spreading:
         Args:
             view: The header's.
             me: This member.
-            learners: Those that the header names, and the one before did not.
+            learners: Learners that the header names and the one before it did not.
             linked: Members and newcomers to which this one has a link.
         """
         if len(view.members) <= self.spread.direct:
             return learners
         if view.links:
             return tuple(learner for learner in learners if learner in linked)
-        return learners if self._greets(view, me) else ()
+        return learners if _greets(view, me) else ()
 
-    def _greets(self, view: View, me: str) -> bool:
-        joiners = frozenset(view.joiners)
-        return me in [m for m in view.ids() if m not in joiners][: self.spread.greeters]
+
+def _greets(view: View, me: str) -> bool:
+    joiners = frozenset(view.joiners)
+    return me in [m for m in view.ids() if m not in joiners][:GREETERS]

@@ -27,10 +27,10 @@ class PackedMembers:
     """Members by columns.
 
     Attributes:
-        texts: What each text adds to the one that it is compared with, one column after another: names, ids (compared
-            with the member's own name), hosts, addresses, nodes.
-        lengths: Of each text the number of characters that it shares, then of each the number that it adds.
-        differences: Ports, pids, starts of processes and quotas, each less the one before.
+        texts: All texts, each without the beginning that it shares with the text before it (an id: with the member's
+            name), one column after another: names, ids, hosts, addresses, nodes.
+        lengths: Number of characters of each shared beginning, then of each rest.
+        differences: Ports, pids, starts of processes and quotas, each less the one before it.
     """
 
     texts: str
@@ -40,7 +40,7 @@ class PackedMembers:
 
 @dataclass(frozen=True, slots=True)
 class PackedTree:
-    """A TreeSpec; `whole`: of all members in rank order, which are not listed."""
+    """A TreeSpec. If `whole`, it has all members in rank order, and `members` is empty."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class PackedTree:
 
 @dataclass(frozen=True, slots=True)
 class PackedView:
-    """A View; `links` has the differences of all first ends, then of each link from its first to its second end."""
+    """A View. `links` has each link's first end less the one before it, then each second end less its first end."""
 
     id: ViewId
     predecessor: ViewId
@@ -70,14 +70,14 @@ class PackedView:
 
 @dataclass(frozen=True, slots=True)
 class PackedChange:
-    """What a view changes of the one before it (protocol/changes.py).
+    """The changes of a view to the one before it (protocol/changes.py).
 
     Attributes:
         before: Digest for the content of the view that it changes.
-        gone: Ranks there of members that are not in it.
-        lost: Positions there of links, between members that stay, that are not in it.
-        replans: `view` has its plan; else it keeps the one before.
-        view: The view with the members and links that come.
+        gone: Ranks, in the view before, of members that are out.
+        lost: Positions, in the view before, of links that are gone though both members stay.
+        replans: Whether `view` has a plan of its own; else the plan before stays.
+        view: The view, with new members and links alone.
     """
 
     before: str
@@ -88,7 +88,7 @@ class PackedChange:
 
 
 class _Table(dict[str, int]):
-    """Numbers of names; one that is new gets the next."""
+    """Numbers of names. A new name gets the next number."""
 
     def __missing__(self, name: str) -> int:
         number = self[name] = len(self)
@@ -109,7 +109,7 @@ def pack_view(view: View) -> PackedView:
 
 
 def pack_with(view: View, members: Sequence[Member]) -> PackedView:
-    """As `pack_view`, but only these of its members are written; the others are known to the reader."""
+    """As `pack_view`, but writes only these of the members; the reader knows the others."""
     ids = view.ids()
     table = _Table({"": 0})
     joiners, links, trees = _numbered(view, table, ids)
@@ -155,7 +155,7 @@ def unpack_view(packed: PackedView) -> View:
 
 
 def unpack_with(packed: PackedView, members: tuple[Member, ...]) -> View:
-    """Back from `pack_with`; `members`: all of the view's."""
+    """Back from `pack_with`; `members` are all of the view's."""
     ids = tuple(m.id for m in members)
     names = ("", *ids, *packed.words)
     if len(frozenset(names)) < len(names):
@@ -198,7 +198,7 @@ def _namer(names: Sequence[str]) -> Callable[[Sequence[int]], tuple[str, ...]]:
 
 
 def _check_words(packed: PackedView, first: Sequence[int], second: Sequence[int], members: int) -> None:
-    """Refuses words that nothing uses, or that stand in another order than that of their use."""
+    """Refuses words that nothing uses, and words in another order than that of their first use."""
     if not packed.words:
         return
     used = [*packed.joiners, *(end for ends in zip(first, second, strict=True) for end in ends)]
@@ -215,14 +215,13 @@ def pack_members(members: Sequence[Member]) -> PackedMembers:
     pairs = [*_with_before(names), *zip([m.id for m in members], names, strict=True)]
     pairs += [pair for column in columns for pair in _with_before(column)]
     shared = [_shared(text, other) for text, other in pairs]
-    texts = "".join([text[n:] for (text, _), n in zip(pairs, shared, strict=True)])
+    parts = [text[n:] for (text, _), n in zip(pairs, shared, strict=True)]
     if pairs and max(len(text) for text, _ in pairs) > LONGEST_TEXT:
         raise WireError(f"a member's name, host or address has more than {LONGEST_TEXT} characters")
-    added = [len(text) - n for (text, _), n in zip(pairs, shared, strict=True)]
     numbers = [[m.port for m in members], [m.pid for m in members], [m.pid_start for m in members]]
     numbers.append([m.quota for m in members])
     differences = [d for column in numbers for d in _differences(column)]
-    return PackedMembers(texts, (*shared, *added), tuple(differences))
+    return PackedMembers("".join(parts), (*shared, *map(len, parts)), tuple(differences))
 
 
 def unpack_members(packed: PackedMembers) -> tuple[Member, ...]:
@@ -234,15 +233,11 @@ def unpack_members(packed: PackedMembers) -> tuple[Member, ...]:
     shared, added = packed.lengths[:total], packed.lengths[total:]
     if sum(added) != len(packed.texts):
         raise WireError("View whose members' texts are cut off")
-    stops = list(accumulate(added, initial=0))
-    parts = [packed.texts[a:b] for a, b in pairwise(stops)]
-    names = _texts(shared[:count], parts[:count])
-    ids = [
-        _joined(n, part, name) for n, part, name in zip(shared[count:], parts[count : 2 * count], names, strict=False)
-    ]
-    hosts, addresses, nodes = (
-        _texts(shared[i * count : (i + 1) * count], parts[i * count : (i + 1) * count]) for i in range(2, _TEXTS)
-    )
+    parts = [packed.texts[a:b] for a, b in pairwise(accumulate(added, initial=0))]
+    pairs = list(zip(shared, parts, strict=True))
+    columns = [pairs[i * count : (i + 1) * count] for i in range(_TEXTS)]
+    names, hosts, addresses, nodes = map(_texts, (columns[0], *columns[2:]))
+    ids = [_joined(n, part, name) for (n, part), name in zip(columns[1], names, strict=True)]
     ports, pids, starts, quotas = (
         [_wrapped(n) for n in accumulate(packed.differences[i * count : (i + 1) * count])] for i in range(_NUMBERS)
     )
@@ -254,7 +249,7 @@ def _with_before(column: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _shared(text: str, other: str) -> int:
-    """Number of characters that both begin with."""
+    """Returns the number of characters that both texts begin with."""
     if text.startswith(other):
         return len(other)
     for n, (a, b) in enumerate(zip(text, other, strict=False)):
@@ -263,9 +258,9 @@ def _shared(text: str, other: str) -> int:
     return len(text)
 
 
-def _texts(shared: Sequence[int], parts: Sequence[str]) -> list[str]:
+def _texts(column: Sequence[tuple[int, str]]) -> list[str]:
     found, before = [], ""
-    for n, part in zip(shared, parts, strict=True):
+    for n, part in column:
         before = _joined(n, part, before)
         found.append(before)
     return found
@@ -284,5 +279,5 @@ def _differences(column: Sequence[int]) -> list[int]:
 
 
 def _wrapped(number: int) -> int:
-    """The integer of 64 bits that it is congruent to."""
+    """Returns the signed integer of 64 bits that the number is congruent to."""
     return (number + _HALF) % _WHOLE - _HALF

@@ -29,20 +29,15 @@ def normalise(spans: Iterable[Span], *, what: str = "spans") -> tuple[Span, ...]
         ValueError: a span is reversed or negative, or two spans overlap; `what` names their owner.
     """
     ordered = sorted(span for span in spans if span[0] != span[1])
-    out: list[Span] = []
+    before = 0
     for start, stop in ordered:
         if start < 0 or stop < start:
             raise ValueError(f"{what}: ({start}, {stop}) is no span; expected 0 <= start <= stop")
-        if out and start < out[-1][1]:
-            overlap = (start, min(stop, out[-1][1]))
-            raise ValueError(
-                f"{what}: positions {in_words(overlap)} are named twice; every position is spent exactly once"
-            )
-        if out and start == out[-1][1]:
-            out[-1] = (out[-1][0], stop)
-        else:
-            out.append((start, stop))
-    return tuple(out)
+        if start < before:
+            overlap = in_words((start, min(stop, before)))
+            raise ValueError(f"{what}: positions {overlap} are named twice; every position is spent exactly once")
+        before = stop
+    return union(ordered)
 
 
 def count(spans: Iterable[Span]) -> int:
@@ -63,7 +58,7 @@ def first_positions(spans: Iterable[Span], positions: int) -> tuple[Span, ...]:
 
 
 def subtract(spans: Iterable[Span], gone: Sequence[Span]) -> tuple[Span, ...]:
-    """What of `spans` is not in `gone` (both normal); linear in their lengths."""
+    """Returns the parts of `spans` that are not in `gone` (both normal), in time linear in their lengths."""
     out: list[Span] = []
     i = 0
     for start, stop in spans:
