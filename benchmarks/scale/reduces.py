@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
@@ -23,6 +24,7 @@ from chaos_lightning.lab.edge.namespaces import NetworkError, ability
 from chaos_lightning.lab.edge.namespaces import run as ip
 from chaos_lightning.planning import overlay
 from chaos_lightning.planning.network import Network
+from chaos_lightning.planning.quick import quick
 from chaos_lightning.protocol.types import NO_VIEW, Member, PlanSpec, View, ViewId
 
 PREDICTED_AT = (24, 64, 128)
@@ -35,20 +37,36 @@ CARD_BPS = 1e9
 Links = dict[tuple[str, str], tuple[float, float, float]]
 
 
-def links_of(view: View, bps: float, *, full: bool) -> Links:
-    """The links of a view as planners take them, or those of all pairs; each carries `bps` both ways."""
+def links_of(view: View, bps: float, *, full: bool, uneven: bool = False) -> Links:
+    """The links of a view as planners take them, or those of all pairs.
+
+    Args:
+        view: A view.
+        bps: Rate of a card, and of each link both ways.
+        full: Take all pairs.
+        uneven: Each pair has a rate of its own instead, from a tenth of the card's on.
+    """
     ids = view.ids()
     pairs = combinations(ids, 2) if full or not view.links else ((link.a, link.b) for link in view.links)
-    return dict.fromkeys(pairs, (LATENCY_S, bps, bps))
+    if not uneven:
+        return dict.fromkeys(pairs, (LATENCY_S, bps, bps))
+    rates = {pair: random.Random(" ".join(pair)).uniform(0.1 * bps, bps) for pair in pairs}
+    return {pair: (LATENCY_S, rate, rate) for pair, rate in rates.items()}
 
 
-def plans(view: View, bps: float, nbytes: int) -> dict[str, overlay.Planned]:
-    """What the planner draws for either graph."""
-    access = dict.fromkeys(view.ids(), (bps, bps))
-    return {
-        name: overlay.plan(view.members, links_of(view, bps, full=name == "full"), nbytes=nbytes, access=access)
-        for name in PLANS
-    }
+def plans(view: View, bps: float, nbytes: int, *, uneven: bool = False) -> dict[str, overlay.Planned]:
+    """The scheduler's plan for either graph (it knows links, not cards), and its seconds with cards of `bps`."""
+    found = {}
+    for name in PLANS:
+        links = links_of(view, bps, full=name == "full", uneven=uneven)
+        planned = overlay.plan(view.members, links, nbytes=nbytes)
+        found[name] = planned._replace(seconds=seconds_of(view, planned.spec, links, bps, nbytes))
+    return found
+
+
+def seconds_of(view: View, plan: PlanSpec, links: Links, bps: float, nbytes: int) -> float:
+    """Predicted seconds of an all-reduce where each member has a card of `bps`."""
+    return Network(view.members, links, dict.fromkeys(view.ids(), (bps, bps))).seconds(plan, nbytes)
 
 
 def founded(size: int, seed: int, degree: int = GRAPHS["default"]) -> View:
@@ -59,27 +77,30 @@ def founded(size: int, seed: int, degree: int = GRAPHS["default"]) -> View:
 
 
 def predict(result: Result, size: int, nbytes: int, seed: int) -> None:
-    """Adds what an all-reduce of so many members should take."""
+    """Adds what an all-reduce of so many members should take, over equal links and over uneven ones."""
     view = founded(size, seed)
-    found = plans(view, CARD_BPS, nbytes)
-    for name, planned in found.items():
-        print(f"    {name}: {planned.reason}", flush=True)
-        result.add(f"all-reduce, predicted, {name} graph, {size} members", planned.seconds, "s")
-    ratio = found["sparse"].seconds / found["full"].seconds
-    if result.add(f"all-reduce, predicted, sparse over full, {size} members", ratio, "ratio", BOUND).ok is False:
-        remark_denser(result, size, nbytes, seed, found["full"].seconds)
-    access = dict.fromkeys(view.ids(), (CARD_BPS, CARD_BPS))
-    network = Network(view.members, links_of(view, CARD_BPS, full=False), access)
-    first = network.seconds(view.plan, nbytes) / found["full"].seconds
-    result.add(f"all-reduce, predicted, a view's first trees over full, {size} members", first, "ratio")
+    for uneven in (False, True):
+        where = f"{size} members{', uneven links' if uneven else ''}"
+        found = plans(view, CARD_BPS, nbytes, uneven=uneven)
+        for name, planned in found.items():
+            print(f"    {name}: {planned.reason}", flush=True)
+            result.add(f"all-reduce, predicted, {name} graph, {where}", planned.seconds, "s")
+        full_s = found["full"].seconds
+        ratio = result.add(
+            f"all-reduce, predicted, sparse over full, {where}", found["sparse"].seconds / full_s, "ratio", BOUND
+        )
+        if ratio.ok is False and not uneven:
+            remark_denser(result, size, nbytes, seed, full_s)
+        links = links_of(view, CARD_BPS, full=False, uneven=uneven)
+        first_s = seconds_of(view, quick(view.members, links)[0], links, CARD_BPS, nbytes)
+        result.add(f"all-reduce, predicted, a view's first trees over full, {where}", first_s / full_s, "ratio")
 
 
 def remark_denser(result: Result, size: int, nbytes: int, seed: int, full_s: float) -> None:
     """Says with which `link_degree` the prediction would hold the bound."""
     for degree in DENSER:
         view = founded(size, seed, degree)
-        access = dict.fromkeys(view.ids(), (CARD_BPS, CARD_BPS))
-        seconds = overlay.plan(view.members, links_of(view, CARD_BPS, full=False), nbytes=nbytes, access=access).seconds
+        seconds = plans(view, CARD_BPS, nbytes)["sparse"].seconds
         if seconds <= BOUND * full_s:
             result.remark(f"{size} members: link_degree={degree} would be {seconds / full_s:.3f}")
             return

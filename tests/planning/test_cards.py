@@ -1,0 +1,89 @@
+"""Network cards that all links of a machine share: what they are taken for, and that `auto` spares them."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import pytest
+from test_quick import NBYTES, Values, members, regular
+
+from chaos_lightning.planning.network import Network
+from chaos_lightning.planning.overlay import Planned, plan
+from chaos_lightning.planning.trees import fewest_hops
+from chaos_lightning.protocol.types import SMALL_JOB
+
+BPS = 1e9
+LATENCY_S = 2e-4
+
+
+def names(size: int) -> list[str]:
+    return [m.id for m in members(size)]
+
+
+def star(size: int) -> Values:
+    """All have a link with the first."""
+    first, *others = names(size)
+    return {(first, other): (LATENCY_S, BPS, BPS) for other in others}
+
+
+def wheel(size: int) -> Values:
+    """All have a link with the first, and with two others in a ring."""
+    _, *others = names(size)
+    ring = zip(others, [*others[1:], others[0]], strict=True)
+    return star(size) | dict.fromkeys(ring, (LATENCY_S, BPS, BPS))
+
+
+def floor_s(size: int) -> float:
+    """Least seconds where cards limit: each tree has n - 1 edges, and each edge loads two cards."""
+    return 8 * NBYTES / BPS * 2 * (size - 1) / size
+
+
+def unlimited(size: int, links: Values) -> Planned:
+    """The plan that `auto` draws if it knows that no card limits."""
+    return plan(members(size), links, access=dict.fromkeys(names(size), (1e15, 1e15)))
+
+
+def test_links_of_a_host_share_its_card_in_a_large_job() -> None:
+    size = SMALL_JOB + 1
+    network = Network(members(size), star(size))
+    spec = fewest_hops(network.ids, network.links)
+    each_s = 8 * NBYTES / BPS
+    assert network.seconds(spec, NBYTES) == pytest.approx((size - 1) * each_s, rel=0.02)
+    fast = Network(members(size), star(size), {network.ids[0]: (4 * BPS, 4 * BPS)})
+    assert fast.seconds(spec, NBYTES) == pytest.approx((size - 1) / 4 * each_s, rel=0.02), "what is known counts"
+
+
+def test_a_card_is_as_fast_as_the_fastest_link_through_it() -> None:
+    size = SMALL_JOB + 1
+    links = star(size)
+    links[names(size)[0], names(size)[1]] = (LATENCY_S, 4 * BPS, 4 * BPS)
+    network = Network(members(size), links)
+    spec = fewest_hops(network.ids, network.links)
+    assert network.seconds(spec, NBYTES) == pytest.approx((size - 1) / 4 * 8 * NBYTES / BPS, rel=0.02)
+
+
+@pytest.mark.parametrize("size", [24, 64])
+def test_a_hub_is_not_everybodys_parent(size: int) -> None:
+    planned = plan(members(size), wheel(size))
+    assert planned.seconds <= 1.2 * floor_s(size)
+    blind = unlimited(size, wheel(size))
+    assert Network(members(size), wheel(size)).seconds(blind.spec, NBYTES) > 2 * floor_s(size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, SMALL_JOB])
+def test_small_jobs_have_the_trees_that_they_had(size: int) -> None:
+    chance = random.Random(size)
+    every = dict.fromkeys(combinations(names(size), 2), (LATENCY_S, BPS, BPS))
+    sparse = {pair: v for pair, v in every.items() if pair[0] == names(size)[0] or chance.random() < 0.3}
+    for links in (every, sparse, star(size)):
+        assert plan(members(size), links) == unlimited(size, links)
+
+
+@pytest.mark.parametrize("size", [24, 40])
+@pytest.mark.parametrize("slowest_bps", [1e8, 5e8, 1e9])
+def test_auto_is_never_worse_for_knowing_of_cards(size: int, slowest_bps: float) -> None:
+    links = regular(size, (slowest_bps, BPS))
+    true = Network(members(size), links, dict.fromkeys(names(size), (BPS, BPS)))
+    planned, blind = plan(members(size), links), unlimited(size, links)
+    assert true.seconds(planned.spec, NBYTES) <= 1.03 * true.seconds(blind.spec, NBYTES)
