@@ -276,6 +276,7 @@ class Transfer:
             abandoned=superseded or self._superseded,
             replayed=proves,
             loading=joiners,
+            grew=self.server.grew,
         )
 
     def _policy(
@@ -365,6 +366,7 @@ class Transfer:
 
         def tell(now: Progress) -> None:
             nonlocal told
+            self.server.grew()
             if time.monotonic() - told < TOLD_EVERY_S:
                 return
             told = time.monotonic()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist, RecordedEnd
-from chaos_lightning.protocol.types import NO_VIEW, Decide, Header, NextView, View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, SMALL_JOB, Decide, Header, NextView, View, ViewId
 
 REBUILT = "rebuilt"
 """How the reason of a rebuilt chain's first view begins."""
@@ -36,7 +36,7 @@ class Book:
         self.decision: Decide | None = None
         self.announced: NextView | None = None
         self.entered_at: float | None = None
-        """When the first member stood in the latest view (s)."""
+        """When the first member stood in the latest view, or in a large job the last one loaded the state (s)."""
         self.persisting: tuple[int, Callable[[], None]] | None = None
         """Token of the write that is out, and what follows from it."""
         self.writing: View | None = None
@@ -87,9 +87,18 @@ class Book:
             then()
         return ok
 
-    def entered(self, view: ViewId, now: float) -> None:
-        """A member stands in this view; of the last decided one the first counts."""
-        if self.latest is not None and view == self.latest.id and self.entered_at is None:
+    def entered(self, view: ViewId, now: float, *, loaded: bool) -> None:
+        """A member stands in this view; of the last decided one the first counts.
+
+        Args:
+            view: The member's.
+            now: The time (s).
+            loaded: The member has just loaded the state. In a large job others get it from that member next.
+        """
+        latest = self.latest
+        if latest is None or view != latest.id:
+            return
+        if self.entered_at is None or (loaded and len(latest.members) > SMALL_JOB):
             self.entered_at = now
 
     def append(self, view: View) -> None:

@@ -72,9 +72,10 @@ class Hearing:
                     self.recovery.missing.discard(peer.id)
                     self.detector.reported(peer.id)
             case Entered():
+                loaded = message.loaded and not peer.loaded
                 peer.stands(message)
                 self.rebuild.on_moved(peer)
-                self.book.entered(message.view, self.desk.now)
+                self.book.entered(message.view, self.desk.now, loaded=loaded)
             case Progress():
                 peer.progress = message
             case RebuildReport():

@@ -801,7 +801,9 @@ class Settings:
         2.0, "How long a survivor may take to report what it holds, before it is not waited for."
     )
     join_timeout_s: float = setting(
-        60.0, "A joiner that has not loaded the state so long after its admission is put out again."
+        60.0,
+        "A joiner that has not loaded the state so long after its admission is put out again; beyond 16 members, so "
+        "long after another one last loaded it.",
     )
     observe_timeout_s: float = setting(
         300.0, "A newcomer that has not caught up with the log for so long is let in by a pause."

@@ -83,7 +83,8 @@ class Type(enum.IntEnum):
     PLACES = 24
     BUFFERS = 25
     PENDING = 22
-    """The donor is alive but has not published this head yet, or is still hashing; the answer follows."""
+    """The donor lives, but has not published this head yet, or is still hashing; the answer follows. `offset`: so many
+    milliseconds ago it got something of this state itself, or a donor of its own did; 0 if it has the state."""
     ROUTED = 28
     SAVED = 29
 
@@ -309,13 +310,15 @@ class BulkSocket:
             on_bytes(got)
         return got
 
-    def reply_to(self, request: BulkFrame, answer: Type, heard: Callable[[], None] = lambda: None) -> BulkFrame:
+    def reply_to(
+        self, request: BulkFrame, answer: Type, heard: Callable[[BulkFrame], None] = lambda frame: None
+    ) -> BulkFrame:
         """The header of the answer to a request that was sent before; whoever is asked may say first that it lives.
 
         Args:
             request: What was asked.
             answer: What is expected.
-            heard: Called for each header that comes; what it raises ends the wait.
+            heard: Called with each header that comes; what it raises ends the wait.
 
         Raises:
             RefusedError: In the other end's words.
@@ -325,7 +328,7 @@ class BulkSocket:
             frame = self.receive_header()
             if frame is None:
                 raise ConnectionError("the donor closed the connection")
-            heard()
+            heard(frame)
             if (frame.head, frame.seq) != (request.head, request.seq):
                 raise WireError(
                     f"the donor answered for header {frame.head} (slot {frame.seq}), asked was {request.head} "
@@ -338,7 +341,7 @@ class BulkSocket:
             if frame.type is not Type.PENDING:
                 raise WireError(f"the donor answered {frame.type.name} where {answer.name} was expected")
 
-    def ask(self, request: BulkFrame, answer: Type, heard: Callable[[], None] = lambda: None) -> bytes:
+    def ask(self, request: BulkFrame, answer: Type, heard: Callable[[BulkFrame], None] = lambda frame: None) -> bytes:
         """Sends a request and returns the answer's payload; arguments and errors are those of `reply_to`."""
         self.send(request)
         return self.receive_payload(self.reply_to(request, answer, heard))

@@ -123,6 +123,8 @@ class Donor:
         """Why there is no connection just now, if one broke."""
         self.heard_at = time.monotonic()
         """When it last said something (or was first asked)."""
+        self.grew: Callable[[float], None] = lambda idle_s: None
+        """Told how many seconds ago the donor had something new of what is asked for, whenever it says so."""
         self.source = ByteSource(
             endpoint, dial, stall_timeout_s=config.stall_timeout_s, deadline=deadline, head=head, seq=seq
         )
@@ -157,8 +159,10 @@ class Donor:
 
     # --- in the donor's thread ------------------------------------------------------------------------------------
 
-    def _heard(self) -> None:
+    def _heard(self, frame: BulkFrame) -> None:
         self.heard_at = time.monotonic()
+        if frame.type is not Type.REFUSED:
+            self.grew(frame.offset / 1000 if frame.type is Type.PENDING else 0.0)
 
     def _connect(self) -> BulkSocket:
         fresh = self.source.channel is None

@@ -285,7 +285,7 @@ class LogReader:
 
     # ------------------------------------------------------------------ connections
 
-    def _check_open(self) -> None:
+    def _check_open(self, _: BulkFrame) -> None:
         if self._closed:
             raise ConnectionError("the log is not read any more")
 

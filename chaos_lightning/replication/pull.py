@@ -382,6 +382,7 @@ def pull_state(
     abandoned: Callable[[], bool] | None = None,
     replayed: bool = False,
     loading: frozenset[str] = frozenset(),
+    grew: Callable[[float], None] = lambda idle_s: None,
 ) -> PullReport:
     """Make this member's state that of the donors at a header.
 
@@ -397,6 +398,7 @@ def pull_state(
         abandoned: Asked now and then; True ends the pull, for what it was for is superseded.
         replayed: The state should be the donors' already: their manifest is adopted before anything is compared.
         loading: Donors that get the state themselves, and serve it once they have it.
+        grew: Told how many seconds ago this state grew, here or at a donor that is waited for (`StateServer.grew`).
 
     Raises:
         StateError: No donor is left (says what is missing and why each fell out), the state does not fit here
@@ -406,6 +408,8 @@ def pull_state(
     policy = policy or make_policy("adaptive")
     with PullSession(policy.sources(donors), dial, what="state", head=head, seq=seq, config=config) as session:
         session.abandoned, session.loading = abandoned, loading
+        for donor in session.donors.values():
+            donor.grew = grew
         return _StatePull(session, state, policy, progress, replayed).run(head, seq)
 
 

@@ -12,16 +12,18 @@ read this process's memory (`memory_export`) are given some time to do so before
 
 A request names header and slot. What this member does not hold for exactly that header is refused by name
 (protocol.md 11, 15): another header of the same slot is a fork, an older slot is gone. Only a slot that is still
-ahead is waited for, for a bounded time, since a donor may be on its way to the boundary that the joiner heard of
-already, or be loading this state itself; PENDING frames tell the joiner that this donor lives. They are also sent while
-others have their turn (turns.py). Withdrawing waits for nobody: a range on its way may then carry newer bytes, which
-the joiner's piece hashes (or the frame's checksum) refuse.
+ahead is waited for, since a donor may be on its way to the boundary that the joiner heard of already, or be loading
+this state itself: as long as something of it comes here (`grew`), and for a bounded time after that. PENDING frames
+tell the joiner that this donor lives, and how long ago something came, so that members that all lack the state do not
+wait for each other. They are also sent while others have their turn (turns.py). Withdrawing waits for nobody: a range
+on its way may then carry newer bytes, which the joiner's piece hashes (or the frame's checksum) refuse.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import threading
 import time
@@ -57,13 +59,16 @@ HOLD = 0.6
 _MOST_DROPPED = 256
 """So many names are known to have been dropped; of others it is thought that they may come."""
 
+_MOST_IDLE_MS = 1e9
+
 
 @dataclass(frozen=True, kw_only=True)
 class StateServerConfig:
     """Waits of the serving side, in seconds."""
 
     publish_timeout_s: float = 30.0
-    """How long a request waits for a header that this member has yet to commit."""
+    """How long a request waits for a header that this member has yet to commit, or for a state that it is getting while
+    nothing of it comes."""
     idle_timeout_s: float = 120.0
     """A connection without a request for so long is closed."""
     stall_timeout_s: float = 10.0
@@ -113,6 +118,8 @@ class StateServer:
         self.log = SlotLog(self._changed, self.config.log_cap_nbytes)
         self._gone = {"state": -1, "result": -1}
         """Highest slot that was published and withdrawn, for the words of a refusal."""
+        self._grew_at = -math.inf
+        """When (monotonic, s) something came of the state that this member is getting."""
         self._closed = False
         self._sockets: set[socket.socket] = set()
         self._turns = Turns()
@@ -384,6 +391,14 @@ class StateServer:
             self._gone["result"] = max([self._gone["result"], *dropped])
             self._results = [r for r in self._results if before is not None and r.seq >= before]
 
+    def grew(self, idle_s: float = 0.0) -> None:
+        """Something came of the state that this member is getting, so whoever waits for it here may go on waiting.
+
+        Args:
+            idle_s: So many seconds ago, and perhaps not here but at a member that this one waits for.
+        """
+        self._grew_at = max(self._grew_at, time.monotonic() - idle_s)
+
     def forget(self) -> None:
         """This member begins anew: what it withdrew before says nothing of what it will publish."""
         self.withdraw()
@@ -467,11 +482,12 @@ class StateServer:
             raise RefusalError("this member has no checkpoint folder")
         last = time.monotonic()
 
-        def tick() -> None:
+        def tick(idle_s: float = 0.0) -> None:
             nonlocal last
             if time.monotonic() - last >= self.config.pending_interval_s:
                 last = time.monotonic()
-                channel.send(BulkFrame(Type.PENDING, request.head, request.seq))
+                idle_ms = int(min(1000 * idle_s, _MOST_IDLE_MS))
+                channel.send(BulkFrame(Type.PENDING, request.head, request.seq, idle_ms))
 
         head, seq = request.head, request.seq
         if request.type in bulk.NEIGHBOURLY:
@@ -536,7 +552,7 @@ class StateServer:
                 self._changed.wait(self.config.pending_interval_s)
             tick()
 
-    def _answer_beside(self, channel: BulkSocket, request: BulkFrame, peer: str, tick: Callable[[], None]) -> None:
+    def _answer_beside(self, channel: BulkSocket, request: BulkFrame, peer: str, tick: Callable[[float], None]) -> None:
         """Somebody who reads this process's memory."""
         head, seq = request.head, request.seq
         if request.type is Type.HAVE_STATE:
@@ -557,10 +573,10 @@ class StateServer:
             places = export.places(self._find(request, tick), manifest=request.length == 1)
             channel.send(*bulk.reply(Type.PLACES, head, seq, places))
 
-    def _find(self, request: BulkFrame, tick: Callable[[], None]) -> Published:
+    def _find(self, request: BulkFrame, tick: Callable[[float], None]) -> Published:
         """What is published for this header; waits, ticking, while its slot is still ahead."""
         what = "result" if request.type is Type.GET_RESULT else "state"
-        give_up = time.monotonic() + self.config.publish_timeout_s
+        asked_at = time.monotonic()
         while True:
             with self._changed:
                 held = self._held(what, request)
@@ -569,14 +585,16 @@ class StateServer:
                         self._leased_at = item.asked_at = time.monotonic()
                         return item
                 self._refuse_if_hopeless(request, what, held)
-                left = give_up - time.monotonic()
+                now = time.monotonic()
+                idle_s = now - self._grew_at
+                left = self.config.publish_timeout_s - min(now - asked_at, idle_s)
                 if left <= 0:
                     raise RefusalError(
                         f"the {what} at header {request.head} (slot {request.seq}) was not published within "
                         f"{self.config.publish_timeout_s:g} s; {self._standing(what, held)}"
                     )
                 self._changed.wait(min(left, self.config.pending_interval_s))
-            tick()
+            tick(idle_s + 2 * self.config.pending_interval_s)  # words that go round in a circle must grow old
 
     def _held(self, what: str, request: BulkFrame) -> list[Published]:
         if request.type is Type.GET_PLACES and request.length:

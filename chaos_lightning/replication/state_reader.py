@@ -139,7 +139,7 @@ class StateReader:
         try:
             while True:
                 request = BulkFrame(Type.GET_PLACES, self._head, self._seq, 0, 1)
-                places = Places(channel.ask(request, Type.PLACES, self._go_on))
+                places = Places(channel.ask(request, Type.PLACES, lambda _: self._go_on()))
                 if self._landing is None:  # every donor describes the same
                     limit = self._config.max_attached_nbytes
                     self._landing = Landing(self._state, places.table, places.manifest, limit)

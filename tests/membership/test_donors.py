@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 from membership_script import member
-from test_gathering import Wave
+from test_gathering import PATIENT, Wave
+from test_membership_terms import Job, hello
 
 from chaos_lightning.membership.donors import DONORS, PULLS, Serving, groups, of_learner
+from chaos_lightning.membership.effects import SchedulerTick
 from chaos_lightning.membership.peers import Standing
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, SMALL_JOB, LinkSpec, Member, ServeLearners, View, ViewId
 
@@ -116,6 +120,75 @@ def test_few_founders_ask_the_first_one_alone() -> None:
 def test_where_shares_are_fixed_nobody_is_asked_that_still_loads() -> None:
     founded = view(30, joiners=29)
     assert [ids(g) for g in groups(founded, "m9~9", (), fellows=False)] == [["m0~0"]]
+
+
+def copies(founded: View, near: dict[str, set[str]], slow: Mapping[str, float] | None = None) -> dict[str, float]:
+    """When each founder has the state, in times that one copy takes over a usual network card.
+
+    Args:
+        founded: All but one or few are joiners.
+        near: Members that each one has links with; nothing where every pair has one.
+        slow: Rates of some members' cards; others have 1.
+    """
+    rates = {m: (slow or {}).get(m, 1.0) for m in founded.ids()}
+    asked = {j: {m.id for m in groups(founded, j, near.get(j, ()))[0]} for j in founded.joiners}
+    lacks, at = dict.fromkeys(founded.joiners, 1.0), 0.0
+    loaded = dict.fromkeys(set(founded.ids()) - set(founded.joiners), 0.0)
+    served: dict[str, list[str]] = {}
+    while lacks:
+        for donor in loaded:  # a turn lasts until its founder has the state
+            waiting = [j for j in lacks if donor in asked[j] and j not in served.get(donor, ())]
+            going_on = [j for j in served.get(donor, ()) if j in lacks]
+            served[donor] = [*going_on, *waiting][:PULLS]
+        comes = dict.fromkeys(lacks, 0.0)
+        for donor, peers in served.items():
+            for joiner in peers:
+                comes[joiner] += rates[donor] / len(peers)
+        comes = {j: min(rate, rates[j]) for j, rate in comes.items() if rate}
+        assert comes, f"{sorted(lacks)} ask nobody who loads before them"
+        passed = min(lacks[j] / rate for j, rate in comes.items())
+        at += passed
+        for joiner, rate in comes.items():
+            lacks[joiner] -= passed * rate
+            if lacks[joiner] < 1e-9:
+                del lacks[joiner]
+                loaded[joiner] = at
+    return loaded
+
+
+def as_founded(size: int) -> tuple[View, dict[str, set[str]]]:
+    """A founding of so many with the links that the scheduler gives them; whom each is linked with."""
+    job = Job(min_nodes=size, **{**PATIENT, "max_nodes": size})
+    job.machine.validate_state = lambda: None  # type: ignore[method-assign]
+    for i in range(size):
+        job.comes(hello(f"m{i}", pid=1000 + i, address=f"10.0.{i // 200}.{i % 200}"))
+    for _ in range(2):
+        job.feed(SchedulerTick())
+    founded, near = job.views[-1], dict[str, set[str]]()
+    assert len(founded.joiners) == size - 1
+    for link in founded.links:
+        near.setdefault(link.a, set()).add(link.b)
+        near.setdefault(link.b, set()).add(link.a)
+    return founded, near
+
+
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("every_pair", [False, True])
+def test_a_founding_takes_time_by_the_logarithm_of_its_size(size: int, every_pair: bool) -> None:
+    """A member that sends to `PULLS` at a time has as many more beside it after as many copies. One after the other
+    they would take `size` - 1 copies; a usual graph of 256 takes 12.3."""
+    founded, near = (view(size, joiners=size - 1), {}) if every_pair else as_founded(size)
+    loaded = copies(founded, near)
+    assert max(loaded.values()) <= 2 * math.log2(size)
+
+
+def test_a_slow_founder_holds_up_few() -> None:
+    """Its card takes twenty times as long, and it is the first that gets the state."""
+    founded, near = as_founded(256)
+    first = founded.joiners[0]
+    usual, loaded = copies(founded, near), copies(founded, near, {first: 0.05})
+    assert loaded[first] == pytest.approx(20.0)
+    assert max(loaded[j] - usual[j] for j in founded.joiners[1:]) < 3
 
 
 # ------------------------------------------------------------------ learners

@@ -120,3 +120,23 @@ def test_a_wave_of_learners_that_is_overdue_comes_in_by_a_pause_at_once() -> Non
         peer.observes_since -= 1000.0
     wave.passes(2.0)
     assert {p.way for p in observing} == {"pause"}
+
+
+@pytest.mark.parametrize(("members", "later"), [(MEMBERS, True), (4, False)])
+def test_a_large_founding_has_time_as_long_as_somebody_loads_the_state(members: int, later: bool) -> None:
+    """They load it one after the other, each within `join_timeout_s` after the one before."""
+    job = Job(min_nodes=members, join_timeout_s=10.0, **PATIENT)
+    for i in range(members):
+        job.comes(hello(f"m-{i}", pid=1000 + i))
+    for _ in range(2):
+        job.feed(SchedulerTick())
+    (founded,) = job.views
+    for i, member in enumerate(founded.members):
+        job.says(member.name, Entered(founded.id, 0, 0, "h", loaded=i == 0))
+    job.machine.validate_state = lambda: None  # type: ignore[method-assign]  # it looks at all pairs
+    for member in founded.members[1:4]:
+        job.passes(6.0)
+        if len(job.views) > 1:
+            break
+        job.says(member.name, Entered(founded.id, 0, 0, "h", loaded=True))
+    assert (len(job.views) == 1 and not job.machine.desk.reserving) == later

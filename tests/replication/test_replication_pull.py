@@ -171,8 +171,8 @@ def test_a_donor_on_its_way_to_the_header_is_waited_for() -> None:
         find = donor.server._find
 
         def find_and_tell(request, tick):  # type: ignore[no-untyped-def]
-            def tick_and_tell() -> None:
-                tick()
+            def tick_and_tell(idle_s: float) -> None:
+                tick(idle_s)
                 asked.set()
 
             return find(request, tick_and_tell)

@@ -49,7 +49,7 @@ def test_one_without_a_turn_hears_that_its_donor_lives() -> None:
         got: list[BulkFrame] = []
 
         def wait() -> None:
-            got.append(second.reply_to(request, Type.DATA, heard.set))
+            got.append(second.reply_to(request, Type.DATA, lambda frame: heard.set()))
 
         waiter = threading.Thread(target=wait)
         waiter.start()
