@@ -192,6 +192,10 @@ class Stage:
                 other.up.discard(one.id)
                 self._say(other, LinkEvent(one.id, False, "closed (end of stream)"))
 
+    def vanish(self, one: StandIn) -> None:
+        """Its machine is gone: nothing comes from there any more, and nothing says so."""
+        one.here = False
+
     def leave(self, one: StandIn) -> None:
         """It asks to be let go."""
         self._say(one, Leave("asked to leave"))

@@ -177,7 +177,7 @@ class Admission:
         self.roster.reference = self.roster.reference or said
         member = member_of(hello, f"{hello.name}~{self.roster.incarnation}")
         self.roster.incarnation += 1
-        self.detector.returned(self.desk.now, member)
+        self.detector.silences.returned(self.desk.now, member)
         standby = bool(namesake or differs) or not has_place(member, self.roster.peers, self.desk.settings)
         peer = Peer(
             member, Standing.STANDBY if standby else Standing.LINKING, conn=conn, heard=self.desk.now, known=True

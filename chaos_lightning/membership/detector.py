@@ -7,14 +7,9 @@ ends live. So a member is taken for dead only on two independent signs:
   all others have closed theirs, too, because the scheduler itself was silent, or
 - it is suspected (silent too long, a closed stream or link, an overdue report) and a neighbour that is asked denies its
   life while none affirms it: because its machine's process table says so, or because both its stream and a link are
-  closed; where a neighbour knows of nothing but silence, once that has lasted for longer than this member's patience,
-  or
+  closed; where a neighbour knows of nothing but silence, once that has lasted for longer than this process may be
+  silent (silences.py), or
 - it has been silent for `hang_timeout_s`, whoever says that its process exists.
-
-A process that is busy and one that is stopped are equally silent: a long call that holds the interpreter's lock, a
-collection, a fork. Its kernel acknowledges in both cases what is sent to it. So silence alone needs patience:
-`silence_timeout_s`, or twice the longest silence that this process has broken by itself, which counts for half after
-each minute and up to `MOST_PATIENCE` times that setting.
 
 Any word of the suspect clears the suspicion. Who cannot be confirmed because nobody is there to ask is waited for; a
 member whose stream closed gets `reconnect_grace_s` then. The scheduler's own clock gaps are forgiven by `shift`, before
@@ -30,23 +25,14 @@ too; those on the suspect's own machine are asked first, for they alone can prov
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from heapq import nsmallest
 
-from chaos_lightning.membership.peers import Peer, Process, process_of
+from chaos_lightning.membership.peers import Peer
+from chaos_lightning.membership.scene import WITNESSES, Scene
+from chaos_lightning.membership.silences import Silences
 from chaos_lightning.protocol.pace import Pacing
-from chaos_lightning.protocol.types import Member, Settings, Verdict
+from chaos_lightning.protocol.types import Settings, Verdict
 
-NEIGHBOURS_ASKED = 2
-MOST_PATIENCE = 4.0
-"""Times `silence_timeout_s`. Who was silent for longer and came back was stopped or cut off, rather than busy."""
-LEARNED_TWICE = 2.0
-"""A silence of this many times the longest one that was harmless is none of that kind."""
-FORGOTTEN_IN_S = 60.0
-"""After so long the longest silence counts for half."""
 UNHEARD_S = 1.0
 """A scheduler that was frozen has heard after this time of all streams that were closed meanwhile."""
 ENDS = ("end of stream", "middle of a frame", "reset", "pipe")
@@ -110,48 +96,6 @@ class Findings:
     held: tuple[Held, ...] = ()
 
 
-class Scene:
-    """Everybody as one look finds them; what is asked of many members at once is counted here once.
-
-    Args:
-        watched: Living members by id: who is judged.
-        newcomers: Others with a stream; they are witnesses only.
-        holders: Members that may hold the training state, as far as anybody knows.
-    """
-
-    def __init__(
-        self, watched: Mapping[str, Peer], newcomers: Mapping[str, Peer] | None = None, holders: Collection[str] = ()
-    ) -> None:
-        self.watched, self.newcomers, self.holders = watched, newcomers or {}, holders
-
-    def everybody(self) -> Iterator[Peer]:
-        yield from (p for m, p in self.newcomers.items() if m not in self.watched)
-        yield from self.watched.values()
-
-    @cached_property
-    def left(self) -> int:
-        """How many of the watched have no stream."""
-        return sum(p.conn is None for p in self.watched.values())
-
-    @cached_property
-    def closed(self) -> dict[str, list[Peer]]:
-        """By member: who has a stream and says that its link to that one is closed."""
-        found: dict[str, list[Peer]] = {}
-        for peer in self.everybody():
-            for member in peer.down if peer.conn is not None else ():
-                found.setdefault(member, []).append(peer)
-        return found
-
-    @cached_property
-    def near(self) -> dict[str, list[Peer]]:
-        """By member: which of the watched have a stream, and know something of their link to that one."""
-        found: dict[str, list[Peer]] = {}
-        for peer in self.watched.values():
-            for member in (*peer.up, *peer.down) if peer.conn is not None else ():
-                found.setdefault(member, []).append(peer)
-        return found
-
-
 class Detector:
     """See the module.
 
@@ -163,21 +107,18 @@ class Detector:
     def __init__(self, settings: Settings, pacing: Pacing) -> None:
         self._settings = settings
         self._pacing = pacing
+        self.silences = Silences(settings, pacing)
         self.suspicions: dict[str, Suspicion] = {}
         self.grace_until = 0.0
         """After a scheduler's restart: until then an absent member is expected back, not suspected."""
         self.unheard_until = 0.0
         """After the scheduler was frozen: until then it learns, one by one, who has left it for that."""
-        self._gaps: dict[Process, tuple[float, float]] = {}
-        """Of processes that broke a long silence: how long it was (s), and when."""
-        self._doubted: dict[Process, float] = {}
-        """Processes that were taken for dead for their silence alone, and since when they were silent."""
 
     def shift(self, now: float, gap: float) -> None:
         """The scheduler itself was frozen for `gap` seconds until now: nobody is to blame for them."""
         self.grace_until += gap
         self.unheard_until = now + UNHEARD_S
-        self._doubted = {process: since + gap for process, since in self._doubted.items()}
+        self.silences.shift(gap)
         for suspicion in self.suspicions.values():
             suspicion.since += gap
             suspicion.asked_at += gap
@@ -194,37 +135,7 @@ class Detector:
         """A word on a stream that stands, before `peer.heard` is set: it has broken its silence."""
         suspicion = self.suspicions.get(peer.id)
         if suspicion is None or not suspicion.stopped:
-            self._learn(now, peer.member, now - peer.heard)
-
-    def returned(self, now: float, member: Member) -> None:
-        """A process says hello; perhaps it was taken for dead for its silence."""
-        since = self._doubted.pop(process_of(member), None)
-        if since is not None:
-            self._learn(now, member, now - since)
-
-    def _doubt(self, now: float, peer: Peer, suspicion: Suspicion) -> None:
-        self._doubted = {p: since for p, since in self._doubted.items() if now - since < FORGOTTEN_IN_S}
-        self._doubted[process_of(peer.member)] = self._silent_since(peer, suspicion)
-
-    def _learn(self, now: float, member: Member, gap: float) -> None:
-        if not self._pacing.timeout_s < gap <= self._most_patience_s():
-            return
-        self._gaps = {p: (longest, at) for p, (longest, at) in self._gaps.items() if now - at < 10 * FORGOTTEN_IN_S}
-        if gap > self._longest(now, member):
-            self._gaps[process_of(member)] = (gap, now)
-
-    def _longest(self, now: float, member: Member) -> float:
-        """The longest silence that this process has broken, as far as it still counts."""
-        gap, at = self._gaps.get(process_of(member), (0.0, now))
-        return gap * math.exp2((at - now) / FORGOTTEN_IN_S)
-
-    def _most_patience_s(self) -> float:
-        return min(MOST_PATIENCE * self._settings.silence_timeout_s, self._settings.hang_timeout_s)
-
-    def patience_s(self, now: float, member: Member) -> float:
-        """How long this member may be silent, if nothing else tells of its death."""
-        learned = LEARNED_TWICE * self._longest(now, member)
-        return min(max(self._settings.silence_timeout_s, learned), self._most_patience_s())
+            self.silences.broken(now, peer.member, now - peer.heard)
 
     def forget(self, member: str) -> None:
         self.suspicions.pop(member, None)
@@ -270,13 +181,13 @@ class Detector:
             peer, suspicion = scene.watched[member], self.suspicions[member]
             last = suspicion.last = self._is_last_holder(member, scene, answers)
             proof = self._proof(now, peer, suspicion, scene)
-            suspicion.unheard = suspicion.unheard or now < self.unheard_until or self._is_unheard(peer, scene)
-            fact = "" if suspicion.unheard else self._fact(peer, scene, newcomers=False)
+            suspicion.unheard = suspicion.unheard or now < self.unheard_until or scene.is_unheard(peer)
+            fact = "" if suspicion.unheard else scene.fact(peer, newcomers=False)
             evidence = proof or fact or self._confirmed(now, peer, suspicion, scene)
             if evidence and (proof or not last):
                 deaths.append(Death(member, evidence, bool(proof)))
                 if not suspicion.stopped:
-                    self._doubt(now, peer, suspicion)
+                    self.silences.doubt(now, peer.member, self._silent_since(peer, suspicion))
                 continue
             suspicion.held = last and (suspicion.held or bool(evidence))
             silence = now - self._silent_since(peer, suspicion)
@@ -284,7 +195,7 @@ class Detector:
                 held.append(Held(member, suspicion.why, self._settings.last_holder_timeout_s - silence))
             if suspicion.asked and now - suspicion.asked_at < self._pacing.timeout_s:
                 continue
-            witnesses = self._witnesses(member, scene, last)
+            witnesses = scene.witnesses(member, self.suspicions, last)
             if witnesses or now - suspicion.asked_at >= self._pacing.timeout_s:
                 suspicion.asked, suspicion.asked_at = tuple(witnesses), now
                 suspicion.verdicts.clear()
@@ -308,34 +219,11 @@ class Detector:
         """
         return member in scene.holders and not answers
 
-    @staticmethod
-    def _is_unheard(peer: Peer, scene: Scene) -> bool:
-        """Whether most of the others have no stream: a scheduler that nearly all have left was silent itself."""
-        return 2 * (scene.left - (peer.conn is None)) > len(scene.watched) - 1
-
-    @staticmethod
-    def _closed_link(member: str, scene: Scene, ends: tuple[str, ...] = ("",), *, newcomers: bool = True) -> str:
-        """Words about a living process's closed link to this one, with one of these in them; "" if there is none."""
-        for other in scene.closed.get(member, ()):
-            if not newcomers and other.id not in scene.watched:
-                continue
-            words = other.down.get(member, "") if other.id != member else ""
-            if words and any(end in words for end in ends):
-                return f"its link to {other.id}: {words}"
-        return ""
-
-    def _fact(self, peer: Peer, scene: Scene, ends: tuple[str, ...] = ("",), *, newcomers: bool = True) -> str:
-        # A stream that a scheduler's restart closed says nothing about its member: that takes a neighbour's word.
-        if peer.conn is not None or not peer.known:
-            return ""
-        link = self._closed_link(peer.id, scene, ends, newcomers=newcomers)
-        return f"its control stream is closed, and {link}" if link else ""
-
     def _look(self, now: float, peer: Peer, scene: Scene) -> None:
         """Silence and closed streams are suspicions."""
         limit_s = self._pacing.timeout_s
         if peer.conn is None:
-            if now >= self.grace_until or self._closed_link(peer.id, scene):
+            if now >= self.grace_until or scene.closed_link(peer.id):
                 self.suspect(now, peer.id, "its control stream is closed")
         elif (silence := now - peer.heard) > limit_s:
             self.suspect(now, peer.id, f"no heartbeat for {silence:.2f} s (limit {limit_s:g} s)")
@@ -353,7 +241,7 @@ class Detector:
         for by, said in suspicion.verdicts.items():
             if said.certain and not said.alive:
                 return f"{suspicion.why}; {by} confirms: {said.evidence}"
-        ended = self._fact(peer, scene, ENDS)
+        ended = scene.fact(peer, ENDS)
         if not ended:
             suspicion.ended_at = None
         elif suspicion.ended_at is None:
@@ -376,8 +264,8 @@ class Detector:
         in_time = now - suspicion.asked_at <= settings.confirm_timeout_s
         if denied and not affirmed and (complete or not in_time) and not self._awaits(now, peer, suspicion, scene):
             if not self._tells_more_than_silence(peer, suspicion, scene):
-                silence, patience = now - self._silent_since(peer, suspicion), self.patience_s(now, peer.member)
-                if silence <= patience:
+                silence = now - self._silent_since(peer, suspicion)
+                if silence <= self.silences.patience_s(now, peer.member):
                     return ""
             # A stream that stands gets the confirmation time to speak, however fast the neighbours are.
             if peer.conn is None or now - suspicion.since >= settings.confirm_timeout_s:
@@ -393,32 +281,12 @@ class Detector:
         """Whether there is a sign of death that a busy process cannot give."""
         if any(said.seen and not said.alive for said in suspicion.verdicts.values()):
             return True
-        return peer.conn is None and bool(self._closed_link(peer.id, scene))
+        return peer.conn is None and bool(scene.closed_link(peer.id))
 
     def _awaits(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> bool:
         """After a scheduler's restart a link may be cut between two that live, and who could tell is on its way."""
         if peer.known or now >= self.grace_until:
             return False
         others = [p for p in scene.everybody() if p is not peer and p.id not in self.suspicions]
-        unasked = [p for p in others if p.id not in suspicion.asked] if len(suspicion.asked) < NEIGHBOURS_ASKED else []
+        unasked = [p for p in others if p.id not in suspicion.asked] if len(suspicion.asked) < WITNESSES else []
         return bool(unasked) or any(p.conn is None for p in others)
-
-    def _witnesses(self, member: str, scene: Scene, last: bool) -> list[str]:
-        """Members that know the suspect's link first, suspects themselves last; newcomers if there are none of these.
-
-        About the last holder everybody may be asked, and first of all who can read its process table.
-        """
-        host = scene.watched[member].member.host
-
-        def rank(peer: Peer) -> tuple[bool, bool, bool, str]:
-            elsewhere = last and peer.member.host != host
-            return (peer.id in self.suspicions, elsewhere, member not in peer.up and member not in peer.down, peer.id)
-
-        near = [p for p in scene.near.get(member, ()) if p.id != member and p.id not in self.suspicions]
-        if not last and len(near) >= NEIGHBOURS_ASKED:
-            others = near
-        else:
-            others = [p for m, p in scene.watched.items() if m != member and p.conn is not None]
-            if last or not others:
-                others += [p for p in scene.newcomers.values() if p.conn is not None]
-        return [p.id for p in nsmallest(NEIGHBOURS_ASKED, others, key=rank)]

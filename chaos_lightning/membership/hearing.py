@@ -62,10 +62,8 @@ class Hearing:
                 self.links.on_link_report(peer, message)
             case LinkRequest():
                 self.links.on_link_request(peer, message)
-            case Verdict(suspect, alive, _, certain):
-                if alive or certain or self.links.may_witness(peer, suspect):
-                    stranger = not certain and self.links.is_stranger(peer, suspect)
-                    self.detector.verdict(peer.id, message, stranger=stranger)
+            case Verdict():
+                self.deaths.on_verdict(peer, message)
             case Report(number):
                 if self.desk.phase is SchedulerPhase.PREPARING and number == self.recovery.number:
                     peer.report = message

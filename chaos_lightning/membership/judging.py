@@ -8,27 +8,32 @@ waits for them is told, once, whom it waits for and what can be done about it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
-from chaos_lightning.membership.detector import Detector, Held, Scene
+from chaos_lightning.membership.detector import Detector, Held
 from chaos_lightning.membership.effects import Gone, Look
+from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.peers import Peer, Standing, listed
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.roster import Roster
-from chaos_lightning.protocol.types import Differs, Fence, Notice, Probe
+from chaos_lightning.membership.scene import Scene
+from chaos_lightning.protocol.types import Differs, Fence, Notice, Probe, Verdict
 
 
 class Deaths:
     """See the module. Arguments are the parts that it uses."""
 
-    def __init__(self, desk: Desk, book: Book, roster: Roster, recovery: Recovery, detector: Detector) -> None:
+    def __init__(
+        self, desk: Desk, book: Book, roster: Roster, recovery: Recovery, graph: Graph, detector: Detector
+    ) -> None:
         self._desk = desk
         self._settings = desk.settings
         self._book = book
         self._roster = roster
         self._recovery = recovery
+        self._graph = graph
         self._detector = detector
         self.waited_for: tuple[str, ...] = ()
         """The last holders of the state."""
@@ -65,7 +70,7 @@ class Deaths:
                         self._desk.now, peer.id, f"no report for {self._recovery.number}", overdue=True
                     )
         holders = {p.id for p in self._roster.living() if self._may_hold(p)}
-        findings = self._detector.judge(self._desk.now, Scene(watched, newcomers, holders))
+        findings = self._detector.judge(self._desk.now, Scene(watched, newcomers, holders, self._neighbours))
         for member, evidence in findings.suspects:
             self._desk.note("suspect", member=member, evidence=evidence)
         for by, suspect in findings.probes:
@@ -80,6 +85,23 @@ class Deaths:
         """Whether this member of the latest view may hold the training state: all but joiners known to lack it."""
         assert self._book.latest is not None
         return peer.loaded or not peer.known or peer.id not in self._book.latest.joiners
+
+    def on_verdict(self, by: Peer, said: Verdict) -> None:
+        """Takes what `by` says of a suspect; it cannot miss a link that it never had."""
+        near = self._neighbours(said.suspect)
+        if said.alive or said.certain or not near or by.id in near or by.standing is not Standing.MEMBER:
+            outside = by.standing not in (Standing.MEMBER, Standing.LEAVER)
+            stranger = outside and not said.certain and said.suspect not in by.up and said.suspect not in by.down
+            self._detector.verdict(by.id, said, stranger=stranger)
+
+    def _neighbours(self, suspect: str) -> Collection[str]:
+        """Returns the suspect's neighbours that can be asked, if the view names its links; if there are none, whoever
+        misses a link to it is believed."""
+        latest = self._book.latest
+        if latest is None or not latest.links or latest.find(suspect) is None:
+            return ()
+        near, peers = self._graph.near(latest, suspect), self._roster.peers
+        return [m for m in near if (p := peers.get(m)) is not None and p.alive and p.conn is not None]
 
     def take_back(self) -> bool:
         """Deaths without proof of members that may hold the state; True if there were any, so that nothing is lost."""

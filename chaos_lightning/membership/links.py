@@ -169,20 +169,6 @@ class LinkRegistry:
         if report.peer in self._roster.peers:
             self._topology.report(peer.id, report)
 
-    def may_witness(self, by: Peer, suspect: str) -> bool:
-        """Whether a missing link says anything: to a neighbour it does; to others only if no neighbour lives to ask."""
-        latest = self._book.latest
-        if latest is None or not latest.links or latest.find(by.id) is None or latest.find(suspect) is None:
-            return True
-        near = self._graph.near(latest, suspect)
-        living = [p for m in near if (p := self._roster.peers.get(m)) is not None and p.alive and p.conn is not None]
-        return by.id in near or not living
-
-    @staticmethod
-    def is_stranger(by: Peer, suspect: str) -> bool:
-        """A newcomer that never had a link to the suspect, so that it misses none."""
-        return by.standing not in (Standing.MEMBER, Standing.LEAVER) and suspect not in by.up and suspect not in by.down
-
     def on_link_request(self, peer: Peer, request: LinkRequest) -> None:
         def answer(granted: bool, text: str) -> None:
             self._roster.send(peer, Notice(text if granted else f"refused: {text}"))

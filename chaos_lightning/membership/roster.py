@@ -23,7 +23,6 @@ from chaos_lightning.protocol.types import (
     Hello,
     Member,
     Notice,
-    Progress,
     Refused,
     Released,
     ToMember,
@@ -199,24 +198,6 @@ class Roster:
         else:
             self.drop(peer)
 
-    def describe(self, peer: Peer) -> dict[str, object]:
-        return {
-            "id": peer.id,
-            "host": peer.member.host,
-            "standing": str(peer.standing),
-            "connected": peer.conn is not None,
-            "view": str(peer.entered),
-            "seq": peer.seq,
-            "step": peer.step,
-            "step_time_s": round(peer.step_time_s, 6),
-            "loaded": peer.loaded,
-            "way": peer.way,
-            "progress": in_words(peer.progress) if peer.progress is not None and not peer.loaded else "",
-            "leaving": peer.leaving,
-            "dead": peer.condemned or peer.dead,
-            "silent_s": round(self._desk.now - peer.heard, 3) if self._desk.clock is not None else 0.0,
-        }
-
     def refuse(self, conn: int, hello: Hello, reason: str, retry: bool = False) -> None:
         self._desk.note("refused", member=hello.name, reason=reason)
         self._desk.out.append(Send(conn, Refused(reason, retry)))
@@ -268,14 +249,3 @@ def member_of(hello: Hello, member_id: str) -> Member:
         quota=hello.quota,
         node=hello.node,
     )
-
-
-def in_words(progress: Progress) -> str:
-    """A newcomer's transfer in one line."""
-    if progress.phase == "replay":
-        return f"replays, {progress.lag} behind"
-    words = f"{progress.done_nbytes / 2**20:.1f} of {progress.total_nbytes / 2**20:.1f} MiB"
-    if progress.rate_bps > 0:
-        words += f" at {progress.rate_bps / 1e6:.0f} Mbps, {progress.remaining_s:.0f} s left"
-    sources = ", ".join(f"{s.member} {s.nbytes / 2**20:.1f} MiB" for s in progress.sources)
-    return f"{words} ({sources})" if sources else words

@@ -18,6 +18,7 @@ from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.topology import Fact, Topology, pair
+from chaos_lightning.protocol.types import Progress
 
 SHOWN = 16
 """Number of members and newcomers up to which all is listed; of a larger job that many lines of each kind."""
@@ -62,8 +63,8 @@ class Showing:
             counts["links"] = dict(states)
             links = self._rows(odd[:SHOWN])
         return {
-            "members": [self._roster.describe(p) for p in shown if p.standing is Standing.MEMBER],
-            "others": [self._roster.describe(p) for p in shown if p.standing is not Standing.MEMBER],
+            "members": [self._described(p) for p in shown if p.standing is Standing.MEMBER],
+            "others": [self._described(p) for p in shown if p.standing is not Standing.MEMBER],
             "links": links,
             "counts": counts,
             "pages": -(-len(peers) // PAGE) if len(peers) > SHOWN else 0,
@@ -76,6 +77,24 @@ class Showing:
         silent = self._desk.clock is not None and self._desk.now - member.heard > self._desk.settings.silence_timeout_s
         here = member.conn is not None and member.loaded and member.alive
         return bool(behind or silent or not here or member.leaving)
+
+    def _described(self, peer: Peer) -> dict[str, object]:
+        return {
+            "id": peer.id,
+            "host": peer.member.host,
+            "standing": str(peer.standing),
+            "connected": peer.conn is not None,
+            "view": str(peer.entered),
+            "seq": peer.seq,
+            "step": peer.step,
+            "step_time_s": round(peer.step_time_s, 6),
+            "loaded": peer.loaded,
+            "way": peer.way,
+            "progress": _in_words(peer.progress) if peer.progress is not None and not peer.loaded else "",
+            "leaving": peer.leaving,
+            "dead": peer.condemned or peer.dead,
+            "silent_s": round(self._desk.now - peer.heard, 3) if self._desk.clock is not None else 0.0,
+        }
 
     # ------------------------------------------------------------------ links
 
@@ -136,3 +155,14 @@ class Showing:
         if self._graph.in_force(one.id, other.id):
             return "in use"
         return "stands, not in use yet" if fact.stands else "not there yet"
+
+
+def _in_words(progress: Progress) -> str:
+    """A newcomer's transfer in one line."""
+    if progress.phase == "replay":
+        return f"replays, {progress.lag} behind"
+    words = f"{progress.done_nbytes / 2**20:.1f} of {progress.total_nbytes / 2**20:.1f} MiB"
+    if progress.rate_bps > 0:
+        words += f" at {progress.rate_bps / 1e6:.0f} Mbps, {progress.remaining_s:.0f} s left"
+    sources = ", ".join(f"{s.member} {s.nbytes / 2**20:.1f} MiB" for s in progress.sources)
+    return f"{words} ({sources})" if sources else words

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.scale.machine import rules
 from benchmarks.scale.standins import Stage
+from chaos_lightning.protocol.types import LinkEvent
 
 DEGREE = 8
 
@@ -56,3 +57,16 @@ def test_members_die_and_leave_while_others_come(seed: int) -> None:
     job.wait(job.calm, "all who are left in one view")
     job.machine.validate_state()
     assert not job.said["Fence"]
+
+
+def test_a_machine_that_falls_silent_is_put_out_on_its_neighbours_word() -> None:
+    """Others have links with it that the view does not use, and lower ids: what they deny counts for nothing."""
+    job, size = stage(24, 3), 24
+    near, first = job._near(job.view), sorted(job.view.ids())[:2]
+    silent = next(m for m in job.view.ids() if m not in first and near[m].isdisjoint(first))
+    for member in first:
+        job._say(job.members[member], LinkEvent(silent, True, "connected"))
+    began = job.now
+    job.vanish(job.members[silent])
+    job.wait(lambda: job.settled(size - 1), "a view without it")
+    assert job.now - began < 2 * job.settings.silence_timeout_s

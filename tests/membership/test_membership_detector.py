@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import pytest
 from membership_script import member
 
-from chaos_lightning.membership.detector import Death, Detector, Findings, Scene
+from chaos_lightning.membership.detector import Death, Detector, Findings
 from chaos_lightning.membership.peers import Peer, Standing
+from chaos_lightning.membership.scene import Scene
 from chaos_lightning.protocol.pace import Pacing
 from chaos_lightning.protocol.types import Member, Settings, Verdict, ViewId
 
@@ -42,6 +43,8 @@ class Look:
             self.peers[name] = peer
         self.silent: set[str] = set()
         self.now = 0.0
+        self.near = ""
+        """Names of the neighbours of each, where that is not everybody."""
 
     def fall_silent(self, *names: str) -> None:
         self.silent |= set(names)
@@ -59,10 +62,14 @@ class Look:
         of = {s: {p.id: p for p in self.peers.values() if p.standing is s and p.alive} for s in Standing}
         watched = of[Standing.MEMBER]
         holders = {i for i, p in watched.items() if p.loaded or not p.known}
-        findings = self.detector.judge(now, Scene(watched, of[Standing.READY], holders))
+        scene = Scene(watched, of[Standing.READY], holders, self.neighbours)
+        findings = self.detector.judge(now, scene)
         for death in findings.deaths:
             self.of(death).dead = death.evidence
         return findings
+
+    def neighbours(self, member_id: str) -> list[str]:
+        return [self.peers[n].id for n in self.near if self.peers[n].conn is not None]
 
     def of(self, death: Death) -> Peer:
         return next(p for p in self.peers.values() if p.id == death.member)
@@ -146,7 +153,7 @@ def test_who_was_put_out_for_a_silence_and_joins_again_gets_more_patience() -> N
     look.run(0.0)
     assert dies_of_silence(look, "b", 0.0, LONG) is not None
     look.silent.clear()
-    look.detector.returned(2.2, look.peers["b"].member)
+    look.detector.silences.returned(2.2, look.peers["b"].member)
     look.peers["b"].dead = ""
     look.run(2.3)
     assert dies_of_silence(look, "b", 2.3, LONG) == pytest.approx(2 * 2.2, abs=0.25)
@@ -162,7 +169,7 @@ def test_nothing_is_learned_of_a_process_that_was_stopped() -> None:
     look.run(1.7)
     look.silent.clear()
     look.run(1.8)
-    assert look.detector.patience_s(1.8, look.peers["b"].member) == SETTINGS.silence_timeout_s
+    assert look.detector.silences.patience_s(1.8, look.peers["b"].member) == SETTINGS.silence_timeout_s
 
 
 def test_process_that_is_seen_to_run_is_no_death_until_it_hangs() -> None:
@@ -341,3 +348,24 @@ def test_last_holder_that_talks_but_owes_a_report_is_waited_for_no_longer() -> N
     look.say("n", "a", alive=True)
     assert look.run(1.3, 10.0, 40.0) == []
     assert [d.proven for d in look.run(52.0)] == [True]
+
+
+def test_neighbours_are_asked_whoever_else_knows_of_a_link_and_others_once_they_are_gone() -> None:
+    """The first two have links with the suspect that the view does not use: what they deny counts for nothing."""
+    look = Look("abcdef")
+    look.near = "de"
+    look.peers["a"].up.add("f~6")
+    look.peers["b"].up.add("f~6")
+    look.fall_silent("f")
+    assert names(look.at(0.4).probes) == {"d", "e"}
+    look.close("d")
+    assert "e" in names(look.at(0.8).probes)
+    look.close("e")
+    assert names(p for p in look.at(1.2).probes if p[1] == "f~6") == {"a", "b"}
+
+
+def test_a_neighbour_under_suspicion_is_asked_before_those_whose_word_counts_for_nothing() -> None:
+    look = Look("abcd")
+    look.near = "c"
+    look.fall_silent("c", "d")
+    assert "c" in names(p for p in look.at(0.4).probes if p[1] == "d~4")

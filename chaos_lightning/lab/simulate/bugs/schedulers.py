@@ -31,14 +31,16 @@ from chaos_lightning.lab.simulate.plans.schedulers import (
     strange_plan,
 )
 from chaos_lightning.lab.simulate.store import Store
-from chaos_lightning.membership.detector import Detector, Scene, Suspicion
+from chaos_lightning.membership.detector import Detector, Suspicion
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.judging import Deaths
 from chaos_lightning.membership.peers import Peer
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.roster import Roster
+from chaos_lightning.membership.scene import Scene
 from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.silences import Silences
 from chaos_lightning.membership.terms import Terms
 from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Member, Settings, Verdict, View
@@ -51,11 +53,19 @@ class RashDetector(Detector):
         return suspicion.why
 
 
-class HastyDetector(Detector):
+class HastySilences(Silences):
     """Silence is a death as soon as a neighbour confirms it."""
 
     def patience_s(self, now: float, member: Member) -> float:
         return 0.0
+
+
+class HastyJudge(SchedulerMachine):
+    """The same."""
+
+    def __init__(self, settings: Settings, chain: Chain) -> None:
+        super().__init__(settings, chain)
+        self.detector.silences.__class__ = HastySilences
 
 
 class ImpatientDetector(Detector):
@@ -76,7 +86,7 @@ class CredulousDetector(Detector):
     """Closed connections prove a death at once."""
 
     def _proof(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
-        return super()._proof(now, peer, suspicion, scene) or self._fact(peer, scene)
+        return super()._proof(now, peer, suspicion, scene) or scene.fact(peer)
 
 
 class DeafDetector(RashDetector, ImpatientDetector):
@@ -90,7 +100,6 @@ class DeafDeaths(StubbornDeaths):
         self._detector.heard(peer.id)
 
 
-HastyJudge = with_parts(detector=HastyDetector)
 RashScheduler = with_parts(detector=RashDetector)
 StubbornScheduler = with_parts(deaths=StubbornDeaths)
 ImpatientScheduler = with_parts(detector=ImpatientDetector, deaths=StubbornDeaths)

@@ -1,0 +1,76 @@
+"""How long a process may be silent before that is a sign of its death: it learns from silences that were none.
+
+Theory of operation. A process that is busy and one that is stopped are equally silent: a long call that holds the
+interpreter's lock, a collection, a fork. Its kernel acknowledges in both cases what is sent to it. So silence alone
+needs patience: `silence_timeout_s`, or twice the longest silence that this process has broken by itself, which counts
+for half after each minute and up to `MOST_PATIENCE` times that setting. A process that was put out for its silence and
+comes back has broken one, too.
+"""
+
+from __future__ import annotations
+
+import math
+
+from chaos_lightning.membership.peers import Process, process_of
+from chaos_lightning.protocol.pace import Pacing
+from chaos_lightning.protocol.types import Member, Settings
+
+MOST_PATIENCE = 4.0
+"""Times `silence_timeout_s`. Who was silent for longer and came back was stopped or cut off, rather than busy."""
+LEARNED_TWICE = 2.0
+"""A silence of this many times the longest one that was harmless is none of that kind."""
+FORGOTTEN_IN_S = 60.0
+"""After so long the longest silence counts for half."""
+
+
+class Silences:
+    """See the module.
+
+    Args:
+        settings: Timeouts, in seconds.
+        pacing: How often members are to speak.
+    """
+
+    def __init__(self, settings: Settings, pacing: Pacing) -> None:
+        self._settings = settings
+        self._pacing = pacing
+        self._gaps: dict[Process, tuple[float, float]] = {}
+        """Of processes that broke a long silence: how long it was (s), and when."""
+        self._doubted: dict[Process, float] = {}
+        """Processes that were taken for dead for their silence alone, and since when they were silent."""
+
+    def shift(self, gap: float) -> None:
+        """The scheduler itself was frozen for `gap` seconds: nobody was silent in that time."""
+        self._doubted = {process: since + gap for process, since in self._doubted.items()}
+
+    def broken(self, now: float, member: Member, gap: float) -> None:
+        """Learns that this process was silent for `gap` seconds and is well."""
+        if not self._pacing.timeout_s < gap <= self._most_patience_s():
+            return
+        self._gaps = {p: (longest, at) for p, (longest, at) in self._gaps.items() if now - at < 10 * FORGOTTEN_IN_S}
+        if gap > self._longest(now, member):
+            self._gaps[process_of(member)] = (gap, now)
+
+    def doubt(self, now: float, member: Member, since: float) -> None:
+        """This process is taken for dead because it has been silent since then."""
+        self._doubted = {p: at for p, at in self._doubted.items() if now - at < FORGOTTEN_IN_S}
+        self._doubted[process_of(member)] = since
+
+    def returned(self, now: float, member: Member) -> None:
+        """A process says hello; perhaps it was taken for dead for its silence."""
+        since = self._doubted.pop(process_of(member), None)
+        if since is not None:
+            self.broken(now, member, now - since)
+
+    def patience_s(self, now: float, member: Member) -> float:
+        """Returns how long this process may be silent (s), if nothing else tells of its death."""
+        learned = LEARNED_TWICE * self._longest(now, member)
+        return min(max(self._settings.silence_timeout_s, learned), self._most_patience_s())
+
+    def _longest(self, now: float, member: Member) -> float:
+        """The longest silence that this process has broken, as far as it still counts."""
+        gap, at = self._gaps.get(process_of(member), (0.0, now))
+        return gap * math.exp2((at - now) / FORGOTTEN_IN_S)
+
+    def _most_patience_s(self) -> float:
+        return min(MOST_PATIENCE * self._settings.silence_timeout_s, self._settings.hang_timeout_s)
