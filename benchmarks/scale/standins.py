@@ -61,7 +61,7 @@ STEP_S = 0.05
 ARRIVAL_S = 0.0002
 """Between two hellos of members that start together."""
 BATCH = 256
-"""Most events that are fed at once, as in the scheduler's process (control/driver.py)."""
+"""Most events that are fed at once, as in the scheduler's process (membership/batches.py)."""
 PATIENCE_S = 120.0
 """Virtual seconds within which whatever is waited for must come."""
 BEATS, OTHER = "heartbeats", "all else"

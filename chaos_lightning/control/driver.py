@@ -1,16 +1,16 @@
 """Feeds the scheduler's machine with batches of events, and carries its effects out, in their order.
 
 Theory of operation. Everything that happens - a stream opens, says something, breaks; a tick; an operator's wish -
-becomes an event in one queue, and one task feeds the machine with what lies there. So whatever the machine does once
-per batch costs the less the more happens. An operator's wish is a batch of its own. A Persist is in the store before
-the effects behind it are touched and before the machine hears `Stored`. So nothing is ever announced that a restart
-would not know.
+becomes an event in one queue, and one task feeds the machine with what lies there (membership/batches.py). So whatever
+the machine does once per batch costs the less the more happens. A Persist is in the store before the effects behind it
+are touched and before the machine hears `Stored`. So nothing is ever announced that a restart would not know.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -22,15 +22,13 @@ from chaos_lightning.control.streams import Streams
 from chaos_lightning.errors import OversizeError
 from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.batches import next_batch
 from chaos_lightning.protocol.types import Member, Settings
 
 _ANSWER_TIMEOUT_S = 4.0
 """A request waits so long for the machine, which may be writing to its store."""
-_BATCH = 256
-"""Events that the machine gets at once at most: what it says meanwhile waits until it is through."""
 _LONG_S, _LONGEST_PAUSE_S = 0.005, 0.05
 """A batch that took longer is followed by a pause, of so long at most."""
-_WISHES = (fx.Drain, fx.ChangeLink, fx.Reset)
 
 
 class Machine(Protocol):
@@ -77,12 +75,11 @@ class Driver:
         self._refused = refused
         self.machine: Machine | None = None
         """None while this scheduler does not lead."""
-        self._inbox: asyncio.Queue[fx.SchedulerEvent] = asyncio.Queue()
+        self._inbox: deque[fx.SchedulerEvent] = deque()
+        self._fed = asyncio.Event()
         self._tick_waits = False
         self._took_s = 0.0
         """CPU time that the machine took for the last batch."""
-        self._carried: fx.SchedulerEvent | None = None
-        """Taken from there, and to be fed next."""
         self._answers: dict[int, asyncio.Future[tuple[bool, str]]] = {}
         self._count = 0
         self._over = False
@@ -94,7 +91,8 @@ class Driver:
             if self._tick_waits:
                 return
             self._tick_waits = True
-        self._inbox.put_nowait(event)
+        self._inbox.append(event)
+        self._fed.set()
 
     async def ask(self, event: Callable[[int], fx.SchedulerEvent]) -> tuple[bool, str]:
         """Feeds an operator's wish; the machine's answer: whether it will be so, and words."""
@@ -130,16 +128,12 @@ class Driver:
         A batch costs the machine about the same however many events it has. One that took long is followed by a pause
         of the same length, in which more come together: else streams that are read one by one would each make a batch.
         """
-        batch = [self._carried or await self._inbox.get()]
-        self._carried = None
+        while not self._inbox:
+            self._fed.clear()
+            await self._fed.wait()
         if self._took_s > _LONG_S:
             await asyncio.sleep(min(self._took_s, _LONGEST_PAUSE_S))
-        while len(batch) < _BATCH and not isinstance(batch[-1], _WISHES) and not self._inbox.empty():
-            event = self._inbox.get_nowait()
-            if isinstance(event, _WISHES):
-                self._carried = event
-                break
-            batch.append(event)
+        batch = next_batch(self._inbox)
         self._tick_waits = self._tick_waits and not any(isinstance(event, fx.SchedulerTick) for event in batch)
         return batch
 

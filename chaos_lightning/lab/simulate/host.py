@@ -12,6 +12,7 @@ from chaos_lightning.lab.simulate.fabric import Pipe, Stream, Taker
 from chaos_lightning.lab.simulate.kernel import Kernel, Process
 from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.batches import next_batch
 from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.views import replanned
@@ -178,10 +179,7 @@ class SchedulerHost(Process):
         if self._effects:
             self._apply(self._effects.popleft())
             return
-        batch = [self._inbox.popleft()]
-        while self._inbox and not isinstance(self._inbox[0], fx.Stored):  # traps spring before an answer of the store
-            batch.append(self._inbox.popleft())
-        self._effects.extend(self.machine.on(self.kernel.now, *batch))
+        self._effects.extend(self.machine.on(self.kernel.now, *next_batch(self._inbox)))
         if self._check is not None:
             self._check(self.machine)
 

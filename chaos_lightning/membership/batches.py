@@ -1,0 +1,20 @@
+"""Which of the events that wait the scheduler's machine gets at once, in its process and in a simulated one."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from chaos_lightning.membership.effects import ChangeLink, Drain, Reset, SchedulerEvent, Stored
+
+MOST = 256
+"""Number of events in a batch at most: what the machine says meanwhile waits until it is through."""
+_ALONE = (Drain, ChangeLink, Reset, Stored)
+"""An operator's wish, and the store's answer, on which all else waits."""
+
+
+def next_batch(waiting: deque[SchedulerEvent]) -> list[SchedulerEvent]:
+    """Takes one event or more from those that wait, oldest first."""
+    batch = [waiting.popleft()]
+    while waiting and len(batch) < MOST and not isinstance(batch[-1], _ALONE) and not isinstance(waiting[0], _ALONE):
+        batch.append(waiting.popleft())
+    return batch
