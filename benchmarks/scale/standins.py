@@ -166,6 +166,7 @@ class Stage:
         self._carrying = NO_VIEW
         self._links_of = NO_VIEW
         self._links: dict[str, set[str]] = {}
+        self._cut: set[frozenset[str]] = set()
         self._encoded: object = None
         self._at(0.0, self._tick)
         self._at(0.0, self._beat)
@@ -195,6 +196,13 @@ class Stage:
     def vanish(self, one: StandIn) -> None:
         """Its machine is gone: nothing comes from there any more, and nothing says so."""
         one.here = False
+
+    def cut(self, one: StandIn, other: StandIn) -> None:
+        """Nothing gets from one to the other any more; both say so."""
+        self._cut.add(frozenset((one.id, other.id)))
+        for here, there in ((one, other), (other, one)):
+            here.up.discard(there.id)
+            self._say(here, LinkEvent(there.id, False, "silent for 3.0 s"))
 
     def leave(self, one: StandIn) -> None:
         """It asks to be let go."""
@@ -360,7 +368,7 @@ class Stage:
         one.named.update(peers)
         for peer in one.named - one.up:
             other = self.members[peer]
-            if other.here and one.id in other.named:
+            if other.here and one.id in other.named and frozenset((one.id, peer)) not in self._cut:
                 for here, there in ((one, other), (other, one)):
                     here.up.add(there.id)
                     self._say(here, LinkEvent(there.id, True, "connected"))

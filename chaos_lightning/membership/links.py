@@ -30,6 +30,7 @@ from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.topology import (
     NEIGHBOUR_PATIENCE_S,
     Fact,
+    Pair,
     Topology,
     in_words,
     pair,
@@ -45,6 +46,9 @@ from chaos_lightning.protocol.types import (
     OpenLinks,
     View,
 )
+
+_LOOK_S, _LOOKS = 5.0, 3
+"""A wanted link that does not stand at three looks in a row, 5 s apart, is one that stays down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,9 @@ class LinkRegistry:
         self._detector = detector
         self._asked: deque[_Asked] = deque()
         """Not answered yet, oldest first; the first may be on its way to the store."""
+        self._look_at = float("-inf")
+        self._absent: dict[Pair, int] = {}
+        """At how many looks in a row a wanted link did not stand, of those that the view lacks."""
         self._seen: object = None
         """What decides whom members are told of, as it was at the last look."""
 
@@ -274,6 +281,7 @@ class LinkRegistry:
         members = self._roster.living()
         for peer in (*newcomers, *members):
             self._topology.partners.add(peer)
+        self._lose_links(members)
         self._topology.partners.secure()
         if newcomers:
             self._seen = None
@@ -293,6 +301,20 @@ class LinkRegistry:
         self._graph.strand(newcomers, members)
         for peer in members:
             self._open_links(peer, self._to_know(peer, here))
+
+    def _lose_links(self, members: list[Peer]) -> None:
+        """Finds wanted links that stay down though both ends train in a view that does without them."""
+        latest, now, partners = self._book.latest, self._desk.now, self._topology.partners
+        running = self._desk.phase is SchedulerPhase.RUNNING and partners.sparse
+        if latest is None or not running or now < self._look_at:
+            return
+        self._look_at = now + _LOOK_S
+        limit, used = now - self._desk.pacing.timeout_s, self._graph.of_view(latest)
+        here = {p.id for p in members if p.conn is not None and p.entered != NO_VIEW and p.heard >= limit}
+        wanted = (pair(one, other) for one in here for other in partners.of(one) if one < other and other in here)
+        absent = [ends for ends in wanted if ends not in used and not self._topology.stands(*ends)]
+        self._absent = {ends: self._absent.get(ends, 0) + 1 for ends in absent}
+        partners.lose(frozenset(ends for ends, looks in self._absent.items() if looks >= _LOOKS))
 
     def _moved(self, members: list[Peer]) -> bool:
         """Whether anything that members are told of others may have changed since they were told."""

@@ -5,7 +5,8 @@ somebody has asked for it (`LinkWish`), or if it was *given*: that is how member
 `SMALL_JOB` members every such pair is given. Beyond, a newcomer is given `link_degree` partners, of other nodes first:
 some that are near by address, the others drawn among all, of two the one with fewer links. So members have about twice
 that many links, few hops lead from anybody to anybody, and no node's death parts the rest: where chance does not see to
-that, `Partners.secure` does. Who loses partners is given others; a partner that is not reached is replaced.
+that, `Partners.secure` does. Who loses partners is given others; a partner that is not reached is replaced, and a link
+that stays down is no path (`Partners.lose`).
 
 What was removed stays away, whoever asks. Members are told apart by id, wishes by name.
 """
@@ -31,6 +32,8 @@ _LOOKED_AT = 32
 """So many addresses around its own are looked at for these."""
 _BRIDGES = 2
 """So many pairs are given between two parts of a graph."""
+_TRIED = 16
+"""So many pairs are looked at for these."""
 
 
 def pair(one: str, other: str) -> Pair:
@@ -96,8 +99,12 @@ class Partners:
         """... where in that list each is, ..."""
         self._by_address: list[tuple[str, str]] = []
         """... and by address."""
-        self._missed: dict[str, set[str]] = {}
-        """Given partners that were not reached."""
+        self._missed: set[Pair] = set()
+        """Given pairs whose ends did not reach each other; they are not given again."""
+        self._replaced: set[str] = set()
+        """Newcomers that were given others for them, once."""
+        self._lost: frozenset[Pair] = frozenset()
+        """Wanted pairs whose links stay down: they are no paths."""
 
     def __contains__(self, member: object) -> bool:
         return member in self._near
@@ -172,7 +179,9 @@ class Partners:
         if len(self._near) == SMALL_JOB:  # from now on all have links with each other
             left = list(self._near)
         self.version += 1
-        self._missed.pop(member, None)
+        self._replaced.discard(member)
+        self._missed = {ends for ends in self._missed if member not in ends}
+        self._lost = frozenset(ends for ends in self._lost if member not in ends)
         for other in left:
             self._near[other].pop(member, None)
         for other in left if self.sparse or len(self._near) == SMALL_JOB else ():
@@ -192,9 +201,11 @@ class Partners:
 
     def replace(self, member: str, lost: Iterable[str]) -> bool:
         """Gives this one others for given partners that it does not reach, once; False if there are none to give."""
-        if not self.sparse or member in self._missed:
+        if not self.sparse or member in self._replaced:
             return False
-        missed = self._missed[member] = {m for m in lost if m in self._given.get(member, ())}
+        self._replaced.add(member)
+        missed = {m for m in lost if m in self._given.get(member, ())}
+        self._missed |= {pair(member, m) for m in missed}
         fresh = self._chosen(member, len(missed))
         for other in missed if fresh else ():
             del self._given[member][other], self._given[other][member]
@@ -203,17 +214,34 @@ class Partners:
         self._renew(member)
         return bool(fresh)
 
+    def lose(self, pairs: frozenset[Pair]) -> None:
+        """Takes the links of these pairs, and no others, for ones that stay down though both ends live.
+
+        They are no paths, and a member that was given such a partner is given another one.
+        """
+        if pairs == self._lost:
+            return
+        self._lost = pairs
+        self.version += 1
+        for one, other in sorted(map(sorted, pairs)) if self.sparse else ():
+            if other in self._given.get(one, ()):
+                self._missed.add(pair(one, other))
+                del self._given[one][other], self._given[other][one]
+                self._renew(one)
+                self._refill(one)
+                self._refill(other)
+
     def bridge(self, parts: Sequence[Sequence[str]]) -> bool:
         """Gives pairs between these parts of a graph, the largest and each other; whether there were any to give."""
         largest, *others = sorted(parts, key=len, reverse=True)
         given = False
         for part in others if self.sparse else ():
             ends = zip(_drawn(part[0], part), _drawn(part[0], largest), strict=True)
-            for one, other in itertools.islice(ends, _BRIDGES):
-                if one in self._at and other in self._at and other not in self._near[one]:
-                    self._give(one, other)
-                    self._renew(one)
-                    given = given or other in self._near[one]
+            free = ((a, b) for a, b in itertools.islice(ends, _TRIED) if self._free(a, b))
+            for one, other in itertools.islice(free, _BRIDGES):
+                self._give(one, other)
+                self._renew(one)
+                given = True
         return given
 
     def secure(self) -> None:
@@ -221,9 +249,9 @@ class Partners:
         if not self.sparse or self._secured == self.version:
             return
         places = {m: p.member.place for m, p in self._peers.items()}
-        for node in parting_nodes(places, ((a, b) for a, near in self._near.items() for b in near)):
+        for node in parting_nodes(places, self._paths(self._near)):
             rest = [m for m, place in places.items() if place != node]
-            self.bridge(connected_parts(rest, neighbours(rest, ((a, b) for a in rest for b in self._near[a]))))
+            self.bridge(connected_parts(rest, neighbours(rest, self._paths(rest))))
         self._secured = self.version
 
     def validate(self) -> None:
@@ -294,12 +322,16 @@ class Partners:
             self._near[other][member] = None
         self._near[member] = fresh
 
+    def _paths(self, members: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Wanted pairs of these, but for those whose links stay down."""
+        return ((a, b) for a in members for b in self._near[a] if not self._lost or pair(a, b) not in self._lost)
+
     def _wished(self, name: str) -> list[str]:
         return [other for names in self.added if name in names for other in names if other != name]
 
     def _refill(self, member: str) -> None:
         """Gives it as many partners as a newcomer gets; in a small job all."""
-        missing = self._degree - len(self._near[member])
+        missing = self._degree - sum(1 for _ in self._paths([member]))
         if member in self._at and (missing > 0 or not self.sparse):
             for other in self._chosen(member, missing):
                 self._give(member, other)
@@ -314,14 +346,7 @@ class Partners:
         me, chosen = self._peers[member], dict[str, None]()
 
         def fits(other: str) -> bool:
-            names = pair(me.member.name, self._peers[other].member.name)
-            return (
-                other != member
-                and other not in chosen
-                and other not in self._near[member]
-                and other not in self._missed.get(member, ())
-                and names not in self.removed
-            )
+            return other not in chosen and self._free(member, other)
 
         def elsewhere(other: str) -> bool:
             return self._peers[other].member.place != me.member.place and fits(other)
@@ -339,6 +364,13 @@ class Partners:
             rest.sort(key=lambda m: self._peers[m].member.place == me.member.place)
             chosen.update(dict.fromkeys(rest[: count - len(chosen)]))
         return list(chosen)
+
+    def _free(self, one: str, other: str) -> bool:
+        """Whether these may be given to each other, and are not wanted yet."""
+        if one not in self._at or other not in self._at or one == other or other in self._near[one]:
+            return False
+        names = pair(self._peers[one].member.name, self._peers[other].member.name)
+        return names not in self.removed and pair(one, other) not in self._missed
 
     def _around(self, me: Peer) -> Iterator[str]:
         """The nearest by address, on both sides in turn."""

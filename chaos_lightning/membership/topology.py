@@ -216,6 +216,11 @@ class Topology:
         fact = self.known(one, other)
         return fact.down if fact is not None else ""
 
+    def stands(self, one: str, other: str) -> bool:
+        """Whether both ends of this link say that it stands."""
+        fact = self.known(one, other)
+        return fact is not None and fact.stands
+
     def trouble(self, one: str, other: str) -> str:
         """Why this link is of no use: it is down, or carries nothing; "" if nobody says so."""
         fact = self.known(one, other)

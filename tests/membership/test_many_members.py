@@ -70,3 +70,16 @@ def test_a_machine_that_falls_silent_is_put_out_on_its_neighbours_word() -> None
     job.vanish(job.members[silent])
     job.wait(lambda: job.settled(size - 1), "a view without it")
     assert job.now - began < 2 * job.settings.silence_timeout_s
+
+
+def test_neighbours_that_stay_out_of_reach_are_replaced() -> None:
+    job, size = stage(24, 4), 24
+    one = job.members[job.view.ids()[0]]
+    lost = sorted(job._near(job.view)[one.id])[1:]
+    for other in lost:
+        job.cut(one, job.members[other])
+    job.wait(lambda: job.settled(size) and len(job._near(job.view)[one.id]) == 1, "a view without these links")
+    job.wait(lambda: job.settled(size) and len(job._near(job.view)[one.id]) >= 4, "a view with others in their place")
+    job.machine.validate_state()
+    assert not set(lost) & set(job.machine.topology.partners.of(one.id))
+    assert not job.said["Fence"]

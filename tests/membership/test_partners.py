@@ -96,6 +96,42 @@ def test_partners_that_are_not_reached_are_replaced_once() -> None:
     partners.validate()
 
 
+def test_a_given_link_that_stays_down_is_replaced_and_not_given_again() -> None:
+    partners = of_many(60)
+    one = "n50~50"
+    lost = frozenset(pair(one, other) for other in partners.of(one))
+    partners.lose(lost)
+    assert not lost & pairs(partners)
+    assert len(partners.of(one)) >= DEGREE
+    assert min(len(partners.of(m)) for m in partners) >= DEGREE
+    partners.validate()
+    version = partners.version
+    partners.lose(lost)
+    assert partners.version == version
+    partners.lose(frozenset())
+    for other in range(50):
+        partners.drop(f"n{other}~{other}")
+        assert not lost & pairs(partners) or not partners.sparse
+
+
+def test_a_link_that_stays_down_is_no_path() -> None:
+    """Somebody asked for it, so it is wanted as before; others make up for it."""
+    peers = [peer(number) for number in range(39)]
+    ids = [p.id for p in peers]
+    partners = Partners(DEGREE)
+    partners.seed(peers, [pair(a, b) for part in (ids[:20], ids[19:]) for a, b in combinations(part, 2)])
+    partners.wished(LinkWish("n0", "n38", True, "an operator asks"))
+    partners.secure()
+    lost = pair("n0~0", "n38~38")
+    before = pairs(partners)
+    partners.lose(frozenset([lost]))
+    partners.secure()
+    assert lost in pairs(partners)
+    assert before < pairs(partners)
+    assert parting_nodes({m: m for m in ids}, [(a, b) for a, b in map(sorted, pairs(partners) - {lost})]) == []
+    partners.validate()
+
+
 def test_nobody_is_replaced_where_all_have_links() -> None:
     partners = of_many(5)
     assert not partners.replace("n0~0", ["n1~1"])
@@ -191,7 +227,7 @@ def test_who_names_neighbours_is_given_none() -> None:
 Step = tuple[str, int, int]
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["come", "come", "go", "add", "remove", "names", "replace", "bridge"]),
+        st.sampled_from(["come", "come", "go", "add", "remove", "names", "replace", "lose", "bridge"]),
         *[st.integers(0, 39)] * 2,
     ),
     max_size=120,
@@ -219,6 +255,8 @@ def test_what_is_kept_step_by_step_is_what_all_of_it_comes_to(steps: list[Step])
                 partners.add(here[one])
             case "replace" if one in here:
                 partners.replace(here[one].id, list(partners.of(here[one].id))[:2])
+            case "lose" if one in here:
+                partners.lose(frozenset(pair(here[one].id, m) for m in list(partners.of(here[one].id))[:2]))
             case "bridge" if len(here) > 2:
                 ids = [p.id for p in here.values()]
                 partners.bridge([ids[:1], ids[1:]])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
+from random import Random
+
 import pytest
 
+from chaos_lightning.lab.simulate.plan import Fault
 from chaos_lightning.lab.simulate.plans.large import large_plan, thin_plan
 from chaos_lightning.lab.simulate.world import World, simulate
+from chaos_lightning.planning.graph import parting_nodes
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -19,6 +25,21 @@ def test_twenty_members_hold_all_contracts(seed: int) -> None:
 
 def test_where_few_links_are_given_others_make_up_for_a_nodes_loss() -> None:
     assert not simulate(thin_plan(1)).violation
+
+
+@pytest.mark.slow
+def test_links_that_stay_cut_are_replaced_until_no_node_parts_the_view() -> None:
+    plan, random = thin_plan(4), Random(4)
+    cuts = tuple(
+        Fault(action="cut", node=one.name, other=other.name, at=3.0, lasts=300.0)
+        for one, other in combinations(plan.nodes, 2)
+        if random.random() < 0.3
+    )
+    program = replace(plan.program, length=30 * 20, work_s=1.0)
+    world = World(replace(plan, faults=cuts, program=program), validate=False)
+    assert not world.run().violation
+    last = world.store.views[-1]
+    assert parting_nodes({m.id: m.place for m in last.members}, [(link.a, link.b) for link in last.links]) == []
 
 
 @pytest.mark.slow
