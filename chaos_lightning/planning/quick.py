@@ -2,10 +2,10 @@
 
 Theory of operation. With k equal trees a node whose neighbours hang below it in every tree sends and receives k times
 as much as one that is always a leaf. So each network card gets a budget of edges, by its rate: two per tree on average,
-as a tree has nearly as many edges as members; each link gets one by its own rate, too. Trees grow breadth-first, one
-after the other, each from the card with the least work so far: over links that no tree has yet first, the fastest
-first, as long as budgets allow. Where a tree is stuck all budgets are doubled for it. In the end leaves leave parents
-that have too much work, and each tree is hung up in its middle. All of that takes time in proportion to the links.
+as a tree has nearly as many edges as members; each link gets one by its own rate, too. Trees grow one after the other,
+each from the card with the least work so far. Members take in others, those near the root first, as long as budgets
+allow, and then those whose card and link have the least work. In the end each tree is hung up in its middle. All of
+that takes time in proportion to the links.
 
 A card is taken for as fast as the fastest link that was measured through it, and ranks of one machine share it, as in
 `planning/network.py`. Planners that search (`planning/overlay.py`) take longer; for some tens of members, or links that
@@ -15,6 +15,7 @@ are very unlike, they may find better trees.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
 
 from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.graph import Pair, connected_parts, hung_up, neighbours, not_connected
@@ -23,12 +24,8 @@ from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 
 _TREES, _FEWER_TREES, _LARGE = 8, 4, 256
 """Eight trees spread the work within a sixteenth, four within an eighth; beyond 256 members shorter views count."""
-_AHEAD = 0.5
-"""Trees may take from a card what later trees have coming, to this fraction of a tree's budget."""
-_LINK_SLACK, _LINK_SHARE = 0.75, 1.5
-"""Edges beyond a link's budget that are let pass, and that budget beside an even share of all edges."""
-_MORE = 1.25
-"""Factor by which budgets are widened each time a tree is stuck."""
+_AHEAD = 0.75
+"""Fraction of a tree's budget that a tree may take from what later trees have coming: it keeps the first ones low."""
 
 
 def quick(members: Sequence[Rank], links: Mapping[Pair, tuple[float, float, float]]) -> tuple[PlanSpec, str]:
@@ -72,102 +69,84 @@ class _Growth:
         self._card = [cards[host] for host in hosts]
         self._inside: list[list[int]] = [[] for _ in hosts]
         """Ranks on the same machine that each rank has a link to."""
+        self._near: list[list[tuple[int, int]]] = [[] for _ in hosts]
+        """Ranks on other machines that each rank has a link to, and these links."""
         width = [0.0] * len(cards)
-        near: list[list[tuple[float, int, int]]] = [[] for _ in hosts]
         for link, ((i, j), bps) in enumerate(wide.items()):
             for one, other in ((i, j), (j, i)):
                 if self._card[i] == self._card[j]:
                     self._inside[one].append(other)
                 else:
-                    near[one].append((-bps, other, link))
+                    self._near[one].append((other, link))
                     width[self._card[one]] = max(width[self._card[one]], bps)
-        self._near = [[(j, link) for _, j, link in sorted(found)] for found in near]
-        """Ranks on other machines that each rank has a link to, and these links; the fastest link first."""
         fastest = max(width) or max(wide.values())
         width = [bps or fastest for bps in width]
         # Edges per tree and bps so that all trees together fit: the slowest card is a leaf in each of them.
         share = max(2 * len(width) / sum(width), 1 / min(width))
         self._card_budget = [share * bps for bps in width]
-        outside = [bps for (i, j), bps in wide.items() if self._card[i] != self._card[j]] or [fastest]
-        even = max(_LINK_SHARE * (len(width) - 1) / len(outside), 1 - _LINK_SLACK) * len(outside) / sum(outside)
-        self._link_budget = [min(share, even) * bps for bps in wide.values()]
-        self._count = _TREES if len(hosts) <= _LARGE else _FEWER_TREES
+        self._link_budget = [share * bps for bps in wide.values()]
         self._card_load = [0] * len(width)
         self._link_load = [0] * len(wide)
 
     def trees(self) -> list[tuple[int, ...]]:
         """Parent of each rank, -1 at the root, by tree."""
-        trees = [self._grown(number) for number in range(1, self._count + 1)]
-        for tree in trees:
-            self._relieve(tree)
-        edges = [[(i, p) for i, p in enumerate(tree) if p >= 0] for tree in trees]
-        return [hung_up(len(self._near), tree, lambda one, other: 1.0)[0] for tree in edges]
-
-    def _grown(self, number: int) -> list[int]:
         size = len(self._near)
-        first = (number - 1) * size // self._count
-        root = min(range(size), key=lambda i: (self._fullness(i), (i - first) % size))
-        parents: list[int | None] = [None] * size
-        waiting, scale = self._taken(root, -1, parents), float(number)
-        while waiting:
-            waiting = self._spread(waiting, parents, scale)
-            scale *= _MORE
-        return [-1 if p is None else p for p in parents]
-
-    def _fullness(self, i: int) -> float:
-        return (self._card_load[self._card[i]] + 1) / self._card_budget[self._card[i]]
-
-    def _taken(self, i: int, parent: int, parents: list[int | None]) -> list[int]:
-        """Puts a rank into the tree, and below it all that links within its machine lead to; returns these ranks."""
-        parents[i] = parent
-        found = [i]
-        for one in found:
-            for other in self._inside[one]:
-                if parents[other] is None:
-                    parents[other] = one
-                    found.append(other)
+        count = _TREES if size <= _LARGE else _FEWER_TREES
+        found = []
+        for number in range(count):
+            first = number * size // count
+            root = min(range(size), key=lambda i: (self._card_fullness(i), (i - first) % size))
+            edges = self._grown(root, min(number + 1 + _AHEAD, count))
+            found.append(hung_up(size, edges, lambda one, other: 1.0)[0])
         return found
 
-    def _spread(self, reached: list[int], parents: list[int | None], scale: float) -> list[int]:
-        """Lets these and those whom they reach take in others, as far as `scale` times the budgets of one tree go;
-        returns those that leave somebody out."""
-        waiting = []
-        for i in reached:
-            for fresh in (True, False):
-                for j, link in self._near[i]:
-                    if (
-                        parents[j] is None
-                        and fresh != bool(self._link_load[link])
-                        and self._has_room(i, j, link, scale)
-                    ):
-                        self._load(i, j, link, 1)
-                        reached += self._taken(j, i, parents)
-            if any(parents[j] is None for j, _ in self._near[i]):
-                waiting.append(i)
-        return waiting
+    def _grown(self, root: int, limit: float) -> list[Edge]:
+        """Edges of a tree that no card and no link has more work by than `limit` times its budget, where possible."""
+        ways = [sorted(near, key=lambda way: -self._link_fullness(way[1])) for near in self._near]
+        depths = {root: 0}
+        edges: list[Edge] = []
+        offers: list[tuple[float, int, int]] = []
 
-    def _has_room(self, i: int, j: int, link: int, scale: float, ahead: float = _AHEAD) -> bool:
-        if self._link_load[link] + 1 > scale * self._link_budget[link] + _LINK_SLACK:
-            return False
-        return all(
-            self._card_load[c] + 1 <= (scale + ahead) * self._card_budget[c] for c in (self._card[i], self._card[j])
-        )
+        def excess(i: int, link: int) -> float:
+            return max(0.0, self._card_fullness(i) - limit, self._link_fullness(link) - limit)
 
-    def _load(self, i: int, j: int, link: int, count: int) -> None:
-        self._link_load[link] += count
-        self._card_load[self._card[i]] += count
-        self._card_load[self._card[j]] += count
+        def offer(i: int) -> None:
+            """Notes how well the next member would hang below this one, by its link with the least work."""
+            while ways[i] and ways[i][-1][0] in depths:
+                ways[i].pop()
+            if ways[i]:
+                heappush(offers, (excess(i, ways[i][-1][1]), depths[i], i))
 
-    def _relieve(self, tree: list[int]) -> None:
-        """Hangs leaves whose parents' cards have too much work below others that have room."""
-        above = set(tree)
-        for leaf, parent in enumerate(tree):
-            ways = dict(self._near[leaf])
-            if leaf in above or parent not in ways:
-                continue
-            if self._card_load[self._card[parent]] > self._count * self._card_budget[self._card[parent]]:
-                self._load(leaf, parent, ways[parent], -1)
-                best = next((j for j, link in ways.items() if self._has_room(leaf, j, link, self._count, 0)), parent)
-                self._load(leaf, best, ways[best], 1)
-                tree[leaf] = best
-                above.add(best)
+        def enter(i: int) -> None:
+            """Begins to offer, after those on the same machine have been hung below this one."""
+            inside = [i]
+            for one in inside:
+                for other in self._inside[one]:
+                    if other not in depths:
+                        depths[other] = depths[one] + 1
+                        edges.append((other, one))
+                        inside.append(other)
+            for one in inside:
+                offer(one)
+
+        enter(root)
+        while offers:
+            least, depth, i = heappop(offers)
+            j, link = ways[i][-1]
+            if j not in depths and excess(i, link) <= least:
+                depths[j] = depth + 1
+                edges.append((j, i))
+                self._link_load[link] += 1
+                self._card_load[self._card[i]] += 1
+                self._card_load[self._card[j]] += 1
+                enter(j)
+            offer(i)
+        return edges
+
+    def _card_fullness(self, i: int) -> float:
+        """Edges of the card of this rank, with one more, beside its budget for one tree."""
+        return (self._card_load[self._card[i]] + 1) / self._card_budget[self._card[i]]
+
+    def _link_fullness(self, link: int) -> float:
+        """Trees that take this link, with one more, beside its budget for one tree."""
+        return (self._link_load[link] + 1) / self._link_budget[link]

@@ -10,6 +10,7 @@ from test_quick import NBYTES, Values, members, regular
 
 from chaos_lightning.planning.network import Network
 from chaos_lightning.planning.overlay import Planned, plan
+from chaos_lightning.planning.quick import quick
 from chaos_lightning.planning.trees import fewest_hops
 from chaos_lightning.protocol.types import SMALL_JOB
 
@@ -67,6 +68,8 @@ def test_a_card_is_as_fast_as_the_fastest_link_through_it() -> None:
 def test_a_hub_is_not_everybodys_parent(size: int) -> None:
     planned = plan(members(size), wheel(size))
     assert planned.seconds <= 1.2 * floor_s(size)
+    first, _ = quick(members(size), wheel(size))
+    assert Network(members(size), wheel(size)).seconds(first, NBYTES) <= 1.25 * floor_s(size)
     blind = unlimited(size, wheel(size))
     assert Network(members(size), wheel(size)).seconds(blind.spec, NBYTES) > 2 * floor_s(size)
 
@@ -87,3 +90,12 @@ def test_auto_is_never_worse_for_knowing_of_cards(size: int, slowest_bps: float)
     true = Network(members(size), links, dict.fromkeys(names(size), (BPS, BPS)))
     planned, blind = plan(members(size), links), unlimited(size, links)
     assert true.seconds(planned.spec, NBYTES) <= 1.03 * true.seconds(blind.spec, NBYTES)
+
+
+@pytest.mark.parametrize("size", [24, 64])
+def test_slow_cards_are_leaves_and_slow_links_are_left_out(size: int) -> None:
+    """Every other member has a tenth of the others' rate, which then is all that limits."""
+    slow = set(names(size)[1::2])
+    links = {pair: (LATENCY_S, *[BPS if slow.isdisjoint(pair) else BPS / 10] * 2) for pair in regular(size)}
+    spec, _ = quick(members(size), links)
+    assert Network(members(size), links).seconds(spec, NBYTES) <= 1.3 * 8 * NBYTES / (BPS / 10)
