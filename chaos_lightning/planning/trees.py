@@ -43,7 +43,7 @@ from chaos_lightning.planning.graph import (
     not_connected,
     pairs_in_words,
 )
-from chaos_lightning.protocol.types import PlanSpec, Span, TreeSpec
+from chaos_lightning.protocol.types import SMALL_JOB, PlanSpec, Span, TreeSpec
 
 ALIGNMENT = 64
 """Bytes; chunk borders inside a section are multiples of it."""
@@ -273,6 +273,8 @@ def _split(section: Span, chunk_nbytes: int, at_least: int) -> list[Span]:
     low = start // ALIGNMENT  # borders lie on multiples of ALIGNMENT in the buffer, whatever the section begins at
     cells = -(-stop // ALIGNMENT) - low
     number = max(-(-cells // (chunk_nbytes // ALIGNMENT)), min(at_least, (stop - start) // SMALLEST_CHUNK))
+    if number > at_least > SMALL_JOB:
+        number = -(-number // at_least) * at_least  # each member is the root of equally many
     borders = [start, *((low + cells * i // number) * ALIGNMENT for i in range(1, number)), stop]
     return [(a, b) for a, b in pairwise(borders) if a < b]
 

@@ -53,6 +53,13 @@ def test_rotating_gives_every_member_an_equal_part():
     assert [t.root for t in expand(PlanSpec(), members, 100_000, ())] == ["a", "b", "c", "d"]
 
 
+def test_each_of_many_members_is_the_root_of_equally_many_chunks():
+    members = tuple(f"n{i}" for i in range(24))
+    trees = expand(PlanSpec(), members, 16 << 20, ())
+    assert [t.root for t in trees] == [*members, *members]
+    assert max(t.nbytes for t in trees) - min(t.nbytes for t in trees) <= ALIGNMENT
+
+
 def test_thousands_of_chunks_share_their_shapes():
     trees = expand(PlanSpec(chunk_nbytes=65536), [f"n{i}" for i in range(8)], 1 << 28, ())
     assert len(trees) == 4096
