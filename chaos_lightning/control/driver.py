@@ -2,7 +2,8 @@
 
 Theory of operation. Everything that happens - a stream opens, says something, breaks; a tick; an operator's wish -
 becomes an event in one queue, and one task feeds the machine with what lies there (membership/batches.py). So whatever
-the machine does once per batch costs the less the more happens. A Persist is in the store before the effects behind it
+the machine does once per batch costs the less the more happens. A heartbeat of a large job wakes nobody: the next event
+takes it along, a tick at the latest. A Persist is in the store before the effects behind it
 are touched and before the machine hears `Stored`. So nothing is ever announced that a restart would not know.
 """
 
@@ -23,7 +24,7 @@ from chaos_lightning.errors import OversizeError
 from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.batches import next_batch
-from chaos_lightning.protocol.types import Member, Settings
+from chaos_lightning.protocol.types import Heartbeat, Member, Settings
 
 _ANSWER_TIMEOUT_S = 4.0
 """A request waits so long for the machine, which may be writing to its store."""
@@ -57,6 +58,7 @@ class Driver:
         noted: Told the name of each event that the machine notes.
         done: Told that the machine is done, and why.
         refused: Told why the store did not accept a decision.
+        large: Whether there are so many members that a heartbeat need not be a batch of its own.
     """
 
     def __init__(
@@ -67,16 +69,19 @@ class Driver:
         noted: Callable[[str], None],
         done: Callable[[fx.SchedulerDone], None],
         refused: Callable[[str], None],
+        large: Callable[[], bool] = lambda: False,
     ) -> None:
         self._writer = writer
         self._emit = emit
         self._noted = noted
         self._done = done
         self._refused = refused
+        self._large = large
         self.machine: Machine | None = None
         """None while this scheduler does not lead."""
         self._inbox: deque[fx.SchedulerEvent] = deque()
         self._fed = asyncio.Event()
+        """Something lies there that is not to wait."""
         self._tick_waits = False
         self._took_s = 0.0
         """CPU time that the machine took for the last batch."""
@@ -86,13 +91,14 @@ class Driver:
         self._drawing = Drawing(self.feed)
 
     def feed(self, event: fx.SchedulerEvent) -> None:
-        """Whatever happens; ticks do not pile up."""
+        """Takes whatever happens; ticks do not pile up, and a heartbeat of a large job waits for what comes next."""
         if isinstance(event, fx.SchedulerTick):
             if self._tick_waits:
                 return
             self._tick_waits = True
         self._inbox.append(event)
-        self._fed.set()
+        if not (isinstance(event, fx.MessageIn) and isinstance(event.message, Heartbeat) and self._large()):
+            self._fed.set()
 
     async def ask(self, event: Callable[[int], fx.SchedulerEvent]) -> tuple[bool, str]:
         """Feeds an operator's wish; the machine's answer: whether it will be so, and words."""
@@ -128,12 +134,12 @@ class Driver:
         A batch costs the machine about the same however many events it has. One that took long is followed by a pause
         of the same length, in which more come together: else streams that are read one by one would each make a batch.
         """
-        while not self._inbox:
-            self._fed.clear()
-            await self._fed.wait()
+        await self._fed.wait()
         if self._took_s > _LONG_S:
             await asyncio.sleep(min(self._took_s, _LONGEST_PAUSE_S))
         batch = next_batch(self._inbox)
+        if not self._inbox:
+            self._fed.clear()
         self._tick_waits = self._tick_waits and not any(isinstance(event, fx.SchedulerTick) for event in batch)
         return batch
 

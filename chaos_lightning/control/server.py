@@ -39,6 +39,7 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.leader_search import hears_s
 from chaos_lightning.membership.showing import SHOWN
 from chaos_lightning.protocol.pace import heartbeat_timeout_s
+from chaos_lightning.protocol.types import SMALL_JOB
 from chaos_lightning.security.credentials import Credentials, check_bind
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
@@ -99,6 +100,7 @@ class SchedulerServer:
             noted=self._noted,
             done=self._machine_is_done,
             refused=lambda why: self.life.end(why, failed=True),
+            large=lambda: len(self._streams.standing) > SMALL_JOB,
         )
         self._streams = Streams(
             self._driver.feed,

@@ -11,6 +11,7 @@ import pytest
 from chaos_lightning.control import driver
 from chaos_lightning.control.driver import Driver
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol.types import NO_VIEW, Heartbeat
 
 EVENTS = 200
 
@@ -63,3 +64,52 @@ def test_a_slow_machine_gets_what_comes_meanwhile_together(monkeypatch: pytest.M
     seen = batches(0.05, monkeypatch)
     assert seen[0] == 1
     assert len(seen) < EVENTS / 2
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_heartbeats_of_a_large_job_are_taken_along_by_the_next_event(large: bool) -> None:
+    machine = Recorder(0.0)
+    beat = fx.MessageIn(1, Heartbeat(NO_VIEW, 0, 0))
+
+    async def feed_and_drive() -> None:
+        fed = Driver(cast(Any, None), print, noted=print, done=print, refused=print, large=lambda: large)
+        fed.machine = machine
+        driving = asyncio.ensure_future(fed.drive(cast(Any, None)))
+        for event in (beat, beat, fx.SchedulerTick(), beat, fx.Opened(2)):
+            fed.feed(event)
+            for _ in range(3):  # the driver could take each event alone
+                await asyncio.sleep(0)
+        driving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await driving
+
+    asyncio.run(feed_and_drive())
+    assert machine.batches == ([3, 2] if large else [1] * 5)
+
+
+def test_a_heartbeat_does_not_overtake_what_waits() -> None:
+    taken: list[fx.SchedulerEvent] = []
+
+    class Keeper(Recorder):
+        def on(self, now: float, *events: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
+            taken.extend(events)
+            return super().on(now, *events)
+
+    machine = Keeper(0.0)
+    fed: list[fx.SchedulerEvent] = [fx.MessageIn(n, Heartbeat(NO_VIEW, 0, 0)) for n in range(4)]
+    fed[2:2] = [fx.Opened(9), fx.SchedulerTick()]
+
+    async def feed_and_drive() -> None:
+        driver = Driver(cast(Any, None), print, noted=print, done=print, refused=print, large=lambda: True)
+        driver.machine = machine
+        for event in fed:
+            driver.feed(event)
+        driving = asyncio.ensure_future(driver.drive(cast(Any, None)))
+        while len(taken) < len(fed):
+            await asyncio.sleep(0)
+        driving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await driving
+
+    asyncio.run(feed_and_drive())
+    assert taken == fed
