@@ -147,8 +147,21 @@ class Node:
         self.loop.call(lambda: self.reducer.begin(seq, scope))
         self.loop.call(lambda: self.reducer.ready(seq, [start for start, _ in self.memory.grid]))
         if not self.done.wait(_DEADLINE_S) or self.crash:
-            raise RuntimeError(f"{self.me}: slot {seq} did not complete: {self.crash or self.broken_links}")
+            raise RuntimeError(f"{self.me}: slot {seq} did not complete: {self.crash or self.trouble()}")
         return self.done_at
+
+    def trouble(self) -> str:
+        """Words about an all-reduce that does not end: what is missing, and where bytes wait."""
+        held = self.reducer.held() or ()
+        missing = self.layout.nbytes - sum(stop - start for start, stop in held)
+        waiting = (
+            f"{peer}: {link.queued_nbytes} bytes queued, {link.sent_nbytes - link.delivered_nbytes} not acknowledged, "
+            f"heard {time.monotonic() - link.heard_at:.1f} s ago"
+            for peer, link in self.links.items()
+            if link.open and (link.queued_nbytes or link.sent_nbytes > link.delivered_nbytes)
+        )
+        broken = f"broken links {self.broken_links}" if self.broken_links else "no link broke"
+        return f"{missing} bytes are missing, {broken}; {'; '.join(waiting) or 'nothing waits to be sent'}"
 
     def right(self, seq: int, total: int) -> bool:
         import torch

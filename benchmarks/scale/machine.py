@@ -40,6 +40,7 @@ BEAT_BATCHES = (1, 16)
 TICKS = 20
 HEARTBEAT_US, EXPONENT, FOUNDING_S, DEATH_S, RECORD_KB = 60.0, 1.3, 20.0, 1.0, 10.0
 BOUNDED_AT = 1024
+MINUTES, MINUTES_QUICK = 4.0, 0.5
 KINDS = ("founding", "join", "leave", "death")
 Costs = dict[str, dict[int, float]]
 """CPU seconds by kind of event and number of members."""
@@ -222,6 +223,11 @@ def measure(result: Result, args: argparse.Namespace) -> None:
         if graph == "default":
             fit(result, costs)
         result.details[f"CPU seconds, {graph} graph"] = dict(costs)
+
+
+def minutes(args: argparse.Namespace) -> float:
+    """Returns the minutes that this part should take."""
+    return MINUTES_QUICK if args.quick else MINUTES
 
 
 def options(p: Options) -> None:

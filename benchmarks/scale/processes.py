@@ -1,14 +1,16 @@
 """A real scheduler with 64 to 512 connections: heartbeats, a founding, deaths, its own death, and status.
 
 The scheduler is a process as users start it; two further ones hold stand-ins for members (crowd.py), each with a
-connection of its own. Measured are: the founding, from the first hello until the last member is told of the view that
+connection of its own. Measured are: the founding, from the first hello until the last member stands in the view that
 has all; heartbeats, as the share of a core that the scheduler takes while nothing happens, in which time nobody may be
-put out and no stream may break; deaths, from the closing of a connection until the last member is told of the view
-that follows, where the links of the dead are closed at once; the scheduler's own death together with a member's, until
-all are back at the next one, which is started at once, and told of the view without that member; and status. The peer
-is an older version (`--before`, a folder with its sources): its scheduler and stand-ins in the same places.
+put out and no stream may break; deaths, from the closing of a connection until the last member has the Decide of the
+view that follows, where the links of the dead are closed at once; the scheduler's own death together with a member's,
+until all are back at the next one, which is started at once, and have the Decide of the view without that member; and
+status. The peer is an older version (`--before`, a folder with its sources): its scheduler and stand-ins in the same
+places.
 
-All processes share this machine's cores, so times to the last of hundreds contain their turns.
+The minutes in which nobody may be put out are shared by the cases; the largest one has more than half of them. All
+processes share this machine's cores, so times to the last of hundreds contain their turns.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.common import Options, Result, median, run
 from benchmarks.workers import Scheduler, at, scratch
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.etcd_servers import EtcdServers, find_etcd
-from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.errors import ChaosError
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials
 from chaos_lightning.security.roles import MEMBER, OPERATOR
@@ -46,7 +48,14 @@ PATIENCE_S = 120.0
 LOOK_S = 0.05
 QUIET_S = 3.0
 """Between a founding and what is measured next."""
+LARGEST_SHARE = 0.55
+"""Part of the quiet minutes that the case with the most members has."""
+PEER_MINUTES = 0.25
+"""Quiet minutes of a case of the peer, in which nothing is held against it."""
+CASE_MINUTES = 0.7
+"""Minutes that a case takes besides the quiet ones."""
 TICKS = os.sysconf("SC_CLK_TCK")
+HERE = Path(__file__).parents[2]
 
 
 class TooLateError(Exception):
@@ -60,21 +69,41 @@ def cpu_s(pid: int) -> float:
     return (int(user) + int(system)) / TICKS
 
 
-class Crowd:
-    """A process with many stand-ins."""
+def place(source: str, folder: Path) -> dict[str, Any]:
+    """Returns where stand-ins run: on this product, or on the one in `source`, with this folder's benchmarks."""
+    if not source:
+        found = at(str(HERE))
+    else:
+        with contextlib.suppress(FileExistsError):
+            (folder / "benchmarks").symlink_to(HERE / "benchmarks")
+        found = {"cwd": str(folder), "env": {**os.environ, "PYTHONPATH": source}}
+    found["env"]["GRPC_VERBOSITY"] = "NONE"  # it tells of connections that were closed
+    return found
 
-    def __init__(self, endpoint: str, first: int, count: int, keys_dir: str, source: str) -> None:
+
+class Crowd:
+    """A process with many stand-ins.
+
+    Args:
+        endpoint: Of the scheduler.
+        first: Number of the first of them.
+        count: How many.
+        sockets: Names of this crowd's socket and of the other crowds'.
+        keys_dir: Folder of keys; "" for none.
+        where: As `place` says.
+    """
+
+    def __init__(
+        self, endpoint: str, first: int, count: int, sockets: list[str], keys_dir: str, where: dict[str, Any]
+    ) -> None:
         self.names = [f"n{n}" for n in range(first, first + count)]
-        program = str(Path(__file__).with_name("crowd.py"))
         options = ["--keys-dir", keys_dir] if keys_dir else []
-        place = at(source or str(Path(__file__).parents[2]))
-        place["env"]["GRPC_VERBOSITY"] = "NONE"  # it tells of connections that were closed
         self.process = subprocess.Popen(
-            [sys.executable, program, endpoint, str(first), str(count), *options],
+            [sys.executable, "-m", "benchmarks.scale.crowd", endpoint, str(first), str(count), *sockets, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            **place,
+            **where,
         )
 
     def ask(self, order: str, value: Any = True) -> dict[str, Any]:
@@ -94,6 +123,22 @@ class Crowd:
             self.process.wait(10)
 
 
+class Told(NamedTuple):
+    """A view that stand-ins entered.
+
+    Attributes:
+        members: Number of members that it has.
+        decided: A Decide told of it, no header.
+        count: Number of stand-ins that entered it.
+        last: When the last of them did (ns).
+    """
+
+    members: int
+    decided: bool
+    count: int
+    last: int
+
+
 @dataclass
 class Seen:
     """What all stand-ins saw."""
@@ -102,8 +147,7 @@ class Seen:
     """How many have a stream on which they were welcomed."""
     broken: int = 0
     fenced: list[str] = field(default_factory=list)
-    views: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """How many were told of each view, and when the last of them was (ns)."""
+    views: dict[tuple[int, int], Told] = field(default_factory=dict)
     now: dict[tuple[int, int], int] = field(default_factory=dict)
     """How many stand in each view."""
 
@@ -111,15 +155,16 @@ class Seen:
         self.talk += facts["talk"]
         self.broken += facts["broken"]
         self.fenced += facts["fenced"]
-        for term, number, count, last in facts["views"]:
-            before = self.views.get((term, number), (0, 0))
-            self.views[term, number] = (before[0] + count, max(before[1], last))
+        for term, number, members, decided, count, last in facts["views"]:
+            before = self.views.get((term, number), Told(members, decided, 0, 0))
+            self.views[term, number] = Told(members, decided, before.count + count, max(before.last, last))
         for term, number in facts["now"]:
             self.now[term, number] = self.now.get((term, number), 0) + 1
 
     def told(self, count: int, since_ns: int) -> int:
-        """When the last of so many was told of a view that was told after `since_ns` (ns); 0: not yet."""
-        return max((last for n, last in self.views.values() if n >= count and last > since_ns), default=0)
+        """When the last of so many had the Decide of a view of just these, after `since_ns` (ns); 0: not yet."""
+        views = (v for v in self.views.values() if v.decided and v.members == count)
+        return max((v.last for v in views if v.count >= count and v.last > since_ns), default=0)
 
 
 @dataclass(frozen=True)
@@ -176,7 +221,7 @@ class Job:
 
         def all_in(seen: Seen) -> int:
             full = [view for view, count in seen.now.items() if count >= self.size and view in seen.views]
-            return max((seen.views[view][1] for view in full), default=0)
+            return max((seen.views[view].last for view in full), default=0)
 
         return (self.until(all_in, f"a founding of {self.size}") - began) / 1e9
 
@@ -229,10 +274,12 @@ def job(kind: Kind, size: int, folder: Path) -> Iterator[Job]:
         stack.callback(scheduler.stop)
         made = Job(scheduler, [], size)
         scheduler.start(made.floor)
-        share = size // CROWDS
+        share, where = size // CROWDS, place(kind.source, folder)
+        sockets = [f"chaos-crowd-{os.getpid()}-{scheduler.endpoint}-{index}" for index in range(CROWDS)]
         for index in range(CROWDS):
             count = share if index < CROWDS - 1 else size - share * (CROWDS - 1)
-            crowd = Crowd(scheduler.endpoint, 1 + index * share, count, keys_dir, kind.source)
+            named = [sockets[index], *sockets[:index], *sockets[index + 1 :]]
+            crowd = Crowd(scheduler.endpoint, 1 + index * share, count, named, keys_dir, where)
             stack.callback(crowd.close)
             made.crowds.append(crowd)
         yield made
@@ -247,17 +294,34 @@ def status_s(job: Job, folder: Path, kind: Kind) -> float:
     return time.monotonic() - began
 
 
-def measure_size(result: Result, kind: Kind, size: int, folder: Path, args: argparse.Namespace) -> None:
-    """All that is measured with so many members."""
-    title = f"{size} members, {kind.title}"
+class Case(NamedTuple):
+    """One job that is measured.
+
+    Attributes:
+        kind: How it is set up.
+        size: Number of members.
+        minutes: In which nothing happens and nobody may be put out.
+    """
+
+    kind: Kind
+    size: int
+    minutes: float
+
+    @property
+    def title(self) -> str:
+        return f"{self.size} members, {self.kind.title}"
+
+
+def measure_case(result: Result, case: Case, folder: Path) -> int:
+    """Adds all that is measured of one job; returns how many were put out or parted while nothing happened."""
+    kind, size, title = case.kind, case.size, case.title
     bound: Callable[[float | None], float | None] = (lambda _: None) if kind.peer else (lambda value: value)
     with job(kind, size, folder) as made:
         result.add(f"founding, {title}", made.found(), "s", bound(FOUNDING_S.get(size)))
         time.sleep(QUIET_S)
-        minutes = args.minutes if size == max(args.connections) and not kind.peer else min(args.minutes, 1.0)
-        share, hurt = made.quiet(60 * minutes)
+        share, hurt = made.quiet(60 * case.minutes)
         result.add(f"heartbeats, {title}", share, "cores", bound(CORE))
-        result.add(f"put out or parted in {minutes:g} min, {title}", hurt, "count", bound(0))
+        result.add(f"put out or parted in {case.minutes:.2g} min, {title}", hurt, "count", bound(0))
         result.add(f"status, {title}", status_s(made, folder, kind), "s", bound(STATUS_S))
         deaths = [made.death() for _ in range(DEATHS)]
         result.add(f"death to the last Decide, {title}", median(deaths), "s", bound(DEATH_S.get(size)))
@@ -268,37 +332,51 @@ def measure_size(result: Result, kind: Kind, size: int, folder: Path, args: argp
         fenced = made.look().fenced
         result.add(f"living members put out in all, {title}", len(fenced), "count", bound(0))
         result.details[f"put out, {title}"] = fenced
+    return hurt
 
 
-def kinds(args: argparse.Namespace) -> Iterator[tuple[Kind, list[int]]]:
-    """What is set up, and with how many members."""
-    yield Kind("plain"), args.connections
-    yield Kind("mutual TLS, keys and etcd", keys=True), args.keyed
+def cases(args: argparse.Namespace) -> list[Case]:
+    """Returns all jobs in turn; those of this version share `minutes`."""
+    complete(args)
+    own = [(Kind("plain"), size) for size in args.connections]
+    own += [(Kind("mutual TLS, keys and etcd", keys=True), size) for size in args.keyed]
+    largest = max(range(len(own)), key=lambda i: own[i][1])
+    others = args.minutes * (1 - LARGEST_SHARE) / max(1, len(own) - 1)
+    first = args.minutes - others * (len(own) - 1)
+    found = [Case(kind, size, first if i == largest else others) for i, (kind, size) in enumerate(own)]
     if args.before:
-        yield Kind("plain, before", source=str(Path(args.before).resolve())), args.connections
+        peer = Kind("plain, before", source=str(Path(args.before).resolve()))
+        found += [Case(peer, size, PEER_MINUTES) for size in args.connections]
+    return found
+
+
+def minutes(args: argparse.Namespace) -> float:
+    """Returns the minutes that this part should take."""
+    return sum(case.minutes + CASE_MINUTES for case in cases(args))
 
 
 def measure(result: Result, args: argparse.Namespace) -> None:
-    """All setups and sizes. Where a peer's size fails, larger ones are not tried."""
-    complete(args)
-    for kind, sizes in kinds(args):
-        if kind.keys:
-            try:
+    """All jobs. Where a peer's size fails, larger ones are not tried."""
+    quiet_min, hurt, failed = 0.0, 0, False
+    for case in cases(args):
+        try:
+            if case.kind.keys:
                 find_etcd()
-            except ConfigurationError as error:
-                result.leave_out(kind.title, str(error))
+            if case.kind.peer and failed:
                 continue
-        for size in sizes:
-            print(f" {size} members, {kind.title}", flush=True)
-            try:
-                with scratch() as folder:
-                    measure_size(result, kind, size, folder, args)
-            except (TooLateError, RuntimeError, ChaosError) as error:
-                words = f"{size} members, {kind.title}"
-                if kind.peer:
-                    result.remark(f"{words}: {error}; larger ones are not tried")
-                    break
-                result.leave_out(words, str(error))
+            print(f" {case.title}", flush=True)
+            with scratch() as folder:
+                found = measure_case(result, case, folder)
+        except (TooLateError, RuntimeError, ChaosError) as error:
+            if case.kind.peer:
+                failed = True
+                result.remark(f"{case.title}: {error}; larger ones are not tried")
+            else:
+                result.leave_out(case.title, str(error))
+            continue
+        if not case.kind.peer:
+            quiet_min, hurt = quiet_min + case.minutes, hurt + found
+    result.add(f"put out or parted in {quiet_min:.2g} min, all sizes together", hurt, "count", 0)
 
 
 def options(p: Options) -> None:
@@ -306,7 +384,7 @@ def options(p: Options) -> None:
     words = "numbers of members; none: 64 256 512, or 64 with --quick"
     p.add_argument("--connections", type=int, nargs="*", default=[], help=words)
     p.add_argument("--keyed", type=int, nargs="*", default=[], help="the same with keys; none: 256, or 64 with --quick")
-    words = "in which nobody may be put out, at the largest size; 0: 5, or 0.2 with --quick"
+    words = "in which nobody may be put out, all sizes together; 0: 5, or 0.4 with --quick"
     p.add_argument("--minutes", type=float, default=0.0, help=words)
     p.add_argument("--before", default="", help="folder with the sources of another version, to compare with")
 
@@ -315,7 +393,7 @@ def complete(args: argparse.Namespace) -> None:
     """Fills in what was not given."""
     args.connections = args.connections or ([64] if args.quick else list(SIZES))
     args.keyed = args.keyed or ([64] if args.quick else [256])
-    args.minutes = args.minutes or (0.2 if args.quick else 5.0)
+    args.minutes = args.minutes or (0.4 if args.quick else 5.0)
 
 
 def main() -> int:
@@ -323,6 +401,7 @@ def main() -> int:
     options(p)
     args = p.parse_args()
     result = Result("scale, processes")
+    print(f"about {minutes(args):.0f} minutes", flush=True)
     measure(result, args)
     return result.finish(args)
 

@@ -36,6 +36,7 @@ FLOOR = 2 / 3
 STUCK_S = 120.0
 BESIDE_LINKS = 2
 """Connections besides links: the control stream, and a transfer that ends just then."""
+MINUTES, MINUTES_QUICK = 9.0, 3.0
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 _ESTABLISHED = "01"
 
@@ -179,6 +180,11 @@ def measure(result: Result, args: argparse.Namespace) -> None:
         crew, driver = job(folder, args)
         judge(result, crew, driver, args)
     reduces.measure(result, args)
+
+
+def minutes(args: argparse.Namespace) -> float:
+    """Returns the minutes that this part should take."""
+    return MINUTES_QUICK if args.quick else MINUTES
 
 
 def options(p: Options) -> None:

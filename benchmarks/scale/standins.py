@@ -1,11 +1,11 @@
-"""Stand-ins for members, in virtual time: they answer the scheduler's machine as members do, and cost it nothing.
+"""Stand-ins for members in virtual time: they answer the scheduler's machine as members do, and cost it nothing.
 
-Theory of operation. A `Stage` has the product's `SchedulerMachine` and a `StandIn` for each member. Whatever a stand-in
-says arrives after `REPLY_S`; what arrives together is fed in batches, as the scheduler's process does. A link stands
-once both ends were told of each other; a view that a header is to carry is carried after `STEP_S` by a header that the
-product makes (`close_slot`) from contributions of all members. Processor time is taken around the machine, its records
-and its messages, each of which is encoded once however many it goes to; heartbeats are counted apart. The store is in
-memory: what a disk takes is measured elsewhere (benchmarks.stores).
+Theory of operation. A `Stage` has the product's `SchedulerMachine` and a `StandIn` (fake.py) for each member. Whatever
+a stand-in says arrives after `REPLY_S`; what arrives together is fed in batches, as the scheduler's process does. A
+link stands once both ends were told of each other; a view that a header is to carry is carried after `STEP_S` by a
+header that the product makes (`close_slot`) from contributions of all members. Processor time is taken around the
+machine, its records and its messages, each of which is encoded once however many it goes to; heartbeats are counted
+apart. The store is in memory: what a disk takes is measured elsewhere (benchmarks.stores).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
+from benchmarks.scale.fake import StandIn
 from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.store import Appended, End
@@ -28,32 +28,16 @@ from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Contribution,
-    Decide,
-    Entered,
     Fence,
     FromMember,
     Header,
-    Heartbeat,
-    HeartbeatPace,
-    Hello,
     Kind,
     Leave,
-    LinkEvent,
-    NextView,
-    OpenLinks,
-    Prepare,
-    Probe,
-    Ready,
     Refused,
     Released,
-    Report,
     Settings,
     Spent,
-    ToMember,
-    Verdict,
     View,
-    ViewId,
-    Welcome,
 )
 
 REPLY_S = 0.001
@@ -67,27 +51,6 @@ PATIENCE_S = 120.0
 BEATS, OTHER = "heartbeats", "all else"
 SAMPLES = 8
 """What each member contributes to each step."""
-
-
-@dataclass(eq=False, slots=True)
-class StandIn:
-    """One member as the scheduler sees it."""
-
-    name: str
-    number: int
-    """The scheduler's number of its stream."""
-    id: str = ""
-    interval_s: float = 0.1
-    named: set[str] = field(default_factory=set)
-    """Members that it was told to have links to, or of its view."""
-    up: set[str] = field(default_factory=set)
-    ready: bool = False
-    entered: ViewId = NO_VIEW
-    loaded: bool = False
-    here: bool = True
-
-    def position(self, header: Header) -> Entered:
-        return Entered(self.entered, header.seq, header.step, header.hash, loaded=self.loaded)
 
 
 def contribution(member: str, view: View, prev: Header, kind: Kind, weight: float = SAMPLES) -> Contribution:
@@ -153,6 +116,8 @@ class Stage:
         """Size of all different messages to members."""
         self.said: Counter[str] = Counter()
         """Messages of the scheduler, by kind."""
+        self.put_out: list[str] = []
+        """Why members are in the job no more that did not leave it."""
         self.header, self.view = GENESIS, View(NO_VIEW, NO_VIEW, ())
         self.members: dict[str, StandIn] = {}
         """By id."""
@@ -178,7 +143,7 @@ class Stage:
         made = []
         for index in range(count):
             number = next(self._numbers)
-            one = StandIn(f"n{number}", number)
+            one = StandIn(self, f"n{number}", number)
             self._streams[number] = one
             self._hello(one, index * every_s)
             made.append(one)
@@ -190,8 +155,7 @@ class Stage:
         for peer in one.up:
             other = self.members[peer]
             if other.here:
-                other.up.discard(one.id)
-                self._say(other, LinkEvent(one.id, False, "closed (end of stream)"))
+                other.lost(one.id)
 
     def vanish(self, one: StandIn) -> None:
         """Its machine is gone: nothing comes from there any more, and nothing says so."""
@@ -200,13 +164,12 @@ class Stage:
     def cut(self, one: StandIn, other: StandIn) -> None:
         """Nothing gets from one to the other any more; both say so."""
         self._cut.add(frozenset((one.id, other.id)))
-        for here, there in ((one, other), (other, one)):
-            here.up.discard(there.id)
-            self._say(here, LinkEvent(there.id, False, "silent for 3.0 s"))
+        one.lost(other.id, "silent for 3.0 s")
+        other.lost(one.id, "silent for 3.0 s")
 
     def leave(self, one: StandIn) -> None:
         """It asks to be let go."""
-        self._say(one, Leave("asked to leave"))
+        self.say(one, Leave("asked to leave"))
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Goes on until it is so.
@@ -225,7 +188,7 @@ class Stage:
         if self._flying or len(self.view.members) != count or self._carrying > self.view.id:
             return False
         there = [self.members[m] for m in self.view.ids()]
-        return all(p.here and p.loaded and p.entered == self.view.id for p in there)
+        return all(p.here and p.loaded and p.view == self.view.id for p in there)
 
     def calm(self) -> bool:
         """Whether all who are here, however many, stand in the last view, and the scheduler heard so."""
@@ -279,8 +242,7 @@ class Stage:
         self._at(self.now + min((p.interval_s for p in here), default=0.1), self._beat)
 
     def _heartbeat(self, one: StandIn) -> fx.MessageIn:
-        header = self.header
-        return fx.MessageIn(one.number, Heartbeat(one.entered, header.seq, header.step, known=one.entered))
+        return fx.MessageIn(one.number, one.heartbeat())
 
     # ------------------------------------------------------------------ the scheduler
 
@@ -295,7 +257,8 @@ class Stage:
                 match effect:
                     case fx.Send(number, message):
                         self.said[type(message).__name__] += 1
-                        self._hear(self._streams[number], message)
+                        if self._streams[number].here:
+                            self._streams[number].hear(message)
                     case fx.Close(number, _):
                         self._gone(self._streams[number], abrupt=False)
 
@@ -311,10 +274,51 @@ class Stage:
                 self.sent_nbytes += len(Parcel(effect.message).data)
         return stored
 
-    # ------------------------------------------------------------------ members' answers
+    # ------------------------------------------------------------------ what surrounds members
 
-    def _say(self, one: StandIn, message: FromMember, after_s: float = REPLY_S) -> None:
-        self._send(fx.MessageIn(one.number, message), after_s)
+    def say(self, one: StandIn, message: FromMember) -> None:
+        """A word of this member, on its way to the scheduler."""
+        self._send(fx.MessageIn(one.number, message), REPLY_S)
+
+    def later(self, after_s: float, action: Callable[[], None]) -> None:
+        """Does something after so many virtual seconds."""
+        self._at(self.now + after_s, action)
+
+    def lives(self, member: str) -> bool:
+        """Returns whether its process runs."""
+        return self.members[member].here
+
+    def welcomed(self, one: StandIn) -> None:
+        """It has an id from now on."""
+        self.members[one.id] = one
+
+    def asked(self, one: StandIn) -> None:
+        """Links to members that were told of this one, too, stand; a newcomer with all of its links is ready."""
+        for peer in one.named - one.up:
+            other = self.members[peer]
+            if other.here and one.id in other.named and frozenset((one.id, peer)) not in self._cut:
+                one.linked(peer)
+                other.linked(one.id)
+                other.check_ready()
+        one.check_ready()
+
+    def foretold(self, one: StandIn, view: View) -> None:
+        """A header carries this view to all, a moment after the first of them was told of it."""
+        if view.id > self._carrying:
+            self._carrying = view.id
+            self._at(self.now + STEP_S, lambda: self._carry(view))
+
+    def entered(self, one: StandIn, view: View, *, decided: bool) -> None:
+        """It has the links of its view from now on."""
+        if decided:
+            self.view, self.header = view, one.header
+        one.named.update(self._near(view).get(one.id, ()))
+
+    def out(self, one: StandIn, message: Fence | Refused | Released) -> None:
+        """It closes its stream."""
+        if isinstance(message, Fence):
+            self.put_out.append(message.reason)
+        self._gone(one, abrupt=False)
 
     def _send(self, event: fx.SchedulerEvent, after_s: float) -> None:
         def arrive() -> None:
@@ -326,80 +330,22 @@ class Stage:
 
     def _hello(self, one: StandIn, after_s: float) -> None:
         self._send(fx.Opened(one.number), after_s)
-        host = f"host-{one.name}"
-        self._say(one, Hello("default", one.name, host, "10.0.0.1", 1, one.number, 1, 1, 1, "0", ()), after_s)
+        self._send(fx.MessageIn(one.number, one.hello()), after_s)
 
     def _gone(self, one: StandIn, *, abrupt: bool) -> None:
         if one.here:
             one.here = False
             self._send(fx.Closed(one.number, abrupt), REPLY_S)
 
-    def _hear(self, one: StandIn, message: ToMember) -> None:
-        if not one.here:
-            return
-        match message:
-            case Welcome(member):
-                one.id, one.interval_s = member.id, message.heartbeat_interval_s
-                self.members[one.id] = one
-            case HeartbeatPace(interval_s):
-                one.interval_s = interval_s
-            case OpenLinks(peers, changes, gone):
-                one.named = (one.named if changes else one.up).difference(gone)
-                self._link(one, [p.id for p in peers])
-            case Prepare(number):
-                last = self.header
-                report = Report(number, one.entered, last.seq, last.hash, loaded=one.loaded, last=last)
-                self._say(one, report)
-            case Decide(view, base):
-                self.view, self.header = view, base
-                self._enter(one, view, loaded=one.loaded or one.id not in view.joiners)
-            case NextView(view):
-                if view.id > self._carrying:
-                    self._carrying = view.id
-                    self._at(self.now + STEP_S, lambda: self._carry(view))
-            case Probe(suspect):
-                lives = self.members[suspect].here
-                self._say(one, Verdict(suspect, lives, "last heard 1 ms ago" if lives else "no link"))
-            case Fence() | Refused() | Released():
-                self._gone(one, abrupt=False)
-
-    def _link(self, one: StandIn, peers: Sequence[str]) -> None:
-        """Links to members that were told of this one, too, stand; a newcomer with all of its links is ready."""
-        one.named.update(peers)
-        for peer in one.named - one.up:
-            other = self.members[peer]
-            if other.here and one.id in other.named and frozenset((one.id, peer)) not in self._cut:
-                for here, there in ((one, other), (other, one)):
-                    here.up.add(there.id)
-                    self._say(here, LinkEvent(there.id, True, "connected"))
-                self._check_ready(other)
-        self._check_ready(one)
-
-    def _check_ready(self, one: StandIn) -> None:
-        missing = [m for m in one.named - one.up if self.members[m].here]
-        if not one.ready and not missing:
-            one.ready = True
-            self._say(one, Ready())
-
     def _carry(self, view: View) -> None:
         """A header brings this view to all who stand in the one before, and to its joiners."""
         before = [self.members[m] for m in self.view.ids()]
-        if self.view.id != view.predecessor or not all(p.here for p in before):
+        if self.view.id != view.predecessor or not all(p.here and p.promised < view.id for p in before):
             return  # a recovery comes in between
         self.header = next_header(self.view, self.header, Kind.BOUNDARY, view)
         self.view = view
         for member in view.ids():
-            one = self.members[member]
-            self._enter(one, view, loaded=one.loaded)
-
-    def _enter(self, one: StandIn, view: View, *, loaded: bool) -> None:
-        """It stands in this view; a joiner fetches the state first."""
-        one.entered, one.loaded = view.id, loaded
-        one.named.update(self._near(view).get(one.id, ()))
-        self._say(one, one.position(self.header))
-        if not loaded:
-            one.loaded = True
-            self._say(one, one.position(self.header), 2 * REPLY_S)
+            self.members[member].carried(self.header, view)
 
     def _near(self, view: View) -> dict[str, set[str]]:
         """Neighbours by member, of a view that has links of its own."""

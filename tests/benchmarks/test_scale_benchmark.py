@@ -5,24 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.common import Result
 from benchmarks.scale import machine, processes, real, reduces, steps
-from benchmarks.scale.crowd import carrier, kind_of, view_of
+from benchmarks.scale.fake import StandIn, carrier
 from benchmarks.scale.figures import TooLongError, at_most, exponent
-from chaos_lightning.protocol.codec import wrap_to_member
+from chaos_lightning.membership.recovery import rule
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Decide,
     Fence,
+    FromMember,
     LinkSpec,
     Member,
-    NextView,
-    ToMember,
+    Prepare,
+    Refused,
+    Released,
+    Report,
     View,
     ViewId,
 )
@@ -59,7 +64,7 @@ def test_members_found_a_job_join_leave_and_die(size: int, graph: str) -> None:
     }  # fmt: skip
     assert all(s > 0 for found in case.seconds.values() for s in found)
     assert min(case.record_nbytes) > 0
-    assert not case.stage.said["Fence"]
+    assert case.stage.put_out == []
     assert case.stage.said["Decide"] >= 2 * size - 1
     assert case.heartbeat_us(16) > 0
     assert case.tick_us() > 0
@@ -113,38 +118,100 @@ def test_connections_are_compared_with_the_links_of_the_view_that_stood() -> Non
     assert real.beyond_links(samples, views) == ([1, 2, 1], [1, 2, 1])
 
 
-# ------------------------------------------------------------------------------------------------ stand-ins over gRPC
+# ------------------------------------------------------------------------------------------------ stand-ins
 
 
-def encoded(message: ToMember) -> bytes:
-    data: bytes = wrap_to_member(message).SerializeToString()
-    return data
+class Quiet:
+    """A world in which words are kept, and everything that is late happens at once."""
+
+    def __init__(self) -> None:
+        self.said: defaultdict[str, list[FromMember]] = defaultdict(list)
+        self.put_out: list[str] = []
+
+    def say(self, one: StandIn, message: FromMember) -> None:
+        self.said[one.id].append(message)
+
+    def later(self, after_s: float, action: Callable[[], None]) -> None:
+        action()
+
+    def lives(self, member: str) -> bool:
+        return True
+
+    def welcomed(self, one: StandIn) -> None: ...
+
+    def asked(self, one: StandIn) -> None: ...
+
+    def foretold(self, one: StandIn, view: View) -> None: ...
+
+    def entered(self, one: StandIn, view: View, *, decided: bool) -> None: ...
+
+    def out(self, one: StandIn, message: Fence | Refused | Released) -> None:
+        self.put_out.append(message.reason)
 
 
-def test_the_number_of_a_view_is_read_without_decoding_it() -> None:
-    members = tuple(Member(f"n{i}~{i}", f"n{i}", "host", "10.0.0.1", 1) for i in range(300))
-    for number in (ViewId(1, 1), ViewId(1, 300), ViewId(1_000_000, 2)):
-        view = View(number, NO_VIEW, members, reason="x" * 1000)
-        for kind, message in (("decide", Decide(view, GENESIS)), ("next_view", NextView(view))):
-            assert kind_of(encoded(message)) == kind
-            assert view_of(encoded(message)) == number
-    assert kind_of(encoded(Fence("gone"))) == "fence"
-    assert kind_of(b"") == ""
+def test_a_recovery_puts_nobody_out_whom_the_header_of_a_view_has_not_reached() -> None:
+    world = Quiet()
+    members = tuple(Member(f"n{i}~{i}", f"n{i}", "host", "10.0.0.1", 1) for i in range(4))
+    ids = tuple(m.id for m in members)
+    first = View(ViewId(1, 1), NO_VIEW, members[:3], joiners=ids[1:3])
+    second = View(ViewId(1, 2), first.id, members, joiners=ids[3:])
+    ones = [StandIn(world, m.name, i, id=m.id) for i, m in enumerate(members)]
+    for one in ones[:3]:
+        one.hear(Decide(first, GENESIS))
+    header = carrier(ones[0].header, second)
+    for one in ones[:2]:
+        one.carried(header, second)
+    for one in ones:
+        one.hear(Prepare(ViewId(1, 3), "a death"))
+        one.carried(header, second)  # too late: it has promised
+    reports = {member: said[-1] for member, said in world.said.items()}
+    ruling = rule([first, second], {m: report for m, report in reports.items() if isinstance(report, Report)})
+    assert (ruling.base, ruling.hand_on, ruling.rejoin) == (header, True, ())
+    assert (ruling.members, ruling.waiting) == (ids[:3], ids[3:])
+    for one in ones[:3]:
+        one.hear(Decide(View(ViewId(1, 3), second.id, members[:3]), header, hand_on=True))
+    assert {one.header for one in ones[:3]} == {header}
+    assert all(one.loaded and one.view == ViewId(1, 3) for one in ones[:3])
+    assert world.put_out == []
 
 
-def test_members_know_one_header_for_a_view() -> None:
-    assert carrier(ViewId(1, 7)).hash == carrier(ViewId(1, 7)).hash != carrier(ViewId(1, 8)).hash
+def test_a_stand_in_goes_on_from_no_header_but_its_own() -> None:
+    world = Quiet()
+    members = tuple(Member(f"n{i}~{i}", f"n{i}", "host", "10.0.0.1", 1) for i in range(2))
+    one = StandIn(world, "n0", 0, id="n0~0")
+    one.hear(Decide(View(ViewId(1, 1), NO_VIEW, members), GENESIS))
+    other = carrier(carrier(GENESIS, View(ViewId(1, 2), ViewId(1, 1), members)), View(ViewId(1, 3), NO_VIEW, members))
+    one.hear(Decide(View(ViewId(1, 4), ViewId(1, 1), members), other))
+    assert len(world.put_out) == 1
+    assert other.hash in world.put_out[0]
 
 
 def test_what_several_crowds_saw_is_put_together() -> None:
     seen = processes.Seen()
     for talk, last, now in ((3, 20, 2), (2, 30, 2)):
-        views = [[1, 2, talk, last]]
+        views = [[1, 2, 5, True, talk, last], [1, 3, 5, False, talk, 90]]
         seen.add({"talk": talk, "broken": 1, "fenced": [f"m{talk}"], "views": views, "now": [[1, 2]] * now})
     assert (seen.talk, seen.broken, seen.fenced) == (5, 2, ["m3", "m2"])
     assert seen.now == {(1, 2): 4}
     assert seen.told(5, 25) == 30
     assert seen.told(5, 30) == seen.told(6, 0) == 0
+
+
+def test_only_the_decide_of_a_view_of_just_so_many_counts_as_told() -> None:
+    seen = processes.Seen()
+    views = [[1, 2, 4, False, 4, 50], [1, 3, 5, True, 4, 60]]
+    seen.add({"talk": 4, "broken": 0, "fenced": [], "views": views, "now": []})
+    assert seen.told(4, 0) == 0
+
+
+def test_all_sizes_share_the_minutes_in_which_nobody_may_be_put_out() -> None:
+    args = argparse.Namespace(quick=False, connections=[], keyed=[], minutes=0.0, before="")
+    found = processes.cases(args)
+    assert [case.size for case in found] == [64, 256, 512, 256]
+    assert sum(case.minutes for case in found) == pytest.approx(5.0)
+    assert max(found, key=lambda case: case.minutes).size == 512
+    args.before = "."
+    assert [case.kind.peer for case in processes.cases(args)] == [False] * 4 + [True] * 3
 
 
 def test_a_real_scheduler_founds_a_job_of_stand_ins_and_hears_of_a_death(tmp_path: Path) -> None:

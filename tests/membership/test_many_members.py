@@ -30,7 +30,7 @@ def test_a_third_dies_at_once_and_the_others_go_on_in_one_view(degree: int) -> N
         job.kill(job.members[member])
     job.wait(lambda: job.settled(size - size // 3), "a view of those who live")
     job.machine.validate_state()
-    assert not job.said["Fence"]
+    assert job.put_out == []
     assert job.view.id.number <= view.number + 2
 
 
@@ -41,7 +41,7 @@ def test_a_crowd_that_comes_within_a_second_comes_in_by_few_views() -> None:
     job.wait(lambda: job.settled(64), "all newcomers in the job")
     job.machine.validate_state()
     assert job.view.id.number <= view.number + 4
-    assert not job.said["Fence"]
+    assert job.put_out == []
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -56,7 +56,7 @@ def test_members_die_and_leave_while_others_come(seed: int) -> None:
             strike(rng.choice([p for p in job.members.values() if p.here and p.loaded]))
     job.wait(job.calm, "all who are left in one view")
     job.machine.validate_state()
-    assert not job.said["Fence"]
+    assert job.put_out == []
 
 
 def test_a_machine_that_falls_silent_is_put_out_on_its_neighbours_word() -> None:
@@ -65,7 +65,7 @@ def test_a_machine_that_falls_silent_is_put_out_on_its_neighbours_word() -> None
     near, first = job._near(job.view), sorted(job.view.ids())[:2]
     silent = next(m for m in job.view.ids() if m not in first and near[m].isdisjoint(first))
     for member in first:
-        job._say(job.members[member], LinkEvent(silent, True, "connected"))
+        job.say(job.members[member], LinkEvent(silent, True, "connected"))
     began = job.now
     job.vanish(job.members[silent])
     job.wait(lambda: job.settled(size - 1), "a view without it")
@@ -82,4 +82,4 @@ def test_neighbours_that_stay_out_of_reach_are_replaced() -> None:
     job.wait(lambda: job.settled(size) and len(job._near(job.view)[one.id]) >= 4, "a view with others in their place")
     job.machine.validate_state()
     assert not set(lost) & set(job.machine.topology.partners.of(one.id))
-    assert not job.said["Fence"]
+    assert job.put_out == []
