@@ -507,7 +507,7 @@ class Engine:
         if header.error:
             self.events.emit("error", what="disagreement", reason=header.error)
             raise DisagreementError(header.error)
-        if shell.machine.serving.keeps and set(header.learners) - set(self.header.learners):
+        if shell.machine.serving.copies:
             self._unserved = header
         self.header, self.ruling_view, self.contributors = header, view, commit.contributors
         if self.member_id not in view.ids():

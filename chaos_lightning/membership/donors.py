@@ -16,6 +16,7 @@ answer as soon as they have loaded: the copies spread as a tree, and no member s
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from chaos_lightning.planning.graph import breadth_first, neighbours
@@ -101,11 +102,21 @@ def _before(view: View, me: str, holders: Sequence[Member], near: Collection[str
     return parents
 
 
+def named_more(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
+    """Learners that a list names more often than the one before: each begins at the first header with this list."""
+    return tuple(Counter(now) - Counter(before))
+
+
 class Serving:
-    """Whether this member keeps the state and the log for the present learners (protocol.md 15, 18)."""
+    """Whether this member keeps the state and the log for the present learners (protocol.md 15, 18).
+
+    Attributes:
+        keeps: It keeps the log.
+        copies: It copies the state at the last header.
+    """
 
     def __init__(self) -> None:
-        self.keeps = False
+        self.keeps = self.copies = False
         self._told: tuple[tuple[str, ...], bool] = ((), False)
 
     def told(self, me: str, message: ServeLearners) -> None:
@@ -122,11 +133,14 @@ class Serving:
             view: The one that rules here.
             links: Whether this member's links stand, by their other ends.
         """
-        new = set(header.learners).difference(before.learners)
+        new, kept = set(named_more(before.learners, header.learners)), self.keeps
         if not header.learners or len(view.members) <= SMALL_JOB:
             self.keeps = bool(header.learners)
         elif new:
             ids, donor = self._told
-            unheard = new.difference(ids)
+            unheard = new.intersection(named_more(ids, header.learners))
             chosen = (donor and unheard != new) or any(links.get(m) for m in unheard)
             self.keeps = chosen or (self.keeps and bool(before.learners))
+        # Others may still need the copy that it has: it makes no second one.
+        goes_on = kept and bool(set(before.learners).intersection(header.learners) - new)
+        self.copies = self.keeps and bool(new) and not goes_on

@@ -8,6 +8,8 @@ state beside their own. A learner that says that it has caught up is let in like
 where hashes show that it lacks nothing; one that cannot catch up, takes too long or falls silent is let in by a pause.
 So are all of them when too few members stay, or training would go on below min_nodes, and who leaves last would take
 the state along.
+A learner whose donors are all gone gets others that keep nothing yet, and is named once more: they copy the state at
+the first header with that list, and it begins again there.
 
 Nothing here is persisted: to the protocol a learner is nobody. After a scheduler's restart newcomers knock again,
 and members are told that nobody observes.
@@ -15,7 +17,8 @@ and members are told that nobody observes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from chaos_lightning.membership.book import Book
@@ -23,7 +26,7 @@ from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.donors import of_learner
 from chaos_lightning.membership.gathering import Gathering
 from chaos_lightning.membership.graph import Graph
-from chaos_lightning.membership.peers import Peer, Standing
+from chaos_lightning.membership.peers import Peer, Standing, listed
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.protocol.types import SMALL_JOB, CatchUp, PlanSpec, ServeLearners, View
 
@@ -41,6 +44,8 @@ class Learners:
         """Newcomers that wait for others before they are let in, and before they observe."""
         self._donors: dict[str, tuple[str, ...]] = {}
         """Members that keep the state and the log for each learner; those that are missing are served by all."""
+        self._again: Counter[str] = Counter()
+        """How often each of them had to begin again, with other donors."""
         self._telling = True
         """Members may have to be told of learners, or that there are none."""
 
@@ -73,20 +78,44 @@ class Learners:
             self._pause_instead(peer, why)
         if overdue:
             return True
+        for peer in [p for p in ready if self._is_deserted(p)]:
+            self._begin_again(peer)
         waiting = [p for p in ready if p.standing is Standing.READY and p.way == "replay"]
         if not waiting or self._observing() or self._named():
             return False
         if self._beginning.waits(waiting, self._linking(), len(latest.members)):
             return False
         self._donors = {p.id: self._donors_of(p) for p in waiting if len(latest.members) > SMALL_JOB}
+        self._again.clear()
         for peer in waiting:
             peer.standing, peer.observes_since = Standing.OBSERVING, self._desk.now
         return True
 
-    def _donors_of(self, learner: Peer) -> tuple[str, ...]:
-        holders = [p for p in self._roster.members() if p.loaded]
+    def _donors_of(self, learner: Peer, busy: Collection[str] = ()) -> tuple[str, ...]:
+        """Members that are to serve it; none of those that are busy."""
+        holders = [p for p in self._roster.members() if p.loaded and p.id not in busy]
         linked = {p.id for p in holders if self._graph.leads(learner, p)}
         return of_learner(learner.member, [p.member for p in holders], linked)
+
+    def _is_deserted(self, learner: Peer) -> bool:
+        """Whether nobody is left of the donors that it was given, and it needs some."""
+        donors = self._donors.get(learner.id, ())
+        observes = learner.standing is Standing.OBSERVING and not learner.caught_up
+        return observes and bool(donors) and not any(self._roster.inside(m) for m in donors)
+
+    def _begin_again(self, learner: Peer) -> None:
+        """Others copy the state for it, of whom nobody keeps it for another learner."""
+        gone = listed(self._donors[learner.id])
+        others = [m for m in self._named() if m != learner.id]
+        donors = self._donors_of(learner, {donor for m in others for donor in self._donors.get(m, ())})
+        if not donors:
+            self._pause_instead(learner, f"{gone} are gone, who kept the state for it, and nobody else can")
+            return
+        self._donors[learner.id] = donors
+        self._again[learner.id] += 1
+        learner.observes_since = self._desk.now
+        reason = f"it begins again: {gone} are gone, who kept the state for it"
+        self._desk.note("way_in", member=learner.id, way=learner.way, reason=reason)
 
     def _too_few(self) -> str:
         """Words if so few members stay that newcomers must not take their time; "" otherwise."""
@@ -114,6 +143,8 @@ class Learners:
     def on_catch_up(self, peer: Peer, message: CatchUp) -> None:
         if peer.standing is not Standing.OBSERVING:
             return
+        if not message.able and self._is_deserted(peer):
+            return  # it is given others as soon as there is a view without those
         if not message.able:
             self._pause_instead(peer, message.reason or "it cannot catch up")
         elif not peer.caught_up:
@@ -125,10 +156,11 @@ class Learners:
         self._desk.note("way_in", member=peer.id, way="pause", reason=reason)
 
     def _named(self) -> tuple[str, ...]:
-        """Whom members serve: who observes, and who was let in and has yet to stand in its view."""
+        """Returns who observes, and who was let in and has yet to stand in its view; each as often as it has begun."""
         return tuple(
             p.id
             for p in self._roster.peers.values()
+            for _ in range(1 + self._again[p.id])
             if p.alive
             and (p.standing is Standing.OBSERVING or (p.caught_up and p.standing is Standing.MEMBER and not p.loaded))
         )

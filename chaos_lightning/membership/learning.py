@@ -42,7 +42,7 @@ class Learning:
         return []
 
     def _begin(self) -> list[MemberEffect]:
-        if self._header is None or self._view is None or self._began:
-            return []
+        if self._header is None or self._view is None or not self._view.members or self._began:
+            return []  # without members: those that it was given are gone, and others are being sought
         self._began = True
         return [Observe(self._header, self._view)]

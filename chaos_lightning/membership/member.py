@@ -33,7 +33,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from chaos_lightning.membership import stimuli
-from chaos_lightning.membership.donors import Serving
+from chaos_lightning.membership.donors import Serving, named_more
 from chaos_lightning.membership.effects import (
     Committed,
     Contribute,
@@ -493,9 +493,9 @@ class MemberMachine:
         assert header.prev_hash == self.header.hash
         change = header.view_change
         entering, self._entering = self._entering, None
-        self.serving.committed(self.header, header, self.view, self.neighbours.links)
-        observed, self.header = self.header.learners, header
-        new = tuple(learner for learner in header.learners if learner not in observed)
+        before, self.header = self.header, header
+        self.serving.committed(before, header, self.view, self.neighbours.links)
+        new = named_more(before.learners, header.learners)
         linked = [peer for peer, up in self.neighbours.links.items() if up] if new else ()
         for learner in self._spreading.learners(self.view, self.member_id, new, linked):
             self._emit(ToPeer(learner, header))

@@ -13,9 +13,20 @@ from test_gathering import PATIENT, Wave
 from test_membership_terms import Job, hello
 
 from chaos_lightning.membership.donors import DONORS, PULLS, Serving, groups, of_learner
-from chaos_lightning.membership.effects import SchedulerTick
+from chaos_lightning.membership.effects import Observe, SchedulerTick
+from chaos_lightning.membership.learning import Learning
 from chaos_lightning.membership.peers import Standing
-from chaos_lightning.protocol.types import GENESIS, NO_VIEW, SMALL_JOB, LinkSpec, Member, ServeLearners, View, ViewId
+from chaos_lightning.protocol.types import (
+    GENESIS,
+    NO_VIEW,
+    SMALL_JOB,
+    Kind,
+    LinkSpec,
+    Member,
+    ServeLearners,
+    View,
+    ViewId,
+)
 
 
 def view(size: int, joiners: int = 0, links: tuple[tuple[int, int], ...] = ()) -> View:
@@ -254,3 +265,33 @@ def test_the_scheduler_names_few_donors_and_tells_the_root_last() -> None:
     assert {who for who, message in told if message.view.ids() == (who,)} == set(donors)
     assert sum(message.view.ids() == () for _, message in told) == SMALL_JOB + 4 - len(donors)
     assert told[-1][0] == wave.job.views[-1].root
+
+
+def test_a_learner_that_is_named_once_more_is_served_by_those_that_keep_nothing_yet() -> None:
+    """One that keeps a copy for another learner goes on with it."""
+    ruling, first, again = view(40), header("x~200", "y~201"), header("x~200", "x~200", "y~201")
+    keeper, other, late = Serving(), Serving(), Serving()
+    for serving, names in ((keeper, ("m0~0",)), (other, ()), (late, ())):
+        told = replace(ruling, members=tuple(m for m in ruling.members if m.id in names))
+        serving.told("m0~0", ServeLearners(("x~200", "y~201"), told))
+        serving.committed(GENESIS, first, ruling, {})  # type: ignore[arg-type]
+    assert [(s.keeps, s.copies) for s in (keeper, other, late)] == [(True, True), (False, False), (False, False)]
+    for serving in (keeper, other):
+        mine = replace(ruling, members=ruling.members[:1])
+        serving.told("m0~0", ServeLearners(("x~200", "x~200", "y~201"), mine))
+    for serving in (keeper, other, late):
+        serving.committed(first, again, ruling, {"x~200": serving is late})  # type: ignore[arg-type]
+    assert [(s.keeps, s.copies) for s in (keeper, other, late)] == [(True, False), (True, True), (True, True)]
+    keeper.committed(again, header("x~200", "x~200"), ruling, {})  # type: ignore[arg-type]
+    assert (keeper.keeps, keeper.copies) == (True, False)
+
+
+def test_a_learner_waits_until_it_is_given_members_that_live() -> None:
+    """All donors may be gone when it is told again; and what it began at the header before counts no more."""
+    learning, ruling = Learning(), view(40)
+    first, later = (replace(GENESIS, seq=i, kind=Kind.STEP, learners=("m1~1",) * i) for i in (1, 2))
+    assert learning.told(replace(ruling, members=())) == []
+    assert learning.consider("m1~1", first) == []
+    assert learning.told(ruling) == [Observe(first, ruling)]
+    assert learning.told(ruling) == []
+    assert learning.consider("m1~1", later) == [Observe(later, ruling)]

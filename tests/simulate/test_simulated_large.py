@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations
 from random import Random
 
 import pytest
+from simulate_support import notes, outcome_of, run
 
 from chaos_lightning.lab.simulate.plan import Fault
 from chaos_lightning.lab.simulate.plans.large import large_plan, thin_plan
 from chaos_lightning.lab.simulate.world import World, simulate
+from chaos_lightning.membership.donors import DONORS
+from chaos_lightning.membership.learners import Learners
+from chaos_lightning.membership.peers import Peer
 from chaos_lightning.planning.graph import parting_nodes
 
 
@@ -25,6 +30,35 @@ def test_twenty_members_hold_all_contracts(seed: int) -> None:
 
 def test_where_few_links_are_given_others_make_up_for_a_nodes_loss() -> None:
     assert not simulate(thin_plan(1)).violation
+
+
+@pytest.mark.parametrize("size", [27, 20])
+def test_a_learner_whose_donors_all_die_before_it_begins_gets_others_at_once(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Of 20 members so few are left that all serve it."""
+    chosen: list[tuple[float, tuple[str, ...]]] = []
+    choose = Learners._donors_of
+
+    def chose(self: Learners, learner: Peer, busy: Collection[str] = ()) -> tuple[str, ...]:
+        donors = choose(self, learner, busy)
+        chosen.append((self._desk.now, donors))
+        return donors
+
+    monkeypatch.setattr(Learners, "_donors_of", chose)
+    names = " ".join(f"n{i}" for i in range(size))
+    job = f"seed 4\nnodes {names}\nset max_nodes 64\nprogram work_s 0.02\nprogram length 1000\n"
+    job += "later j0:replay=yes at 0.5\n"
+    run(job)
+    ((at, donors),) = chosen
+    assert len(donors) == DONORS
+    deaths = "".join(f"at {at + 0.0002:.6f} kill {m.partition('~')[0]}\n" for m in donors)
+    world, outcome = run(job + deaths)
+    ways = [(n["way"], str(n["reason"])[:15]) for n in notes(world, "way_in") if str(n["member"]).startswith("j0~")]
+    assert [way for way, _ in ways] == ["replay", "replay"]
+    assert ways[-1][1] == "it begins again"
+    assert (outcome.replays, outcome.moved) == (1, 0)
+    assert outcome_of(world, "j0") == "left: the job is finished"
 
 
 @pytest.mark.slow

@@ -80,10 +80,10 @@ class Keeper:
             self._log(header)
         if self._observed and not header.learners:
             self.release()
-        keeps = self.node.machine.serving.keeps
-        if keeps and set(header.learners) - set(before.learners) and self.node.spec.memory:
+        serving = self.node.machine.serving
+        if serving.copies and self.node.spec.memory:
             self.begin_copy(header)
-        self._observed = keeps
+        self._observed = serving.keeps
 
     def begin_copy(self, header: Header) -> None:
         """The state at `header` is to be kept."""
