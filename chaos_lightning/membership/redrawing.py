@@ -3,12 +3,15 @@
 Theory of operation. A decision waits for nobody, so beyond `SMALL_JOB` members it takes a plan that is drawn in
 milliseconds (`views.plan_within`). Once such a view is settled, or links were measured anew, a better plan is asked for
 (`DrawPlan`); whoever carries effects out draws it in another process and answers (`PlanDrawn`). The job goes on
-meanwhile, so an answer may be stale: it counts only if it fits the members and links of the view that rules by then,
-and whatever is asked for a later view replaces what is asked for an earlier one. Up to `SMALL_JOB` members the answer
-is made here and now.
+meanwhile, so the view that rules by then may be another one. Where members come and go every few seconds no planner
+would ever be through if each view began anew; so the one at work is let finish, and its answer is mended for the
+members and links of now (planning/mending.py). It counts only if it fits and pays. Once too many have come or gone for
+that, the present view is asked for instead. Up to `SMALL_JOB` members the answer is made here and now.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk
@@ -16,6 +19,7 @@ from chaos_lightning.membership.effects import DrawPlan, PlanDrawn
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.topology import Net, Topology
 from chaos_lightning.membership.views import Change, replanned
+from chaos_lightning.planning.mending import mended
 from chaos_lightning.planning.trees import misfit
 from chaos_lightning.protocol.types import SMALL_JOB, LinkSpec, PlanSpec, View, ViewId
 
@@ -23,6 +27,8 @@ REPLAN_PAUSE_S = 2.0
 """Plans are made anew at most once in so long."""
 _REST = 4.0
 """Because of measurements alone a plan is drawn again after so many times as long as it took to draw the last one."""
+_MOST_OTHERS = 0.25
+"""Members that have come or gone since a request, as a part of all: if there are more, it is made anew."""
 
 
 class Redrawing:
@@ -70,8 +76,9 @@ class Redrawing:
         """
         if self._answer is not None:
             (plan, reason), self._answer = self._answer, None
-            if self.fits(plan, latest):
-                return self._change(latest, plan, reason)
+            better, reason = self.fitted(plan, reason, latest)
+            if better is not None:
+                return self._change(latest, better, reason)
         if not self._due(latest):
             return None
         wish = self._wish(latest)
@@ -84,24 +91,42 @@ class Redrawing:
         found, reason = replanned(wish)
         return None if found is None else self._change(latest, found, reason)
 
-    def fits(self, plan: PlanSpec, latest: View) -> bool:
-        """Whether an answer can rule this view, which may be another one than it was drawn for."""
+    def fitted(self, plan: PlanSpec, reason: str, latest: View) -> tuple[PlanSpec | None, str]:
+        """Returns an answer as it can rule this view, which may be another one than it was drawn for; else None."""
+        ids, links = latest.ids(), [(a, b) for a, b in self._graph.of_view(latest)]
         if latest.plan in (plan, self._desk.settings.plan):
-            return False
-        return not misfit(plan, latest.ids(), [(a, b) for a, b in self._graph.of_view(latest)])
+            return None, reason
+        if not misfit(plan, ids, links):
+            return plan, reason
+        wish = self._wish(latest)
+        left = mended(plan, ids, wish.links) if len(ids) > SMALL_JOB else None
+        if left is None:
+            return None, reason
+        left = replace(left, chunk_nbytes=0)  # as planners leave it
+        return replanned(wish, lambda network, nbytes: (left, f"mended for those who are here: {reason}"))
 
     def _due(self, latest: View) -> bool:
         if latest.id != self._seen:
             self._seen = latest.id
             large = len(latest.members) > SMALL_JOB
             self._hasty = large and self._planned != (latest.ids(), latest.links)
+            if self._out is not None and self._is_stale(self._out, latest):
+                self._out = None  # the next request takes the planner's place
+        if self._out is not None:
+            return False
         if self._hasty:
             pause_s = REPLAN_PAUSE_S
-        elif self._out is None and self._topology.version != self._version:
+        elif self._topology.version != self._version:
             pause_s = self._rest_s
         else:
             return False
         return latest.plan != self._desk.settings.plan and self._desk.now - self._asked_at >= pause_s
+
+    @staticmethod
+    def _is_stale(wish: DrawPlan, latest: View) -> bool:
+        """Whether so many have come or gone since this request that its answer cannot be mended."""
+        others = set(latest.ids()).symmetric_difference(m.id for m in wish.members)
+        return len(others) > _MOST_OTHERS * len(latest.members)
 
     def _wish(self, latest: View) -> DrawPlan:
         ids, pairs = latest.ids(), self._graph.of_view(latest)

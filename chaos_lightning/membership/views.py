@@ -137,20 +137,25 @@ def _draw(spec: PlanSpec, members: Sequence[Member], links: Measured) -> tuple[P
         return plan, f"{reason}, since planner {spec.kind!r} failed: {type(error).__name__}: {error}"
 
 
-def replanned(wish: DrawPlan) -> tuple[PlanSpec | None, str]:
+def replanned(wish: DrawPlan, planner: overlay.Planner | None = None) -> tuple[PlanSpec | None, str]:
     """A better plan than the present one, if there is one, and the reason in words.
 
     In place of a plan that was drawn in a hurry a planner that the configuration names has its own way. Any other
     change must pay, by what was measured.
+
+    Args:
+        wish: What is asked for.
+        planner: Draws in place of the one that the configuration names.
     """
     spec, members, links = wish.spec, wish.members, wish.links
     if not _drawn(spec) and not misfit(spec, [m.id for m in members], links):
         return None, f"the plan is {spec.kind}, as configured"
-    policy = spec.kind if _drawn(spec) else "auto"
+    named = _drawn(spec) and spec.kind != "auto"
+    policy = planner or (spec.kind if named else "auto")
     present = replace(wish.present, chunk_nbytes=0)  # as planners leave it
     plan: PlanSpec | None
     try:
-        if wish.hasty and policy != "auto":
+        if wish.hasty and named:
             plan, reason, _ = overlay.plan(members, links, policy=policy)
         else:
             plan, reason = overlay.replan(present, members, links, policy=policy)

@@ -20,6 +20,7 @@ from chaos_lightning.protocol.types import SMALL_JOB, LinkReport, Member, PlanSp
 
 MANY = SMALL_JOB + 4
 AUTO = PlanSpec("auto", chunk_nbytes=4096)
+WIDEST = PlanSpec("widest", chunk_nbytes=4096)
 
 
 def members(count: int = MANY) -> tuple[Member, ...]:
@@ -131,11 +132,30 @@ def test_each_view_of_many_members_is_planned_for_once_and_the_answer_rides_on_a
     assert machine.turn(changed, 60.0) == (None, None), "it was planned for"
 
 
-def test_a_stale_answer_is_dropped_and_the_view_that_rules_is_planned_for() -> None:
-    machine, view = Machine(), view_of(members())
+def test_the_planner_is_let_finish_and_its_answer_is_mended_for_the_view_that_rules() -> None:
+    """A view every few seconds would else keep any planner from being through."""
+    machine, view = Machine(WIDEST), view_of(members())
     wish = machine.asked(view)
-    machine.redrawing.on_drawn(PlanDrawn(wish.token, other_plan(view), "a line"))
     fewer = without(view, 3, 2)
+    assert machine.turn(fewer, 60.0) == (None, None), "it is at work"
+    machine.redrawing.on_drawn(PlanDrawn(wish.token, other_plan(view), "a line"))
+    change, _ = machine.turn(fewer)
+    assert change is not None
+    assert change.plan is not None
+    assert misfit(change.plan, fewer.ids(), view_links(fewer)) == ""
+    assert change.plan.chunk_nbytes == 4096
+    assert "mended" in change.reason
+    later = machine.asked(replace_plan(view_of(fewer.members, 3), change.plan), REPLAN_PAUSE_S)
+    assert later.members == fewer.members
+    assert not later.hasty, "a plan of the planner's own is replaced where that pays"
+    machine.redrawing.on_drawn(PlanDrawn(wish.token, other_plan(view), "a line"))  # it was answered
+    assert machine.turn(fewer) == (None, None)
+
+
+def test_a_view_of_which_too_little_was_asked_for_is_asked_for_anew_and_a_stale_answer_is_dropped() -> None:
+    machine, view = Machine(), view_of(members(2 * MANY))
+    wish = machine.asked(view)
+    fewer = view_of(view.members[: 2 * MANY - 9], 2)
     later = machine.asked(fewer, REPLAN_PAUSE_S)
     assert later.token > wish.token
     assert later.members == fewer.members
@@ -145,14 +165,32 @@ def test_a_stale_answer_is_dropped_and_the_view_that_rules_is_planned_for() -> N
     assert machine.turn(fewer, 60.0) == (None, None)
 
 
-def test_an_answer_that_needs_a_link_that_is_gone_is_dropped() -> None:
+def test_what_auto_drew_for_another_view_is_taken_only_where_it_pays() -> None:
     machine, view = Machine(), view_of(members())
+    wish = machine.asked(view)
+    machine.redrawing.on_drawn(PlanDrawn(wish.token, other_plan(view), "a line"))
+    fewer = without(view, 3, 2)
+    assert machine.asked(fewer, REPLAN_PAUSE_S).members == fewer.members, "a line is no faster than quick trees"
+
+
+def test_an_answer_that_needs_a_link_that_is_gone_is_mended() -> None:
+    machine, view = Machine(WIDEST), view_of(members())
     wish = machine.asked(view)
     machine.redrawing.on_drawn(PlanDrawn(wish.token, other_plan(view), "a line"))
     cut = links_of(view) - {pair(view.ids()[4], view.ids()[5])}
     change = Change(members=view.members, joiners=(), reason="a link goes")
     later = changed_view(view, ViewId(1, 2), change, AUTO, Net(cut))
-    assert machine.asked(later, REPLAN_PAUSE_S).present == later.plan
+    found, _ = machine.turn(later)
+    assert found is not None
+    assert found.plan is not None
+    assert misfit(found.plan, later.ids(), view_links(later)) == ""
+
+
+def test_of_few_members_no_stale_answer_is_mended() -> None:
+    machine, view = Machine(), view_of(members(SMALL_JOB + 1))
+    wish = machine.asked(view)
+    machine.redrawing.on_drawn(PlanDrawn(wish.token, other_plan(view), "a line"))
+    assert machine.turn(without(view, 3, 2)) == (None, None)
 
 
 def test_measurements_ask_again_once_the_last_answer_is_there_and_the_planner_has_rested() -> None:

@@ -178,8 +178,8 @@ class ChoosyGraph(Graph):
 class StaleRedrawing(Redrawing):
     """Takes a plan that was drawn for a view that rules no more."""
 
-    def fits(self, plan: PlanSpec, latest: View) -> bool:
-        return plan != latest.plan
+    def fitted(self, plan: PlanSpec, reason: str, latest: View) -> tuple[PlanSpec | None, str]:
+        return (plan if plan != latest.plan else None), reason
 
 
 class LoosePartners(Partners):
