@@ -13,27 +13,27 @@ Node = TypeVar("Node", bound=Hashable)
 Pair = tuple[str, str]
 
 
-def neighbours(members: Sequence[str], links: Iterable[Pair]) -> dict[str, list[str]]:
+def neighbours(members: Sequence[Node], links: Iterable[tuple[Node, Node]]) -> dict[Node, list[Node]]:
     """Returns the members that each member has a link to, in rank order. Pairs that name others are left out."""
-    linked: dict[str, set[str]] = {m: set() for m in members}
+    linked: dict[Node, set[Node]] = {m: set() for m in members}
     for a, b in links:
         if a != b and a in linked and b in linked:
             linked[a].add(b)
             linked[b].add(a)
-    near: dict[str, list[str]] = {m: [] for m in members}
+    near: dict[Node, list[Node]] = {m: [] for m in members}
     for a in members:  # each list grows in rank order, so none has to be sorted
         for b in linked[a]:
             near[b].append(a)
     return near
 
 
-def connected_parts(members: Sequence[str], near: Mapping[str, Sequence[str]]) -> list[list[str]]:
+def connected_parts(members: Sequence[Node], near: Mapping[Node, Sequence[Node]]) -> list[list[Node]]:
     """The parts that links connect, each in rank order, oldest member first."""
-    part: dict[str, int] = {}
-    parts: list[list[str]] = []
+    part: dict[Node, int] = {}
+    parts: list[list[Node]] = []
     for name in members:
         if name not in part:
-            part |= dict.fromkeys(breadth_first(name, near, ""), len(parts))
+            part |= dict.fromkeys(breadth_first(name, near, name), len(parts))
             parts.append([])
         parts[part[name]].append(name)
     return parts
@@ -116,10 +116,7 @@ def hung_up(size: int, edges: Iterable[tuple[int, int]], length: Callable[[int, 
     Returns:
         Two trees if two nodes are in the middle, for which rounding may decide.
     """
-    near: dict[int, list[int]] = {i: [] for i in range(size)}
-    for i, j in edges:
-        near[i].append(j)
-        near[j].append(i)
+    near = neighbours(range(size), edges)
     end = 0
     for _ in range(2):  # the node that is farthest from any one node is an end of the longest way
         tree = breadth_first(end, near, -1)

@@ -8,7 +8,7 @@ down the highest tree comes on top, since it is hidden behind nothing. What is n
 traffic.
 
 Nothing measures a card. No link is faster than the cards at its ends, so a card is at least as fast as the fastest link
-that was measured through it, and it is taken to be no faster. Where it is faster, an all-reduce takes less time than
+that was measured through it, and it is taken to be no faster. Where it is faster, an all-reduce takes no longer than
 predicted. Up to `SMALL_JOB` members only machines with several ranks are taken to have a card: few machines may be far
 apart, where each link is slow for a reason of its own.
 """
@@ -91,11 +91,11 @@ class Network:
         self._take(links)
         self.edges: tuple[Edge, ...] = tuple(sorted(self.latency))
         self.links = frozenset((self.ids[i], self.ids[j]) for i, j in self.edges)
-        near = neighbours(self.ids, self.links)
-        self.near: tuple[tuple[int, ...], ...] = tuple(tuple(self.rank[m] for m in near[name]) for name in self.ids)
-        parts = connected_parts(self.ids, near)
+        near = neighbours(range(len(self.ids)), self.edges)
+        self.near = tuple(map(tuple, near.values()))
+        parts = connected_parts(range(len(self.ids)), near)
         if len(parts) > 1:
-            raise PlanError(not_connected(parts))
+            raise PlanError(not_connected([[self.ids[i] for i in part] for part in parts]))
         self.access = {self.rank[name]: _least(pair) for name, pair in (access or {}).items() if name in self.rank}
         self.resources = tuple(self._resources())
         uses: dict[Edge, list[int]] = {e: [] for e in self.edges}

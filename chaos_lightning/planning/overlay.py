@@ -28,12 +28,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.planning.graph import Pair
+from chaos_lightning.planning.graph import Pair, connected_parts, neighbours
 from chaos_lightning.planning.network import INFINITE, Edge, Network, Rank
 from chaos_lightning.planning.packing import bottleneck_bps, nearest, pack, weigh, widest
 from chaos_lightning.planning.quick import quick
 from chaos_lightning.planning.trees import PLANNERS_GROUP, chunk_of, misfit
-from chaos_lightning.protocol.types import PlanSpec
+from chaos_lightning.protocol.types import SMALL_JOB, PlanSpec
 
 Links = Mapping[Pair, tuple[float, float, float]]
 """Latency in seconds, bps from a to b and bps from b to a, by (a, b)."""
@@ -49,9 +49,8 @@ _EVEN = 1.25
 """Links whose rates differ by less are alike: measuring again would give as much of a difference."""
 _AS_GOOD = 1.03
 _MOST_TREES = 16
-_MANY, _TOO_MANY = 16, 256
-"""Beyond the first number of members `auto` considers spread trees, too; beyond the second it does not search, which
-would take up to a minute and hardly pay."""
+_TOO_MANY = 256
+"""Number of members beyond which `auto` does not search: that would take up to a minute and hardly pay."""
 
 
 class Planned(NamedTuple):
@@ -287,7 +286,7 @@ def _auto(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
     found: dict[str, tuple[PlanSpec, str, float]] = {}
     unable: dict[str, str] = {}
     local = ("local",) if ranks_share else ()
-    spread = ("spread",) if len(network) > _MANY else ()
+    spread = ("spread",) if len(network) > SMALL_JOB else ()
     searched = ("widest", *local, "packed", "fapt", "chain", "star") if len(network) <= _TOO_MANY else ()
     for name in ("rotating", *spread, *searched):
         try:
@@ -402,20 +401,13 @@ def _heads(network: Network) -> list[int]:
         if not network.local((i, j)):
             outside[i] += network.worth((i, j))
             outside[j] += network.worth((i, j))
-    for part in _parts(range(len(network)), [e for e in network.edges if network.local(e)]):
+    ranks = range(len(network))
+    for part in connected_parts(ranks, neighbours(ranks, filter(network.local, network.edges))):
         heads.append(max(part, key=lambda i: (outside[i], -i)))
     heads.sort()
-    if len(_parts(heads, [e for e in network.edges if e[0] in heads and e[1] in heads])) == 1:
+    if len(connected_parts(heads, neighbours(heads, network.edges))) == 1:
         return heads
     return list(range(len(network)))
-
-
-def _parts(ranks: Sequence[int], edges: Sequence[Edge]) -> list[list[int]]:
-    part = {i: i for i in ranks}
-    for a, b in edges:
-        old, new = part[b], part[a]
-        part = {i: new if p == old else p for i, p in part.items()}
-    return [[i for i in ranks if part[i] == p] for p in dict.fromkeys(part.values())]
 
 
 def _below(network: Network, heads: Sequence[int], chunk_nbytes: int) -> list[int]:
