@@ -23,9 +23,9 @@ from chaos_lightning.member.connection_pool import ConnectionPool
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.telling import ProgressLines, fetched_line
-from chaos_lightning.membership.donors import DONORS, groups
+from chaos_lightning.membership.donors import copiers, groups
 from chaos_lightning.planning.shards import POLICIES
-from chaos_lightning.protocol.types import SMALL_JOB, Header, Member, Progress, Span, View
+from chaos_lightning.protocol.types import Header, Member, Progress, Span, View
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.bulk import BulkSocket
 from chaos_lightning.replication.client import PullConfig
@@ -175,9 +175,7 @@ class Transfer:
             state: The training state.
             layout: Its buffer slots are what a forward pass changes.
         """
-        sharers = [m.host for m in view.members].count(host_identity()) if view is not None else 1
-        if view is not None and len(view.members) > SMALL_JOB:
-            sharers = min(sharers, DONORS)
+        sharers = copiers(view, host_identity(), len(header.learners)) if view is not None else 1
         tensors = state.tensors()
         changing = {id(layout.slots[i].tensor) for i in layout.buffer_slots}
         volatile = {name for name, tensor in tensors if id(tensor) in changing}

@@ -57,6 +57,18 @@ def of_learner(newcomer: Member, holders: Sequence[Member], linked: Collection[s
     return tuple(m.id for m in _first(newcomer, reached, linked)[:DONORS])
 
 
+def copiers(view: View, host: str, learners: int) -> int:
+    """Number of members on one machine that may copy the state at the same header, and share what memory is free there.
+
+    Args:
+        view: The one that rules.
+        host: The machine.
+        learners: Number of newcomers that are served, each by `DONORS` members of a large job.
+    """
+    here = sum(m.host == host for m in view.members)
+    return min(here, DONORS * learners) if len(view.members) > SMALL_JOB else here
+
+
 def groups(view: View, me: str, near: Collection[str], *, fellows: bool = True) -> list[list[Member]]:
     """Members that a joiner asks for the state, group after group, as each group fails it; each in rank order.
 

@@ -12,7 +12,7 @@ from membership_script import member
 from test_gathering import PATIENT, Wave
 from test_membership_terms import Job, hello
 
-from chaos_lightning.membership.donors import DONORS, PULLS, Serving, groups, of_learner
+from chaos_lightning.membership.donors import DONORS, PULLS, Serving, copiers, groups, of_learner
 from chaos_lightning.membership.effects import Observe, SchedulerTick
 from chaos_lightning.membership.learning import Learning
 from chaos_lightning.membership.peers import Standing
@@ -295,3 +295,14 @@ def test_a_learner_waits_until_it_is_given_members_that_live() -> None:
     assert learning.told(ruling) == [Observe(first, ruling)]
     assert learning.told(ruling) == []
     assert learning.consider("m1~1", later) == [Observe(later, ruling)]
+
+
+@pytest.mark.parametrize(("size", "learners", "share"), [(16, 1, 16), (24, 1, 8), (24, 2, 16), (24, 5, 24)])
+def test_all_members_of_a_machine_that_may_copy_the_state_share_its_memory(
+    size: int, learners: int, share: int
+) -> None:
+    """Several learners have other donors each, and these may all be on one machine."""
+    ruling = view(size)
+    here = replace(ruling, members=tuple(replace(m, host="here") for m in ruling.members))
+    assert copiers(here, "here", learners) == share
+    assert copiers(ruling, "here", learners) == 0
