@@ -13,10 +13,12 @@ them. `generation` tells readers whether what they have just read was still.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,12 +36,31 @@ LIVE, COPIED, GONE = 1, 2, 3
 
 
 def available_nbytes() -> int:
-    """Memory that this machine can give without swapping."""
+    """Returns the memory that this machine, and the control groups of this process, can give without swapping."""
+    left = [1 << 62]
     with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 62
+        left += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError):
+        left += left_in_groups(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))
+    return max(0, min(left))
+
+
+def left_in_groups(membership: str, root: Path) -> list[int]:
+    """Returns what the limits of control groups (v2) leave, in bytes, as those of containers and batch systems do.
+
+    Args:
+        membership: Names the group of a process, as /proc/self/cgroup does.
+        root: Folder of all groups.
+    """
+    found = []
+    for place in [line[3:] for line in membership.splitlines() if line.startswith("0::")]:
+        group = root / place.strip("/")
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+                most, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+                kinds = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                found.append(most - used + int(kinds.get("inactive_file", 0)))  # pages of files are given back
+    return found
 
 
 class Snapshot:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,3 +147,16 @@ def test_members_of_one_machine_share_what_is_free(monkeypatch: pytest.MonkeyPat
         donor.server.snapshot(HEAD, SEQ, state.tensors(), state.manifest(), sharers=2).settle(LIMIT_S)
         with pytest.raises(StateError, match="2000 bytes is over the limit of 1333"):
             donor.server.snapshot(HEAD, SEQ, state.tensors(), state.manifest(), sharers=3)
+
+
+def test_limits_of_containers_count(tmp_path: Path) -> None:
+    """The group has 500 bytes of files that it can give back; those above it have no limit, or a wider one."""
+    group = tmp_path / "pods" / "mine"
+    group.mkdir(parents=True)
+    for folder, most in ((group, "4000"), (group.parent, "max"), (tmp_path, "9000")):
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text("3000\n")
+        (folder / "memory.stat").write_text("anon 2500\ninactive_file 500\n")
+    assert sorted(snapshot.left_in_groups("1:name=systemd:/\n0::/pods/mine\n", tmp_path)) == [1500, 6500]
+    assert snapshot.left_in_groups("9:memory:/pods/mine\n", tmp_path) == []
+    assert snapshot.available_nbytes() > 0
