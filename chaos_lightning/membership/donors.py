@@ -1,4 +1,4 @@
-"""Which members give a newcomer the state, and the log: a named number of them, however many there are.
+"""Chooses the members that give a newcomer the state and the log: a few, however many there are.
 
 Theory of operation (protocol.md 15). All members hold the same state, so a newcomer needs few of them, and the others
 need not hear of it. In a large job each newcomer has an order of its own over the members, by a hash of both names, so
@@ -29,7 +29,7 @@ PULLS = 4
 
 
 def spread(newcomer: str, members: Iterable[Member]) -> list[Member]:
-    """These members in an order that is this newcomer's own."""
+    """Returns these members in an order that is this newcomer's own."""
 
     def place(member: Member) -> bytes:
         return hashlib.blake2b(f"{newcomer} {member.id}".encode(), digest_size=8).digest()
@@ -38,7 +38,7 @@ def spread(newcomer: str, members: Iterable[Member]) -> list[Member]:
 
 
 def _first(newcomer: Member, holders: Sequence[Member], linked: Collection[str]) -> list[Member]:
-    """All holders, those before others that are to be asked before them."""
+    """Returns all holders, those first that are to be asked first."""
     order = spread(newcomer.id, holders)
     near = [m for m in order if m.id in linked]
     beside = [m for m in near or order if newcomer.host and m.host == newcomer.host]
@@ -46,12 +46,12 @@ def _first(newcomer: Member, holders: Sequence[Member], linked: Collection[str])
 
 
 def of_learner(newcomer: Member, holders: Sequence[Member], linked: Collection[str]) -> tuple[str, ...]:
-    """Ids of the members of a large job that serve this learner.
+    """Returns the ids of the members of a large job that serve this learner.
 
     Args:
         newcomer: The learner.
         holders: Members that hold the state.
-        linked: Those that it has a link with; others are its donors only if it has none.
+        linked: Ids of members that it has a link with; others are its donors only if it has none.
     """
     reached = [m for m in holders if m.id in linked] or holders
     return tuple(m.id for m in _first(newcomer, reached, linked)[:DONORS])
@@ -70,13 +70,13 @@ def copiers(view: View, host: str, learners: int) -> int:
 
 
 def groups(view: View, me: str, near: Collection[str], *, fellows: bool = True) -> list[list[Member]]:
-    """Members that a joiner asks for the state, group after group, as each group fails it; each in rank order.
+    """Returns the members that a joiner asks for the state, group after group as each group fails it, in rank order.
 
     Args:
-        view: Lets it in.
+        view: The view that lets it in.
         me: The joiner.
-        near: Members that it has links with.
-        fellows: Other joiners may be among them, in the first group: they answer once they have loaded.
+        near: Ids of members that it has links with.
+        fellows: Whether other joiners may be among them, in the first group: they answer once they have loaded.
     """
     joiners, rank = set(view.joiners), {m: i for i, m in enumerate(view.ids())}
     holders = [m for m in view.members if m.id not in joiners]
@@ -92,7 +92,7 @@ def groups(view: View, me: str, near: Collection[str], *, fellows: bool = True) 
 
 
 def _before(view: View, me: str, holders: Sequence[Member], near: Collection[str]) -> set[str]:
-    """Members that have the state before this joiner, or get it earlier: one of them at least does, whatever others do.
+    """Returns the ids of members that have the state before this joiner: at least one has, whatever the others do.
 
     Where links are few these are its neighbours, the nearest to a holder first: all have one that is nearer than they
     are. Else the line of joiners behind the holders is a tree in which each has `PULLS` children; a joiner asks its

@@ -1,12 +1,12 @@
-"""Who is to have a link with whom: the wanted pairs of members, kept as members come and go.
+"""Keeps the wanted pairs, those members that are to have a link with each other, as members come and go.
 
 Theory of operation. A pair is wanted if one end names the other as its neighbour, if both are processes of one node, if
-somebody has asked for it (`LinkWish`), or if it was *given*: that is how members get links that name nobody. Up to
-`SMALL_JOB` members every such pair is given. Beyond, a newcomer is given `link_degree` partners, of other nodes first:
-some that are near by address, the others drawn among all, of two the one with fewer links. So members have about twice
-that many links, few hops lead from anybody to anybody, and no node's death parts the rest: where chance does not see to
-that, `Partners.secure` does. Who loses partners is given others; a partner that is not reached is replaced, and a link
-that stays down is no path (`Partners.lose`).
+somebody has asked for it (`LinkWish`), or if it was *given*: so members that name nobody get links. Up to `SMALL_JOB`
+members every such pair is given. Beyond, a newcomer is given `link_degree` partners, of other nodes first: some that
+are near by address, and others that are drawn among all (of two that are drawn, the one with fewer links). So members
+have about twice that many links, few hops lead from anybody to anybody, and no node's death parts the rest: where
+chance does not see to that, `Partners.secure` does. A member that loses partners is given others, a partner that is not
+reached is replaced, and a link that stays down is no path (`Partners.lose`).
 
 What was removed stays away, whoever asks. Members are told apart by id, wishes by name.
 """
@@ -27,13 +27,13 @@ from chaos_lightning.protocol.types import SMALL_JOB
 Pair = frozenset[str]
 
 NEAR = 3
-"""So many of a newcomer's partners are near by address; the others keep the ways short."""
+"""Number of a newcomer's partners that are near by address; the others keep the ways short."""
 _LOOKED_AT = 32
-"""So many addresses around its own are looked at for these."""
+"""Places from its own, in the order of addresses, within which these are looked for."""
 _BRIDGES = 2
-"""So many pairs are given between two parts of a graph."""
+"""Number of pairs that are given between two parts of a graph."""
 _TRIED = 16
-"""So many pairs are looked at for these."""
+"""Number of pairs that are looked at for these."""
 
 
 def pair(one: str, other: str) -> Pair:
@@ -47,12 +47,12 @@ def node_of(name: str) -> str:
 
 
 def _called(peer: Peer) -> tuple[str, ...]:
-    """By which words others name it as a neighbour."""
+    """Returns the words by which others may name it as a neighbour."""
     return tuple(dict.fromkeys((peer.member.name, peer.id, node_of(peer.member.name))))
 
 
 def _address_key(peer: Peer) -> tuple[str, str]:
-    """Addresses that are alike are next to each other in this order."""
+    """Returns a key for sorting, by which addresses that are alike are next to each other."""
     try:
         return f"{int(ipaddress.ip_address(peer.member.address)):040d}", peer.id
     except ValueError:
@@ -60,7 +60,7 @@ def _address_key(peer: Peer) -> tuple[str, str]:
 
 
 def _drawn(seed: str, among: Sequence[str]) -> Iterator[str]:
-    """Members drawn from these at random, as it were: the same ones for the same seed."""
+    """Yields members of these as if drawn at random: the same ones for the same seed."""
     for count in itertools.count():
         digest = hashlib.blake2b(f"{seed} {count}".encode(), digest_size=8).digest()
         yield among[int.from_bytes(digest, "big") % len(among)]
@@ -70,35 +70,35 @@ class Partners:
     """See the module.
 
     Args:
-        degree: How many partners a newcomer is given beyond `SMALL_JOB` members; 0: all.
+        degree: Number of partners that a newcomer is given beyond `SMALL_JOB` members; 0: all.
     """
 
     def __init__(self, degree: int = 0) -> None:
         self._degree = degree
         self.version = 0
-        """Grows when what is wanted changes."""
+        """Grows when wanted pairs, or those whose links stay down, change."""
         self._secured = -1
-        """At which version no node's loss parted the others, as far as that can be had."""
+        """Version at which no node's loss parted the others, as far as that can be had."""
         self.removed: dict[Pair, str] = {}
-        """By two names: why."""
+        """Reasons for links that stay away, by the names of their ends."""
         self.added: set[Pair] = set()
-        """By two names: asked for beyond all else."""
+        """Links that were asked for beyond all else, by the names of their ends."""
         self._peers: dict[str, Peer] = {}
         self._near: dict[str, dict[str, None]] = {}
-        """By id: the wanted partners."""
+        """Wanted partners of each member, by id."""
         self._given: dict[str, dict[str, None]] = {}
         self._named: dict[str, tuple[str, ...]] = {}
-        """Whom each names, as it counts here."""
+        """Neighbours that each member names, as they count here."""
         self._by_word: dict[str, dict[str, None]] = {}
-        """Ids of those that are called so."""
+        """Ids of the members that go by a word."""
         self._naming: dict[str, dict[str, None]] = {}
-        """Ids of those that name this word."""
+        """Ids of the members that name a word."""
         self._open: list[str] = []
-        """Who may be given as a partner, in no order, ..."""
+        """Members that may be given as partners, in no order, ..."""
         self._at: dict[str, int] = {}
-        """... where in that list each is, ..."""
+        """... the place of each in that list, ..."""
         self._by_address: list[tuple[str, str]] = []
-        """... and by address."""
+        """... and the same members by address."""
         self._missed: set[Pair] = set()
         """Given pairs whose ends did not reach each other; they are not given again."""
         self._replaced: set[str] = set()
@@ -118,11 +118,11 @@ class Partners:
         return self._degree > 0 and len(self._near) > SMALL_JOB
 
     def of(self, member: str) -> Collection[str]:
-        """Ids of those that this one is to have links with."""
+        """Returns the ids of the members that this one is to have links with."""
         return self._near.get(member, {}).keys()
 
     def wants(self, one: Peer, other: Peer) -> bool:
-        """Whether these two are to have a link. Who is not here yet counts as given."""
+        """Whether these two are to have a link. A pair counts as given while an end is not here yet."""
         names = pair(one.member.name, other.member.name)
         if names in self.removed:
             return False
@@ -136,7 +136,7 @@ class Partners:
     # ------------------------------------------------------------------ who is here
 
     def seed(self, peers: Sequence[Peer], pairs: Iterable[Pair]) -> None:
-        """Members of a view, by its links: after a scheduler's restart, or when a lost chain is rebuilt."""
+        """Takes in the members of a view, and its links: after a restart, or when a lost chain is rebuilt."""
         for peer in peers:
             if peer.id not in self._near:
                 self._enlist(peer)
@@ -149,7 +149,7 @@ class Partners:
             self._refill(member)
 
     def add(self, peer: Peer) -> None:
-        """A newcomer; or one that names other neighbours than before."""
+        """Takes in a newcomer, or the names of a member that names other neighbours than before."""
         if peer.id in self._near:
             if self._named[peer.id] == peer.neighbours:
                 return
@@ -163,7 +163,7 @@ class Partners:
         self._renew(peer.id)
 
     def drop(self, member: str) -> None:
-        """An incarnation that is gone; whom it leaves with too few partners is given others."""
+        """Takes out an incarnation that is gone; those that it leaves with too few partners are given others."""
         peer = self._peers.pop(member, None)
         if peer is None:
             return
@@ -188,7 +188,7 @@ class Partners:
             self._refill(other)
 
     def wished(self, wish: LinkWish) -> None:
-        """A wish for or against a link was granted."""
+        """Notes that a wish for or against a link was granted."""
         names = pair(wish.a, wish.b)
         if wish.add:
             self.removed.pop(names, None)
@@ -290,7 +290,7 @@ class Partners:
                 del self._naming[word]
 
     def _close(self, member: str) -> None:
-        """It may be given as a partner no more."""
+        """Lets it be given as a partner no more."""
         if (at := self._at.pop(member, None)) is None:
             return
         last = self._open.pop()
@@ -303,13 +303,12 @@ class Partners:
             self._given[one][other] = self._given[other][one] = None
 
     def _renew(self, member: str) -> None:
-        """What is wanted of this one follows from what is known of it now."""
+        """Derives the wanted partners of this member from what is known now."""
         peer = self._peers[member]
-        words = _called(peer)
         known = dict(self._given[member])
         for word in (*peer.neighbours, node_of(peer.member.name), *self._wished(peer.member.name)):
             known |= self._by_word.get(word, {})
-        for word in words:
+        for word in _called(peer):
             known |= self._naming.get(word, {})
         known.pop(member, None)
         fresh = {m: None for m in known if self.wants(peer, self._peers[m])}
@@ -323,7 +322,7 @@ class Partners:
         self._near[member] = fresh
 
     def _paths(self, members: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Wanted pairs of these, but for those whose links stay down."""
+        """Yields the wanted pairs of these, but for those whose links stay down."""
         return ((a, b) for a in members for b in self._near[a] if not self._lost or pair(a, b) not in self._lost)
 
     def _wished(self, name: str) -> list[str]:
@@ -340,7 +339,7 @@ class Partners:
     # ------------------------------------------------------------------ whom a newcomer is given
 
     def _chosen(self, member: str, count: int) -> list[str]:
-        """Partners that this one does not have yet; all, where all have links with each other."""
+        """Returns partners that this one does not have yet; all, where all have links with each other."""
         if not self.sparse:
             return [m for m in self._open if m != member and m not in self._near[member]]
         me, chosen = self._peers[member], dict[str, None]()
@@ -373,7 +372,7 @@ class Partners:
         return names not in self.removed and pair(one, other) not in self._missed
 
     def _around(self, me: Peer) -> Iterator[str]:
-        """The nearest by address, on both sides in turn."""
+        """Yields the nearest by address, on both sides in turn."""
         place = bisect_left(self._by_address, _address_key(me))
         for step in range(1, _LOOKED_AT):
             for at in (place - step, place + step):

@@ -1,8 +1,8 @@
-"""Better plans for a view that rules: asked for, drawn beside the machine, and carried by a later header if they pay.
+"""Looks for better plans for the view that rules, and lets a later header carry one that pays.
 
 Theory of operation. A decision waits for nobody, so beyond `SMALL_JOB` members it takes a plan that is drawn in
 milliseconds (`views.plan_within`). Once such a view is settled, or links were measured anew, a better plan is asked for
-(`DrawPlan`); whoever carries effects out draws it in another process and answers (`PlanDrawn`). The job goes on
+(`DrawPlan`). It is drawn in another process (control/drawing.py), which answers (`PlanDrawn`). The job goes on
 meanwhile, so the view that rules by then may be another one. Where members come and go every few seconds no planner
 would ever be through if each view began anew; so the one at work is let finish, and its answer is mended for the
 members and links of now (planning/mending.py). It counts only if it fits and pays. Once too many have come or gone for
@@ -24,11 +24,11 @@ from chaos_lightning.planning.trees import misfit
 from chaos_lightning.protocol.types import SMALL_JOB, LinkSpec, PlanSpec, View, ViewId
 
 REPLAN_PAUSE_S = 2.0
-"""Plans are made anew at most once in so long."""
+"""Least seconds between two requests for a plan."""
 _REST = 4.0
-"""Because of measurements alone a plan is drawn again after so many times as long as it took to draw the last one."""
+"""Least time between requests because of measurements alone, in times of how long the last plan took to draw."""
 _MOST_OTHERS = 0.25
-"""Members that have come or gone since a request, as a part of all: if there are more, it is made anew."""
+"""Fraction of members that may come or go before a request is made anew."""
 
 
 class Redrawing:
@@ -46,19 +46,19 @@ class Redrawing:
         self._asked_at = float("-inf")
         self._rest_s = REPLAN_PAUSE_S
         self._version = 0
-        """The state of measurements that the last request was made with."""
+        """Version of the measurements that the last request was made with."""
         self._seen: ViewId | None = None
         self._planned: tuple[tuple[str, ...], tuple[LinkSpec, ...]] | None = None
         """Members and links that the last request was for."""
         self._hasty = False
-        """A plan for the view that was seen last has yet to be asked for."""
+        """Whether a plan for the view that was seen last has yet to be asked for."""
         self._first = False
-        """The last request was the first one for its view."""
+        """Whether the last request was the first one for its view."""
         self._taken: PlanSpec | None = None
         """The last plan that was an answer."""
 
     def on_drawn(self, event: PlanDrawn) -> None:
-        """An answer; if it is not to the last request it counts for nothing."""
+        """Takes an answer, which counts only if it is to the last request."""
         if self._out is None or event.token != self._out.token:
             return
         self._out = None
@@ -69,7 +69,7 @@ class Redrawing:
             self._desk.note("notice", text=f"the plan stays: {event.reason}")
 
     def turn(self, latest: View) -> tuple[Change, Net] | None:
-        """A view of the same members and links with a better plan, for the next header.
+        """Returns a view of the same members and links with a better plan, for the next header; None if there is none.
 
         Args:
             latest: The view that rules.
