@@ -163,8 +163,9 @@ def told(tip: Tip, entry: ChainEntry) -> ChainEntry:
     whole = encode(view)
     nbytes, count = len(whole), len(view.members)
     if nbytes > MAX_VIEW_NBYTES:
-        fits = count * MAX_VIEW_NBYTES // nbytes
-        words = f"a view of {count} members takes {nbytes} bytes, and records {MAX_VIEW_NBYTES}: {fits} members fit"
+        fits = max(1, count * MAX_VIEW_NBYTES // nbytes)
+        size = f"a view of {count} members and {len(view.links)} links takes {nbytes} bytes"
+        words = f"{size}, and records {MAX_VIEW_NBYTES}: {fits} members fit"
         raise OversizeError(words, fits)
     entry = replace(entry, digest=_digest(whole))
     if tip.view is None or not tip.digest or tip.changes + 1 >= WHOLE_EVERY:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist, RecordedEnd
@@ -42,6 +44,8 @@ class Book:
         self.writing: View | None = None
         """The view that is being written, if it is one."""
         self.token = 0
+        self._refused: deque[View] = deque(maxlen=8)
+        """The last views that no store took, without their numbers and reasons."""
 
     @property
     def latest(self) -> View | None:
@@ -64,6 +68,14 @@ class Book:
         self.persisting, self.writing = (self.token, then), view
         self.numbers.add(number)
         self._desk.out.append(Persist(self.token, kind, number, view, base, hand_on, wish, ending))
+
+    def refuse(self, view: View) -> None:
+        """No store takes this view: it is not written again."""
+        self._refused.append(replace(view, id=NO_VIEW, reason=""))
+
+    def refuses(self, view: View) -> bool:
+        """Whether it is known that no store takes this view."""
+        return bool(self._refused) and replace(view, id=NO_VIEW, reason="") in self._refused
 
     def lacks(self, number: ViewId | None) -> bool:
         """Whether this number of this chain is not in the store. What lies before a rebuilt view is over."""

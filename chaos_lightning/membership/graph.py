@@ -15,6 +15,7 @@ from chaos_lightning.membership.peers import Peer, has_place
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.topology import (
     NEIGHBOUR_PATIENCE_S,
+    THIN_DEGREE,
     Net,
     Pair,
     Topology,
@@ -24,6 +25,7 @@ from chaos_lightning.membership.topology import (
     pair,
     parts,
     ranked,
+    thinned,
 )
 from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
@@ -43,6 +45,8 @@ class Graph:
         self._topology = topology
         self._known: dict[ViewId, frozenset[Pair]] = {}
         self._near: tuple[ViewId, dict[str, frozenset[str]]] = (NO_VIEW, {})
+        self.thins = False
+        """No store takes a view with all links: views have a few of them (`thinned`)."""
 
     def of_view(self, view: View) -> frozenset[Pair]:
         """The pairs of this view."""
@@ -111,9 +115,15 @@ class Graph:
         ids = [m for m in members if m in self._roster.peers]
         wanted = list(self._wanted(ids))
         found = frozenset(pair(a.id, b.id) for a, b in wanted if self._stands(a, b, patient=True))
-        if connected(ids, found):
-            return found
-        return frozenset(pair(a.id, b.id) for a, b in wanted if self._stands(a, b, patient=False))
+        if not connected(ids, found):
+            found = frozenset(pair(a.id, b.id) for a, b in wanted if self._stands(a, b, patient=False))
+        return thinned(ids, found) if self.thins else found
+
+    def thin(self, view: View) -> bool:
+        """Lets later views have fewer links than this one, which no store takes; False if it has few already."""
+        many = len(view.links) > (THIN_DEGREE + 1) * len(view.members)
+        self.thins = self.thins or many
+        return many
 
     def net(self, members: Sequence[str]) -> Net:
         pairs = self.pairs(members)

@@ -250,11 +250,14 @@ class Rewiring:
 
     def _kept(self, ends: Pair) -> bool:
         one, other = (self._roster.peers[m] for m in ends)
-        return self._topology.wants(one, other)
+        fact = self._topology.known(one.id, other.id)
+        left_out = self._graph.thins and not (fact is not None and (fact.down or fact.idle))
+        return self._topology.wants(one, other) and not left_out
 
     def _removed(self, one: str, other: str) -> str:
         names = pair(self._roster.peers[one].member.name, self._roster.peers[other].member.name)
-        return self._topology.removed.get(names, "no longer wanted")
+        usual = "no record has room for all links" if self._graph.thins else "no longer wanted"
+        return self._topology.removed.get(names, usual)
 
     def plan_facts(self) -> dict[str, object]:
         latest = self._book.latest

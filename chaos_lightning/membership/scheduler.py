@@ -23,7 +23,7 @@ Hello(resume) and tell where they stand; if any of them is not in the last view,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 
 from chaos_lightning.membership import stimuli
@@ -165,14 +165,32 @@ class SchedulerMachine:
         self.desk.out.append(SchedulerDone(f"deposed: {why}", deposed=True))
 
     def _shut_out(self, view: View, fits: int, detail: str) -> None:
-        """The job goes on in the view before, without the newcomers that its next view has no room for."""
+        """No store takes this view: the next one has fewer links, or fewer newcomers; else there is none like it.
+
+        The job goes on in the view before. Where it cannot, as its members have promised to leave that, all are told.
+        """
         self.desk.note("error", text=detail)
-        for member in view.members[fits:]:
-            peer = self.roster.peers.get(member.id)
-            if peer is not None and peer.standing in NEWCOMER:
-                words = f"the job is full: {detail}"
-                self.roster.send(peer, Fence(words, rejoin=False))
-                self.roster.drop(peer)
+        if self.graph.thin(view):
+            self.desk.note("notice", text="views have fewer links from now on, as no record has room for all")
+            return
+        late = [p for m in view.members[fits:] if (p := self.roster.peers.get(m.id)) and p.standing in NEWCOMER]
+        for peer in late:
+            self.roster.send(peer, Fence(f"the job is full: {detail}", rejoin=False))
+            self.roster.drop(peer)
+        if late:
+            return
+        self.book.refuse(view)
+        if self.desk.phase is not SchedulerPhase.RUNNING:
+            self.roster.tell(f"the job waits: {detail}", [*self.roster.living(), *self.graph.ready()])
+
+    def _write(
+        self, view: View, then: Callable[[], None], base: Header | None = None, *, hand_on: bool = False
+    ) -> bool:
+        """Has a view written down; False if it is known that no store takes it."""
+        if self.book.refuses(view):
+            return False
+        self.book.persist("view", view.id, then, view=view, base=base, hand_on=hand_on)
+        return True
 
     def snapshot(self, page: int = 0) -> dict[str, object]:
         """For `chaos-lightning status`: plain values only; of a large job a page, or what is odd (`Showing.facts`)."""
@@ -221,8 +239,7 @@ class SchedulerMachine:
 
     def _change_view(self, latest: View, change: Change, net: Net) -> bool:
         view = changed_view(latest, self.roster.next_number(), change, self.settings.plan, net)
-        self.book.persist("view", view.id, lambda: self._announce(view), view=view)
-        return True
+        return self._write(view, lambda: self._announce(view))
 
     @property
     def phase(self) -> SchedulerPhase:
@@ -423,7 +440,6 @@ class SchedulerMachine:
             return False
         ready = self.keeper.first_by_state(ready)
         base, state = self.keeper.founding_base(ready[0])
-        self.recovery.attempt()
         view = founding_view(
             self.roster.next_number(),
             [p.member for p in ready],
@@ -435,8 +451,9 @@ class SchedulerMachine:
             state=state,
         )
         ruling = Ruling(base=base, members=view.ids(), joiners=view.joiners, reason=view.reason)
-        self.book.persist("view", view.id, lambda: self._decided(view, ruling), view=view, base=base)
-        return True
+        if written := self._write(view, lambda: self._decided(view, ruling), base):
+            self.recovery.attempt()
+        return written
 
     def _turn_finish(self) -> bool:
         """Over once every living member that holds the state has committed the closing header."""
@@ -631,10 +648,7 @@ class SchedulerMachine:
             latest, self.recovery.number, ruling, self.settings.plan, why, self.graph.net(ruling.members)
         )
         view = self.rebuild.begin_chain(view)
-        self.book.persist(
-            "view", view.id, lambda: self._decided(view, ruling), view=view, base=base, hand_on=ruling.hand_on
-        )
-        return True
+        return self._write(view, lambda: self._decided(view, ruling), base, hand_on=ruling.hand_on)
 
     def _bridged(self, ruling: Ruling) -> tuple[tuple[str, str], ...]:
         """Members without a link to those who go on, if newcomers link them and they are enough together.

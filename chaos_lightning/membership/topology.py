@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, islice
 
 from chaos_lightning.membership.effects import LinkWish
 from chaos_lightning.membership.partners import Pair as Pair
@@ -49,6 +49,8 @@ CUT_PATIENCE_S = 3.0
 """Parts of a graph wait for so long for a link between them before one of them goes on alone."""
 NEIGHBOUR_PATIENCE_S = 2.0
 """A newcomer comes in without a neighbour that it could not reach for so long, if it reached another one."""
+THIN_DEGREE = 16
+"""Number of links that a member keeps to members behind it in rank where no store takes a view with all links."""
 USUAL = (0.0005, 1e9, 1e9)
 """What a link that nobody measured is taken for."""
 
@@ -95,6 +97,24 @@ def parts(ids: Sequence[str], pairs: Collection[Pair]) -> list[tuple[str, ...]]:
     """The connected parts, each in the order of `ids`; the part of the first id comes first."""
     found = connected_parts(ids, links_by_member(ids, [(a, b) for a, b in pairs]))
     return [tuple(part) for part in found]
+
+
+def thinned(ids: Sequence[str], pairs: Collection[Pair]) -> frozenset[Pair]:
+    """Returns a few of these pairs that hold the same members together: each one's with those next in rank."""
+    few: set[Pair] = set()
+    for rank, member in enumerate(ids):
+        linked = (ends for other in (*ids[rank + 1 :], *ids[:rank]) if (ends := pair(member, other)) in pairs)
+        few.update(islice(linked, THIN_DEGREE))
+    groups = parts(ids, few)
+    if len(groups) == len(parts(ids, pairs)):
+        return frozenset(few)
+    part = {member: number for number, group in enumerate(groups) for member in group}
+    for one, other in in_rank_order(ids, pairs):
+        if part[one] != part[other]:
+            few.add(pair(one, other))
+            joined = part[other]
+            part = {m: part[one] if number == joined else number for m, number in part.items()}
+    return frozenset(few)
 
 
 def connected(ids: Sequence[str], pairs: Collection[Pair]) -> bool:

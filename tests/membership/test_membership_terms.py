@@ -69,6 +69,10 @@ class Job:
         self.done: list[object] = []
         self.room: int | None = None
         """Number of members whose view fits into a record."""
+        self.most_links: int | None = None
+        """Number of links that fit into a record; None: any."""
+        self.refused: list[View] = []
+        """Views that fit into no record."""
         self.feed(SchedulerTick())
 
     def feed(self, event: SchedulerEvent) -> None:
@@ -80,6 +84,11 @@ class Job:
                         self.said.setdefault(conn, []).append(message)
                         if isinstance(message, OpenLinks):
                             todo.append(MessageIn(conn, Ready()))
+                    case Persist(token, _, _, view) if (
+                        view and self.most_links is not None and len(view.links) > self.most_links
+                    ):
+                        self.refused.append(view)
+                        todo.append(Stored(token, False, "too many links", len(view.members) - 1))
                     case Persist(token, _, _, view) if view and self.room and len(view.members) > self.room:
                         todo.append(Stored(token, False, f"{self.room} members fit", self.room))
                     case Persist(token, _, _, view):
