@@ -28,7 +28,7 @@ from chaos_lightning.errors import OversizeError, StoreError, WireError
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist, RecordedEnd
 from chaos_lightning.membership.peers import short
 from chaos_lightning.protocol.changes import change_to, changed
-from chaos_lightning.protocol.codec import decode, decode_named_view, encode
+from chaos_lightning.protocol.codec import decode, encode
 from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, View, ViewId
 
@@ -38,8 +38,7 @@ EntryKind = Literal["reserve", "view", "link", "finish"]
 WHOLE_EVERY = 16
 """Number of views' records in turn of which one has the whole view: each of the others takes all since then to read."""
 FORM = 2
-"""Version of a record's body, which its first line names. Version 1, which names none, has views that repeat members'
-names (`NamedView`)."""
+"""Version of a record's body, which its first line names; version 1 named none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +262,8 @@ def entry_from(record: StoreRecord, before: Tip | None = None) -> ChainEntry:
         head = json.loads(line)
         term, number = head["number"]
         form = head.get("form", 1)
-        if form not in (1, FORM):
-            raise ValueError(f"version {form!r}, and this program reads up to {FORM}; go on with the one that wrote it")
+        if form != FORM:
+            raise ValueError(f"version {form!r}, and this program reads {FORM}; go on with the one that wrote it")
         view_nbytes, base_nbytes = head["nbytes"]
         if not all(type(n) is int and n >= 0 for n in (term, number, view_nbytes or 0, base_nbytes or 0)):
             raise ValueError("numbers that are none")
@@ -277,7 +276,7 @@ def entry_from(record: StoreRecord, before: Tip | None = None) -> ChainEntry:
                 raise ValueError(f"it changes view {change.view.predecessor}, which is not there")
             view = changed(before.view, change, before.digest)
         elif view_nbytes is not None:
-            view = decode_named_view(part) if form == 1 else decode(View, part)
+            view = decode(View, part)
         base = decode(Header, rest[view_nbytes or 0 :]) if base_nbytes is not None else None
         wish = LinkWish(**head["wish"]) if head["wish"] is not None else None
         ending = _ending(head["ending"]) if "ending" in head else None

@@ -429,14 +429,6 @@ _TO_MEMBER = JOB.envelope(ToMember, chaos_pb2.ToMemberEnvelope)
 _PEER = JOB.envelope(PeerMessage, chaos_pb2.PeerEnvelope, MAX_PEER_NBYTES)
 
 encode, decode = JOB.encode, JOB.decode
-_NAMED_VIEW = _Plan(View, chaos_pb2.NamedView)
-_NAMED_VIEW.build(JOB)
-
-
-def decode_named_view(data: bytes) -> View:
-    """The view in bytes of a store of version 1, which names members wherever it refers to them; or WireError."""
-    view: View = _NAMED_VIEW.decode(_parse(chaos_pb2.NamedView, data, MAX_CONTROL_NBYTES))
-    return view
 
 
 def encode_peer(message: PeerMessage) -> bytes:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import re
 import threading
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,7 +20,6 @@ from chaos_lightning.control.chain import (
     entry_bytes,
     entry_from,
     entry_of,
-    reached,
     told,
 )
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
@@ -31,7 +28,7 @@ from chaos_lightning.control.store import EMPTY, StoreRecord
 from chaos_lightning.errors import OversizeError, StoreError
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.codec import encode
-from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, PlanSpec, TreeSpec, View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
 
 Chains = Callable[[], JobChain]
 
@@ -386,20 +383,6 @@ def test_a_record_of_changes_is_applied_to_the_view_that_it_names_and_no_other()
     assert entry_from(records[1], first).view == effects[1].view
 
 
-def test_a_chain_that_version_1_began_is_continued_by_changes() -> None:
-    shelf = Shelf()
-    with MemoryStore("job", shelf) as store:
-        store.take_term()
-        for record in old_records():
-            assert store.append(record.kind, record.body, store.end()).ok
-    with JobChain(MemoryStore("job", shelf)) as chain:
-        chain.take_term()
-        last = chain.load().views[-1]
-        following = replace(last, id=ViewId(2, 3), predecessor=last.id, reason="the next one")
-        assert chain.append(Persist(1, "view", following.id, following)).ok
-        assert [v.id for v in chain.load().views] == [ViewId(1, 1), ViewId(1, 2), ViewId(2, 3)]
-
-
 def test_a_view_that_fits_into_no_record_is_refused_with_the_number_that_would(
     chains: Chains, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,40 +396,10 @@ def test_a_view_that_fits_into_no_record_is_refused_with_the_number_that_would(
     assert store.append(Persist(1, "view", small.id, small)).ok, "the chain goes on"
 
 
-OLD_FOUNDING = (
-    "c-pI0$}7!HN-a{dQiwLxQ80|vQBcZA%u9*S&jSjjCFT^T0!7L*i!*@SywaQ;ATKYevLv+_ti!-UN5LYtmWzvpgHeD{h(St@i#f5*"
-    "P>3;6iX|hzxI~H5(8yfR00<2=7RWm=N-1$MC)F7VF(zTkFO)Z6x8QK#R065c;^N{c$}dSQ$;?YPV6<XSN=;5IEl%}fN;VK+R$?$>"
-    "2x0&Ll^rbd"
-)
-OLD_CHANGE = (
-    "c-pI0$}7!HN-a{dQiwLxQ80?tQBcZA%u9*S&jSjT6qTj|1<EsvGl0Cj(wrP1FE6RGB()f<!Nd%x#n>damWzvpgHeD<2t+bU$#F3!"
-    "))@*hCQ7kn<QJDHaT*$#>lpx{p~eDv2SzC+F6N{<BO%5lO!<ZK2J99b4xC!5T&yKUsj0;R4pLH5AmgM!dXyNHKx|D0F!*3^z-Yyu"
-    "l$xAaTAb>{1+f*R%!?`6fP+PVQG!_s>>@2D0|O(l3!TKlssteh2slW>Oae&&bz(|*F){{maIpcs#U#K|G>LKW`4j*NmRP_"
-)
-"""Bodies of two views' records as version 1 wrote them."""
-
-
-def old_records() -> tuple[StoreRecord, StoreRecord]:
-    bodies = [zlib.decompress(base64.b85decode(text)) for text in (OLD_FOUNDING, OLD_CHANGE)]
-    return StoreRecord(1, "view", 1, bodies[0]), StoreRecord(2, "view", 1, bodies[1])
-
-
-def test_records_of_version_1_are_read() -> None:
-    founding, change = map(entry_from, old_records())
-    first = replace(view(ViewId(1, 1)), chain="c0")
-    assert founding.view == first
-    tree = TreeSpec(0, 0, ("a~1", "b~2"), ("", "a~1"), 1.0)
-    plan, links = PlanSpec("trees", 64, (tree,)), (LinkSpec("a~1", "b~2"),)
-    assert change.view == replace(first, id=ViewId(1, 2), predecessor=first.id, joiners=(), plan=plan, links=links)
-    assert founding.base is not None
-    assert change.base is not None
-    assert (change.base.seq, change.base.step, change.base.next_view, change.hand_on) == (4, 3, ViewId(1, 2), True)
-    assert reached([founding, change]) == 3
-
-
-def test_a_record_of_a_later_version_names_both() -> None:
-    body = entry_bytes(entry_of(decide(ViewId(1, 1)))).replace(b'"form": 2', b'"form": 9')
-    with pytest.raises(StoreError, match="version 9, and this program reads up to 2; go on with the one that wrote it"):
+@pytest.mark.parametrize(("form", "version"), [(b"", "1"), (b'"form": 9, ', "9")])
+def test_a_record_of_another_version_names_both(form: bytes, version: str) -> None:
+    body = entry_bytes(entry_of(decide(ViewId(1, 1)))).replace(b'"form": 2, ', form)
+    with pytest.raises(StoreError, match=f"version {version}, and this program reads 2; go on with the one that wrote"):
         entry_from(StoreRecord(1, "view", 1, body))
 
 

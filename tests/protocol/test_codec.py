@@ -91,7 +91,7 @@ def test_every_message_of_the_proto_has_a_dataclass_or_is_known_plumbing() -> No
     plumbing = {"Span", "NamedText", "FromMemberEnvelope", "ToMemberEnvelope", "PeerEnvelope"}
     plumbing |= {"StatusRequest", "StatusReply", "DrainRequest", "DrainReply", "LinkChangeRequest", "LinkChangeReply"}
     plumbing |= {"ResetRequest", "ResetReply", "ClaimRequest", "ClaimReply"}
-    classes = {c.__name__ for c in [*messages(), *PACKED]} - {"View"} | {"NamedView"}
+    classes = {c.__name__ for c in [*messages(), *PACKED]} - {"View"}
     assert set(chaos_pb2.DESCRIPTOR.message_types_by_name) == plumbing | classes
 
 
