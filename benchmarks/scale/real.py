@@ -164,7 +164,10 @@ def judge(result: Result, crew: Crew, driver: Driver, args: argparse.Namespace) 
     result.details["audit"] = verdict(findings).splitlines()
     result.details["problems"] = seen.problems
     with JobChain(SqliteStore(crew.folder / "chain.sqlite", "default", read_only=True)) as chain:
-        beyond, degrees = beyond_links(driver.samples, chain.load().views)
+        loaded = chain.load()
+    if gone := len(loaded.past.views):
+        result.remark(f"the chain was cut behind the first {gone} views: samples of these are not looked at")
+    beyond, degrees = beyond_links(driver.samples, loaded.views)
     if not degrees:
         result.leave_out("connections beyond links", "no sample was taken while a view stood")
         return

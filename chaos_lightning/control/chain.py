@@ -1,9 +1,10 @@
 """A job's decisions in a store: a chain of views, kept so that no scheduler can fork it (protocol.md 7, 14a).
 
-Theory of operation. A job's log (control/store.py) has records of four kinds: a number that is reserved, a view that is
-decided, a wish about a link that is granted, the end of the job. The log sees to it that one scheduler writes, and that
-it has seen all that is there; what may follow what is `judge`'s to say, here: numbers are never reissued, a view
-follows the last one, and nothing follows the end. The two together are a compare-and-set on term and predecessor.
+Theory of operation. A job's log (control/store.py) has records of five kinds: a number that is reserved, a view that is
+decided, a wish about a link that is granted, the end of the job, and one that takes the place of all before it
+(`JobChain.cut`, summing.py). The log sees to it that one scheduler writes, and that it has seen all that is there; what
+may follow what is `judge`'s to say, here: numbers are never reissued, a view follows the last one, and nothing follows
+the end. The two together are a compare-and-set on term and predecessor.
 
 A view's record says what changed against the view before, which it names by number and digest, and is applied to that
 one alone; every WHOLE_EVERY-th has the whole view, as has any whose change would be no smaller. Readers fold them.
@@ -19,11 +20,22 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
+from chaos_lightning.control import summing
 from chaos_lightning.control.options import SchedulerOptions
-from chaos_lightning.control.store import EMPTY, MAX_BODY_NBYTES, Appended, End, Store, StoreRecord, outranked
+from chaos_lightning.control.store import (
+    EMPTY,
+    MAX_BODY_NBYTES,
+    Appended,
+    End,
+    Store,
+    StoreRecord,
+    outranked,
+    packed_body,
+)
 from chaos_lightning.errors import OversizeError, StoreError, WireError
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist, RecordedEnd
 from chaos_lightning.membership.peers import short
@@ -35,6 +47,8 @@ from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, View, ViewId
 MAX_VIEW_NBYTES = MAX_BODY_NBYTES - (1 << 16)
 """Limit of a view (bytes): a record has a base and a few words beside it."""
 EntryKind = Literal["reserve", "view", "link", "finish"]
+SUMMARY: Literal["summary"] = "summary"
+"""Kind of a record that sums up all before it."""
 WHOLE_EVERY = 16
 """Number of views' records in turn of which one has the whole view: each of the others takes all since then to read."""
 FORM = 2
@@ -46,7 +60,7 @@ class ChainEntry:
     """One durable decision; `revision` is its record's position."""
 
     revision: int
-    kind: EntryKind
+    kind: EntryKind | Literal["summary"]
     number: ViewId
     view: View | None = None
     base: Header | None = None
@@ -57,6 +71,8 @@ class ChainEntry:
     """What its record says instead of the view."""
     digest: str = field(default="", compare=False, repr=False)
     """Digest of what its record says of the view; with changes it covers all back to a whole view."""
+    summed: Chain | None = field(default=None, repr=False)
+    """What a summary says; `view` is the last one of it."""
 
     def same(self, other: ChainEntry) -> bool:
         """Equal but for the revision."""
@@ -184,7 +200,7 @@ def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
     return Tip(
         end=end,
         highest=max(tip.highest, entry.number),
-        last_view=entry.number if entry.kind == "view" else tip.last_view,
+        last_view=entry.view.id if entry.view is not None else tip.last_view,
         finished=tip.finished or entry.kind == "finish",
         ending=entry.ending or tip.ending,
         last=replace(entry, revision=end.position),
@@ -196,19 +212,34 @@ def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
 
 def chain_of(tip: Tip, term: int, entries: Sequence[ChainEntry]) -> Chain:
     """What these entries, which end with `tip`, tell a scheduler that starts with this term."""
+    begun, rest = Chain(0, NO_VIEW), entries
+    if entries and entries[0].summed is not None:
+        begun, rest = entries[0].summed, entries[1:]
+    numbers = begun.numbers.copy()
+    for entry in rest:
+        if entry.kind in ("reserve", "view"):
+            numbers.add(entry.number)
     return Chain(
         term=term,
         highest=tip.highest,
-        views=tuple(e.view for e in entries if e.view is not None),
+        views=begun.views + tuple(e.view for e in rest if e.view is not None),
         finished=tip.finished,
         ending=tip.ending,
-        wishes=tuple(e.wish for e in entries if e.wish is not None),
-        changes=tuple(e.number for e in entries if e.view is not None and e.base is None),
+        wishes=begun.wishes + tuple(e.wish for e in rest if e.wish is not None),
+        changes=begun.changes + tuple(e.number for e in rest if e.view is not None and e.base is None),
         id=tip.chain,
-        numbers=tuple(e.number for e in entries if e.kind in ("reserve", "view")),
-        step=reached(entries),
+        numbers=numbers,
+        step=reached(rest, begun.step),
         ended=tip.end.ended,
+        past=begun.past,
     )
+
+
+def summary_of(tip: Tip, entries: Sequence[ChainEntry]) -> ChainEntry:
+    """Returns the entry that takes the place of these, which end with `tip` and have a view."""
+    summed = summing.summed(chain_of(tip, tip.term, entries))
+    last = summed.views[-1]
+    return ChainEntry(0, SUMMARY, tip.highest, last, digest=_digest(encode(last)), summed=summed)
 
 
 def check_id(tip: Tip, chain: str) -> None:
@@ -221,9 +252,8 @@ def check_id(tip: Tip, chain: str) -> None:
         raise StoreError(f"chain {short(tip.chain)} cannot become chain {short(chain)}: it holds views already")
 
 
-def reached(entries: Iterable[ChainEntry]) -> int:
-    """The last optimizer step that a decision names since the job was founded; 0 if none does."""
-    step = 0
+def reached(entries: Iterable[ChainEntry], step: int = 0) -> int:
+    """The last optimizer step that a decision names since the job was founded, after `step`; 0 if none does."""
     for base in (e.base for e in entries if e.base is not None):
         step = base.step if base.next_view == NO_VIEW else max(step, base.step)
     return step
@@ -233,18 +263,42 @@ def reached(entries: Iterable[ChainEntry]) -> int:
 
 
 def entry_bytes(entry: ChainEntry) -> bytes:
-    """A record's body: a line of JSON, then view (or what it changes) and base, of the sizes that the line names."""
-    parts = [encode(part) if part is not None else None for part in (entry.change or entry.view, entry.base)]
+    """A record's body: a line of JSON, then view (or what it changes) and base, of the sizes that the line names.
+
+    A summary has the last views behind its line.
+    """
+    if entry.summed is not None:
+        return _joined(summing.as_document(entry.summed), [encode(view) for view in entry.summed.views])
     head = {
-        "form": FORM,
         "number": [entry.number.term, entry.number.number],
         "hand_on": entry.hand_on,
         "wish": asdict(entry.wish) if entry.wish is not None else None,
         **({"ending": asdict(entry.ending)} if entry.ending is not None else {}),
         **({"changes": True} if entry.change is not None else {}),
-        "nbytes": [len(part) if part is not None else None for part in parts],
     }
+    parts = (entry.change or entry.view, entry.base)
+    return _joined(head, [encode(part) if part is not None else None for part in parts])
+
+
+def _joined(head: dict[str, Any], parts: Sequence[bytes | None]) -> bytes:
+    head = {"form": FORM, **head, "nbytes": [len(part) if part is not None else None for part in parts]}
     return json.dumps(head).encode() + b"\n" + b"".join(part or b"" for part in parts)
+
+
+def _split(body: bytes) -> tuple[dict[str, Any], list[bytes | None]]:
+    """Back from `_joined`."""
+    line, _, rest = body.partition(b"\n")
+    head = json.loads(line)
+    if not isinstance(head, dict) or (form := head.get("form", 1)) != FORM:
+        version = form if isinstance(head, dict) else "none"
+        raise ValueError(f"version {version}, and this program reads {FORM}; go on with the one that wrote it")
+    sizes = head["nbytes"]
+    if not all(size is None or (type(size) is int and size >= 0) for size in sizes):
+        raise ValueError("sizes that are none")
+    stops = list(accumulate((size or 0 for size in sizes), initial=0))
+    if len(rest) != stops[-1]:
+        raise ValueError(f"{len(rest)} bytes behind its first line, not {sizes}")
+    return head, [rest[a:b] if size is not None else None for size, (a, b) in zip(sizes, pairwise(stops), strict=True)]
 
 
 def entry_from(record: StoreRecord, before: Tip | None = None) -> ChainEntry:
@@ -253,38 +307,48 @@ def entry_from(record: StoreRecord, before: Tip | None = None) -> ChainEntry:
     Raises:
         StoreError: There is something else, or what changes another view.
     """
-    if record.kind not in get_args(EntryKind):
+    if record.kind not in (*get_args(EntryKind), SUMMARY):
         raise StoreError(
             f"record {record.position} is of the unknown kind {record.kind!r}; go on with the version that wrote it"
         )
     try:
-        line, _, rest = record.body.partition(b"\n")
-        head = json.loads(line)
-        term, number = head["number"]
-        form = head.get("form", 1)
-        if form != FORM:
-            raise ValueError(f"version {form!r}, and this program reads {FORM}; go on with the one that wrote it")
-        view_nbytes, base_nbytes = head["nbytes"]
-        if not all(type(n) is int and n >= 0 for n in (term, number, view_nbytes or 0, base_nbytes or 0)):
-            raise ValueError("numbers that are none")
-        if len(rest) != (view_nbytes or 0) + (base_nbytes or 0):
-            raise ValueError(f"{len(rest)} bytes behind its first line, not {view_nbytes} and {base_nbytes}")
-        view, change, part = None, None, rest[: view_nbytes or 0]
-        if view_nbytes is not None and head.get("changes"):
-            change = decode(PackedChange, part)
-            if before is None or before.view is None:
-                raise ValueError(f"it changes view {change.view.predecessor}, which is not there")
-            view = changed(before.view, change, before.digest)
-        elif view_nbytes is not None:
-            view = decode(View, part)
-        base = decode(Header, rest[view_nbytes or 0 :]) if base_nbytes is not None else None
-        wish = LinkWish(**head["wish"]) if head["wish"] is not None else None
-        ending = _ending(head["ending"]) if "ending" in head else None
-        what = (view, base, bool(head["hand_on"]), wish, ending)
-        found = entry_of(Persist(0, record.kind, ViewId(term, number), *what))
+        head, parts = _split(record.body)
+        found = _summary(head, parts, before) if record.kind == SUMMARY else _decision(record.kind, head, parts, before)
     except (KeyError, TypeError, ValueError, RecursionError, WireError, StoreError) as error:
         raise StoreError(f"record {record.position} is damaged: {error}") from error
-    return replace(found, revision=record.position, change=change, digest=_digest(part) if view is not None else "")
+    return replace(found, revision=record.position)
+
+
+def _decision(kind: str, head: dict[str, Any], parts: list[bytes | None], before: Tip | None) -> ChainEntry:
+    part, base_part = parts
+    term, number = head["number"]
+    if not all(type(n) is int and n >= 0 for n in (term, number)):
+        raise ValueError("numbers that are none")
+    view, change = None, None
+    if part is not None and head.get("changes"):
+        change = decode(PackedChange, part)
+        if before is None or before.view is None:
+            raise ValueError(f"it changes view {change.view.predecessor}, which is not there")
+        view = changed(before.view, change, before.digest)
+    elif part is not None:
+        view = decode(View, part)
+    base = decode(Header, base_part) if base_part is not None else None
+    wish = LinkWish(**head["wish"]) if head["wish"] is not None else None
+    ending = _ending(head["ending"]) if "ending" in head else None
+    found = entry_of(Persist(0, kind, ViewId(term, number), view, base, bool(head["hand_on"]), wish, ending))
+    return replace(found, change=change, digest=_digest(part) if part is not None else "")
+
+
+def _summary(head: dict[str, Any], parts: list[bytes | None], before: Tip | None) -> ChainEntry:
+    views = [decode(View, part) for part in parts if part is not None]
+    if not views:
+        raise ValueError("it sums up a chain without a view")
+    summed = summing.from_document(head, views)
+    if before is not None and before.last is not None:
+        raise ValueError(f"it sums up what is there, up to record {before.end.position}")
+    if before is not None and before.chain not in ("", summed.id):
+        raise ValueError(f"it sums up chain {short(summed.id)}, and this is chain {short(before.chain)}")
+    return ChainEntry(0, SUMMARY, summed.highest, views[-1], digest=_digest(encode(views[-1])), summed=summed)
 
 
 def _ending(said: dict[str, object]) -> RecordedEnd:
@@ -310,6 +374,8 @@ class JobChain:
         """As this scheduler left it; None: to be read."""
         self._seen: Tip | None = None
         """As this scheduler saw it last, its own writes included."""
+        self._whole_until = 0
+        """Position up to which no record had room for what sums up the chain."""
 
     @property
     def job(self) -> str:
@@ -368,6 +434,38 @@ class JobChain:
             if outcome.ok or fresh:
                 return outcome
 
+    def cut(self) -> int:
+        """Has one record take the place of all, if there are so many that it is time; returns how many went.
+
+        Nothing depends on it: what fails is tried again after more decisions.
+
+        Raises:
+            OversizeError: No record has room for it.
+            StoreError: The store fails.
+        """
+        tip = self._tip
+        if tip is None or tip.finished or tip.view is None:
+            return 0
+        if tip.end.position < max(tip.end.first, self._whole_until) + summing.EVERY:
+            return 0
+        found, entries = self._read()
+        if found.end != tip.end:
+            return 0  # somebody else writes
+        entry, self._tip = summary_of(found, entries), None
+        try:
+            outcome = self.store.append(SUMMARY, body := entry_bytes(entry), tip.end, cut=True)
+        except OversizeError as error:
+            self._tip, self._whole_until = tip, tip.end.position
+            assert entry.summed is not None
+            count = len({*entry.summed.past.members, *tip.view.ids()})
+            fits = count * MAX_BODY_NBYTES // len(packed_body(body))
+            words = f"{error}: it names {count} members that are or were in the job, and {fits} would fit"
+            raise OversizeError(words, fits) from error
+        if not outcome.ok:
+            return 0
+        self._tip = self._seen = advance(Tip(), entry, outcome.end)
+        return len(entries)
+
     def begin_again(self) -> str:
         """Where the job is finished: an empty chain; returns what became of the old one, in words."""
         self._tip = self._seen = None
@@ -375,7 +473,7 @@ class JobChain:
 
     def _read(self) -> tuple[Tip, tuple[ChainEntry, ...]]:
         end, records = self.store.read()
-        tip, entries = Tip(), list[ChainEntry]()
+        tip, entries = Tip(replace(end, position=0)), list[ChainEntry]()
         for record in records:
             entries.append(self._entry(record, tip))
             tip = advance(tip, entries[-1], replace(end, position=record.position))

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.chain import SUMMARY, JobChain
 from chaos_lightning.control.options import Owed
 from chaos_lightning.control.store import Appended, StoreFactory
 from chaos_lightning.errors import OversizeError, StoreError
@@ -44,6 +44,8 @@ class ChainWriter:
         self._emit = emit
         self._chain: JobChain | None = None
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="chaos-store")
+        self._uncut = ""
+        """Kind of the error for which the chain could not be cut the last time."""
 
     @property
     def opened(self) -> JobChain | None:
@@ -125,9 +127,25 @@ class ChainWriter:
         )
         if outcome.ok:
             self.owed = None
+            if effect.kind == "view":
+                self._disk.submit(self._cut)
         elif final is not None:
             self.owed = replace(final, reason=outcome.detail)
         return outcome
+
+    def _cut(self) -> None:
+        """Cuts the chain if that is due. In the store's thread, and nobody waits for it but the next decision."""
+        started = time.monotonic()
+        try:
+            gone = self.chain.cut()
+        except Exception as error:  # of any kind: the chain is as good uncut, only longer
+            if self._uncut != (kind := type(error).__name__):
+                self._emit("error", text=f"the chain is not cut: {error}", where="store")
+            self._uncut = kind
+            return
+        if gone:
+            seconds, self._uncut = round(time.monotonic() - started, 6), ""
+            self._emit("stored", kind=SUMMARY, ok=True, detail=f"in place of {gone} records", seconds=seconds)
 
     async def close(self) -> None:
         """Waits for a write that may be under way."""

@@ -214,12 +214,12 @@ class SchedulerServer:
             job=self.config.settings.job,
             term=chain.term,
             chain=chain.id,
-            views=len(chain.views),
+            views=len(chain.past.views) + len(chain.views),
             finished=chain.finished,
             store=self._writer.chain.place,
         )
         secret_channel = Credentials.of(self.config.token).secret_channel
-        met = {member for view in chain.views for member in view.ids()}
+        met = {*chain.past.members, *(member for view in chain.views for member in view.ids())}
         self._streams.keys = KeyIssuer(self.config.settings, secret_channel=secret_channel, members=met)
         self._driver.machine = self._make_machine(self.config.settings, chain)
         self.life.begin(self._drive(), "scheduler machine")

@@ -151,8 +151,7 @@ class Admission:
 
         It may not know, if its release was lost or the scheduler died that had been asked to drain it.
         """
-        without = next((v for v in self.book.views if v.id > hello.view and v.find(hello.resume) is None), None)
-        return without.id if without is not None and without.id in self.book.changes else None
+        return self.book.past.let_go_by(hello.resume, hello.view)
 
     def _welcome(self, conn: int, hello: Hello, differs: str = "") -> None:
         namesake = ""

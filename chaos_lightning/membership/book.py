@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist, RecordedEnd
+from chaos_lightning.membership.past import LAST_VIEWS, Past
 from chaos_lightning.protocol.types import NO_VIEW, SMALL_JOB, Decide, Header, NextView, View, ViewId
-
-REBUILT = "rebuilt"
-"""How the reason of a rebuilt chain's first view begins."""
 
 
 class Book:
@@ -26,12 +24,17 @@ class Book:
         self._desk = desk
         self.term = chain.term
         self.chain_id = chain.id
-        self.views: list[View] = list(chain.views)
         self.highest = chain.highest
-        self.numbers = {NO_VIEW, chain.highest, *chain.numbers, *(v.id for v in chain.views)}
+        self.numbers = chain.numbers.copy()
         """All that the store holds."""
-        self.changes = set(chain.changes)
-        """Views that a header was to carry."""
+        for number in (NO_VIEW, chain.highest, *(v.id for v in chain.views)):
+            self.numbers.add(number)
+        self.past = chain.past.copy()
+        """All decided views, as far as anybody may ask for one."""
+        self.views: list[View] = []
+        """The last two of them."""
+        for view in chain.views:
+            self._add(view, carried=view.id in chain.changes)
         self.ended = chain.ended
         self.reached = chain.step
         """Optimizer steps that the job is known to have committed."""
@@ -81,7 +84,7 @@ class Book:
         """Whether this number of this chain is not in the store. What lies before a rebuilt view is over."""
         if number is None or number in self.numbers:
             return False
-        return not any(v.reason.startswith(REBUILT) and number < v.id for v in self.views)
+        return number >= self.past.rebuilt
 
     def void_write(self, stored: Callable[[View | None], None]) -> None:
         """What is on its way to the store gets there, perhaps; nobody hears of it but `stored`, given the view."""
@@ -113,9 +116,17 @@ class Book:
         if self.entered_at is None or (loaded and len(latest.members) > SMALL_JOB):
             self.entered_at = now
 
-    def append(self, view: View) -> None:
-        """A decided view is in the store."""
-        self.views.append(view)
+    def restart(self, past: Past, views: Sequence[View]) -> None:
+        """Other views count as decided from now on: the last ones of them, and all of them as `past`."""
+        self.past, self.views = past, list(views)
+
+    def _add(self, view: View, *, carried: bool) -> None:
+        self.past.add(view, carried=carried)
+        self.views = [*self.views, view][-LAST_VIEWS:]
+
+    def append(self, view: View, *, carried: bool) -> None:
+        """A decided view is in the store; `carried`: a header is to carry it."""
+        self._add(view, carried=carried)
         self.entered_at = None
         self._desk.note(
             "view", id=str(view.id), members=view.ids(), joiners=view.joiners, reason=view.reason, chain=view.chain

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from chaos_lightning.membership.past import Numbers, Past
 from chaos_lightning.protocol.types import (
     Contribution,
     FromMember,
@@ -425,7 +426,10 @@ SchedulerEffect = Send | Close | Persist | TakeTerm | Look | DrawPlan | Answer |
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What a scheduler finds in its store when it starts: views and wishes, oldest first, and the highest number."""
+    """What a scheduler finds in its store when it starts: views and wishes, oldest first, and the highest number.
+
+    Views that the store was cut behind are in `past`; the last two are always in `views`.
+    """
 
     term: int
     highest: ViewId
@@ -438,7 +442,7 @@ class Chain:
     """The chain is lost, or this store lacks its end: rebuild it from what members report (protocol.md 14a)."""
     id: str = ""
     """Drawn with the chain's first record, and kept by every copy of it (protocol.md 7)."""
-    numbers: tuple[ViewId, ...] = ()
+    numbers: Numbers = field(default_factory=Numbers)
     """All that were ever reserved or decided. What a member knows beyond them this store lacks (14a)."""
     hears_s: float = 0.0
     """For so long after its start the scheduler listens who may know more, before it decides anything (14a)."""
@@ -452,3 +456,5 @@ class Chain:
     """A finished job never begins anew here."""
     ended: tuple[str, ...] = ()
     """Chains that lay here before, the last few: who stands in one of them is let go (14a)."""
+    past: Past = field(default_factory=Past)
+    """Views before those of `views`, of which the store has only what is still asked (past.py)."""

@@ -50,9 +50,8 @@ class JobEnd:
 
     def decided(self) -> RecordedEnd | None:
         """Returns what the store keeps of the end that is decided now; None if nobody is to be told of it."""
-        together = any(len(view.members) > 1 for view in self._book.views)
         reference, tells_s = self._roster.reference, self._desk.settings.finished_s
-        if not together or reference is None or tells_s <= 0:
+        if not self._book.past.together or reference is None or tells_s <= 0:
             return None
         self._tells_s = tells_s
         self._ending = RecordedEnd(reference.digest, max((p.step for p in self._roster.members()), default=0))
@@ -68,9 +67,8 @@ class JobEnd:
             inside = peer.standing in (Standing.MEMBER, Standing.LEAVER) and entered
             self._roster.send(peer, Released(FINISHED) if inside else self._over())
         self._desk.note("finished", seq=max(p.seq for p in peers), step=max(p.step for p in peers))
-        hosts = {member.host for view in self._book.views for member in view.members}
         # Newcomers on other machines can start no scheduler that would tell them.
-        tells_s = self._tells_s if self.tells and len(hosts) > 1 else 0.0
+        tells_s = self._tells_s if self.tells and len(self._book.past.hosts) > 1 else 0.0
         self._desk.out.append(SchedulerDone("the job is finished and all members are released", tells_s=tells_s))
 
     def admit(self, conn: int, hello: Hello) -> None:

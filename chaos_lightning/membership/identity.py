@@ -193,7 +193,7 @@ class Identity:
         if hello.view == NO_VIEW:
             lost = self._rebuild.rebuilds or (not self._book.views and bool(self.why_not_found()))
             return lost and not self._welcomed_here(hello)
-        if any(v.id == hello.view for v in self._book.views):
+        if hello.view in self._book.past.views:
             return False
         return self._rebuild.rebuilds or not self._book.views
 

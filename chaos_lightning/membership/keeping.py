@@ -141,9 +141,7 @@ class Keeper:
 
     def _is_of_this_chain(self, kept: Kept) -> bool:
         """Whether its keeper stood in one of this chain's views when it wrote it down."""
-        return kept.chain == self._book.chain_id and any(
-            v.id == kept.header.view and v.find(kept.member) is not None for v in self._book.views
-        )
+        return kept.chain == self._book.chain_id and self._book.past.stood_in(kept.member, kept.header.view)
 
     def first_by_state(self, ready: Sequence[Peer]) -> list[Peer]:
         """The first member's state is the job's: whoever has the newest kept one comes first."""

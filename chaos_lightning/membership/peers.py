@@ -26,7 +26,6 @@ from chaos_lightning.protocol.types import (
     Progress,
     Report,
     Settings,
-    View,
     ViewId,
 )
 
@@ -235,11 +234,9 @@ def same_process(member: Member, hello: Hello) -> bool:
     return bool(hello.pid) and process_of(member) == process_of(hello)
 
 
-def first_incarnation(term: int, views: Iterable[View]) -> int:
-    """The lowest number that no id of this job has."""
-    floor = max(0, term - 1) * INCARNATIONS_PER_TERM
-    used = [int(n) for v in views for m in v.members if (n := m.id.rpartition("~")[2]).isdigit()]
-    return max([floor, *used]) + 1
+def first_incarnation(term: int, used: int) -> int:
+    """Returns the lowest number that no id of this job has; `used`: the highest that one is known to have."""
+    return max(max(0, term - 1) * INCARNATIONS_PER_TERM, used) + 1
 
 
 def placed(peers: Iterable[Peer]) -> list[Member]:

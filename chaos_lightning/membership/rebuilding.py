@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chaos_lightning.membership.book import REBUILT, Book
+from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.effects import Chain, Close, TakeTerm
+from chaos_lightning.membership.past import LAST_VIEWS, REBUILT, Past
 from chaos_lightning.membership.peers import JobTerms, Peer, Standing, difference, first_incarnation, listed, short
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling
@@ -50,8 +51,8 @@ class Rebuild:
             desk.phase = SchedulerPhase.REBUILDING
         self.may_rebuild = chain.rebuild
         """The operator's word: it is used up as soon as the job goes on by the chain, as it is or rebuilt."""
-        self._prefix: tuple[View, ...] = ()
-        """What an older copy holds: the rebuilt view follows it."""
+        self._prefix: tuple[Past, list[View]] | None = None
+        """What an older copy holds, and its last views: the rebuilt view follows them."""
         self._recalled: dict[str, RebuildReport] = {}
         self._recalled_at: dict[str, float] = {}
         """Since when (s) these owe an answer to `Recall`, on whichever stream."""
@@ -70,15 +71,18 @@ class Rebuild:
 
     @property
     def holds_views(self) -> bool:
-        return bool(self._prefix) or (bool(self._book.views) and self.before is None)
+        return self._prefix is not None or (bool(self._book.views) and self.before is None)
 
     def stored_in_vain(self, view: View | None) -> None:
-        if view is not None and self._prefix:
-            self._prefix += (view,)
+        if view is not None and self._prefix is not None:
+            past, views = self._prefix
+            past.add(view)
+            views.append(view)
 
     def begin_to_rebuild(self) -> bool:
         if self.may_rebuild:
-            self._prefix, self._book.views = tuple(self._book.views), []
+            self._prefix = (self._book.past, self._book.views)
+            self._book.restart(Past(), [])
             self._desk.phase = SchedulerPhase.REBUILDING
         return self.may_rebuild
 
@@ -245,7 +249,7 @@ class Rebuild:
         """The store has given this scheduler a higher term."""
         self._book.term, self._asked_term = term, 0
         self._book.chain_id = self._asked_chain
-        self._roster.incarnation = max(self._roster.incarnation, first_incarnation(term, self._book.views))
+        self._roster.incarnation = max(self._roster.incarnation, first_incarnation(term, self._book.past.incarnation))
 
     def _adopt(self, latest: View, here: list[Peer]) -> None:
         """The last known view stands for the lost chain until the next one is decided."""
@@ -253,7 +257,8 @@ class Rebuild:
         numbers = [r.promised.number for r in told]
         numbers += [v.id.number for r in told for v in (r.view, r.waiting) if v is not None]
         self._book.highest = ViewId(self._book.term, max([self._book.highest.number, *numbers]))
-        self._book.views, self.before, self._desk.waits = [latest], latest, ""
+        self._book.restart(Past.of([latest]), [latest])
+        self.before, self._desk.waits = latest, ""
         present = {p.id for p in here}
         for member in latest.members:
             if member.id not in present:
@@ -283,7 +288,8 @@ class Rebuild:
                 peer.standing = Standing.REPORTER
                 if peer.conn is None or peer.condemned:  # the latter was told that it is out
                     self._roster.drop(peer)
-        self._book.views, self.before, self._desk.phase, self._recovery.again = [], None, SchedulerPhase.REBUILDING, ""
+        self._book.restart(Past(), [])
+        self.before, self._desk.phase, self._recovery.again = None, SchedulerPhase.REBUILDING, ""
         return True
 
     def turn_short(self, ruling: Ruling) -> bool:
@@ -301,7 +307,7 @@ class Rebuild:
         """The first view of the rebuilt chain; any other is as it is."""
         if self.before is None:
             return view
-        return replace(view, predecessor=self._prefix[-1].id if self._prefix else NO_VIEW)
+        return replace(view, predecessor=self._prefix[1][-1].id if self._prefix is not None else NO_VIEW)
 
     def chain_begun(self) -> None:
         """A view is in the store: if it is the first of a rebuilt chain, then what was before is over."""
@@ -309,11 +315,12 @@ class Rebuild:
         if self.before is None:
             return
         self._desk.waits = ""
-        self._book.views[:-1] = self._prefix
-        self.before, self._first_at, self._prefix = None, None, ()
-        first = self._book.views[-1].id
+        (past, views), view = self._prefix or (Past(), []), self._book.views[-1]
+        past.add(view)
+        self._book.restart(past, [*views, view][-LAST_VIEWS:])
+        self.before, self._first_at, self._prefix = None, None, None
         for peer in [p for p in self._roster.peers.values() if p.standing is Standing.REPORTER]:
             late = "before it told what it knows" if peer.id not in self._recalled else "from a later view than its own"
-            self._roster.fence(peer, f"the chain was rebuilt {late}, in view {first}")
+            self._roster.fence(peer, f"the chain was rebuilt {late}, in view {view.id}")
         self._recalled.clear()
         self._recalled_at.clear()

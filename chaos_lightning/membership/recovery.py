@@ -19,10 +19,10 @@ adds the borders of that scope as empty spans: ((0, 4096), (0, 0), (8192, 8192))
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from chaos_lightning.membership.past import Past
 from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, Report, Source, Span, View
 
@@ -69,12 +69,6 @@ def _covers(have: Sequence[Span], wanted: Sequence[Span]) -> bool:
     return all(any(a <= start and stop <= b for a, b in have) for start, stop in wanted)
 
 
-def counts(sender: str, report: Report, chain: Sequence[View]) -> bool:
-    """Whether the sender is a member of every decided view after the one it entered (protocol.md 9)."""
-    later = itertools.takewhile(lambda v: v.id > report.entered, reversed(chain))
-    return all(v.find(sender) is not None for v in later)
-
-
 def _pending(reports: Mapping[str, Report], best: Report) -> Header | None:
     """A header of the slot after the best report's, as long as it stands on the same header (4a)."""
     for report in reports.values():
@@ -109,18 +103,21 @@ def _sources(header: Header, reports: Mapping[str, Report]) -> tuple[Source, ...
     return tuple(p for p in parts if p.spans)
 
 
-def rule(chain: Sequence[View], reports: Mapping[str, Report]) -> Ruling:
+def rule(latest: View, past: Past, reports: Mapping[str, Report]) -> Ruling:
     """Decide from the reports of the latest view's living members.
 
     Args:
-        chain: All decided views, oldest first; the last one names the possible members.
+        latest: The last decided view; it names the possible members.
+        past: All decided views.
         reports: By member id; all answers to the same Prepare.
 
     Returns:
         The ruling with its reason in words. `base` is None if nobody holds the state.
     """
-    order = [m for m in chain[-1].ids() if m in reports]
-    able = {m: reports[m] for m in order if reports[m].loaded and counts(m, reports[m], chain)}
+    order = [m for m in latest.ids() if m in reports]
+    # A report counts only if its sender is in every decided view after the one that it entered (protocol.md 9).
+    counting = frozenset(m for m in order if past.in_all_after(m, reports[m].entered))
+    able = {m: reports[m] for m in order if reports[m].loaded and m in counting}
     unusable: dict[str, str] = {}
     while able:
         best = max(able.values(), key=lambda r: (r.entered, r.seq))
@@ -129,27 +126,28 @@ def rule(chain: Sequence[View], reports: Mapping[str, Report]) -> Ruling:
             sources = _sources(pending, able)
             if sources is not None:
                 reason = f"header of slot {pending.seq} and all its bytes are held by the survivors: handed on"
-                return _ruling(chain, reports, pending, True, sources, unusable, reason)
+                return _ruling(latest, counting, reports, pending, True, sources, unusable, reason)
         base = best.last
         assert base is not None, f"report without its last header: {best}"
         assert base.hash == best.head, f"report whose last header is not its head: {best}"
         behind = [m for m, r in able.items() if r.head == base.prev_hash and r.seq == base.seq - 1]
         if not behind:
             reason = f"nobody holds all of slot {base.seq + 1}: reduced again from kept gradients"
-            return _ruling(chain, reports, base, False, (), unusable, reason)
+            return _ruling(latest, counting, reports, base, False, (), unusable, reason)
         sources = _sources(base, able)
         if sources is not None:
             reason = f"slot {base.seq} is committed at some, not at {', '.join(behind)}: handed on"
-            return _ruling(chain, reports, base, True, sources, unusable, reason)
+            return _ruling(latest, counting, reports, base, True, sources, unusable, reason)
         # Only joiners by pause hold this slot, without its raw bytes: they are no donors (rule 9).
         for member in [m for m, r in able.items() if r.head == base.hash]:
             unusable[member] = f"holds slot {base.seq} without its reduced bytes and others lack it"
             del able[member]
-    return _ruling(chain, reports, None, False, (), unusable, "no survivor holds the training state")
+    return _ruling(latest, counting, reports, None, False, (), unusable, "no survivor holds the training state")
 
 
 def _ruling(
-    chain: Sequence[View],
+    latest: View,
+    counting: Collection[str],
     reports: Mapping[str, Report],
     base: Header | None,
     hand_on: bool,
@@ -163,7 +161,7 @@ def _ruling(
     waiting: list[str] = []
     rejoin: list[tuple[str, str]] = []
     admitted = base.view_change.joiners if base is not None and base.view_change is not None else ()
-    for member in chain[-1].ids():
+    for member in latest.ids():
         report = reports.get(member)
         if report is None:
             continue
@@ -181,7 +179,7 @@ def _ruling(
                 waiting.append(member)
             else:
                 rejoin.append((member, f"it was loading slot {report.seq}, which did not become the base"))
-        elif base is None or not counts(member, report, chain):
+        elif base is None or member not in counting:
             rejoin.append((member, f"it entered {report.entered} and a later view excluded it"))
         elif report.head == base.hash or (hand_on and report.head == base.prev_hash):
             members.append(member)

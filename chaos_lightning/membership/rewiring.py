@@ -263,5 +263,5 @@ class Rewiring:
         latest = self._book.latest
         if latest is None:
             return {"kind": self._settings.plan.kind, "trees": 0, "reason": ""}
-        reason = next((v.reason for v in reversed(self._book.views) if "plan" in v.reason), "as configured")
+        reason = self._book.past.plan_reason or "as configured"
         return {"kind": latest.plan.kind, "trees": len(latest.plan.trees), "reason": reason}

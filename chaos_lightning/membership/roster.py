@@ -52,7 +52,7 @@ class Roster:
         self.peers: dict[str, Peer] = {}
         self.conns: dict[int, str] = {}
         """Member ids by stream; "" of who has not said hello."""
-        self.incarnation = first_incarnation(chain.term, chain.views)
+        self.incarnation = first_incarnation(chain.term, book.past.incarnation)
         self.dismissed: dict[str, Released] = {}
         """What was said to whom was released on its own or the operator's wish: it may not have heard it."""
         self.reference: JobTerms | None = None

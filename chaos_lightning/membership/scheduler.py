@@ -225,6 +225,7 @@ class SchedulerMachine:
         for conn, member in self.roster.conns.items():
             assert not member or self.roster.peers[member].conn == conn, (conn, member)
         ids = latest.ids() if latest is not None else ()
+        assert self.book.past.inside == frozenset(ids), sorted(self.book.past.inside ^ frozenset(ids))
         for peer in self.roster.peers.values():
             assert peer.conn is None or self.roster.conns.get(peer.conn) == peer.id, peer.id
             assert peer.standing is not Standing.MEMBER or peer.id in ids, f"{peer.id} is in no view"
@@ -619,7 +620,8 @@ class SchedulerMachine:
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         """Base, hand-on or redo, and who goes on (protocol.md 9)."""
-        return rule(self.book.views, reports)
+        assert self.book.latest is not None
+        return rule(self.book.latest, self.book.past, reports)
 
     def _turn_decide(self, ruling: Ruling, base: Header) -> bool:
         if self.rebuild.before is not None and not self.rebuild.enough(len(ruling.members), self.rebuild.before):
@@ -716,14 +718,13 @@ class SchedulerMachine:
                     peer, reasons.get(peer.id) or peer.condemned or cut or peer.dead or "a view excluded it"
                 )
 
-    def _append(self, view: View) -> None:
+    def _append(self, view: View, *, carried: bool = False) -> None:
         self.links.follow(self.book.latest, view)
-        self.book.append(view)
+        self.book.append(view, carried=carried)
 
     def _announce(self, view: View) -> None:
         """A view that a header will carry."""
-        self._append(view)
-        self.book.changes.add(view.id)
+        self._append(view, carried=True)
         self.book.decision, self.book.announced = None, NextView(view)
         for peer in self.roster.members_of(view):
             peer.standing = Standing.MEMBER

@@ -15,6 +15,7 @@ from benchmarks.common import Result
 from benchmarks.scale import machine, processes, real, reduces, steps
 from benchmarks.scale.fake import StandIn, carrier
 from benchmarks.scale.figures import TooLongError, at_most, exponent
+from chaos_lightning.membership.past import Past
 from chaos_lightning.membership.recovery import rule
 from chaos_lightning.protocol.types import (
     GENESIS,
@@ -165,7 +166,8 @@ def test_a_recovery_puts_nobody_out_whom_the_header_of_a_view_has_not_reached() 
         one.hear(Prepare(ViewId(1, 3), "a death"))
         one.carried(header, second)  # too late: it has promised
     reports = {member: said[-1] for member, said in world.said.items()}
-    ruling = rule([first, second], {m: report for m, report in reports.items() if isinstance(report, Report)})
+    given = {m: report for m, report in reports.items() if isinstance(report, Report)}
+    ruling = rule(second, Past.of([first, second]), given)
     assert (ruling.base, ruling.hand_on, ruling.rejoin) == (header, True, ())
     assert (ruling.members, ruling.waiting) == (ids[:3], ids[3:])
     for one in ones[:3]:

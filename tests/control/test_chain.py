@@ -27,6 +27,7 @@ from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.control.store import EMPTY, StoreRecord
 from chaos_lightning.errors import OversizeError, StoreError
 from chaos_lightning.membership.effects import Persist
+from chaos_lightning.membership.past import Numbers
 from chaos_lightning.protocol.codec import encode
 from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
 
@@ -262,7 +263,7 @@ def test_a_chain_gets_an_id_with_its_first_term_and_keeps_it(chains: Chains) -> 
     second.take_term()
     chain = second.load()
     assert chain.id == drawn
-    assert chain.numbers == (ViewId(1, 1), ViewId(1, 2))
+    assert chain.numbers == Numbers.of([ViewId(1, 1), ViewId(1, 2)])
 
 
 def test_an_empty_store_takes_the_id_of_the_chain_that_is_rebuilt_in_it_and_one_that_holds_views_does_not(

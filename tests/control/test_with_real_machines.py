@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from until_support import until
 
+from chaos_lightning.control import summing
 from chaos_lightning.control.agent import Agent
-from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.chain import SUMMARY, JobChain
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.server import real_machine
@@ -247,23 +248,26 @@ def test_founding_collectives_and_the_end() -> None:
         assert reason
 
 
+def joined_by(nodes: list[Node], served: Served, name: str) -> int:
+    """A newcomer is let in by the header of a boundary; returns the slot that it is in."""
+    nodes.append(Node(nodes[0].fabric, served.endpoint, name))
+    nodes[0].effects.wait(lambda e: isinstance(e, fx.ToScheduler) and isinstance(e.message, LinkEvent))
+    seq = 0
+    while len(nodes[0].machine.view.members) == 1:  # type: ignore[union-attr]
+        seq += 1
+        nodes[0].contribute(Kind.BOUNDARY)
+        nodes[0].committed(seq)
+        assert seq < 2000
+    nodes[1].effects.wait(lambda e: isinstance(e, fx.PullState))
+    gather(nodes, seq + 1)
+    return seq + 1
+
+
 def test_a_death_is_survived_and_the_open_slot_is_redone() -> None:
     shelf = Shelf()
     with real(shelf, min_nodes=1, max_nodes=3) as served, cluster(served, "a") as nodes:
         nodes[0].stands_in(1)
-        fabric = nodes[0].fabric
-        nodes.append(Node(fabric, served.endpoint, "b"))
-        # A newcomer is let in by the header of a boundary.
-        nodes[0].effects.wait(lambda e: isinstance(e, fx.ToScheduler) and isinstance(e.message, LinkEvent))
-        seq = 0
-        while len(nodes[0].machine.view.members) == 1:  # type: ignore[union-attr]
-            seq += 1
-            nodes[0].contribute(Kind.BOUNDARY)
-            nodes[0].committed(seq)
-            assert seq < 2000
-        nodes[1].effects.wait(lambda e: isinstance(e, fx.PullState))
-        seq += 1
-        gather(nodes, seq)
+        seq = joined_by(nodes, served, "b")
         nodes[0].contribute()
         nodes[1].die()
         committed = nodes[0].committed(seq + 1)
@@ -294,6 +298,38 @@ def test_a_scheduler_restarted_on_its_chain_finds_its_members_again() -> None:
             gather(nodes, 3)
             assert fetch_status(served.endpoint)["term"] == 2
             assert not any(isinstance(e, fx.Ejected) for n in nodes for e in n.effects.seen)
+    finally:
+        context.__exit__(None, None, None)
+
+
+def test_a_scheduler_restarted_on_a_chain_that_was_cut_finds_its_members_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summing, "EVERY", 1)
+    shelf = Shelf()
+
+    def kinds() -> list[str]:
+        with JobChain(MemoryStore(shelf=shelf)) as chain:
+            return [entry.kind for entry in chain.entries()]
+
+    with real(shelf, min_nodes=1, max_nodes=3) as served:
+        port = served.server.port
+        context = cluster(served, "a")
+        nodes = context.__enter__()
+        nodes[0].stands_in(1)
+        seq = joined_by(nodes, served, "b")
+        until(lambda: kinds() == [SUMMARY], "that the chain is cut")
+    try:
+        for node in nodes:
+            node.states.wait(lambda s: s.startswith("lost"))
+        with real(shelf, port, min_nodes=1, max_nodes=3) as served:
+            for node in nodes:
+                node.states.wait(lambda s: s == "connected", count=2)
+            gather(nodes, seq + 1)
+            nodes[0].contribute()
+            nodes[1].die()
+            assert nodes[0].committed(seq + 2).contributors == (nodes[0].id,)
+            assert fetch_status(served.endpoint)["machine"]["phase"] == "running"
+            until(lambda: kinds() == [SUMMARY], "that it is cut again")
+            assert not any(isinstance(e, fx.Ejected) for e in nodes[0].effects.seen)
     finally:
         context.__exit__(None, None, None)
 

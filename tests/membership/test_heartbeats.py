@@ -8,6 +8,7 @@ import pytest
 from membership_script import member, stored
 
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.past import Numbers
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.protocol.pace import (
     HEARTBEAT_COST_S,
@@ -74,7 +75,7 @@ def messages(effects: list[fx.SchedulerEffect], kind: type) -> dict[int, Any]:
 def test_a_scheduler_that_takes_a_large_job_over_welcomes_with_its_pace() -> None:
     names = [f"m{i}~{i}" for i in range(1, 513)]
     view = stored(View(ViewId(1, 1), ViewId(), tuple(member(m) for m in names), chain="c"))
-    machine = SchedulerMachine(RULES, fx.Chain(2, view.id, (view,), id="c", numbers=(view.id,)))
+    machine = SchedulerMachine(RULES, fx.Chain(2, view.id, (view,), id="c", numbers=Numbers.of([view.id])))
     machine.on(0.0, fx.Opened(1))
     hello = said("m1", resume=names[0], view=view.id, term=1, chain="c")
     effects = machine.on(0.0, fx.MessageIn(1, hello))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from membership_script import MemberScript, header_after, member
 
-from chaos_lightning.membership.recovery import needs_bytes, rule, scope_of, with_scope
+from chaos_lightning.membership import recovery
+from chaos_lightning.membership.past import Past
+from chaos_lightning.membership.recovery import Ruling, needs_bytes, scope_of, with_scope
 from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Report, Source, Span, View, ViewId
 
@@ -28,6 +31,11 @@ H2 = header_after(V1, H1, "step")
 def report(header: Header, entered: View = V1, **fields: object) -> Report:
     words: dict[str, object] = {"number": ViewId(1, 9), "entered": entered.id, "seq": header.seq, "head": header.hash}
     return Report(**{**words, "last": header, **fields})  # type: ignore[arg-type]
+
+
+def rule(chain: Sequence[View], reports: Mapping[str, Report]) -> Ruling:
+    """The ruling where all these views were decided."""
+    return recovery.rule(chain[-1], Past.of(chain), reports)
 
 
 def test_nobody_has_the_next_header_so_the_slot_is_reduced_again() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from large_views import sparse_view
 
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.past import Numbers
 from chaos_lightning.membership.peers import Standing
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.showing import PAGE, SHOWN
@@ -18,7 +19,7 @@ def settled(count: int) -> SchedulerMachine:
     """A scheduler that has started anew, all of whose members are back and train."""
     view = sparse_view(count)
     machine = SchedulerMachine(
-        Settings(max_nodes=count), fx.Chain(2, view.id, (view,), id=view.chain, numbers=(NO_VIEW,))
+        Settings(max_nodes=count), fx.Chain(2, view.id, (view,), id=view.chain, numbers=Numbers.of([NO_VIEW]))
     )
     machine.on(0.0, fx.SchedulerTick())
     for conn, member in enumerate(view.members):

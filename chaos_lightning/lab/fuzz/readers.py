@@ -312,6 +312,15 @@ def _entry(rng: Random, number: int, view: bool) -> bytes:
     return json.dumps({**document, "body": base64.b64encode(body).decode(), "wall": 1.5}).encode()
 
 
+def _summary(rng: Random) -> bytes:
+    from chaos_lightning.control.chain import Tip, advance, entry_bytes, entry_of, summary_of
+    from chaos_lightning.control.store import EMPTY
+
+    view = mutate.value_of(View, rng)
+    entry = entry_of(fx.Persist(1, "view", view.id, view))
+    return entry_bytes(summary_of(advance(Tip(), entry, EMPTY), [entry]))
+
+
 def _store_seeds() -> list[bytes]:
     rng = Random(3)
     tip = {"format": 3, "term": 1, "id": "c", "position": 2, "hash": "", "first": 1, "ended": []}
@@ -320,6 +329,7 @@ def _store_seeds() -> list[bytes]:
     row = [1, "view", 1, "{}", "", 1.5]
     return [
         mutate.joined(chain),
+        mutate.joined([(1, _summary(rng))]),
         mutate.joined([(2, json.dumps(leader).encode())]),
         mutate.joined([(3, json.dumps(row).encode())]),
     ]
@@ -358,8 +368,9 @@ def _read_store(data: bytes) -> None:
             with contextlib.suppress(StoreError):
                 store.read()
         elif tag & 3 == 1:
-            with contextlib.suppress(StoreError):
-                entry_from(StoreRecord(1, "view" if tag & 4 else "reserve", 1, part))
+            for kind in ("view", "reserve", "summary"):
+                with contextlib.suppress(StoreError):
+                    entry_from(StoreRecord(1, kind, 1, part))
         elif tag & 3 == 2:
             Candidate.read(part)
         elif tag & 3 == 3:

@@ -6,6 +6,8 @@ who sent it, and takes entries only from the candidate that holds the lease (con
 more can write nothing, even if nobody has taken a term since. And any store may fail: it is *down* for a while, or so
 slow that a write takes long, or it does what it is told and the answer is lost. Its user hears `StoreError` for each
 of these and tries again, as control/server.py does.
+
+The chain is cut after a few records, and what it comes to is compared with what all that was ever written comes to.
 """
 
 from __future__ import annotations
@@ -13,8 +15,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from chaos_lightning.control.chain import ChainEntry, Tip, advance, chain_of, check_id, entry_of, judge, told
-from chaos_lightning.control.store import Appended
+from chaos_lightning.control.chain import (
+    SUMMARY,
+    ChainEntry,
+    Tip,
+    advance,
+    chain_of,
+    check_id,
+    entry_bytes,
+    entry_from,
+    entry_of,
+    judge,
+    summary_of,
+    told,
+)
+from chaos_lightning.control.store import Appended, StoreRecord
 from chaos_lightning.errors import StoreError, WireError
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.protocol.changes import changed
@@ -28,21 +43,31 @@ class Backup:
 
     tip: Tip
     entries: tuple[ChainEntry, ...] = ()
+    kept: tuple[ChainEntry, ...] = ()
 
     def leftover(self) -> Backup:
         """The same under another id and by other processes: what a job of the day before has left behind."""
         end = replace(self.tip.end, id=LEFTOVER)
-        return Backup(replace(self.tip, end=end), tuple(map(_by_others, self.entries)))
+        others = (tuple(map(_by_others, entries)) for entries in (self.entries, self.kept))
+        return Backup(replace(self.tip, end=end, digest=""), *others)
 
 
 def _by_others(entry: ChainEntry) -> ChainEntry:
     if entry.view is None:
         return entry
-    members = tuple(replace(m, pid=m.pid + 10_000) for m in entry.view.members)
-    return replace(entry, view=replace(entry.view, chain=LEFTOVER, members=members), change=None, digest="")
+    summed = entry.summed
+    if summed is not None:
+        summed = replace(summed, id=LEFTOVER, views=tuple(map(_of_others, summed.views)))
+    return replace(entry, view=_of_others(entry.view), summed=summed, change=None, digest="")
+
+
+def _of_others(view: View) -> View:
+    return replace(view, chain=LEFTOVER, members=tuple(replace(m, pid=m.pid + 10_000) for m in view.members))
 
 
 LEFTOVER = "chain-of-the-day-before"
+CUT_EVERY = 2
+"""Number of records after which one takes their place."""
 
 
 class Store:
@@ -51,6 +76,9 @@ class Store:
     def __init__(self) -> None:
         self.tip = Tip()
         self.entries: list[ChainEntry] = []
+        """All that were ever written."""
+        self.kept: list[ChainEntry] = []
+        """Those that the store holds: the first one may sum up others."""
         self.ids = 0
         """So many chains began here."""
         self.remote = False
@@ -103,6 +131,8 @@ class Store:
         if self.loses_answers:
             self.errors += 1
             raise StoreError("no answer came")
+        if verdict.ok and persist.kind == "view" and len(self.kept) > CUT_EVERY:
+            self._cut()
         return verdict
 
     def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
@@ -116,6 +146,7 @@ class Store:
     def forget(self) -> None:
         """The chain is lost, as with a process's memory; terms go on counting."""
         self.entries.clear()
+        self.kept.clear()
         self.tip = Tip(self.tip.end, self.tip.highest)
 
     def lose(self) -> None:
@@ -125,17 +156,32 @@ class Store:
 
     def backup(self) -> Backup:
         """What it holds now."""
-        return Backup(self.tip, tuple(self.entries))
+        return Backup(self.tip, tuple(self.entries), tuple(self.kept))
 
     def restore(self, backup: Backup) -> None:
         """What was here is gone, and this is here instead."""
-        self.tip, self.entries = backup.tip, list(backup.entries)
+        self.tip, self.entries, self.kept = backup.tip, list(backup.entries), list(backup.kept)
 
     def _append(self, persist: Persist) -> None:
         entry = self._told(entry_of(persist))
         self.tip = advance(self.tip, entry, replace(self.tip.end, position=self.tip.end.position + 1))
         self.entries.append(entry)
+        self.kept.append(entry)
         self.on_write(persist)
+
+    def _cut(self) -> None:
+        """One record takes the place of all, as its writer asks for when it has heard that a view is in the store."""
+        entry, whole = self._summary(), summary_of(self.tip, self.entries)
+        assert entry == whole, f"the cut chain says {entry.summed}, the whole one {whole.summed}"
+        end = replace(self.tip.end, position=self.tip.end.position + 1)
+        record = StoreRecord(end.position, SUMMARY, end.term, entry_bytes(entry))
+        self.kept = [entry_from(record, Tip(self.tip.end))]
+        assert self.kept[0].same(entry), f"the record says {self.kept[0].summed}, and {entry.summed} was written"
+        self.tip = advance(Tip(), self.kept[0], end)
+
+    def _summary(self) -> ChainEntry:
+        """The entry that sums up what the store holds."""
+        return summary_of(self.tip, self._read())
 
     def _told(self, entry: ChainEntry) -> ChainEntry:
         """The entry with what its record says."""
@@ -145,7 +191,7 @@ class Store:
         """The entries as a scheduler reads them from their records."""
         found: list[ChainEntry] = []
         tip = Tip()
-        for entry in self.entries:
+        for entry in self.kept:
             if entry.change is not None and tip.view is not None:
                 entry = replace(entry, view=self._applied(tip.view, entry.change, tip.digest))
             found.append(entry)

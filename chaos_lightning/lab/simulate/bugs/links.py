@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from chaos_lightning.control.chain import ChainEntry
 from chaos_lightning.lab.simulate.bugs.frame import Bug, hooks_of, with_parts
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.plans.large import thin_plan
@@ -108,11 +109,16 @@ class OwnWaysNode(Node):
     router_class = OwnWays
 
 
+def _without_wishes(entry: ChainEntry) -> ChainEntry:
+    return replace(entry, summed=replace(entry.summed, wishes=())) if entry.summed is not None else entry
+
+
 class WishlessStore(Store):
     """Keeps views only: what was wished about links dies with the scheduler."""
 
     def open(self, above: int = 0, chain: str = "") -> Chain:
         self.entries = [e for e in self.entries if e.wish is None]
+        self.kept = [_without_wishes(e) for e in self.kept if e.wish is None]
         return super().open(above, chain)
 
 

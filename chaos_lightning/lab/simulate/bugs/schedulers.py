@@ -35,6 +35,7 @@ from chaos_lightning.membership.detector import Detector, Suspicion
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.judging import Deaths
+from chaos_lightning.membership.past import Past
 from chaos_lightning.membership.peers import Peer
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.roster import Roster
@@ -165,6 +166,15 @@ class BlindStore(Store):
     @staticmethod
     def _applied(before: View, change: PackedChange, digest: str) -> View:
         return Store._applied(before, change, change.before)
+
+
+class ForgetfulStore(Store):
+    """Its records that sum up say nothing of the views before the last two."""
+
+    def _summary(self) -> ChainEntry:
+        entry = super()._summary()
+        assert entry.summed is not None
+        return replace(entry, summed=replace(entry.summed, past=Past()))
 
 
 class DeafIdentity(Identity):
@@ -313,6 +323,12 @@ SCHEDULER_BUGS: dict[str, Bug] = {
         rule="7",
         what="a record of changes is applied to another view than it changes",
         hooks=hooks_of(store=BlindStore),
+        plan=plans_of("kill", "two-joins", "sched-crash"),
+    ),
+    "7-forgotten": Bug(
+        rule="7",
+        what="a chain that was cut says less than the whole one",
+        hooks=hooks_of(store=ForgetfulStore),
         plan=plans_of("kill", "two-joins", "sched-crash"),
     ),
     "14a-minority": Bug(

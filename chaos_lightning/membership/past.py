@@ -1,0 +1,139 @@
+"""Remembers of the views that were decided what is still asked of them, in place of the views (protocol.md 7).
+
+Theory of operation. A view names, places and links all its members, and a chain has a view for each change. Little is
+asked of an old one: whether it was of this chain, who stood in it, and whether a member that it lacks had asked to go.
+So a `Past` keeps the number of each view, and of each member the numbers of the views with which it came and went. The
+scheduler has it in place of all but the last two views, whether or not its store was cut: so nothing that is decided
+depends on where it was cut. A record that sums up holds it, too (control/summing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
+
+LAST_VIEWS = 2
+"""Number of views, the last ones, that stay as they are: members may stand in either."""
+REBUILT = "rebuilt"
+"""How the reason of a rebuilt chain's first view begins."""
+
+
+@dataclass(slots=True)
+class Numbers:
+    """Numbers of views, as runs without gaps.
+
+    Attributes:
+        runs: Term, first number and last number of each run, in the order in which they came.
+    """
+
+    runs: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, numbers: Iterable[ViewId]) -> Numbers:
+        found = cls()
+        for number in numbers:
+            found.add(number)
+        return found
+
+    def add(self, number: ViewId) -> None:
+        if number in self:
+            return
+        term, first, last = self.runs[-1] if self.runs else (-1, 0, 0)
+        if (term, last + 1) == (number.term, number.number):
+            self.runs[-1] = (term, first, number.number)
+        else:
+            self.runs.append((number.term, number.number, number.number))
+
+    def __contains__(self, number: ViewId) -> bool:
+        return any(term == number.term and a <= number.number <= b for term, a, b in reversed(self.runs))
+
+    def __len__(self) -> int:
+        return sum(last - first + 1 for _, first, last in self.runs)
+
+    def below(self, number: ViewId) -> ViewId:
+        """Returns the highest of them below this one; NO_VIEW if there is none."""
+        lower = [run for run in self.runs if run[:2] < (number.term, number.number)]
+        ends = (ViewId(t, b if t < number.term else min(b, number.number - 1)) for t, _, b in lower)
+        return max(ends, default=NO_VIEW)
+
+    def copy(self) -> Numbers:
+        return Numbers(list(self.runs))
+
+
+@dataclass(slots=True)
+class Past:
+    """See the module.
+
+    Attributes:
+        views: Numbers of all of its views.
+        let_go: Numbers of those that a header was to carry and that lack members of the view before, which had asked
+            to leave or were drained.
+        members: By member: the first view with it, the first one after that without it, and so on.
+        rebuilt: The last view with which a lost chain was rebuilt.
+        incarnation: The highest number that a member's id ends with.
+        together: Whether any view has several members.
+        hosts: Two of the members' machines, or the only one.
+        plan_reason: Reason of the last view that tells of its plan.
+        inside: Members of the last view.
+    """
+
+    views: Numbers = field(default_factory=Numbers)
+    let_go: Numbers = field(default_factory=Numbers)
+    members: dict[str, tuple[ViewId, ...]] = field(default_factory=dict)
+    rebuilt: ViewId = NO_VIEW
+    incarnation: int = 0
+    together: bool = False
+    hosts: tuple[str, ...] = ()
+    plan_reason: str = ""
+    inside: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, views: Iterable[View]) -> Past:
+        """Returns what is asked of these views, oldest first."""
+        found = cls()
+        for view in views:
+            found.add(view)
+        return found
+
+    def add(self, view: View, *, carried: bool = False) -> None:
+        """Adds the view that follows the last one; `carried`: a header was to carry it."""
+        ids = frozenset(view.ids())
+        gone, fresh = self.inside - ids, [m for m in view.members if m.id not in self.inside]
+        for member in (*gone, *(m.id for m in fresh)):
+            self.members[member] = (*self.members.get(member, ()), view.id)
+        self.views.add(view.id)
+        if carried and gone:
+            self.let_go.add(view.id)
+        if view.reason.startswith(REBUILT):
+            self.rebuilt = view.id
+        if "plan" in view.reason:
+            self.plan_reason = view.reason
+        used = [int(number) for m in fresh if (number := m.id.rpartition("~")[2]).isdecimal()]
+        self.incarnation = max([self.incarnation, *used])
+        self.together = self.together or len(ids) > 1
+        self.hosts = tuple(dict.fromkeys((*self.hosts, *(m.host for m in fresh))))[:2]
+        self.inside = ids
+
+    def copy(self) -> Past:
+        """Returns one that does not change with this one."""
+        return replace(self, views=self.views.copy(), let_go=self.let_go.copy(), members=dict(self.members))
+
+    def _moves(self, member: str, view: ViewId) -> int:
+        """Returns how often it had come or gone by this view."""
+        return sum(at <= view for at in self.members.get(member, ()))
+
+    def stood_in(self, member: str, view: ViewId) -> bool:
+        """Whether this is a view of the chain, and has this member."""
+        return view in self.views and self._moves(member, view) % 2 == 1
+
+    def in_all_after(self, member: str, view: ViewId) -> bool:
+        """Whether a member of the last view is in every view after this one."""
+        return member in self.inside and self.views.below(self.members[member][-1]) <= view
+
+    def let_go_by(self, member: str, view: ViewId) -> ViewId | None:
+        """Returns the view that let this member go, which stood in that one; None if it is in, or was put out."""
+        moves, count = self.members.get(member, ()), self._moves(member, view)
+        without = moves[count] if count % 2 == 1 and count < len(moves) else None
+        return without if without is not None and without in self.let_go else None

@@ -1,0 +1,77 @@
+"""What is asked of views after they were forgotten, beside what the views themselves would answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import takewhile
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chaos_lightning.membership.past import REBUILT, Numbers, Past
+from chaos_lightning.protocol.types import NO_VIEW, Member, View, ViewId
+
+IDS = ("a~1", "b~2", "c~3", "d~12", "e")
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> list[View]:
+    """Views that follow each other, as nothing forbids: members come again, numbers are left out, terms begin."""
+    views: list[View] = []
+    number = NO_VIEW
+    for _ in range(draw(st.integers(1, 9))):
+        number = ViewId(number.term + draw(st.integers(0, 1)), number.number + draw(st.integers(1, 3)))
+        ids = draw(st.lists(st.sampled_from(IDS), unique=True, min_size=1))
+        members = tuple(Member(m, m, f"host-{m[0] if m < 'c' else 'c'}", "127.0.0.1", 7000) for m in ids)
+        reason = draw(st.sampled_from(["because", "plan: as drawn", f"{REBUILT} from reports"]))
+        views.append(View(number, views[-1].id if views else NO_VIEW, members, reason=reason))
+    return views
+
+
+def around(views: list[View]) -> list[ViewId]:
+    """The views' numbers, and some that lie between, before and behind them."""
+    return [ViewId(v.id.term + t, v.id.number + n) for v in views for t in (0, 1) for n in (-1, 0, 1)] + [NO_VIEW]
+
+
+@given(chains(), st.data())
+def test_a_past_answers_what_its_views_would(views: list[View], data: st.DataObject) -> None:
+    carried = data.draw(st.sets(st.sampled_from([v.id for v in views])))
+    past = Past()
+    for view in views:
+        past.add(view, carried=view.id in carried)
+    last = views[-1]
+    assert past.inside == frozenset(last.ids())
+    assert len(past.views) == len(views)
+    assert past.together == any(len(v.members) > 1 for v in views)
+    hosts = {m.host for v in views for m in v.members}
+    assert set(past.hosts) <= hosts
+    assert len(past.hosts) == min(2, len(hosts))
+    assert past.plan_reason == next((v.reason for v in reversed(views) if "plan" in v.reason), "")
+    assert past.rebuilt == max((v.id for v in views if v.reason.startswith(REBUILT)), default=NO_VIEW)
+    assert past.incarnation == max((int(m.partition("~")[2] or 0) for v in views for m in v.ids()), default=0)
+    for number in around(views):
+        assert (number in past.views) == any(v.id == number for v in views)
+        assert past.views.below(number) == max((v.id for v in views if v.id < number), default=NO_VIEW)
+        for member in IDS:
+            here = next((v for v in views if v.id == number), None)
+            assert past.stood_in(member, number) == (here is not None and here.find(member) is not None)
+            if last.find(member) is not None:
+                later = takewhile(lambda v: v.id > number, reversed(views))  # noqa: B023
+                assert past.in_all_after(member, number) == all(v.find(member) is not None for v in later)
+            if here is not None and here.find(member) is not None:  # who stands in a view asks who let it go
+                without = next((v for v in views if v.id > number and v.find(member) is None), None)
+                let_go = without.id if without is not None and without.id in carried else None
+                assert past.let_go_by(member, number) == let_go
+
+
+@given(chains())
+def test_a_copy_does_not_change_with_its_original(views: list[View]) -> None:
+    past = Past.of(views)
+    copy = past.copy()
+    past.add(replace(views[-1], id=ViewId(99, 1), members=()), carried=True)
+    assert copy == Past.of(views) != past
+
+
+def test_numbers_without_gaps_are_one_run() -> None:
+    numbers = Numbers.of([ViewId(1, 1), ViewId(1, 2), ViewId(1, 2), ViewId(1, 4), ViewId(2, 5), ViewId(1, 2)])
+    assert numbers.runs == [(1, 1, 2), (1, 4, 4), (2, 5, 5)]
