@@ -100,7 +100,7 @@ class SchedulerServer:
             noted=self._noted,
             done=self._machine_is_done,
             refused=lambda why: self.life.end(why, failed=True),
-            large=lambda: len(self._streams.standing) > SMALL_JOB,
+            large=self._large,
         )
         self._streams = Streams(
             self._driver.feed,
@@ -340,10 +340,14 @@ class SchedulerServer:
 
     # ------------------------------------------------------------------ time, and facts
 
+    def _large(self) -> bool:
+        return len(self._streams.standing) > SMALL_JOB
+
     async def _tick(self) -> None:
-        pause = self.config.tick_s or min(0.05, max(0.01, self.config.settings.heartbeat_interval_s / 4))
+        usual = min(0.05, max(0.01, self.config.settings.heartbeat_interval_s / 4))
         while True:
-            await asyncio.sleep(pause)
+            # A tick looks at all members once: in a large job it comes as often as the machine needs it, no oftener.
+            await asyncio.sleep(self.config.tick_s or (2 * usual if self._large() else usual))
             self._driver.feed(fx.SchedulerTick())
             self._look_for_idleness()
             self._give_way_if_due()
