@@ -10,6 +10,7 @@ from benchmarks.overlay import net as overlay_net
 from benchmarks.overlay import reduce as overlay
 from benchmarks.overlay import replan as overlay_replan
 from benchmarks.overlay.net import MBPS, NAMES
+from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
 
 
 def width(a: str, b: str) -> float:
@@ -64,3 +65,14 @@ def test_bounds_of_the_benchmarks_network() -> None:
 def test_the_link_that_is_slowed_down_is_one_that_the_trees_fill() -> None:
     trees = [(1.0, ("a~1", "b~2", "c~3"), ("", "a~1", "b~2")), (0.5, ("a~1", "b~2", "c~3"), ("", "a~1", "b~2"))]
     assert overlay_replan._busiest(trees) == ("b", "c")
+
+
+def test_a_node_whose_link_broke_says_so_at_once() -> None:
+    node = overlay.Node(NAMES[0], 1 << 16, "127.0.0.1")
+    try:
+        node.fill(1)
+        node.broken(NAMES[1], None, "closed (Connection timed out)")
+        with pytest.raises(RuntimeError, match=f"65536 bytes are missing, broken links .*{NAMES[1]}: closed"):
+            node.reduce(View(ViewId(1, 1), NO_VIEW, overlay.MEMBERS[:2]), 1, 0.0)
+    finally:
+        node.close()
