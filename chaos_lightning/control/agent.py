@@ -47,6 +47,7 @@ from chaos_lightning.protocol.types import (
     ToldEnd,
     ToMember,
     Welcome,
+    other_version,
 )
 from chaos_lightning.security.credentials import Credentials, Secret, open_channel
 
@@ -304,6 +305,8 @@ class Agent(threading.Thread):
                         due = max(due, began + ANSWER_TIMEOUT_S)
                     continue
                 interval = self._interval_s(message, interval)
+                if isinstance(message, Welcome) and (words := other_version(message.version)):
+                    return RefusedError(f"the scheduler at {self._search.endpoint} {words}")
                 if isinstance(message, Welcome) and not talk.welcomed:
                     due = time.monotonic()
                     talk.welcomed = True

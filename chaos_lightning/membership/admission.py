@@ -42,6 +42,7 @@ from chaos_lightning.protocol.types import (
     Prepare,
     Released,
     ViewId,
+    other_version,
 )
 
 
@@ -84,7 +85,10 @@ class Admission:
             self.hearing.hear(peer, message)
 
     def on_hello(self, conn: int, hello: Hello) -> None:
-        """Somebody says who it is; whether it is of this chain comes first."""
+        """Somebody says who it is; whether it speaks this version and is of this chain comes first."""
+        if words := other_version(hello.version):
+            self.roster.refuse(conn, hello, f"{hello.name} {words}", retry=hello.view != NO_VIEW)
+            return
         admitted = self.identity.judge(conn, hello)
         if admitted is not None:
             self._admit(conn, admitted)

@@ -43,6 +43,9 @@ class ViewId:
 
 NO_VIEW = ViewId(0, 0)
 
+VERSION = 4
+"""Version of what members and schedulers say. It rises whenever old bytes would mean something else."""
+
 MAX_MEMBERS = 1 << 16
 """Members of a view at most: fields of messages that count members, or links on a way, have room for so many."""
 
@@ -367,6 +370,8 @@ class Hello:
     """See Member."""
     workers: int = 1
     """Number of workers of its node, which are started together."""
+    version: int = VERSION
+    """0: of a release whose hello did not tell it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -562,6 +567,8 @@ class Welcome:
     plan: PlanSpec = PlanSpec()
     chain: str = ""
     """Id of the chain by which this scheduler leads."""
+    version: int = VERSION
+    """As in `Hello`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -747,6 +754,13 @@ FromMember = (
 _Told = Notice | Released | ServeLearners | Pulse | Recall | LinkKeys | ToldEnd | HeartbeatPace
 ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | _Told
 PeerMessage = Contribution | Header
+
+
+def other_version(version: int) -> str:
+    """Returns what is wrong with the version that another process speaks, or ""."""
+    spoken = f"version {version}" if version else "a version before 4"
+    advice = "install the same package on all machines"
+    return "" if version == VERSION else f"speaks {spoken} of the protocol, and this side {VERSION}: {advice}"
 
 
 def is_name(value: str) -> str:

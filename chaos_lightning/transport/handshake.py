@@ -29,11 +29,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from chaos_lightning.errors import RefusedError, WireError
+from chaos_lightning.protocol.types import VERSION, other_version
 from chaos_lightning.transport.locality import on_this_machine
 from chaos_lightning.transport.medium import installed
 from chaos_lightning.transport.sealing import Level, ProtectedSocket, SealedSession, mixed
 
-VERSION = 3
 PURPOSES = ("link", "bulk", "watch", "park")
 """Frames, one per pair; ranges of state, which who dials asks for; beside a link between machines the word of each
 other's process table (machine/watcher.py); and ranges of state that who dials will be asked for, since nobody can dial
@@ -313,8 +313,8 @@ def _given(answer: dict[str, object], name: str) -> list[object]:
 def _mismatch(claim: _Claim, sock: socket.socket, job: str, me: str, keys: LinkKeyring | None) -> str:
     """Why somebody who has proved to know what members know is not let in all the same."""
     greeting = claim.greeting
-    if greeting.version != VERSION:
-        return f"link protocol {greeting.version}, this member speaks {VERSION}"
+    if words := other_version(greeting.version):
+        return f"the dialler {words}"
     if greeting.job != job:
         return f"job {_cut(greeting.job)}, this member belongs to {job!r}"
     if greeting.peer != me:

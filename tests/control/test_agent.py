@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from served import PATIENCE_S, Client, Facts, attending, hello, serving, welcome
 
 from chaos_lightning.control import reviving
 from chaos_lightning.control.agent import Agent
+from chaos_lightning.control.server import real_machine
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.machine import forks
 from chaos_lightning.machine.addresses import join_endpoint
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership import leader_search
+from chaos_lightning.protocol.codec import decode, encode
 from chaos_lightning.protocol.types import (
     NO_VIEW,
+    VERSION,
     Fence,
     Heartbeat,
     Hello,
@@ -35,6 +39,7 @@ from chaos_lightning.protocol.types import (
     Refused,
     Released,
     ViewId,
+    other_version,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,6 +113,30 @@ def test_who_was_refused_hears_when_nobody_answers_any_more() -> None:
             "lost: the scheduler said: the chain is lost",
             "lost: no scheduler answered",
         ]
+
+
+def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
+    """Its welcome says no version, or another one: a newcomer ends with the reason, and what it says is not heeded."""
+
+    def before(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
+        return [fx.Send(event.conn, replace(welcome("a"), version=0))] if hellos(event) else None  # type: ignore[union-attr]
+
+    with serving(before) as served, attending(served.endpoint) as client:
+        state = client.states.wait(lambda s: s.startswith("failed"))
+        assert f"{served.endpoint} speaks a version before 4 of the protocol, and this side {VERSION}" in state
+        assert client.messages.seen == []
+
+
+def test_a_hello_of_an_older_release_is_read_and_refused_in_words() -> None:
+    """Its bytes tell no version; it gets a word that it understands, and ends with that."""
+    old = replace(hello("old"), version=0)
+    assert decode(Hello, encode(old)) == old
+    with (
+        serving(machine=real_machine) as served,
+        attending(served.endpoint, hello_factory=lambda: old) as client,
+    ):
+        refused = client.messages.wait_for(Refused)
+        assert refused == Refused(f"old {other_version(0)}")
 
 
 def test_what_could_not_be_sent_is_dropped_not_repeated() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from chaos_lightning.membership.effects import Chain, MessageIn, Opened, SchedulerEffect, Send
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import NO_VIEW, Hello, Member, Refused, Settings, View, ViewId, Welcome
+from chaos_lightning.protocol.types import NO_VIEW, VERSION, Hello, Member, Refused, Settings, View, ViewId, Welcome
 
 MEMBERS = tuple(Member(f"{n}~{i}", n, "host", "127.0.0.1", 1, pid=i, pid_start=7) for i, n in enumerate("ab", 1))
 CHAIN = Chain(term=2, highest=ViewId(1, 1), views=(View(ViewId(1, 1), NO_VIEW, MEMBERS),))
@@ -65,3 +65,20 @@ def test_where_nobody_came_back_a_member_of_another_program_does_not_vouch() -> 
     stranger = replace(HELLO, resume="q~77", fingerprint=(("model", "large"),))
     said(machine, 1, stranger)
     assert answers(said(machine, 2, returning(0)), Welcome)
+
+
+@pytest.mark.parametrize(
+    ("version", "spoken"), [(0, "a version before 4"), (3, "version 3"), (VERSION + 1, "version 5")]
+)
+@pytest.mark.parametrize("view", [NO_VIEW, ViewId(1, 1)])
+def test_a_process_of_another_version_is_refused_by_name_before_anything_that_it_says_counts(
+    version: int, spoken: str, view: ViewId
+) -> None:
+    """One that stands in a view trains on, and comes again: it may find the scheduler of its own version."""
+    machine = SchedulerMachine(Settings(min_nodes=1), CHAIN)
+    hello = replace(returning(0) if view != NO_VIEW else HELLO, version=version, view=view, known=ViewId(9, 9), term=9)
+    ((_, refused),) = answers(said(machine, 1, hello), Refused)
+    assert isinstance(refused, Refused)
+    assert f"{hello.name} speaks {spoken} of the protocol, and this side {VERSION}: install the same" in refused.reason
+    assert refused.retry == (view != NO_VIEW)
+    assert not machine.identity.lost_words()

@@ -32,8 +32,8 @@ from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.outer.messages import Missing
 from chaos_lightning.outer.types import IncarnationId, PushId
 from chaos_lightning.outer.vocabulary import FROM_FOLLOWER
-from chaos_lightning.protocol.types import NO_VIEW, Entered, FromMember, Ready, Settings, ViewId
-from chaos_lightning.transport.handshake import VERSION, Greeting, accept, dial
+from chaos_lightning.protocol.types import NO_VIEW, VERSION, Entered, FromMember, Ready, Settings, ViewId
+from chaos_lightning.transport.handshake import Greeting, accept, dial
 
 EXAMPLES = {"agent": 15, "tls-proxy": 40, "server": 60, "state": 60, "scheduler": 60}
 MINUTES = 5.0

@@ -33,12 +33,9 @@ from chaos_lightning.lab.fuzz.readers import message, mutated_message, wrapped
 from chaos_lightning.lab.fuzz.target import LARGE_NBYTES, PATIENCE_S, FindingError, Target
 from chaos_lightning.membership.routing import RoutedMessage, unpacked
 from chaos_lightning.protocol import codec
-from chaos_lightning.protocol.types import (
-    PeerMessage,
-    ViewId,
-)
+from chaos_lightning.protocol.types import VERSION, PeerMessage, ViewId
 from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, pack, payload_checksum, unpack
-from chaos_lightning.transport.handshake import VERSION, Greeting, accept, dial
+from chaos_lightning.transport.handshake import Greeting, accept, dial
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.sealing import SEGMENT_NBYTES, TAG_NBYTES, Level, ProtectedSocket, SealedSession, mixed
