@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from chaos_lightning.collectives.canonical import Words
-from chaos_lightning.errors import StateError
+from chaos_lightning.errors import ConfigurationError, StateError
+from chaos_lightning.protocol.limits import TEXT_NBYTES, nbytes
 
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Defaults that choose how a step is computed, not which."""
@@ -41,6 +42,9 @@ def hyper_words(optimizers: Iterable[Optimizer]) -> str:
     """Numbers, flags, texts and tuples of these of every parameter group, as "opt0.group0.lr=0.1;...".
 
     Callables and tensors with more than one element are left out: they have no short words. `set_hyper` reads this.
+
+    Raises:
+        ConfigurationError: These words do not fit into a message.
     """
     words = []
     for number, optimizer in enumerate(optimizers):
@@ -48,7 +52,13 @@ def hyper_words(optimizers: Iterable[Optimizer]) -> str:
             for key in sorted(k for k in group if k != "params" and isinstance(k, str) and k.isidentifier()):
                 if text := _literal(group[key]):
                     words.append(f"opt{number}.group{place}.{key}={text}")
-    return ";".join(words)
+    found = ";".join(words)
+    if (size := nbytes(found)) > TEXT_NBYTES:
+        raise ConfigurationError(
+            f"the optimizers' hyperparameters have {size} bytes in words; expected {TEXT_NBYTES} at most: make fewer "
+            "parameter groups"
+        )
+    return found
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ from chaos_lightning.security.credentials import Credentials, Secret, open_chann
 from chaos_lightning.security.tls_trouble import tls_trouble
 
 KEEPALIVE_S = 5.0
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT)
 
 Options = list[tuple[str, Any]]
 
@@ -96,7 +97,7 @@ def explain(
     leader = next((value for key, value in metadata if key == LEADER_KEY), None)
     if leader is not None:
         return StandbyError(f"at {endpoint}: {details}", str(leader))
-    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+    if code in _REFUSALS:
         return RefusedError(f"the {what} at {endpoint} refused: {details}")
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return RefusedError(f"at {endpoint} another kind of service listens ({details}); choose another port")

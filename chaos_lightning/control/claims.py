@@ -129,7 +129,7 @@ class Claims:
         if request is END_OF_STREAM:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a claim that names no job")
         if request.job != job:
-            words = f"here is the scheduler of job {job!r}, not of {request.job!r}"
+            words = f"here is the scheduler of job {job!r}, not of {request.job!r:.80}"
             await context.abort(grpc.StatusCode.NOT_FOUND, words)
         if peer in self._held:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this connection has a number already")

@@ -10,9 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 from chaos_lightning.collectives.canonical import plain_name
 from chaos_lightning.collectives.layout import Layout
-from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.errors import ConfigurationError, WireError
 from chaos_lightning.machine.addresses import WILDCARDS, facing, split_announced, split_endpoint
 from chaos_lightning.machine.process_table import host_identity, start_time
+from chaos_lightning.protocol.codec import decode, encode
+from chaos_lightning.protocol.limits import bounded
 from chaos_lightning.protocol.types import Hello, Welcome
 from chaos_lightning.settings import EngineConfig
 
@@ -108,10 +110,14 @@ def hello(
     layout: Layout,
     no_replay: str = "",
 ) -> Hello:
-    """A first Hello. Each parameter's type and shape is part of the fingerprint, so that a refusal can name it."""
+    """Makes a first Hello. Each parameter's type and shape is part of the fingerprint, so that a refusal can name it.
+
+    Raises:
+        ConfigurationError: Something in it is beyond its limit, and no scheduler would listen to it.
+    """
     address, reached = reachable_at(config, port)
     shapes = {f"parameter {plain_name(s.name)}": f"{s.tensor.dtype} {tuple(s.tensor.shape)}" for s in layout.slots}
-    return Hello(
+    made = Hello(
         job=config.job,
         name=config.name,
         host=host_identity(),
@@ -124,7 +130,11 @@ def hello(
         package=package_version(),
         fingerprint=tuple(sorted({**shapes, **fingerprint, "gradient layout": layout.hash}.items())),
         neighbours=config.neighbour_names,
-        replay=no_replay,
+        replay=bounded(no_replay),
         node=(node := os.environ.get("CHAOS_NODE", "")),
         workers=_workers() if node else 1,
     )
+    try:
+        return decode(Hello, encode(made))
+    except WireError as error:
+        raise ConfigurationError(f"this member cannot say who it is: {error}") from error

@@ -64,6 +64,7 @@ from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.membership.slots import close_slot, differing, kind_of
 from chaos_lightning.membership.spreading import Spread, Spreading
 from chaos_lightning.membership.stimuli import MessageDigest
+from chaos_lightning.protocol.limits import bounded
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
@@ -202,7 +203,7 @@ class MemberMachine:
                 self._emit(*self.neighbours.changed(peer, up, evidence))
                 self._check_ready()
             case LeaveRequested(reason):
-                self.pending_leave = reason or "asked to leave"
+                self.pending_leave = bounded(reason) or "asked to leave"
                 self._emit(ToScheduler(Leave(self.pending_leave)))
             case Tick():
                 self._on_tick()

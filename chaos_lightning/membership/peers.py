@@ -27,6 +27,7 @@ from chaos_lightning.protocol.types import (
     Report,
     Settings,
     ViewId,
+    is_name,
 )
 
 INCARNATIONS_PER_TERM = 1_000_000
@@ -162,8 +163,8 @@ def refusal(hello: Hello, settings: Settings) -> str:
     """Why this process cannot be in this job, whatever its program is; "" if it can."""
     if hello.job != settings.job:
         return f"this scheduler serves job {settings.job!r}, {hello.name} asks for {hello.job!r}: check the job's name"
-    if not hello.name:
-        return "a member needs a name: set one, or leave the default (host name and rank)"
+    if wrong := is_name(hello.name):
+        return f"a member called {hello.name!r}: {wrong}; set another name, or leave the default (host name and rank)"
     return ""
 
 
@@ -204,7 +205,6 @@ def short(chain: str) -> str:
 
 
 _LISTED, _OF_MORE = 16, 8
-_LONGEST_REASON = 4096
 
 
 def listed(words: Iterable[str], between: str = ", ") -> str:
@@ -213,11 +213,6 @@ def listed(words: Iterable[str], between: str = ", ") -> str:
     if len(found) > _LISTED:
         found[_OF_MORE:] = [f"... and {len(found) - _OF_MORE} more"]
     return between.join(found)
-
-
-def bounded(reason: str) -> str:
-    """Returns a view's reason, cut off where it is so long that it would swell the view's record."""
-    return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]} ... (cut off)"
 
 
 Process = tuple[str, int, int]

@@ -17,6 +17,7 @@ from chaos_lightning.membership.peers import (
     first_incarnation,
 )
 from chaos_lightning.membership.topology import Topology, links_of
+from chaos_lightning.protocol.limits import bounded
 from chaos_lightning.protocol.types import (
     Fence,
     HeartbeatPace,
@@ -200,7 +201,7 @@ class Roster:
 
     def refuse(self, conn: int, hello: Hello, reason: str, retry: bool = False) -> None:
         self._desk.note("refused", member=hello.name, reason=reason)
-        self._desk.out.append(Send(conn, Refused(reason, retry)))
+        self._desk.out.append(Send(conn, Refused(bounded(reason), retry)))
 
     def was_member(self, member: str) -> bool:
         peer = self.peers.get(member)

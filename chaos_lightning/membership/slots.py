@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from chaos_lightning.planning.ledger import merge
+from chaos_lightning.protocol.limits import bounded
 from chaos_lightning.protocol.types import (
     MAX_GATHER_NBYTES,
     Contribution,
@@ -57,7 +58,7 @@ def differing(view: View, contributions: Mapping[str, Contribution]) -> tuple[Di
             if getattr(other, name) != expected and not (other.yields and name in _yielded(reference, other))
         ]
         if found:
-            return tuple(Differs(c.member, _unequal(name, reference, c), name == "prev_hash") for c in found)
+            return tuple(Differs(c.member, bounded(_unequal(name, reference, c)), name == "prev_hash") for c in found)
     return ()
 
 

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chaos_lightning.membership.effects import DrawPlan
-from chaos_lightning.membership.peers import bounded, listed
+from chaos_lightning.membership.peers import listed
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.topology import Measured, Net
 from chaos_lightning.planning import overlay
 from chaos_lightning.planning.quick import quick
 from chaos_lightning.planning.trees import KINDS, misfit, plan_for
 from chaos_lightning.protocol import nodes
+from chaos_lightning.protocol.limits import bounded
 from chaos_lightning.protocol.types import NO_VIEW, SMALL_JOB, Member, PlanSpec, View, ViewId
 
 

@@ -16,6 +16,7 @@ from chaos_lightning.declared import at_least, check_each, declared, document, o
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import split_endpoint, split_endpoints
 from chaos_lightning.outer.options import DEFAULT_SERVER, VARIABLE, LeaderOptions
+from chaos_lightning.protocol.limits import PLACE_NBYTES, at_most
 from chaos_lightning.settings import EngineConfig, from_environment, host_name
 from chaos_lightning.transport.sealing import RULES
 
@@ -34,7 +35,11 @@ class ClusterOptions:
         metavar="HOST:PORT",
     )
     job: str = same_as(LeaderOptions, "job")
-    name: str = setting("", "This cluster's name, unique in the job. By default host name and process id.")
+    name: str = setting(
+        "",
+        "This cluster's name, unique in the job. By default host name and process id.",
+        check=at_most(PLACE_NBYTES),
+    )
     codec: str = setting(
         "bf16",
         f"How pushes and versions travel: {', '.join(CODECS)}, or one that was registered. fp32 is exact; int8 sends "

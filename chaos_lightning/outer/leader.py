@@ -98,8 +98,6 @@ MOST_REFUSED = 100
 """Number of refusals that are remembered, so that each is told on consoles once."""
 MOST_WORDS = 2000
 """Characters of a reason that are recorded."""
-MOST_NAME = 1000
-"""Characters of a name, a place or a nonce."""
 MOST_ELEMENTS = 1 << 48
 """Elements of a model."""
 MOST_LENGTH = 1 << 48
@@ -254,10 +252,6 @@ class LeaderMachine:
 
     def _on_cluster(self, conn: int, hello: ClusterHello) -> None:
         desk, chain, who = self.desk, self.chain, hello.resume
-        if max(map(len, (hello.cluster, hello.place, hello.nonce))) > MOST_NAME:
-            words = f"its name, place or nonce is longer than {MOST_NAME} characters"
-            desk.send(conn, Dismissed(max(self.term, hello.term), words, again=False))
-            return
         if words := desk.stranger(hello.cluster, hello.job_id):
             self._turn_away(conn, hello, words)
             return

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, EncodeError
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.protocol import chaos_pb2, packing
+from chaos_lightning.protocol import chaos_pb2, limits, packing
 from chaos_lightning.protocol import types as job_types
 from chaos_lightning.protocol.types import MAX_PEER_NBYTES, FromMember, PeerMessage, ToMember, View
 
@@ -66,7 +66,9 @@ class _Plan:
             raise TypeError(f"{self.cls.__name__}: dataclass has {ours}, {vocabulary.proto} has {list(theirs)}")
         for name in ours:
             try:
-                self.fields.append(_field(vocabulary, name, hints[name], theirs[name]))
+                field = _field(vocabulary, name, hints[name], theirs[name])
+                field.get = _limited(self.cls.__name__, name, hints[name], field.get)
+                self.fields.append(field)
             except TypeError as error:
                 raise TypeError(f"{self.cls.__name__}.{name} {error} ({vocabulary.proto})") from None
 
@@ -163,7 +165,33 @@ def _pair(message: Any) -> Codec:
         name, text = value
         return message(name=name, value=text)
 
-    return put, lambda said: (said.name, said.value)
+    name_of = _limited("NamedText", "name", str, lambda value: value)
+    value_of = _limited("NamedText", "value", str, lambda value: value)
+    return put, lambda said: (name_of(said.name), value_of(said.value))
+
+
+def _limited(message: str, name: str, hint: Any, get: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns `get` for a field of this type, with its limits (protocol/limits.py) before it."""
+    where, many = f"{message}.{name}", typing.get_args(hint)[-1:] == (Ellipsis,)
+    inner = typing.get_args(hint)[0] if many else hint
+    most_items, most_nbytes = limits.LISTS.get(name), limits.most_nbytes(message, name)
+    least, greatest = limits.NUMBERS.get(name, (-_INT64, _INT64))
+
+    def check(value: Any) -> None:
+        if inner is str and len(value) > most_nbytes // 4 and (size := limits.nbytes(value)) > most_nbytes:
+            raise WireError(f"{where} has {size} bytes; expected {most_nbytes} at most")
+        if inner is int and not least <= value <= greatest:
+            raise WireError(f"{where} is {value}; expected {least} to {greatest}")
+
+    def limited(value: Any) -> Any:
+        if many and most_items is not None and len(value) > most_items:
+            raise WireError(f"{where} has {len(value)} items; expected {most_items} at most")
+        for one in value if many else (value,):
+            check(one)
+        return get(value)
+
+    bounded = inner is str or (inner is int and name in limits.NUMBERS) or (many and most_items is not None)
+    return limited if bounded else get
 
 
 def _enum(cls: type[enum.Enum], descriptor: Any) -> Codec:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.protocol.types import LinkSpec, Member, PlanSpec, TreeSpec, View, ViewId
+from chaos_lightning.protocol.limits import PLACE_NBYTES, nbytes
+from chaos_lightning.protocol.types import MAX_MEMBERS, LinkSpec, Member, PlanSpec, TreeSpec, View, ViewId
 
-LONGEST_TEXT = 1024
-"""Limit of a member's id, name, host, address and node (characters): shared beginnings would multiply longer ones."""
 _HALF, _WHOLE = 1 << 63, 1 << 64
 _TEXTS, _NUMBERS = 5, 4
 
@@ -216,8 +215,8 @@ def pack_members(members: Sequence[Member]) -> PackedMembers:
     pairs += [pair for column in columns for pair in _with_before(column)]
     shared = [_shared(text, other) for text, other in pairs]
     parts = [text[n:] for (text, _), n in zip(pairs, shared, strict=True)]
-    if pairs and max(len(text) for text, _ in pairs) > LONGEST_TEXT:
-        raise WireError(f"a member's name, host or address has more than {LONGEST_TEXT} characters")
+    if pairs and max(nbytes(text) for text, _ in pairs) > PLACE_NBYTES:
+        raise WireError(f"a member's name, host or address has more than {PLACE_NBYTES} bytes")
     numbers = [[m.port for m in members], [m.pid for m in members], [m.pid_start for m in members]]
     numbers.append([m.quota for m in members])
     differences = [d for column in numbers for d in _differences(column)]
@@ -227,8 +226,8 @@ def pack_members(members: Sequence[Member]) -> PackedMembers:
 def unpack_members(packed: PackedMembers) -> tuple[Member, ...]:
     """Back from `pack_members`; WireError if it is no packed form."""
     count, rest = divmod(len(packed.lengths), 2 * _TEXTS)
-    if rest or len(packed.differences) != _NUMBERS * count or min(packed.lengths, default=0) < 0:
-        raise WireError("View whose members have no whole columns")
+    if rest or count > MAX_MEMBERS or len(packed.differences) != _NUMBERS * count or min(packed.lengths, default=0) < 0:
+        raise WireError(f"View whose members have no whole columns, or that has more than {MAX_MEMBERS}")
     total = _TEXTS * count
     shared, added = packed.lengths[:total], packed.lengths[total:]
     if sum(added) != len(packed.texts):
@@ -267,9 +266,10 @@ def _texts(column: Sequence[tuple[int, str]]) -> list[str]:
 
 
 def _joined(shared: int, part: str, other: str) -> str:
-    if shared > len(other) or shared + len(part) > LONGEST_TEXT or other[shared : shared + 1] == part[:1] != "":
+    text = other[:shared] + part
+    if shared > len(other) or nbytes(text) > PLACE_NBYTES or other[shared : shared + 1] == part[:1] != "":
         raise WireError(f"View with a text that shares {shared} characters with {other[:99]!r} and adds {part[:99]!r}")
-    return other[:shared] + part
+    return text
 
 
 def _differences(column: Sequence[int]) -> list[int]:

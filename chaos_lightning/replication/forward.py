@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from chaos_lightning.errors import ChaosError, RefusedError, WireError
+from chaos_lightning.protocol.limits import ID_NBYTES, nbytes
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 
 MAX_HOPS = 8
-MAX_NAME = 256
 PART_NBYTES = 256 << 10
 """What a relay holds of a payload, in each direction."""
 
@@ -44,8 +44,8 @@ def decode_route(data: bytes) -> tuple[str, ...]:
         raise WireError(f"malformed route: {error!r}") from error
     if type(hops) is not list or not 1 <= len(hops) <= MAX_HOPS:
         raise WireError(f"a route is a list of 1 to {MAX_HOPS} members")
-    if any(type(hop) is not str or not 0 < len(hop) <= MAX_NAME for hop in hops) or len(set(hops)) != len(hops):
-        raise WireError("a route names each member once, in at most 256 characters")
+    if any(type(hop) is not str or not 0 < nbytes(hop) <= ID_NBYTES for hop in hops) or len(set(hops)) != len(hops):
+        raise WireError(f"a route names each member once, in at most {ID_NBYTES} bytes")
     return tuple(hops)
 
 

@@ -17,13 +17,14 @@ from typing import Any
 
 import grpc
 import pytest
-from served import PATIENCE_S, Facts, Served, attending, serving, welcome
+from served import PATIENCE_S, Facts, Served, attending, hello, serving, welcome
 from until_support import until
 
 from chaos_lightning.control import auth_interceptor
 from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import CLIENT_OPTIONS, SERVER_OPTIONS, drain, fetch_status
 from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.server import real_machine
 from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.control.store import Appended, End, StoreRecord
@@ -31,8 +32,10 @@ from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUn
 from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.protocol.codec import wrap_from_member
 from chaos_lightning.protocol.types import (
     NO_VIEW,
+    Decide,
     Heartbeat,
     Leave,
     Notice,
@@ -396,6 +399,27 @@ def test_odd_bytes_end_the_stream_and_are_logged(tmp_path: Path) -> None:
         assert "Heartbeat without view" in caught.value.details()
         assert served.events.wait(closed) == fx.Closed(1, abrupt=True)
     assert any(e.name == "refused" and "without view" in e["reason"] for e in read_events(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "said", [{"name": "n" * 5000}, {"host": "\u20ac" * 5000}, {"term": (1 << 63) - 1}], ids=("name", "host", "term")
+)
+def test_a_forged_hello_is_refused_by_name_and_ends_no_scheduler(said: dict[str, Any]) -> None:
+    """Such a text fits into no view: the record of the first one could not be written, and the scheduler ended."""
+    forged = [wrap_from_member(message) for message in (hello(**{"name": "x", **said, "pid": 9}), Ready())]
+    with (
+        serving(machine=real_machine, settings=Settings(min_nodes=1)) as served,
+        grpc.insecure_channel(served.endpoint, options=CLIENT_OPTIONS) as channel,
+        attending(served.endpoint) as well,
+    ):
+        well.messages.wait_for(Welcome)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(SchedulerStub(channel).Attend(iter(forged), timeout=PATIENCE_S))
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert f"Hello.{next(iter(said))}" in caught.value.details()
+        well.agent.send(Ready())
+        well.messages.wait_for(Decide)
+        assert served.outcome is None
 
 
 def test_beyond_loopback_a_token_is_demanded() -> None:

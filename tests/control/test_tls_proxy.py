@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from chaos_lightning.control.options import MEMORY, SchedulerOptions
 from chaos_lightning.errors import ConfigurationError, RefusedError
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.protocol.types import Notice, Verdict, Welcome
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Decide, Member, Report, Verdict, View, ViewId, Welcome
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder
 from chaos_lightning.security.keyfiles import KeyHolder
@@ -132,21 +133,22 @@ def test_tls_that_is_not_grpc_is_turned_away(scheduler: Served, keys: Keys, refu
 
 
 def test_long_messages_pass_both_ways_and_the_end_is_noticed(keys: Keys) -> None:
-    text = "x" * (3 << 20)
+    header = replace(GENESIS, answers=(b"x" * (3 << 20),))
+    view = View(ViewId(1, 1), NO_VIEW, (Member("a~1", "a", "host", "127.0.0.1", 1),))
     heard: Facts[str] = Facts()
 
     def rule(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
-        if isinstance(event, fx.MessageIn) and isinstance(event.message, Verdict):
-            heard.add(event.message.evidence)
-            return [fx.Send(event.conn, Notice(event.message.evidence + "!"))]
+        if isinstance(event, fx.MessageIn) and isinstance(event.message, Report) and event.message.last is not None:
+            heard.add(event.message.last.hash)
+            return [fx.Send(event.conn, Decide(view, event.message.last))]
         return None
 
     with serving(rule, token=keys.of("a")) as served:
         with attending(served.endpoint, token=keys.of("b")) as client:
             client.messages.wait_for(Welcome)
-            client.agent.send(Verdict("a~1", True, text))
-            assert hash(heard.wait(lambda said: True)) == hash(text)  # a difference would be long to show
-            assert hash(client.messages.wait_for(Notice).text) == hash(text + "!")
+            client.agent.send(Report(ViewId(1, 2), NO_VIEW, 0, header.hash, last=header))
+            assert heard.wait(lambda said: True) == header.hash
+            assert client.messages.wait_for(Decide).base.hash == header.hash
         assert served.events.wait_for(fx.Closed).abrupt is False
 
 

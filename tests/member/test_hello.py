@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine import addresses
-from chaos_lightning.member.hello import listening_address, reachable_at
+from chaos_lightning.member.hello import hello, listening_address, reachable_at
+from chaos_lightning.protocol.limits import TEXT_NBYTES
+from chaos_lightning.protocol.types import Hello
 from chaos_lightning.settings import EngineConfig
 
 PORT = 29500
@@ -54,3 +60,26 @@ def test_what_nobody_can_call_is_no_announcement(announced: str) -> None:
 def test_what_is_no_range_of_ports_is_refused(port: str) -> None:
     with pytest.raises(ConfigurationError, match=r"port='.*write for example 29500 or 29500-29599"):
         EngineConfig(port=port)
+
+
+def said(**changes: Any) -> Hello:
+    layout = Layout([Section("all", [("w", torch.nn.Parameter(torch.zeros(2)))])])
+    config = EngineConfig(endpoint="127.0.0.1:1", name=changes.pop("name", "a"))
+    given: dict[str, Any] = {"port": PORT, "quota": 1, "accumulate": 1, "fingerprint": {}, "layout": layout, **changes}
+    return hello(config, **given)
+
+
+def test_what_no_scheduler_would_listen_to_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot say who it is: NamedText\.value has 1048577 bytes"):
+        said(fingerprint={"seed": "7" * (TEXT_NBYTES + 1)})
+    with pytest.raises(ConfigurationError, match=r"cannot say who it is: Hello\.quota is 4294967296"):
+        said(quota=1 << 32)
+    monkeypatch.setenv("CHAOS_NODE", "\u00e9" * 33)
+    with pytest.raises(
+        ConfigurationError, match=r"cannot say who it is: Hello\.node has 66 bytes; expected 64 at most"
+    ):
+        said()
+
+
+def test_a_long_reason_against_replay_is_cut_off() -> None:
+    assert said(no_replay="why not? " * 10_000).replay.endswith("(cut off)")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from membership_script import member
 
-from chaos_lightning.membership.peers import bounded, listed
+from chaos_lightning.membership.peers import listed
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.topology import Net, every_pair
 from chaos_lightning.membership.views import Change, changed_view, founding_view, intended_change, recovered_view
+from chaos_lightning.protocol.limits import bounded
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Member, PlanSpec, TreeSpec, View, ViewId
 
 PLAN = PlanSpec("user", 4096, (TreeSpec(0, 0, ("a", "b", "c"), ("", "a", "a")),))

@@ -10,6 +10,7 @@ from large_views import sparse_view
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.protocol import chaos_pb2, codec, packing
+from chaos_lightning.protocol.limits import PLACE_NBYTES
 from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, PlanSpec, TreeSpec, View, ViewId
 
 SMALL = View(
@@ -88,12 +89,12 @@ def test_a_text_that_repeats_what_it_shares_is_refused() -> None:
 
 
 def test_shared_beginnings_cannot_multiply_a_long_text() -> None:
-    long = replace(SMALL.members[0], host="h" * (packing.LONGEST_TEXT + 1))
-    with pytest.raises(WireError, match="more than 1024 characters"):
+    long = replace(SMALL.members[0], host="\u00e9" * (PLACE_NBYTES // 2 + 1))
+    with pytest.raises(WireError, match="more than 255 bytes"):
         codec.encode(replace(SMALL, members=(long,)))
     message = packed(View(ViewId(1, 1), NO_VIEW, (Member("a~1", "a", "h", "", 0),)))
-    message.members.texts = message.members.texts.replace("h", "h" * 2000)
-    message.members.lengths[7] = 2000
+    message.members.texts = message.members.texts.replace("h", "\u00e9" * 128)
+    message.members.lengths[7] = 128
     with pytest.raises(WireError, match="shares 0 characters"):
         codec.decode(View, message.SerializeToString())
 

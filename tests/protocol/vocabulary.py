@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from chaos_lightning.protocol import packing
 from chaos_lightning.protocol import types as vocabulary
+from chaos_lightning.protocol.limits import NUMBERS
 from chaos_lightning.protocol.types import Member, View
 
 _TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
@@ -41,7 +42,9 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return st.sampled_from(hint)
     hints = typing.get_type_hints(hint)
+    bounded = {f.name: st.integers(*NUMBERS[f.name]) for f in dataclasses.fields(hint) if f.name in NUMBERS}
     parts = {f.name: values(hints[f.name]) for f in dataclasses.fields(hint)}
+    parts |= {name: numbers for name, numbers in bounded.items() if hints[name] is int}
     if hint is View:
         return _views(parts)
     if hint is vocabulary.Header:

@@ -20,6 +20,8 @@ from chaos_lightning.protocol.types import View, ViewId
 
 NUMBERS = (0, 1, -1, 2, 3, 127, 255, 256, 1 << 16, (1 << 31) - 1, 1 << 32, 1 << 62, (1 << 63) - 1, -(1 << 63))
 TEXTS = ("", "a", "a~1", "b~2", "h~3", "~", "a~", "\0", "x" * 300, "..", "/", "a,b", "%s{0}", "\u202e", "\u20ac", "-1")
+LONG = ("\u20ac" * 22, "x" * 5000, "\u00e9" * 70_000)
+"""Texts beyond limits of protocol/limits.py, some of them only in bytes."""
 IDS = ("a~1", "b~2", "h~3", "c~4")
 MAX_ITEMS = 64
 """Of an input with several parts."""
@@ -229,7 +231,7 @@ def _scalar(field: Any, rng: Random) -> Any:
     if field.enum_type is not None:
         return rng.choice((0, 1, 2, 3, 4, 5, 6, 99, (1 << 31) - 1))
     if field.type == field.TYPE_STRING:
-        return rng.choice((*TEXTS, *IDS))
+        return rng.choice((*TEXTS, *IDS, *LONG))
     if field.type == field.TYPE_BYTES:
         return bytes(rng.randint(0, 255) for _ in range(rng.choice((0, 1, 8, 300))))
     if field.type == field.TYPE_BOOL:

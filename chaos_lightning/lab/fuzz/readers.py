@@ -28,15 +28,18 @@ from chaos_lightning.protocol import chaos_pb2, codec
 from chaos_lightning.protocol.changes import change_to, changed
 from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import (
+    GENESIS,
     NO_VIEW,
     Entered,
     FromMember,
     Header,
     Hello,
+    LinkEvent,
     LinkSpec,
     Member,
     PeerMessage,
     Ready,
+    Report,
     Settings,
     ToMember,
     View,
@@ -176,8 +179,14 @@ def _scheduler_seeds() -> list[bytes]:
     stands = Entered(first, 0, 0, "", True)
     joined += [(0, wrapped(FromMember, stands)), _tick()]
     two = [_opened(1), (1, wrapped(FromMember, hello("b", 2))), (1, wrapped(FromMember, Ready())), _tick(), _tick()]
+    links = [(0, wrapped(FromMember, LinkEvent("b~2", True, "connected")))]
+    links += [(1, wrapped(FromMember, LinkEvent("a~1", True, "connected")))]
+    both = [(conn, wrapped(FromMember, Entered(ViewId(1, 2), 0, 0, GENESIS.hash))) for conn in (0, 1)]
+    loss = [(0, wrapped(FromMember, LinkEvent("b~2", False, "closed (reset)"))), (0x31, b"x"), _tick()]
+    report = Report(ViewId(1, 3), ViewId(1, 2), 0, GENESIS.hash, last=GENESIS)
+    recovers = [*joined, *two[:2], *links, *two[2:], *both, *loss, _tick(), (0, wrapped(FromMember, report)), _tick()]
     chatter = [(0, said) for said in each(FromMember, Random(1))]
-    return [mutate.joined(joined), mutate.joined(joined + two), mutate.joined(joined + chatter[:20])]
+    return [mutate.joined(parts) for parts in (joined, joined + two, joined + chatter[:20], recovers)]
 
 
 def _feed_scheduler(data: bytes) -> None:

@@ -1,0 +1,87 @@
+"""Limits of what others may say: of texts in bytes of UTF-8, of lists in items, of whole numbers by range.
+
+Theory of operation. The codec looks at each field as it makes a dataclass of a message (protocol/codec.py). So whatever
+is beyond its limit is refused by name before any machine sees it, on control streams, on links and at the leader of
+outer sync. A member encodes and decodes its own hello before it says it (member/hello.py): what a user sets meets the
+same limits at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from chaos_lightning.protocol.types import MAX_MEMBERS
+
+NAME_NBYTES = 64
+"""Names of jobs and nodes, as in `types.NAME`."""
+ID_NBYTES = 128
+"""Ids of members (a name, "~" and a number), and hashes."""
+PLACE_NBYTES = 255
+"""Hosts, addresses, versions of the package, kinds of plans, and names of an outer job's processes."""
+REASON_NBYTES = 16 << 10
+"""Reasons that a member gives, and names of collectives and parameters. `bounded` cuts reasons to a quarter of it."""
+TEXT_NBYTES = 1 << 20
+"""All other texts: hyperparameters, values of a fingerprint, and words for people about many members."""
+MESSAGE_NBYTES = 64 << 20
+"""Texts that are as long as a message: names of all members of a view, summaries of a chain."""
+
+_NAMES = ("job", "node", "neighbours", "role", "phase", "rule", "remote", "local", "Member.name", "Hello.name")
+_IDS = ("id", "member", "members", "parents", "joiners", "a", "b", "peer", "suspect", "resume", "ids", "gone", "void")
+_HASHES = ("chain", "head", "prev_hash", "layout_hash", "state_hash", "before", "hash", "job_id", "nonce", "manifest")
+_PLACES = (
+    "host",
+    "address",
+    "package",
+    "place",
+    "endpoint",
+    "cluster",
+    "follower",
+    "followers",
+    "by",
+    "stream",
+    "kind",
+)
+_REASONS = ("name", "evidence", "line", "order", "replay", "key_name", "digest", "digests")
+_OF_MEMBERS = ("Leave.reason", "CatchUp.reason", "LinkRequest.reason", "Differs.reason", "PackedView.reason")
+TEXTS: Mapping[str, int] = {
+    **dict.fromkeys(_NAMES, NAME_NBYTES),
+    **dict.fromkeys((*_IDS, *_HASHES, "drifted", "learners", "PackedView.words"), ID_NBYTES),
+    **dict.fromkeys(_PLACES, PLACE_NBYTES),
+    **dict.fromkeys((*_REASONS, *_OF_MEMBERS), REASON_NBYTES),
+    **dict.fromkeys(("PackedMembers.texts", "Summary.state"), MESSAGE_NBYTES),
+}
+"""Most bytes of these texts, by field or by message and field; of all others TEXT_NBYTES."""
+LISTS: Mapping[str, int] = dict.fromkeys(
+    ("neighbours", "learners", "drifted", "ids", "gone", "void", "sources", "peers"), MAX_MEMBERS
+)
+"""Most items of these lists; all others have what fits into a message."""
+_COUNT = (0, 1 << 53)
+NUMBERS: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(("term", "number", "seq", "step", "pid", "pid_start"), _COUNT),
+    **dict.fromkeys(("quota", "accumulate"), (0, 1 << 31)),
+    "workers": (0, MAX_MEMBERS),
+    "port": (0, (1 << 16) - 1),
+}
+"""Least and greatest value of these whole numbers."""
+
+
+def nbytes(text: str) -> int:
+    """Returns the bytes of a text."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def most_nbytes(message: str, field: str) -> int:
+    """Returns the limit of a text."""
+    return TEXTS.get(f"{message}.{field}") or TEXTS.get(field, TEXT_NBYTES)
+
+
+def bounded(reason: str) -> str:
+    """Returns a reason, cut off where it is so long that it would swell a record or be refused."""
+    most = REASON_NBYTES // 4
+    cut = reason.encode()[:most].decode(errors="ignore")
+    return reason if nbytes(reason) <= most else f"{cut} ... (cut off)"
+
+
+def at_most(most: int) -> Callable[[str], str]:
+    """Returns the check of a setting whose text may have so many bytes."""
+    return lambda text: "" if (size := nbytes(text)) <= most else f"it has {size} bytes; expected {most} at most"

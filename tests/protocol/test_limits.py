@@ -1,0 +1,95 @@
+"""What others say is bounded where bytes become messages, by one table, in bytes of UTF-8."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from chaos_lightning.errors import WireError
+from chaos_lightning.outer import messages as outer_messages
+from chaos_lightning.outer.types import NO_VERSION, Agreement
+from chaos_lightning.outer.vocabulary import FROM_CLUSTER, OUTER
+from chaos_lightning.protocol import codec, limits
+from chaos_lightning.protocol.limits import ID_NBYTES, NAME_NBYTES, PLACE_NBYTES, TEXT_NBYTES, bounded, nbytes
+from chaos_lightning.protocol.types import (
+    MAX_MEMBERS,
+    Contribution,
+    Differs,
+    Heartbeat,
+    Hello,
+    Kind,
+    Leave,
+    LinkEvent,
+    ViewId,
+)
+
+HELLO = Hello("job", "a", "host", "127.0.0.1", 1, 2, 3, 1, 1, "1.0", (("lr", "0.1"),))
+CONTRIBUTION = Contribution("a~1", ViewId(1, 1), 1, Kind.STEP, 0, "00")
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (replace(HELLO, name="n" * 70_000), r"Hello\.name has 70000 bytes; expected 64 at most"),
+        (replace(HELLO, name="\u20ac" * 22), r"Hello\.name has 66 bytes; expected 64 at most"),
+        (replace(HELLO, job="j" * 65), r"Hello\.job has 65 bytes"),
+        (replace(HELLO, node="n" * 65), r"Hello\.node has 65 bytes"),
+        (replace(HELLO, host="h" * 256), r"Hello\.host has 256 bytes; expected 255 at most"),
+        (replace(HELLO, address="h" * 256), r"Hello\.address has 256 bytes"),
+        (replace(HELLO, resume="r" * 129), r"Hello\.resume has 129 bytes; expected 128 at most"),
+        (replace(HELLO, chain="c" * 129), r"Hello\.chain has 129 bytes"),
+        (replace(HELLO, neighbours=("a", "b" * 65)), r"Hello\.neighbours has 65 bytes"),
+        (replace(HELLO, neighbours=("a",) * (MAX_MEMBERS + 1)), r"Hello\.neighbours has 65537 items"),
+        (replace(HELLO, fingerprint=(("n" * 20_000, ""),)), r"NamedText\.name has 20000 bytes"),
+        (replace(HELLO, fingerprint=(("n", "v" * (TEXT_NBYTES + 1)),)), r"NamedText\.value has 1048577 bytes"),
+        (replace(HELLO, port=65_536), r"Hello\.port is 65536; expected 0 to 65535"),
+        (replace(HELLO, quota=-1), r"Hello\.quota is -1"),
+        (replace(HELLO, workers=1 << 40), r"Hello\.workers is 1099511627776"),
+        (replace(HELLO, term=(1 << 63) - 1), r"Hello\.term is 9223372036854775807"),
+        (replace(HELLO, view=ViewId(1, -1)), r"ViewId\.number is -1"),
+        (Heartbeat(ViewId(), 1 << 62, 0), r"Heartbeat\.seq is"),
+        (LinkEvent("p" * 200, True, ""), r"LinkEvent\.peer has 200 bytes"),
+        (Leave("r" * 20_000), r"Leave\.reason has 20000 bytes; expected 16384 at most"),
+        (Differs("a~1", "\u00e9" * 10_000), r"Differs\.reason has 20000 bytes"),
+        (replace(CONTRIBUTION, member="m" * 129), r"Contribution\.member has 129 bytes"),
+        (replace(CONTRIBUTION, hyper="h" * (TEXT_NBYTES + 1)), r"Contribution\.hyper has 1048577 bytes"),
+    ],
+)
+def test_what_is_beyond_its_limit_is_refused_by_name(message: Any, words: str) -> None:
+    with pytest.raises(WireError, match=words):
+        codec.decode(type(message), codec.encode(message))
+
+
+def test_what_is_at_its_limit_is_read() -> None:
+    hello = replace(
+        HELLO, name="n" * NAME_NBYTES, host="h" * PLACE_NBYTES, resume="r" * ID_NBYTES, port=65_535, term=1 << 53
+    )
+    assert codec.decode(Hello, codec.encode(hello)) == hello
+
+
+def test_a_leader_of_outer_sync_has_the_same_limits() -> None:
+    hello = outer_messages.ClusterHello("c" * 256, "", "", 0, None, NO_VERSION, NO_VERSION, Agreement(()))
+    with pytest.raises(WireError, match=r"ClusterHello\.cluster has 256 bytes; expected 255 at most"):
+        FROM_CLUSTER.decode(FROM_CLUSTER.encode(hello))
+
+
+def test_each_limit_is_of_a_field_that_there_is() -> None:
+    """A field that is renamed would be without its limit, and nobody would notice."""
+    fields = {"NamedText.name", "NamedText.value"}
+    for cls in codec.JOB.classes | OUTER.classes:
+        hints = typing.get_type_hints(cls)
+        fields |= {name for f in dataclasses.fields(cls) for name in (f.name, f"{cls.__name__}.{f.name}") if hints}
+    assert not {*limits.TEXTS, *limits.LISTS, *limits.NUMBERS} - fields
+
+
+@pytest.mark.parametrize("letter", ["x", "\u00e9", "\u20ac", "\U0001f600"])
+def test_a_reason_is_cut_off_in_bytes_and_stays_a_text(letter: str) -> None:
+    cut = bounded(letter * 100_000)
+    assert nbytes(cut) < 4200
+    assert cut.startswith(letter * 1000)
+    assert cut.endswith("... (cut off)")
+    assert bounded(cut[:1000]) == cut[:1000]
