@@ -166,7 +166,8 @@ class StandIn:
                 if number >= self.promised and number > self.view:
                     self.promised, self.known = number, max(self.known, number)
                     last = self.header
-                    report = Report(number, self.view, last.seq, last.hash, self.loaded, self.loaded, last=last)
+                    told = None if getattr(message, "brief", False) else last
+                    report = Report(number, self.view, last.seq, last.hash, self.loaded, self.loaded, last=told)
                     self.world.say(self, report)
             case Decide():
                 self._decided(message)

@@ -48,7 +48,7 @@ LinkStep = Dial | Tell
 def youth(member_id: str) -> tuple[int, str]:
     """Sort key: later incarnations are younger."""
     name, _, number = member_id.rpartition("~")
-    return (int(number) if number.isdigit() else 0, name)
+    return (int(number) if number.isdecimal() else 0, name)
 
 
 class Dialling:

@@ -66,8 +66,7 @@ class Hearing:
                 self.deaths.on_verdict(peer, message)
             case Report(number):
                 if self.desk.phase is SchedulerPhase.PREPARING and number == self.recovery.number:
-                    peer.report = message
-                    self.recovery.missing.discard(peer.id)
+                    self.recovery.told(peer, message)
                     self.detector.reported(peer.id)
             case Entered():
                 loaded = message.loaded and not peer.loaded

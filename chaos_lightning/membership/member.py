@@ -300,8 +300,8 @@ class MemberMachine:
                 self._check_ready()
             case NextView(view):
                 self._on_next_view(view)
-            case Prepare(number, reason):
-                self._on_prepare(number, reason, held)
+            case Prepare():
+                self._on_prepare(message, held)
             case Decide():
                 self._on_decide(message)
             case ServeLearners():
@@ -591,11 +591,12 @@ class MemberMachine:
 
     # ------------------------------------------------------------------ recovery
 
-    def _on_prepare(self, number: ViewId, reason: str, held: tuple[Span, ...]) -> None:
+    def _on_prepare(self, message: Prepare, held: tuple[Span, ...]) -> None:
+        number = message.number
         if number < self.promised or number <= self._entered_id:
             return
         if number > self.promised:
-            self._note("prepare", number=str(number), reason=reason)
+            self._note("prepare", number=str(number), reason=message.reason)
         self._promise(number)
         if self.view is not None:
             self._emit(DropAttempt(self.view.id))
@@ -607,7 +608,7 @@ class MemberMachine:
             loaded=self.loaded,
             raw=self.loaded and self._raw,
             pending=self.pending,
-            last=self.header,
+            last=None if message.brief else self.header,
             held=held,
         )
         self._emit(ToScheduler(report))

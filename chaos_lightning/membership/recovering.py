@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from chaos_lightning.membership.backoff import LONGEST_S, Backoff
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
+from chaos_lightning.membership.peers import Peer
 from chaos_lightning.membership.roster import Roster
-from chaos_lightning.protocol.types import NO_VIEW, Prepare, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, SMALL_JOB, Header, Prepare, Report, ViewId
 
 
 class Recovery:
@@ -24,6 +28,8 @@ class Recovery:
         """Whom the present one has asked for a report, ..."""
         self.missing: set[str] = set()
         """... and who of them has not given it."""
+        self._named: dict[str, Report] = {}
+        """Reports of those that were asked for the header that they had named."""
         self.prepared_at = 0.0
         self.returning = desk.phase is SchedulerPhase.RUNNING
         """After a restart, until all members of the last view are back."""
@@ -75,11 +81,47 @@ class Recovery:
         self._book.decision = self._book.announced = None
         living = self._roster.living()
         self.expected = frozenset(p.id for p in living)
-        self.missing = set(self.expected)
+        self.missing, self._named = set(self.expected), {}
         self._desk.note("prepare", number=str(number), reason=self.why)
-        for peer in living:
+        # In a large job some tell the header that they stand on, and the others name it (9).
+        whole, brief = Prepare(number, self.why), Prepare(number, self.why, brief=True)
+        for place, peer in enumerate(living):
             peer.report = None
-            self._roster.send(peer, Prepare(number, self.why))
+            self._roster.send(peer, whole if place < SMALL_JOB else brief)
+
+    def told(self, peer: Peer, report: Report) -> None:
+        """A member that was asked has answered; what it held it told the first time."""
+        before = self._named.get(peer.id)
+        same = before is not None and before.head == report.head
+        peer.report = replace(report, held=before.held) if before is not None and same else report
+        self.missing.discard(peer.id)
+
+    def with_headers(self, reporters: Sequence[Peer]) -> dict[str, Report] | None:
+        """Returns their reports, each with the header that its sender stands on.
+
+        Where nobody has told that header, one of those that stand on it is asked for it. Until it answers: None.
+        """
+        headers: dict[str, Header] = {}
+        reports = {p.id: p.report for p in reporters if p.report is not None}
+        for report in reports.values():
+            if report.head not in headers and report.last is not None and report.last.hash == report.head:
+                headers[report.head] = report.last
+        asked = set[str]()
+        for peer in reporters:
+            report = reports[peer.id]
+            if report.head in headers:
+                if report.last is not headers[report.head]:
+                    peer.report = reports[peer.id] = replace(report, last=headers[report.head])
+            elif not report.loaded:
+                continue  # nobody goes on from there
+            elif report.last is not None or peer.id in self._named:
+                self._roster.condemn(peer, f"it reports to stand on header {report.head}, and does not tell that one")
+            elif report.head not in asked:
+                asked.add(report.head)
+                self._named[peer.id], peer.report, self.prepared_at = report, None, self._desk.now
+                self.missing.add(peer.id)
+                self._roster.send(peer, Prepare(self.number, self.why))
+        return reports if all(r.head in headers or not r.loaded for r in reports.values()) else None
 
     def shift(self, gap: float) -> None:
         """The scheduler was frozen for so long (s)."""

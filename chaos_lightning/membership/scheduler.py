@@ -602,8 +602,10 @@ class SchedulerMachine:
             gone = listed(sorted(self.recovery.expected - living)) or "nobody"
             why = self.recovery.again or f"{self.recovery.why}; gone since: {gone}"
             return self.recovery.begin(why, urgent=not living >= self.recovery.expected)
-        reports = {p.id: p.report for p in self.roster.living() if p.report is not None}
-        if len(reports) < len(living):
+        if any(p.report is None for p in self.roster.living()):
+            return False
+        reports = self.recovery.with_headers(self.roster.living())
+        if reports is None:
             return False
         side = self.rewiring.side(reports, self.rule)
         if side is None:

@@ -408,7 +408,7 @@ class Report:
     pending: Header | None = None
     """Header of slot seq+1, received but not committed for want of ranges."""
     last: Header | None = None
-    """Header of slot seq itself, so that it can be handed on."""
+    """Header of slot seq itself, so that it can be handed on; None where a brief report is enough."""
     held: tuple[Span, ...] = ()
     """Byte ranges of slot seq+1 that are completely reduced here."""
 
@@ -612,6 +612,8 @@ class ServeLearners:
 class Prepare:
     number: ViewId
     reason: str
+    brief: bool = False
+    """The report may leave its last header out: others tell it, or it is asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from chaos_lightning.protocol.types import (
     Header,
     Hello,
     Kind,
+    Prepare,
     Report,
     Source,
     Span,
@@ -103,8 +104,8 @@ class UncountedMachine(MemberMachine):
         self._before = self.header
         super()._commit(header)
 
-    def _on_prepare(self, number: ViewId, reason: str, held: tuple[Span, ...]) -> None:
-        super()._on_prepare(number, reason, held)
+    def _on_prepare(self, message: Prepare, held: tuple[Span, ...]) -> None:
+        super()._on_prepare(message, held)
         before = self._before
         below = self._spreading.below(self.view, self.member_id) if self.view is not None else ()
         if below and before.hash == self.header.prev_hash:
