@@ -39,21 +39,19 @@ def quick(members: Sequence[Rank], links: Mapping[Pair, tuple[float, float, floa
         PlanError: The links do not connect the members; names the parts.
     """
     ids = tuple(m.id for m in members)
-    wide = {ends: min(there, back) for ends, (_, there, back) in links.items() if there > 0 and back > 0}
+    rank = {name: i for i, name in enumerate(ids)}
+    wide = {
+        (rank[a], rank[b]): min(there, back) for (a, b), (_, there, back) in links.items() if there > 0 and back > 0
+    }
     complete = len(wide) == len(ids) * (len(ids) - 1) // 2
     if complete and (not wide or min(wide.values()) * len(ids) >= max(wide.values())):
         return PlanSpec(), "rotating, since every pair has a link"
-    parts = connected_parts(ids, neighbours(ids, wide))
+    parts = connected_parts(range(len(ids)), neighbours(range(len(ids)), wide))
     if len(parts) > 1:
-        raise PlanError(not_connected(parts))
-    trees = _Growth([m.host or f"\0{m.id}" for m in members], _ranked(ids, wide)).trees()
+        raise PlanError(not_connected([[ids[i] for i in part] for part in parts]))
+    trees = _Growth([m.host or f"\0{m.id}" for m in members], wide).trees()
     specs = tuple(TreeSpec(0, 0, ids, tuple("" if p < 0 else ids[p] for p in tree), 1.0) for tree in trees)
     return PlanSpec("trees", trees=specs), f"{len(specs)} trees that spread the work"
-
-
-def _ranked(ids: Sequence[str], wide: Mapping[Pair, float]) -> dict[Edge, float]:
-    rank = {name: i for i, name in enumerate(ids)}
-    return {(rank[a], rank[b]): bps for (a, b), bps in wide.items()}
 
 
 class _Growth:
