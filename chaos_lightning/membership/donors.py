@@ -115,16 +115,16 @@ def _before(view: View, me: str, holders: Sequence[Member], near: Collection[str
 
 
 def named_more(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
-    """Learners that a list names more often than the one before: each begins at the first header with this list."""
+    """Returns learners that a list names more often than the one before: they begin at the first header with it."""
     return tuple(Counter(now) - Counter(before))
 
 
 class Serving:
-    """Whether this member keeps the state and the log for the present learners (protocol.md 15, 18).
+    """Knows whether this member keeps the state and the log for the present learners (protocol.md 15, 18).
 
     Attributes:
-        keeps: It keeps the log.
-        copies: It copies the state at the last header.
+        keeps: Whether it keeps the log.
+        copies: Whether it copies the state at the last header.
     """
 
     def __init__(self) -> None:
@@ -132,18 +132,19 @@ class Serving:
         self._told: tuple[tuple[str, ...], bool] = ((), False)
 
     def told(self, me: str, message: ServeLearners) -> None:
-        """The scheduler's word: this member is a donor if the view that comes with it names it."""
+        """Takes the scheduler's word: this member is a donor if the view that comes with it names it."""
         self._told = message.ids, message.view.find(me) is not None
 
     def committed(self, before: Header, header: Header, view: View, links: Mapping[str, bool]) -> None:
-        """A header follows another one. If it names newcomers of which this member has not heard, those count that it
-        has a link with: to keep too much is harmless.
+        """Takes in that a header follows another one.
+
+        Newcomers that this member has not heard of count if it has a link with them: to keep too much is harmless.
 
         Args:
-            before: The header before.
-            header: May name learners.
-            view: The one that rules here.
-            links: Whether this member's links stand, by their other ends.
+            before: The header before it.
+            header: A header, which may name learners.
+            view: The view that rules here.
+            links: Whether each link of this member stands, by its other end.
         """
         new, kept = set(named_more(before.learners, header.learners)), self.keeps
         if not header.learners or len(view.members) <= SMALL_JOB:
