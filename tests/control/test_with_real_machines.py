@@ -248,6 +248,12 @@ def test_founding_collectives_and_the_end() -> None:
         assert reason
 
 
+def is_told_of_a_tree(node: Node) -> bool:
+    """Whether a view is to come to this member whose plan has one."""
+    view = node.machine.waiting_view
+    return view is not None and len(view.plan.trees) == 1
+
+
 def joined_by(nodes: list[Node], served: Served, name: str) -> int:
     """A newcomer is let in by the header of a boundary; returns the slot that it is in."""
     nodes.append(Node(nodes[0].fabric, served.endpoint, name))
@@ -342,7 +348,7 @@ def test_many_members_begin_with_a_quick_plan_and_get_the_configured_planners_fr
             node.stands_in(len(names))
         assert {view.plan for node in nodes if (view := node.machine.view) is not None} == {PlanSpec()}
         gather(nodes, 1)
-        until(lambda: fetch_status(served.endpoint)["machine"]["plan"]["trees"] == 1, "a plan from another process")
+        until(lambda: all(is_told_of_a_tree(node) for node in nodes), "a plan from another process")
         for node in nodes:
             node.contribute(Kind.BOUNDARY)
         assert {len(node.committed(2).view.plan.trees) for node in nodes} == {1}, "a header brought it"
