@@ -40,7 +40,7 @@ BEAT_BATCHES = (1, 16)
 TICKS = 20
 HEARTBEAT_US, EXPONENT, FOUNDING_S, DEATH_S, RECORD_KB = 60.0, 1.3, 20.0, 1.0, 10.0
 BOUNDED_AT = 1024
-MINUTES, MINUTES_QUICK = 4.0, 0.5
+MINUTES, MINUTES_QUICK = 2.0, 0.5
 KINDS = ("founding", "join", "leave", "death")
 Costs = dict[str, dict[int, float]]
 """CPU seconds by kind of event and number of members."""

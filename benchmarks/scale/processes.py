@@ -9,7 +9,7 @@ until all are back at the next one, which is started at once, and have the Decid
 status. The peer is an older version (`--before`, a folder with its sources): its scheduler and stand-ins in the same
 places.
 
-The minutes in which nobody may be put out are shared by the cases; the largest one has more than half of them. All
+The largest job has the five minutes in which nobody may be put out, others have less. All
 processes share this machine's cores, so times to the last of hundreds contain their turns.
 """
 
@@ -48,8 +48,8 @@ PATIENCE_S = 120.0
 LOOK_S = 0.05
 QUIET_S = 3.0
 """Between a founding and what is measured next."""
-LARGEST_SHARE = 0.55
-"""Part of the quiet minutes that the case with the most members has."""
+OTHERS_MINUTES = 0.75
+"""Most quiet minutes of a case that has not the most members."""
 PEER_MINUTES = 0.25
 """Quiet minutes of a case of the peer, in which nothing is held against it."""
 CASE_MINUTES = 0.7
@@ -336,14 +336,13 @@ def measure_case(result: Result, case: Case, folder: Path) -> int:
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """Returns all jobs in turn; those of this version share `minutes`."""
+    """Returns all jobs in turn; the largest one has all of `minutes`."""
     complete(args)
     own = [(Kind("plain"), size) for size in args.connections]
     own += [(Kind("mutual TLS, keys and etcd", keys=True), size) for size in args.keyed]
     largest = max(range(len(own)), key=lambda i: own[i][1])
-    others = args.minutes * (1 - LARGEST_SHARE) / max(1, len(own) - 1)
-    first = args.minutes - others * (len(own) - 1)
-    found = [Case(kind, size, first if i == largest else others) for i, (kind, size) in enumerate(own)]
+    others = min(args.minutes, OTHERS_MINUTES)
+    found = [Case(kind, size, args.minutes if i == largest else others) for i, (kind, size) in enumerate(own)]
     if args.before:
         peer = Kind("plain, before", source=str(Path(args.before).resolve()))
         found += [Case(peer, size, PEER_MINUTES) for size in args.connections]
@@ -384,7 +383,7 @@ def options(p: Options) -> None:
     words = "numbers of members; none: 64 256 512, or 64 with --quick"
     p.add_argument("--connections", type=int, nargs="*", default=[], help=words)
     p.add_argument("--keyed", type=int, nargs="*", default=[], help="the same with keys; none: 256, or 64 with --quick")
-    words = "in which nobody may be put out, all sizes together; 0: 5, or 0.4 with --quick"
+    words = "in which nobody may be put out, at the largest size; 0: 5, or 0.2 with --quick"
     p.add_argument("--minutes", type=float, default=0.0, help=words)
     p.add_argument("--before", default="", help="folder with the sources of another version, to compare with")
 
@@ -393,7 +392,7 @@ def complete(args: argparse.Namespace) -> None:
     """Fills in what was not given."""
     args.connections = args.connections or ([64] if args.quick else list(SIZES))
     args.keyed = args.keyed or ([64] if args.quick else [256])
-    args.minutes = args.minutes or (0.4 if args.quick else 5.0)
+    args.minutes = args.minutes or (0.2 if args.quick else 5.0)
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ FLOOR = 2 / 3
 STUCK_S = 120.0
 BESIDE_LINKS = 2
 """Connections besides links: the control stream, and a transfer that ends just then."""
-MINUTES, MINUTES_QUICK = 9.0, 3.0
+MINUTES, MINUTES_QUICK = 6.0, 2.0
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 _ESTABLISHED = "01"
 

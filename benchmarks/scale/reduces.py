@@ -238,5 +238,5 @@ def measure(result: Result, args: argparse.Namespace) -> None:
 def options(p: Options) -> None:
     """Those of this part."""
     p.add_argument("--mib", type=float, default=16, help="size of the buffer in measured all-reduces, MiB")
-    p.add_argument("--card-mbps", type=float, default=40, help="of each member's emulated network card")
+    p.add_argument("--card-mbps", type=float, default=100, help="of each member's emulated network card")
     p.add_count("--reduces", 7, 2, "all-reduces by each plan")
