@@ -56,9 +56,9 @@ class Hearing:
             case Ready():
                 if peer.standing is Standing.LINKING:
                     peer.standing = Standing.READY
-            case LinkEvent(other, up, evidence):
+            case LinkEvent(other, up, evidence) if other != peer.id:
                 self.links.on_link(peer, other, up, evidence)
-            case LinkReport():
+            case LinkReport(other) if other != peer.id:
                 self.links.on_link_report(peer, message)
             case LinkRequest():
                 self.links.on_link_request(peer, message)

@@ -32,7 +32,17 @@ from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.outer.messages import Missing
 from chaos_lightning.outer.types import IncarnationId, PushId
 from chaos_lightning.outer.vocabulary import FROM_FOLLOWER
-from chaos_lightning.protocol.types import NO_VIEW, VERSION, Entered, FromMember, Ready, Settings, ViewId
+from chaos_lightning.protocol.types import (
+    NO_VIEW,
+    VERSION,
+    Entered,
+    FromMember,
+    LinkEvent,
+    LinkReport,
+    Ready,
+    Settings,
+    ViewId,
+)
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 
 EXAMPLES = {"agent": 15, "tls-proxy": 40, "server": 60, "state": 60, "scheduler": 60}
@@ -135,6 +145,15 @@ def test_all_targets_for_minutes(driver: str, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ what it found
+
+
+@pytest.mark.parametrize("said", [LinkEvent("a~1", True, "connected"), LinkReport("a~1", 0.001, 1e9, "probe")])
+def test_who_speaks_of_a_link_to_itself_ends_no_scheduler(said: LinkEvent | LinkReport) -> None:
+    machine = SchedulerMachine(Settings(min_nodes=1), fx.Chain(1, NO_VIEW))
+    machine.on(1.0, fx.Opened(1), fx.MessageIn(1, hello("a", 1)), fx.MessageIn(1, Ready()), fx.MessageIn(1, said))
+    machine.validate_state()
+    machine.on(1.1, fx.Closed(1, False))
+    assert machine.roster.peers == {}
 
 
 def test_a_second_hello_on_one_stream_does_not_make_it_two_members() -> None:
