@@ -50,6 +50,8 @@ QUIET_S = 3.0
 """Between a founding and what is measured next."""
 OTHERS_MINUTES = 0.75
 """Most quiet minutes of a case that has not the most members."""
+BESIDE = 32
+"""Number of members that both versions are measured with, if there is a peer: it may found no larger job."""
 PEER_MINUTES = 0.25
 """Quiet minutes of a case of the peer, in which nothing is held against it."""
 CASE_MINUTES = 0.7
@@ -338,14 +340,15 @@ def measure_case(result: Result, case: Case, folder: Path) -> int:
 def cases(args: argparse.Namespace) -> list[Case]:
     """Returns all jobs in turn; the largest one has all of `minutes`."""
     complete(args)
-    own = [(Kind("plain"), size) for size in args.connections]
+    sizes = [*([BESIDE] if args.before and BESIDE not in args.connections else []), *args.connections]
+    own = [(Kind("plain"), size) for size in sizes]
     own += [(Kind("mutual TLS, keys and etcd", keys=True), size) for size in args.keyed]
     largest = max(range(len(own)), key=lambda i: own[i][1])
     others = min(args.minutes, OTHERS_MINUTES)
     found = [Case(kind, size, args.minutes if i == largest else others) for i, (kind, size) in enumerate(own)]
     if args.before:
         peer = Kind("plain, before", source=str(Path(args.before).resolve()))
-        found += [Case(peer, size, PEER_MINUTES) for size in args.connections]
+        found += [Case(peer, size, PEER_MINUTES) for size in sizes]
     return found
 
 

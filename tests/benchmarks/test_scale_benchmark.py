@@ -212,7 +212,9 @@ def test_the_largest_job_has_five_minutes_in_which_nobody_may_be_put_out() -> No
     assert [case.size for case in found] == [64, 256, 512, 256]
     assert [case.minutes for case in found] == [0.75, 0.75, 5.0, 0.75]
     args.before = "."
-    assert [case.kind.peer for case in processes.cases(args)] == [False] * 4 + [True] * 3
+    beside = processes.cases(args)
+    assert [case.kind.peer for case in beside] == [False] * 5 + [True] * 4
+    assert [case.size for case in beside if case.kind.peer] == [32, 64, 256, 512]
 
 
 def test_a_real_scheduler_founds_a_job_of_stand_ins_and_hears_of_a_death(tmp_path: Path) -> None:
