@@ -41,6 +41,11 @@ def test_outer_jobs_lose_nothing(family: str) -> None:
     assert family != "fragile" or any(run.rollbacks for run in runs)
 
 
+@pytest.mark.parametrize(("family", "seed"), [("own", 150), ("any", 290), ("damaged", 366)])
+def test_followers_that_start_after_the_end_are_entered_nowhere(family: str, seed: int) -> None:
+    assert World(FAMILIES[family](seed)).run().violation == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_outer_jobs_lose_nothing(family: str) -> None:

@@ -434,9 +434,10 @@ class FollowerProcess(Client):
 
     def hear(self, message: object) -> None:
         self.feed(fx.Told(message))  # type: ignore[arg-type]
-        started = self.job.chain.starts.get(self.name)
-        obeys = self.alive and self.machine._obeys and not self.job.went_back  # an older copy may lack its start
-        if obeys and started != self.machine.nonce:
+        chain = self.job.chain
+        started = chain.starts.get(self.name)
+        lacks = self.job.went_back or chain.ended is not None  # so may an older copy; and nothing follows the end
+        if self.alive and self.machine._obeys and not lacks and started != self.machine.nonce:
             raise Violation(f"{self.name} obeys, and the chain has its start {started}, not {self.machine.nonce} (O7)")
 
     def feed(self, event: fx.FollowerEvent) -> None:
