@@ -107,9 +107,15 @@ class Line:
     async def live(self) -> None:
         """Has a stream until it is put out or killed."""
         while self.one.here and not self.out:
-            with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
+            try:
                 await self._attend()
-            self.talks = False
+            except (grpc.RpcError, asyncio.CancelledError):
+                pass
+            except Exception:
+                self.crowd.broken += 1  # and it hears no more, so it is out for the scheduler
+                raise
+            finally:
+                self.talks = False
             if self.one.here:
                 self.crowd.broken += not self.out
                 await self._channel.close()

@@ -41,7 +41,7 @@ class Book:
         self.decision: Decide | None = None
         self.announced: NextView | None = None
         self.entered_at: float | None = None
-        """When the first member stood in the latest view, or in a large job the last one loaded the state (s)."""
+        """When the first member stood in the latest view, or in a large job the last one loaded (of) the state (s)."""
         self.persisting: tuple[int, Callable[[], None]] | None = None
         """Token of the write that is out, and what follows from it."""
         self.writing: View | None = None
@@ -114,6 +114,18 @@ class Book:
         if latest is None or view != latest.id:
             return
         if self.entered_at is None or (loaded and len(latest.members) > SMALL_JOB):
+            self.entered_at = now
+
+    def loads(self, member: str, now: float) -> None:
+        """A member gets the state.
+
+        Where most of a large job do (it is being founded), the first copies take as long as those that are sent at the
+        same time, and all others wait for them.
+        """
+        view = self.latest
+        if view is None or len(view.members) <= SMALL_JOB or 2 * len(view.joiners) <= len(view.members):
+            return
+        if self.entered_at is not None and member in view.joiners:
             self.entered_at = now
 
     def restart(self, past: Past, views: Sequence[View]) -> None:

@@ -74,6 +74,8 @@ class Hearing:
                 self.rebuild.on_moved(peer)
                 self.book.entered(message.view, self.desk.now, loaded=loaded)
             case Progress():
+                if peer.progress is None or message.done_nbytes > peer.progress.done_nbytes:
+                    self.book.loads(peer.id, self.desk.now)
                 peer.progress = message
             case RebuildReport():
                 self.rebuild.on_report(peer, message)

@@ -96,14 +96,18 @@ class Redrawing:
         ids, links = latest.ids(), [(a, b) for a, b in self._graph.of_view(latest)]
         if latest.plan in (plan, self._desk.settings.plan):
             return None, reason
-        if not misfit(plan, ids, links):
+        fits = not misfit(plan, ids, links)
+        if fits and self._topology.version == self._version:
             return plan, reason
         wish = self._wish(latest)
-        left = mended(plan, ids, wish.links) if len(ids) > SMALL_JOB else None
-        if left is None:
-            return None, reason
+        left, why = plan, reason  # its links were measured anew while it was drawn
+        if not fits:
+            found, why = mended(plan, ids, wish.links), f"mended for those who are here: {reason}"
+            if found is None or len(ids) <= SMALL_JOB:
+                return None, reason
+            left = found
         left = replace(left, chunk_nbytes=0)  # as planners leave it
-        return replanned(wish, lambda network, nbytes: (left, f"mended for those who are here: {reason}"))
+        return replanned(wish, lambda network, nbytes: (left, why))
 
     def _due(self, latest: View) -> bool:
         if latest.id != self._seen:

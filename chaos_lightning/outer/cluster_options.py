@@ -16,7 +16,7 @@ from chaos_lightning.declared import at_least, check_each, declared, document, o
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import split_endpoint, split_endpoints
 from chaos_lightning.outer.options import DEFAULT_SERVER, VARIABLE, LeaderOptions
-from chaos_lightning.protocol.limits import PLACE_NBYTES, at_most
+from chaos_lightning.protocol.limits import PROCESS_NBYTES, at_most
 from chaos_lightning.settings import EngineConfig, from_environment, host_name
 from chaos_lightning.transport.sealing import RULES
 
@@ -38,7 +38,7 @@ class ClusterOptions:
     name: str = setting(
         "",
         "This cluster's name, unique in the job. By default host name and process id.",
-        check=at_most(PLACE_NBYTES),
+        check=at_most(PROCESS_NBYTES),
     )
     codec: str = setting(
         "bf16",

@@ -15,7 +15,7 @@ from chaos_lightning.declared import check_each, document, same_as, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, facing, split_endpoint, split_endpoints
 from chaos_lightning.outer.options import DEFAULT_SERVER
-from chaos_lightning.protocol.limits import PLACE_NBYTES, at_most
+from chaos_lightning.protocol.limits import PROCESS_NBYTES, at_most
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.settings import EngineConfig, absolute_path
 
@@ -39,7 +39,7 @@ class FollowerOptions:
         "",
         "Its name, which no other follower of the job has. One that starts with the name and the files of another that "
         "is gone goes on in its place; one with a name that has no shard stands by. By default this machine's name.",
-        check=at_most(PLACE_NBYTES),
+        check=at_most(PROCESS_NBYTES),
     )
     dir: str = setting(
         "",

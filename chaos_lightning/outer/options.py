@@ -12,7 +12,7 @@ from chaos_lightning.control.options import ETCD, MEMORY, absolute_store, check_
 from chaos_lightning.declared import at_least, check_each, document, same_as, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, split_endpoint
-from chaos_lightning.protocol.limits import PLACE_NBYTES, at_most
+from chaos_lightning.protocol.limits import PROCESS_NBYTES, at_most
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.settings import EngineConfig, absolute_path
 
@@ -122,7 +122,7 @@ class ServerOptions(LeaderOptions):
         "follower",
         "Followers are called by it and a number. Where several machines have followers of one job, they need names of "
         "their own.",
-        check=at_most(PLACE_NBYTES - 8),
+        check=at_most(PROCESS_NBYTES - 8),
     )
 
     links: str = same_as(EngineConfig, "links")

@@ -16,8 +16,10 @@ NAME_NBYTES = 64
 """Names of jobs and nodes, as in `types.NAME`."""
 ID_NBYTES = 128
 """Ids of members (a name, "~" and a number), and hashes."""
+PROCESS_NBYTES = 100
+"""Names of an outer job's clusters and followers: what is made of them (an id, a place) fits into its own limit."""
 PLACE_NBYTES = 255
-"""Hosts, addresses, versions of the package, kinds of plans, and names of an outer job's processes."""
+"""Hosts, addresses, versions of the package, kinds of plans, and where an outer job's processes are."""
 REASON_NBYTES = 16 << 10
 """Reasons that a member gives, and names of collectives and parameters. `bounded` cuts reasons to a quarter of it."""
 TEXT_NBYTES = 1 << 20
@@ -28,24 +30,14 @@ MESSAGE_NBYTES = 64 << 20
 _NAMES = ("job", "node", "neighbours", "role", "phase", "rule", "remote", "local", "Member.name", "Hello.name")
 _IDS = ("id", "member", "members", "parents", "joiners", "a", "b", "peer", "suspect", "resume", "ids", "gone", "void")
 _HASHES = ("chain", "head", "prev_hash", "layout_hash", "state_hash", "before", "hash", "job_id", "nonce", "manifest")
-_PLACES = (
-    "host",
-    "address",
-    "package",
-    "place",
-    "endpoint",
-    "cluster",
-    "follower",
-    "followers",
-    "by",
-    "stream",
-    "kind",
-)
-_REASONS = ("name", "evidence", "line", "order", "replay", "key_name", "digest", "digests")
+_PROCESSES = ("cluster", "follower", "followers")
+_PLACES = ("host", "address", "package", "place", "endpoint", "stream", "kind")
+_REASONS = ("by", "name", "evidence", "line", "order", "replay", "key_name", "digest", "digests")
 _OF_MEMBERS = ("Leave.reason", "CatchUp.reason", "LinkRequest.reason", "Differs.reason", "PackedView.reason")
 TEXTS: Mapping[str, int] = {
     **dict.fromkeys(_NAMES, NAME_NBYTES),
     **dict.fromkeys((*_IDS, *_HASHES, "drifted", "learners", "PackedView.words"), ID_NBYTES),
+    **dict.fromkeys(_PROCESSES, PROCESS_NBYTES),
     **dict.fromkeys(_PLACES, PLACE_NBYTES),
     **dict.fromkeys((*_REASONS, *_OF_MEMBERS), REASON_NBYTES),
     **dict.fromkeys(("PackedMembers.texts", "Summary.state"), MESSAGE_NBYTES),

@@ -7,7 +7,7 @@ from test_membership_terms import Job, hello
 
 from chaos_lightning.membership.effects import MessageIn, Opened, SchedulerTick
 from chaos_lightning.membership.peers import Standing
-from chaos_lightning.protocol.types import CatchUp, Entered, View
+from chaos_lightning.protocol.types import CatchUp, Entered, Progress, View
 
 PATIENT = {"heartbeat_interval_s": 5.0, "heartbeat_timeout_s": 20.0, "max_nodes": 200}
 SETTLES_S = 0.1
@@ -140,3 +140,25 @@ def test_a_large_founding_has_time_as_long_as_somebody_loads_the_state(members: 
             break
         job.says(member.name, Entered(founded.id, 0, 0, "h", loaded=True))
     assert (len(job.views) == 1 and not job.machine.desk.reserving) == later
+
+
+def test_a_large_founding_has_time_as_long_as_the_first_copies_grow() -> None:
+    """They are sent at the same time, so the first one takes as long as all of them."""
+    job = Job(min_nodes=MEMBERS, join_timeout_s=10.0, **PATIENT)
+    for i in range(MEMBERS):
+        job.comes(hello(f"m-{i}", pid=1000 + i))
+    for _ in range(2):
+        job.feed(SchedulerTick())
+    (founded,) = job.views
+    for i, member in enumerate(founded.members):
+        job.says(member.name, Entered(founded.id, 0, 0, "h", loaded=i == 0))
+    job.machine.validate_state = lambda: None  # type: ignore[method-assign]  # it looks at all pairs
+    last = founded.members[-1].name
+    for nbytes in (100, 200, 300):
+        job.says(last, Progress("pull", nbytes, 1000, 0.0))
+        job.passes(6.0)
+    assert len(job.views) == 1
+    assert not job.machine.desk.reserving
+    job.says(last, Progress("pull", 300, 1000, 0.0))
+    job.passes(6.0)
+    assert job.machine.desk.reserving or len(job.views) > 1, "nothing has come to anybody for 12 s"

@@ -11,10 +11,19 @@ import pytest
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.outer import messages as outer_messages
+from chaos_lightning.outer import types as outer_types
 from chaos_lightning.outer.types import NO_VERSION, Agreement
-from chaos_lightning.outer.vocabulary import FROM_CLUSTER, OUTER
+from chaos_lightning.outer.vocabulary import FROM_CLUSTER, OUTER, TO_FOLLOWER, body_bytes
 from chaos_lightning.protocol import codec, limits
-from chaos_lightning.protocol.limits import ID_NBYTES, NAME_NBYTES, PLACE_NBYTES, TEXT_NBYTES, bounded, nbytes
+from chaos_lightning.protocol.limits import (
+    ID_NBYTES,
+    NAME_NBYTES,
+    PLACE_NBYTES,
+    PROCESS_NBYTES,
+    TEXT_NBYTES,
+    bounded,
+    nbytes,
+)
 from chaos_lightning.protocol.types import (
     MAX_MEMBERS,
     Contribution,
@@ -72,9 +81,20 @@ def test_what_is_at_its_limit_is_read() -> None:
 
 
 def test_a_leader_of_outer_sync_has_the_same_limits() -> None:
-    hello = outer_messages.ClusterHello("c" * 256, "", "", 0, None, NO_VERSION, NO_VERSION, Agreement(()))
-    with pytest.raises(WireError, match=r"ClusterHello\.cluster has 256 bytes; expected 255 at most"):
+    hello = outer_messages.ClusterHello("c" * 101, "", "", 0, None, NO_VERSION, NO_VERSION, Agreement(()))
+    with pytest.raises(WireError, match=r"ClusterHello\.cluster has 101 bytes; expected 100 at most"):
         FROM_CLUSTER.decode(FROM_CLUSTER.encode(hello))
+
+
+def test_what_is_made_of_a_clusters_name_fits_into_its_own_limit() -> None:
+    """The chain has them for good: what could be written and not be read would end the job."""
+    name, place = "c" * PROCESS_NBYTES, "p" * PLACE_NBYTES
+    opened = outer_types.JobOpened(Agreement(()), f"{name} at {place}", "n")
+    assert OUTER.decode(outer_types.JobOpened, body_bytes(opened)) == opened
+    joined = outer_types.Joined(outer_types.IncarnationId(name, 1 << 53), f"{name} (pid {1 << 22})", 1)
+    assert OUTER.decode(outer_types.Joined, body_bytes(joined)) == joined
+    key = outer_messages.LineKey(1, str(joined.incarnation), "name", b"key")
+    assert TO_FOLLOWER.decode(TO_FOLLOWER.encode(key)) == key
 
 
 def test_each_limit_is_of_a_field_that_there_is() -> None:

@@ -312,10 +312,19 @@ def _mutate_parts_of_json(data: bytes, rng: Random) -> bytes:
 # ------------------------------------------------------------------ stores
 
 
+def _view(rng: Random) -> View:
+    """Any that a record may have: no text of it is beyond its limit."""
+    while True:
+        view: View = mutate.value_of(View, rng)
+        with contextlib.suppress(WireError):
+            codec.encode(view)
+            return view
+
+
 def _entry(rng: Random, number: int, view: bool) -> bytes:
     from chaos_lightning.control.chain import ChainEntry, entry_bytes
 
-    some = mutate.value_of(View, rng) if view else None
+    some = _view(rng) if view else None
     body = entry_bytes(ChainEntry(0, "view" if view else "reserve", ViewId(1, number), some))
     document = {"format": 3, "kind": "view" if view else "reserve", "term": 1, "before": ""}
     return json.dumps({**document, "body": base64.b64encode(body).decode(), "wall": 1.5}).encode()
@@ -325,7 +334,7 @@ def _summary(rng: Random) -> bytes:
     from chaos_lightning.control.chain import Tip, advance, entry_bytes, entry_of, summary_of
     from chaos_lightning.control.store import EMPTY
 
-    view = mutate.value_of(View, rng)
+    view = _view(rng)
     entry = entry_of(fx.Persist(1, "view", view.id, view))
     return entry_bytes(summary_of(advance(Tip(), entry, EMPTY), [entry]))
 
