@@ -285,13 +285,18 @@ def _joined(head: dict[str, Any], parts: Sequence[bytes | None]) -> bytes:
     return json.dumps(head).encode() + b"\n" + b"".join(part or b"" for part in parts)
 
 
+class _OtherVersionError(ValueError):
+    """A record that another release wrote."""
+
+
 def _split(body: bytes) -> tuple[dict[str, Any], list[bytes | None]]:
     """Back from `_joined`."""
     line, _, rest = body.partition(b"\n")
     head = json.loads(line)
-    if not isinstance(head, dict) or (form := head.get("form", 1)) != FORM:
-        version = form if isinstance(head, dict) else "none"
-        raise ValueError(f"version {version}, and this program reads {FORM}; go on with the one that wrote it")
+    if not isinstance(head, dict):
+        raise ValueError("its first line is no object of JSON")
+    if (form := head.get("form", 1)) != FORM:
+        raise _OtherVersionError(f"version {form}, and this program reads {FORM}: go on with the release that wrote it")
     sizes = head["nbytes"]
     if not all(size is None or (type(size) is int and size >= 0) for size in sizes):
         raise ValueError("sizes that are none")
@@ -314,6 +319,8 @@ def entry_from(record: StoreRecord, before: Tip | None = None) -> ChainEntry:
     try:
         head, parts = _split(record.body)
         found = _summary(head, parts, before) if record.kind == SUMMARY else _decision(record.kind, head, parts, before)
+    except _OtherVersionError as error:
+        raise StoreError(f"record {record.position} has {error}") from error
     except (KeyError, TypeError, ValueError, RecursionError, WireError, StoreError) as error:
         raise StoreError(f"record {record.position} is damaged: {error}") from error
     return replace(found, revision=record.position)
@@ -455,7 +462,8 @@ class JobChain:
         try:
             outcome = self.store.append(SUMMARY, body := entry_bytes(entry), tip.end, cut=True)
         except OversizeError as error:
-            self._tip, self._whole_until = tip, tip.end.position
+            # Each try reads all that is there: the next one comes when there is twice as much.
+            self._tip, self._whole_until = tip, 2 * tip.end.position - tip.end.first
             assert entry.summed is not None
             count = len({*entry.summed.past.members, *tip.view.ids()})
             fits = count * MAX_BODY_NBYTES // len(packed_body(body))
@@ -468,7 +476,7 @@ class JobChain:
 
     def begin_again(self) -> str:
         """Where the job is finished: an empty chain; returns what became of the old one, in words."""
-        self._tip = self._seen = None
+        self._tip, self._seen, self._whole_until = None, None, 0
         return self.store.begin_again()
 
     def _read(self) -> tuple[Tip, tuple[ChainEntry, ...]]:

@@ -87,11 +87,23 @@ class Admission:
     def on_hello(self, conn: int, hello: Hello) -> None:
         """Somebody says who it is; whether it speaks this version and is of this chain comes first."""
         if words := other_version(hello.version):
+            if hello.view != NO_VIEW and hello.job == self.desk.settings.job:
+                self._trains_on(hello)
             self.roster.refuse(conn, hello, f"{hello.name} {words}", retry=hello.view != NO_VIEW)
             return
         admitted = self.identity.judge(conn, hello)
         if admitted is not None:
             self._admit(conn, admitted)
+
+    def _trains_on(self, hello: Hello) -> None:
+        """A member is refused here and trains on: it is not dead, and no job is founded beside it (12a, 14a)."""
+        peer = self.roster.peers.get(hello.resume)
+        if peer is None:
+            self.identity.knock(hello)
+        if peer is None or peer.conn is not None:
+            return
+        peer.heard = peer.closed_at = self.desk.now
+        self.deaths.revive(peer)
 
     def _admit(self, conn: int, hello: Hello) -> None:
         if self.desk.phase is SchedulerPhase.FINISHED:

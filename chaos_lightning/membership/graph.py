@@ -152,6 +152,11 @@ class Graph:
         peers, partners = self._roster.peers, self._topology.partners
         return [p for p in newcomers if any(m in members and self.leads(p, peers[m]) for m in partners.of(p.id))]
 
+    def leading(self, newcomer: Peer) -> set[str]:
+        """Returns the members by a link to which it can come in."""
+        peers, partners = self._roster.peers, self._topology.partners
+        return {m for m in partners.of(newcomer.id) if m in peers and self.leads(newcomer, peers[m])}
+
     def staying(self) -> int:
         """How many nodes of the latest view do not leave."""
         return nodes.count(p.member for p in self._roster.members() if not p.leaving)

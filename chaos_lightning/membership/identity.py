@@ -207,13 +207,13 @@ class Identity:
         elif hello.view == NO_VIEW:
             self._desk.out.append(Send(conn, Refused(self.why_not_found(), retry=True)))
         else:
-            self._knock(hello.resume, hello.view, hello.chain)
+            self.knock(hello)
             self._desk.out.append(Send(conn, Refused(self.lost_words(), retry=True)))
 
     def _of_another(self, conn: int, hello: Hello) -> Hello | None:
         """Somebody of another chain than the one in the store."""
         if hello.view != NO_VIEW:
-            self._knock(hello.resume, hello.view, hello.chain)
+            self.knock(hello)
             self._desk.out.append(Send(conn, Refused(self.lost_words(), retry=True)))
             return None
         process = process_of(hello)
@@ -233,6 +233,10 @@ class Identity:
         """Somebody was welcomed on this stream, if it is a newcomer now."""
         if welcomed := self._roster.conns.get(conn):
             self._own[welcomed] = self._roster.peers[welcomed].member
+
+    def knock(self, hello: Hello) -> None:
+        """A member of a view that is not known here says hello."""
+        self._knock(hello.resume, hello.view, hello.chain)
 
     def _knock(self, who: str, view: ViewId, chain: str) -> None:
         before, *_ = self._knocked.get(who, (float("-inf"),))

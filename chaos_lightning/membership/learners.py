@@ -94,8 +94,7 @@ class Learners:
     def _donors_of(self, learner: Peer, busy: Collection[str] = ()) -> tuple[str, ...]:
         """Members that are to serve it; none of those that are busy."""
         holders = [p for p in self._roster.members() if p.loaded and p.id not in busy]
-        linked = {p.id for p in holders if self._graph.leads(learner, p)}
-        return of_learner(learner.member, [p.member for p in holders], linked)
+        return of_learner(learner.member, [p.member for p in holders], self._graph.leading(learner))
 
     def _is_deserted(self, learner: Peer) -> bool:
         """Whether nobody is left of the donors that it was given, and it needs some."""
@@ -109,7 +108,7 @@ class Learners:
         others = [m for m in self._named() if m != learner.id]
         donors = self._donors_of(learner, {donor for m in others for donor in self._donors.get(m, ())})
         if not donors:
-            self._pause_instead(learner, f"{gone} are gone, who kept the state for it, and nobody else can")
+            self._pause_instead(learner, f"its donors {gone} are gone, and all other members serve other newcomers")
             return
         self._donors[learner.id] = donors
         self._again[learner.id] += 1

@@ -100,7 +100,7 @@ class Partners:
         self._by_address: list[tuple[str, str]] = []
         """... and the same members by address."""
         self._missed: set[Pair] = set()
-        """Given pairs whose ends did not reach each other; they are not given again."""
+        """Given pairs whose ends did not reach each other; they are given again only where no others are left."""
         self._replaced: set[str] = set()
         """Newcomers that were given others for them, once."""
         self._lost: frozenset[Pair] = frozenset()
@@ -237,8 +237,10 @@ class Partners:
         given = False
         for part in others if self.sparse else ():
             ends = zip(_drawn(part[0], part), _drawn(part[0], largest), strict=True)
-            free = ((a, b) for a, b in itertools.islice(ends, _TRIED) if self._free(a, b))
-            for one, other in itertools.islice(free, _BRIDGES):
+            tried = list(itertools.islice(ends, _TRIED))
+            if not any(self._free(a, b) for a, b in tried):
+                self._missed.difference_update(pair(a, b) for a, b in tried)  # rather one that was down than none
+            for one, other in [(a, b) for a, b in tried if self._free(a, b)][:_BRIDGES]:
                 self._give(one, other)
                 self._renew(one)
                 given = True

@@ -180,7 +180,7 @@ def _limited(message: str, name: str, hint: Any, get: Callable[[Any], Any]) -> C
     def check(value: Any) -> None:
         if inner is str and len(value) > most_nbytes // 4 and (size := limits.nbytes(value)) > most_nbytes:
             raise WireError(f"{where} has {size} bytes; expected {most_nbytes} at most")
-        if inner is int and not least <= value <= greatest:
+        if inner in (int, float) and not least <= value <= greatest:
             raise WireError(f"{where} is {value}; expected {least} to {greatest}")
 
     def limited(value: Any) -> Any:
@@ -190,7 +190,7 @@ def _limited(message: str, name: str, hint: Any, get: Callable[[Any], Any]) -> C
             check(one)
         return get(value)
 
-    bounded = inner is str or (inner is int and name in limits.NUMBERS) or (many and most_items is not None)
+    bounded = inner is str or name in limits.NUMBERS or (many and most_items is not None)
     return limited if bounded else get
 
 

@@ -1,4 +1,4 @@
-"""Limits of what others may say: of texts in bytes of UTF-8, of lists in items, of whole numbers by range.
+"""Limits of what others may say: of texts in bytes of UTF-8, of lists in items, of numbers by range.
 
 Theory of operation. The codec looks at each field as it makes a dataclass of a message (protocol/codec.py). So whatever
 is beyond its limit is refused by name before any machine sees it, on control streams, on links and at the leader of
@@ -48,13 +48,15 @@ LISTS: Mapping[str, int] = dict.fromkeys(
 )
 """Most items of these lists; all others have what fits into a message."""
 _COUNT = (0, 1 << 53)
-NUMBERS: Mapping[str, tuple[int, int]] = {
+NUMBERS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("term", "number", "seq", "step", "pid", "pid_start"), _COUNT),
     **dict.fromkeys(("quota", "accumulate"), (0, 1 << 31)),
     "workers": (0, MAX_MEMBERS),
     "port": (0, (1 << 16) - 1),
+    "latency_s": (0.0, 1e6),
+    "rate_bps": (0.0, 1e18),
 }
-"""Least and greatest value of these whole numbers."""
+"""Least and greatest value of these numbers."""
 
 
 def nbytes(text: str) -> int:

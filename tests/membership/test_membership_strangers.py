@@ -6,9 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from chaos_lightning.membership.effects import Chain, MessageIn, Opened, SchedulerEffect, Send
+from chaos_lightning.membership.effects import Chain, MessageIn, Opened, Persist, SchedulerEffect, SchedulerTick, Send
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import NO_VIEW, VERSION, Hello, Member, Refused, Settings, View, ViewId, Welcome
+from chaos_lightning.protocol.types import (
+    NO_VIEW,
+    VERSION,
+    Heartbeat,
+    Hello,
+    Member,
+    Ready,
+    Refused,
+    Settings,
+    View,
+    ViewId,
+    Welcome,
+)
 
 MEMBERS = tuple(Member(f"{n}~{i}", n, "host", "127.0.0.1", 1, pid=i, pid_start=7) for i, n in enumerate("ab", 1))
 CHAIN = Chain(term=2, highest=ViewId(1, 1), views=(View(ViewId(1, 1), NO_VIEW, MEMBERS),))
@@ -82,3 +94,21 @@ def test_a_process_of_another_version_is_refused_by_name_before_anything_that_it
     assert f"{hello.name} speaks {spoken} of the protocol, and this side {VERSION}: install the same" in refused.reason
     assert refused.retry == (view != NO_VIEW)
     assert not machine.identity.lost_words()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_no_job_is_founded_beside_members_of_another_version_that_train_on(known: bool) -> None:
+    """They are refused every few seconds: that is a word of theirs, however long it lasts."""
+    settings = Settings(min_nodes=1, reconnect_grace_s=2.0, last_holder_timeout_s=20.0)
+    machine = SchedulerMachine(settings, CHAIN if known else Chain(term=2, highest=NO_VIEW))
+    old, effects = [replace(returning(i), version=3, view=ViewId(1, 1)) for i in range(2)], list[SchedulerEffect]()
+    for number in range(40):
+        now = 3.0 * number
+        for i, hello in enumerate(old):
+            effects += said(machine, 100 * number + i + 1, hello, now)
+        if number == 1:
+            effects += said(machine, 99, HELLO, now)
+            effects += machine.on(now, MessageIn(99, Ready()))
+        for later in (now + 0.5, now + 1.0, now + 1.5, now + 2.0, now + 2.5):
+            effects += machine.on(later, MessageIn(99, Heartbeat(NO_VIEW, 0, 0)), SchedulerTick())
+    assert not [e for e in effects if isinstance(e, Persist)]

@@ -33,6 +33,7 @@ from chaos_lightning.protocol.types import (
     Kind,
     Leave,
     LinkEvent,
+    LinkReport,
     ViewId,
 )
 
@@ -47,6 +48,7 @@ CONTRIBUTION = Contribution("a~1", ViewId(1, 1), 1, Kind.STEP, 0, "00")
         (replace(HELLO, name="\u20ac" * 22), r"Hello\.name has 66 bytes; expected 64 at most"),
         (replace(HELLO, job="j" * 65), r"Hello\.job has 65 bytes"),
         (replace(HELLO, node="n" * 65), r"Hello\.node has 65 bytes"),
+        (LinkReport("b~2", -1.0, 1e9, ""), r"LinkReport\.latency_s is -1\.0; expected 0\.0 to"),
         (replace(HELLO, host="h" * 256), r"Hello\.host has 256 bytes; expected 255 at most"),
         (replace(HELLO, address="h" * 256), r"Hello\.address has 256 bytes"),
         (replace(HELLO, resume="r" * 129), r"Hello\.resume has 129 bytes; expected 128 at most"),

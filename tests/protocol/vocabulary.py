@@ -42,9 +42,9 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return st.sampled_from(hint)
     hints = typing.get_type_hints(hint)
-    bounded = {f.name: st.integers(*NUMBERS[f.name]) for f in dataclasses.fields(hint) if f.name in NUMBERS}
     parts = {f.name: values(hints[f.name]) for f in dataclasses.fields(hint)}
-    parts |= {name: numbers for name, numbers in bounded.items() if hints[name] is int}
+    ranges = {int: st.integers, float: st.floats}
+    parts |= {name: ranges[hints[name]](*NUMBERS[name]) for name in parts if name in NUMBERS and hints[name] in ranges}
     if hint is View:
         return _views(parts)
     if hint is vocabulary.Header:
