@@ -72,7 +72,7 @@ class ChainEntry:
     digest: str = field(default="", compare=False, repr=False)
     """Digest of what its record says of the view; with changes it covers all back to a whole view."""
     summed: Chain | None = field(default=None, repr=False)
-    """What a summary says; `view` is the last one of it."""
+    """The chain that a summary stands for; `view` is the last one of it."""
 
     def same(self, other: ChainEntry) -> bool:
         """Equal but for the revision."""

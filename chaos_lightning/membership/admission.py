@@ -85,7 +85,7 @@ class Admission:
             self.hearing.hear(peer, message)
 
     def on_hello(self, conn: int, hello: Hello) -> None:
-        """Somebody says who it is; whether it speaks this version and is of this chain comes first."""
+        """Hears who somebody is, once it is known to speak this version and to be of this chain."""
         if words := other_version(hello.version):
             if hello.view != NO_VIEW and hello.job == self.desk.settings.job:
                 self._trains_on(hello)

@@ -1,4 +1,4 @@
-"""Which of the events that wait the scheduler's machine gets at once, in its process and in a simulated one."""
+"""Chooses which of the waiting events the scheduler's machine gets at once, in its process and in a simulated one."""
 
 from __future__ import annotations
 

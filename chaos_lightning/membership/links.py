@@ -107,7 +107,7 @@ class LinkRegistry:
         self._absent: dict[Pair, int] = {}
         """At how many looks in a row a wanted link did not stand, of those that the view lacks."""
         self._seen: object = None
-        """What decides whom members are told of, as it was at the last look."""
+        """The facts that decide whom members are told of, as they were at the last look."""
 
     def follow(self, before: View | None, view: View) -> None:
         """A view is in the chain: links that it gave up are no sign of anybody's death, and have failed once more."""

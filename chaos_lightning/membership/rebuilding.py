@@ -52,7 +52,7 @@ class Rebuild:
         self.may_rebuild = chain.rebuild
         """The operator's word: it is used up as soon as the job goes on by the chain, as it is or rebuilt."""
         self._prefix: tuple[Past, list[View]] | None = None
-        """What an older copy holds, and its last views: the rebuilt view follows them."""
+        """The past and the last views of an older copy; the rebuilt view follows them."""
         self._recalled: dict[str, RebuildReport] = {}
         self._recalled_at: dict[str, float] = {}
         """Since when (s) these owe an answer to `Recall`, on whichever stream."""

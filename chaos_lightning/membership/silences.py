@@ -1,4 +1,4 @@
-"""How long a process may be silent before that is a sign of its death: it learns from silences that were none.
+"""Tells how long a process may be silent before that is a sign of its death, and learns from silences that were none.
 
 Theory of operation. A process that is busy and one that is stopped are equally silent: a long call that holds the
 interpreter's lock, a collection, a fork. Its kernel acknowledges in both cases what is sent to it. So silence alone
@@ -35,7 +35,7 @@ class Silences:
         self._settings = settings
         self._pacing = pacing
         self._gaps: dict[Process, tuple[float, float]] = {}
-        """Of processes that broke a long silence: how long it was (s), and when."""
+        """Holds how long a process was silent (s) before it spoke again, and when that was."""
         self._doubted: dict[Process, float] = {}
         """Processes that were taken for dead for their silence alone, and since when they were silent."""
 

@@ -122,9 +122,8 @@ def test_a_wave_of_learners_that_is_overdue_comes_in_by_a_pause_at_once() -> Non
     assert {p.way for p in observing} == {"pause"}
 
 
-@pytest.mark.parametrize(("members", "later"), [(MEMBERS, True), (4, False)])
-def test_a_large_founding_has_time_as_long_as_somebody_loads_the_state(members: int, later: bool) -> None:
-    """They load it one after the other, each within `join_timeout_s` after the one before."""
+def founding(members: int) -> tuple[Job, View]:
+    """A job in whose first view one member has the state, and all others wait for it."""
     job = Job(min_nodes=members, join_timeout_s=10.0, **PATIENT)
     for i in range(members):
         job.comes(hello(f"m-{i}", pid=1000 + i))
@@ -134,6 +133,13 @@ def test_a_large_founding_has_time_as_long_as_somebody_loads_the_state(members: 
     for i, member in enumerate(founded.members):
         job.says(member.name, Entered(founded.id, 0, 0, "h", loaded=i == 0))
     job.machine.validate_state = lambda: None  # type: ignore[method-assign]  # it looks at all pairs
+    return job, founded
+
+
+@pytest.mark.parametrize(("members", "later"), [(MEMBERS, True), (4, False)])
+def test_a_large_founding_has_time_as_long_as_somebody_loads_the_state(members: int, later: bool) -> None:
+    """They load it one after the other, each within `join_timeout_s` after the one before."""
+    job, founded = founding(members)
     for member in founded.members[1:4]:
         job.passes(6.0)
         if len(job.views) > 1:
@@ -144,15 +150,7 @@ def test_a_large_founding_has_time_as_long_as_somebody_loads_the_state(members: 
 
 def test_a_large_founding_has_time_as_long_as_the_first_copies_grow() -> None:
     """They are sent at the same time, so the first one takes as long as all of them."""
-    job = Job(min_nodes=MEMBERS, join_timeout_s=10.0, **PATIENT)
-    for i in range(MEMBERS):
-        job.comes(hello(f"m-{i}", pid=1000 + i))
-    for _ in range(2):
-        job.feed(SchedulerTick())
-    (founded,) = job.views
-    for i, member in enumerate(founded.members):
-        job.says(member.name, Entered(founded.id, 0, 0, "h", loaded=i == 0))
-    job.machine.validate_state = lambda: None  # type: ignore[method-assign]  # it looks at all pairs
+    job, founded = founding(MEMBERS)
     last = founded.members[-1].name
     for nbytes in (100, 200, 300):
         job.says(last, Progress("pull", nbytes, 1000, 0.0))

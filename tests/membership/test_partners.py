@@ -115,7 +115,7 @@ def test_a_given_link_that_stays_down_is_replaced_and_not_given_again() -> None:
 
 
 def test_a_link_that_stays_down_is_no_path() -> None:
-    """Somebody asked for it, so it is wanted as before; others make up for it."""
+    """A pair that somebody asked for is wanted as before; other pairs make up for it."""
     peers = [peer(number) for number in range(39)]
     ids = [p.id for p in peers]
     partners = Partners(DEGREE)

@@ -1,4 +1,4 @@
-"""What is asked of views after they were forgotten, beside what the views themselves would answer."""
+"""A past answers as the forgotten views themselves would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others say is bounded where bytes become messages, by one table, in bytes of UTF-8."""
+"""Texts, lists and numbers of others are refused beyond one table's limits, where bytes become messages."""
 
 from __future__ import annotations
 

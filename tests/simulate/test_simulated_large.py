@@ -36,7 +36,7 @@ def test_where_few_links_are_given_others_make_up_for_a_nodes_loss() -> None:
 def test_a_learner_whose_donors_all_die_before_it_begins_gets_others_at_once(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """Of 20 members so few are left that all serve it."""
+    """So few of 20 members are left that all of them serve the learner."""
     chosen: list[tuple[float, tuple[str, ...]]] = []
     choose = Learners._donors_of
 
