@@ -7,7 +7,7 @@ may follow what is `judge`'s to say, here: numbers are never reissued, a view fo
 the end. The two together are a compare-and-set on term and predecessor.
 
 A view's record says what changed against the view before, which it names by number and digest, and is applied to that
-one alone; every WHOLE_EVERY-th has the whole view, as has any whose change would be no smaller. Readers fold them.
+one alone; it has the whole view where its change would be no smaller. Readers fold them.
 
 `Tip` is what of the chain a decision is compared with; it is folded from the records. The scheduler that writes keeps
 it, since nobody else can write while its term is the last; it reads anew after an answer that got lost, and before it
@@ -49,8 +49,6 @@ MAX_VIEW_NBYTES = MAX_BODY_NBYTES - (1 << 16)
 EntryKind = Literal["reserve", "view", "link", "finish"]
 SUMMARY: Literal["summary"] = "summary"
 """Kind of a record that sums up all before it."""
-WHOLE_EVERY = 16
-"""Number of views' records in turn of which one has the whole view: each of the others takes all since then to read."""
 FORM = 2
 """Version of a record's body, which its first line names; version 1 named none."""
 
@@ -93,8 +91,6 @@ class Tip:
     """The last one."""
     digest: str = ""
     """Digest of its record, for the next one that changes it."""
-    changes: int = 0
-    """Number of views' records since the last that has a whole view."""
 
     @property
     def term(self) -> int:
@@ -183,7 +179,7 @@ def told(tip: Tip, entry: ChainEntry) -> ChainEntry:
         words = f"{size}, and records {MAX_VIEW_NBYTES}: {fits} members fit"
         raise OversizeError(words, fits)
     entry = replace(entry, digest=_digest(whole))
-    if tip.view is None or not tip.digest or tip.changes + 1 >= WHOLE_EVERY:
+    if tip.view is None or not tip.digest:
         return entry
     change = change_to(tip.view, view, tip.digest)
     if change is None or len(data := encode(change)) >= nbytes:
@@ -206,7 +202,6 @@ def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
         last=replace(entry, revision=end.position),
         view=entry.view or tip.view,
         digest=entry.digest if entry.view is not None else tip.digest,
-        changes=tip.changes if entry.view is None else tip.changes + 1 if entry.change is not None else 0,
     )
 
 
