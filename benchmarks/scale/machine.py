@@ -3,9 +3,9 @@
 One core drives `SchedulerMachine` (standins.py answers for the members, in virtual time) and counts processor time:
 of a heartbeat; of a founding, until all stand in the first view; of a join and a leave, until all stand in the view
 that follows; of a death, from its first sign until the last Decide is encoded, and until all stand. Each is the median
-of several, of members at random; garbage is collected between cases only. Exponents are fitted from 32 members on. In
-the same way `MemberMachine`s go through steps (steps.py). The peer is the graph in which every pair has a link, up to
-128 members.
+of several, of members at random; garbage is collected between cases only. In a job of its own half of all leave at
+once. Exponents are fitted from 32 members on. In the same way `MemberMachine`s go through steps (steps.py). The peer
+is the graph in which every pair has a link, up to 128 members.
 
 What takes longer than `--limit-s` of CPU is told as "over N s" and counts as missed.
 """
@@ -38,19 +38,20 @@ GRAPHS = {"default": Settings().link_degree, "full": 0}
 BEAT_BATCHES = (1, 16)
 """Heartbeats that wait when the scheduler's process looks. The larger number counts."""
 TICKS = 20
-HEARTBEAT_US, EXPONENT, FOUNDING_S, DEATH_S, RECORD_KB = 60.0, 1.3, 20.0, 1.0, 10.0
+HEARTBEAT_US, EXPONENT, FOUNDING_S, DEATH_S, HALF_S, RECORD_KB = 60.0, 1.3, 20.0, 1.0, 1.0, 10.0
 BOUNDED_AT = 1024
 MINUTES, MINUTES_QUICK = 2.0, 0.5
-KINDS = ("founding", "join", "leave", "death")
+HALF = "leave of half at once"
+KINDS = ("founding", "join", "leave", "death", HALF)
 Costs = dict[str, dict[int, float]]
 """CPU seconds by kind of event and number of members."""
 
 
-def rules(size: int, degree: int) -> Settings:
-    """A job that begins with nearly all of its members, and bears a few deaths."""
+def rules(size: int, degree: int, least: int = 0) -> Settings:
+    """A job that begins with nearly all of its members, and bears a few deaths; `least`: goes on with so many."""
     return replace(
         Settings(plan=read_plan(DEFAULT_PLAN)),
-        min_nodes=size - size // 8,
+        min_nodes=least or size - size // 8,
         max_nodes=size + size // 8,
         link_degree=degree,
     )
@@ -90,6 +91,19 @@ class Case:
                 self._time(kind, lambda one=one: self.stage.settled(self.size) and not one.here)  # type: ignore[misc]
             else:
                 self._die(one)
+
+    def halve(self) -> None:
+        """Half of another job's members leave at once."""
+        stage = Stage(rules(self.size, self.stage.settings.link_degree, self.size // 2))
+        stage.start(self.size)
+        stage.wait(lambda: stage.settled(self.size), f"a founding of {self.size} members")
+        out = [stage.members[m] for m in self._rng.sample(stage.view.ids(), self.size // 2)]
+        before = stage.cpu_s[OTHER]
+        for one in out:
+            stage.leave(one)
+        stays = self.size - len(out)
+        stage.wait(lambda: stage.settled(stays) and not any(p.here for p in out), f"a view of {stays} members")
+        self.seconds[HALF].append(stage.cpu_s[OTHER] - before)
 
     def _join(self) -> None:
         self.stage.start(1)
@@ -171,11 +185,17 @@ def parts_of(
     def control() -> None:
         steps.measure(result, case.stage.view, title, bounded=size == BOUNDED_AT)
 
+    def half() -> None:
+        case.halve()
+        bound = HALF_S if size == BOUNDED_AT else None
+        result.add(f"{HALF}, {title}", case.seconds[HALF][0], "s of CPU", bound)
+
     yield "founding", founding
     yield "heartbeats", beats
     yield "a join, a leave and a death", changes
     yield "status", status
     yield "control of a step", control
+    yield HALF, half
 
 
 def measure_size(result: Result, size: int, graph: str, args: argparse.Namespace) -> dict[str, float]:

@@ -27,6 +27,7 @@ from chaos_lightning.membership.topology import (
     ranked,
     thinned,
 )
+from chaos_lightning.planning.graph import neighbours, removable
 from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
 
@@ -118,6 +119,13 @@ class Graph:
         if not connected(ids, found):
             found = frozenset(pair(a.id, b.id) for a, b in wanted if self._stands(a, b, patient=False))
         return thinned(ids, found) if self.thins else found
+
+    def loose(self, members: Sequence[str], leaving: Sequence[str]) -> list[str]:
+        """Returns those of the leaving members that can go without parting the others; all if none can."""
+        if not leaving:
+            return []
+        links = ((a.id, b.id) for a, b in self._wanted(members) if self._stands(a, b, patient=False))
+        return removable(neighbours(members, links), leaving) or list(leaving)
 
     def thin(self, view: View) -> bool:
         """Lets later views have fewer links than this one, which no store takes; False if it has few already."""

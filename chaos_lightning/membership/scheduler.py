@@ -527,9 +527,10 @@ class SchedulerMachine:
                 self.recovery.again = self.recovery.again or f"{peer.id} is put out"
 
     def _turn_change(self, latest: View, ready: list[Peer]) -> bool:
-        leaving = self._loose(latest, [p.id for p in self.roster.members() if p.leaving])
+        leaving = self.graph.loose(latest.ids(), [p.id for p in self.roster.members() if p.leaving])
         fitting = self._near(ready, latest, leaving)
-        staying = [m for m in latest.members if m.id not in leaving]
+        out = set(leaving)
+        staying = [m for m in latest.members if m.id not in out]
         places = nodes.within([p.member for p in fitting], staying, self.settings.max_nodes)
         fitting = [self.roster.peers[m.id] for m in places]
         change = intended_change(
@@ -561,18 +562,10 @@ class SchedulerMachine:
         staying = set(latest.ids()).difference(leaving)
         return self.graph.led(ready, staying) if staying else ready
 
-    def _loose(self, latest: View, leaving: list[str]) -> list[str]:
-        """Those of the leavers that can go without parting the others; all of them if there are none."""
-        loose: list[str] = []
-        for member in leaving:
-            ids = [m for m in latest.ids() if m != member and m not in loose]
-            if connected(ids, self.graph.pairs(ids)):
-                loose.append(member)
-        return loose or leaving
-
     def _let_go(self, latest: View, leaving: list[str]) -> bool:
         """Who leaves is the only way between others: they are given time to find one, then one side goes on."""
-        ids = [m for m in latest.ids() if m not in leaving]
+        out = set(leaving)
+        ids = [m for m in latest.ids() if m not in out]
         if not leaving or not connected(latest.ids(), self.graph.pairs(latest.ids())):
             return False  # a link is down at the moment
         sides = in_words(parts(ids, self.graph.pairs(ids)))

@@ -39,6 +39,46 @@ def connected_parts(members: Sequence[Node], near: Mapping[Node, Sequence[Node]]
     return parts
 
 
+def removable(near: Mapping[Node, Sequence[Node]], leaving: Sequence[Node]) -> list[Node]:
+    """Returns those of `leaving` that can go in this order, each without parting those that are there then.
+
+    Whether one can go depends on who has gone before it. So one half of them is decided, then the other one, and those
+    of the other half that are there meanwhile count as one with all that stay. Each link is looked at once where the
+    rest holds together without any of them, else once for each halving.
+
+    Args:
+        near: Neighbours of each member.
+        leaving: Some of the members.
+    """
+    gone: dict[Node, None] = {}
+
+    def decide(some: Sequence[Node], there: Mapping[Node, Node]) -> None:
+        whole = sum(above == m for m, above in there.items()) <= 1
+        if whole and (len(some) == 1 or all(any(o in there for o in near[m]) for m in some)):
+            gone.update(dict.fromkeys(some))
+        elif len(some) > 1:
+            first, then = some[: len(some) // 2], some[len(some) // 2 :]
+            decide(first, _united(there, then, near))
+            decide(then, _united(there, [m for m in first if m not in gone], near))
+
+    if leaving:
+        decide(leaving, _united({}, near.keys() - set(leaving), near))
+    return list(gone)
+
+
+def _united(groups: Mapping[Node, Node], more: Iterable[Node], near: Mapping[Node, Sequence[Node]]) -> dict[Node, Node]:
+    """Returns groups of linked members with more members in them: the one above each, which at the top is itself."""
+    found = dict(groups)
+    for member in more:
+        found[member] = member
+        for other in near[member]:
+            if (top := other) in found:
+                while found[top] != top:
+                    found[top] = top = found[found[top]]
+                found[top] = member
+    return found
+
+
 def parting_nodes(places: Mapping[str, str], links: Iterable[Pair]) -> list[str]:
     """Nodes without which others lose their last path to each other, in rank order; linear in members and links.
 

@@ -58,10 +58,11 @@ def test_members_found_a_job_join_leave_and_die(size: int, graph: str) -> None:
     case.found()
     assert set(case.stage.view.ids()) == set(case.stage.members)
     case.change()
+    case.halve()
     case.stage.machine.validate_state()
     assert len(case.stage.view.members) == size
     assert {kind: len(found) for kind, found in case.seconds.items()} == {
-        "founding": 1, "join": 2, "leave": 1, "death": 1,
+        "founding": 1, "join": 2, "leave": 1, "death": 1, machine.HALF: 1,
     }  # fmt: skip
     assert all(s > 0 for found in case.seconds.values() for s in found)
     assert min(case.record_nbytes) > 0

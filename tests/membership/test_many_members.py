@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.scale.machine import rules
 from benchmarks.scale.standins import Stage
+from chaos_lightning.membership.graph import Graph
+from chaos_lightning.membership.peers import Peer
 from chaos_lightning.protocol.types import LinkEvent
 
 DEGREE = 8
@@ -32,6 +35,25 @@ def test_a_third_dies_at_once_and_the_others_go_on_in_one_view(degree: int) -> N
     job.machine.validate_state()
     assert job.put_out == []
     assert job.view.id.number <= view.number + 2
+
+
+def test_half_leave_at_once_and_links_are_not_gone_through_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, size = stage(96), 96
+    looks, wanted = [], Graph._wanted
+
+    def counted(self: Graph, members: Iterable[str]) -> Iterator[tuple[Peer, Peer]]:
+        looks.append(members)
+        return wanted(self, members)
+
+    monkeypatch.setattr(Graph, "_wanted", counted)
+    for member in job.view.ids()[::2]:
+        job.leave(job.members[member])
+    job.wait(lambda: job.settled(size // 2), "a view of those who stay")
+    job.machine.validate_state()
+    assert job.put_out == []
+    assert len(looks) < size // 4
 
 
 def test_a_crowd_that_comes_within_a_second_comes_in_by_few_views() -> None:

@@ -2,11 +2,20 @@
 
 from collections.abc import Iterable
 from itertools import combinations, product
+from math import ceil, log2
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos_lightning.planning.graph import Pair, breadth_first, connected_parts, hung_up, neighbours, parting_nodes
+from chaos_lightning.planning.graph import (
+    Pair,
+    breadth_first,
+    connected_parts,
+    hung_up,
+    neighbours,
+    parting_nodes,
+    removable,
+)
 
 NAMES = tuple(f"m{i}" for i in range(9))
 
@@ -44,6 +53,33 @@ def test_parts_hold_all_that_can_reach_each_other(graph: tuple[tuple[str, ...], 
     assert [part[0] for part in parts] == sorted((part[0] for part in parts), key=members.index)
     for part in parts:
         assert part == [m for m in members if m in reached(part[0], links, members)]
+
+
+class Counted(dict[str, list[str]]):
+    """Neighbours by member; counts those that were looked at."""
+
+    seen = 0
+
+    def __getitem__(self, member: str) -> list[str]:
+        self.seen += len(found := super().__getitem__(member))
+        return found
+
+
+@given(graphs(), st.data())
+def test_who_can_go_is_told_as_if_each_were_tried_alone(
+    graph: tuple[tuple[str, ...], list[Pair]], data: st.DataObject
+) -> None:
+    members, links = graph
+    leaving = data.draw(st.permutations(members))[: data.draw(st.integers(0, len(members)))]
+    gone: list[str] = []
+    for one in leaving:
+        rest = [m for m in members if m != one and m not in gone]
+        if len(connected_parts(rest, neighbours(rest, links))) <= 1:
+            gone.append(one)
+    near = Counted(neighbours(members, links))
+    assert removable(near, leaving) == gone
+    ends = sum(map(len, near.values()))
+    assert near.seen <= ends * (3 + 2 * ceil(log2(max(1, len(leaving)))))
 
 
 @given(graphs(), st.data())
