@@ -66,6 +66,7 @@ class Network:
         members: Members in rank order; one with `host` "" has a machine of its own.
         links: Latency in seconds, bps from a to b and bps from b to a, by (a, b); the order of a pair does not matter.
         access: Rates (bps in, bps out) that all links of a member share, by its id; 0 or absent: not known.
+        cards: Rates of network cards (bps) by host, in place of what they would be taken for; absent: as that.
 
     Raises:
         PlanError: No member, one twice, a link of one nobody knows, to itself or with a value that cannot be, or links
@@ -77,6 +78,7 @@ class Network:
         members: Sequence[Rank],
         links: Mapping[Pair, tuple[float, float, float]],
         access: Mapping[str, tuple[float, float]] | None = None,
+        cards: Mapping[str, float] | None = None,
     ) -> None:
         self.ids = tuple(m.id for m in members)
         self.hosts = tuple(m.host or f"\0{m.id}" for m in members)
@@ -97,6 +99,8 @@ class Network:
         if len(parts) > 1:
             raise PlanError(not_connected([[self.ids[i] for i in part] for part in parts]))
         self.access = {self.rank[name]: _least(pair) for name, pair in (access or {}).items() if name in self.rank}
+        self.cards = dict(cards or {})
+        """bps of the cards that count, by host."""
         self.resources = tuple(self._resources())
         uses: dict[Edge, list[int]] = {e: [] for e in self.edges}
         for r, resource in enumerate(self.resources):
@@ -139,7 +143,9 @@ class Network:
             out = frozenset((min(i, j), max(i, j)) for i in here for j in self.near[i] if j not in inside)
             guessed = len(here) > 1 or (len(self) > SMALL_JOB and not self.access.get(here[0]))
             if guessed and out:
-                yield Resource(f"card of {host}", max(map(self.worth, out)), out)
+                self.cards.setdefault(host, max(map(self.worth, out)))
+            if host in self.cards and out:
+                yield Resource(f"card of {host}", self.cards[host], out)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -259,7 +259,7 @@ def _local(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
     links = _links(network, [(i, j) for i, j in network.edges if i in heads and j in heads])
     access = {network.ids[i]: (bps, bps) for i, bps in network.access.items() if i in heads}
     members = [_Rank(network.ids[i], network.hosts[i]) for i in heads]
-    above = Network(members, links, access)
+    above = Network(members, links, access, network.cards)
     inner, reason = _packed(above, nbytes)
     below = _below(network, heads, chunk)
     trees = []

@@ -15,7 +15,7 @@ all-reduce by other means crosses less, so on links whose two directions are ali
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from chaos_lightning.planning.network import INFINITE, Edge, Network
@@ -206,24 +206,37 @@ def _thinned(network: Network) -> tuple[Edge, ...]:
 
 
 def _partition_bound(network: Network) -> float:
-    """The least of what crosses between k parts, shared by the k - 1 crossings that each tree needs, over the
-    partitions met while the widest links are joined first, and over single members against the rest."""
-    size = len(network)
-    bound = INFINITE
-
-    def crossing(part: Sequence[int]) -> float:
-        width = sum(network.worth((i, j)) for i, j in network.edges if part[i] != part[j])
-        return width / (len(set(part)) - 1)
-
-    for i in range(size):
-        bound = min(bound, crossing([int(j == i) for j in range(size)]), network.access.get(i) or INFINITE)
-    part = list(range(size))
-    for i, j in spanning(size, sorted(network.edges, key=lambda e: (-network.worth(e), e))):
-        bound = min(bound, crossing(part))
+    """The least of `most_across` for machines, and for the parts met while the widest links are joined first."""
+    bound = most_across(network, network.hosts)
+    part = list(range(len(network)))
+    for i, j in spanning(len(network), sorted(network.edges, key=lambda e: (-network.worth(e), e))):
+        bound = min(bound, most_across(network, part))
         part = [part[j] if p == part[i] else p for p in part]
-    if all(network.access.get(i) for i in range(size)):
-        bound = min(bound, sum(network.access.values()) / (2 * (size - 1)))
     return bound
+
+
+def most_across(network: Network, part: Sequence[Hashable]) -> float:
+    """Returns a rate (bps) that no set of trees exceeds, by what crosses between these parts.
+
+    Each tree crosses between k parts at least k - 1 times. What crosses leaves two parts, and out of a part goes no
+    more than its links carry, nor than what all of these links share: an access, or a network card.
+
+    Args:
+        network: A network.
+        part: The part of each rank.
+    """
+    leaving: dict[Hashable, list[Edge]] = {p: [] for p in part}
+    for i, j in network.edges:
+        if part[i] != part[j]:
+            leaving[part[i]].append((i, j))
+            leaving[part[j]].append((i, j))
+    if len(leaving) == 1:
+        return INFINITE
+    most = []
+    for out in leaving.values():
+        shared = set(network.uses[out[0]]).intersection(*map(network.uses.__getitem__, out))
+        most.append(min([sum(map(network.worth, out)), *(network.resources[r].capacity_bps for r in shared)]))
+    return min(*most, sum(most) / 2 / (len(most) - 1))
 
 
 class _Simplex:

@@ -99,3 +99,13 @@ def test_slow_cards_are_leaves_and_slow_links_are_left_out(size: int) -> None:
     links = {pair: (LATENCY_S, *[BPS if slow.isdisjoint(pair) else BPS / 10] * 2) for pair in regular(size)}
     spec, _ = quick(members(size), links)
     assert Network(members(size), links).seconds(spec, NBYTES) <= 1.3 * 8 * NBYTES / (BPS / 10)
+
+
+@pytest.mark.parametrize("machines", [8, SMALL_JOB])
+def test_heads_of_machines_are_planned_for_with_the_cards_of_these(machines: int) -> None:
+    """Among heads alone, one for each machine, nothing would show that the links of a machine share a card."""
+    here, ids = members(2 * machines, workers=2), names(2 * machines)
+    head = dict(zip(names(machines), ids[::2], strict=True))
+    links = {(head[a], head[b]): values for (a, b), values in wheel(machines).items()}
+    links |= {(ids[i], ids[i + 1]): (1e-5, 100 * BPS, 100 * BPS) for i in range(0, len(ids), 2)}
+    assert plan(here, links, policy="local", nbytes=NBYTES).seconds <= 1.3 * floor_s(machines)

@@ -8,7 +8,7 @@ from overlay_networks import brute_force_trees, network_of, networks
 
 from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.network import Network
-from chaos_lightning.planning.packing import bottleneck_bps, pack, spanning, weigh, widest
+from chaos_lightning.planning.packing import bottleneck_bps, most_across, pack, spanning, weigh, widest
 
 CHUNK = 1 << 16
 
@@ -63,6 +63,30 @@ def test_the_bound_is_that_of_tutte_and_nash_williams(network):
             crossing = sum(network.worth(e) for e in network.edges if of[e[0]] != of[e[1]])
             least = min(least, crossing / (len(parts) - 1))
     assert pack(network).rate_bps == pytest.approx(least, rel=1e-4)
+
+
+@settings(deadline=None)
+@given(networks(most=5, access=True, hosts=True))
+def test_no_set_of_trees_carries_more_across_any_parts_than_is_said(network):
+    """Links, accesses and cards of machines count; brute force has all trees and all parts."""
+    assume(len(network) > 1)
+    everything = sum(weigh(network, brute_force_trees(network)))
+    for parts in partitions(list(range(len(network)))):
+        of = {i: k for k, part in enumerate(parts) for i in part}
+        assert everything <= most_across(network, [of[i] for i in range(len(network))]) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("size", [24, 64])
+@pytest.mark.parametrize("degree", [8, 0])
+def test_the_bound_of_many_members_is_that_of_their_cards(size, degree):
+    """A tree has n - 1 edges, each of which takes from two cards; links could carry up to 60 times as much."""
+    ids = [f"m{i}" for i in range(size)]
+    steps = range(1, degree // 2 + 1 if degree else size // 2 + 1)
+    pairs = {tuple(sorted((i, (i + step) % size))) for i in range(size) for step in steps}
+    network = Network([rank(name, "") for name in ids], {(ids[i], ids[j]): (1e-4, 1e9, 1e9) for i, j in pairs})
+    cards_bps = size * 1e9 / (2 * (size - 1))
+    assert pack(network).bound_bps == pytest.approx(cards_bps)
+    assert most_across(network, range(size)) == pytest.approx(cards_bps)
 
 
 @settings(deadline=None, max_examples=30)
