@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.scale.fake import StandIn
 from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.drawing import request
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.store import Appended, End
 from chaos_lightning.control.streams import Parcel
@@ -33,6 +34,7 @@ from chaos_lightning.protocol.types import (
     Header,
     Kind,
     Leave,
+    PlanSpec,
     Refused,
     Released,
     Settings,
@@ -119,6 +121,8 @@ class Stage:
         self.put_out: list[str] = []
         """Why members are in the job no more that did not leave it."""
         self.header, self.view = GENESIS, View(NO_VIEW, NO_VIEW, ())
+        self.wish: fx.DrawPlan | None = None
+        """The last request for a better plan."""
         self.members: dict[str, StandIn] = {}
         """By id."""
         self._streams: dict[int, StandIn] = {}
@@ -210,6 +214,13 @@ class Stage:
         self._feed([fx.SchedulerTick()], BEATS)
         return self.cpu_s[BEATS] - before
 
+    def answer(self, plan: PlanSpec) -> float:
+        """Answers the last request with this plan; returns CPU seconds until the view with it is announced."""
+        assert self.wish is not None
+        before = self.cpu_s[OTHER]
+        self._feed([fx.PlanDrawn(self.wish.token, plan, "drawn")], OTHER)
+        return self.cpu_s[OTHER] - before
+
     @property
     def interval_s(self) -> float:
         """Between two heartbeats, as members were told."""
@@ -263,7 +274,7 @@ class Stage:
                         self._gone(self._streams[number], abrupt=False)
 
     def _carry_out(self, effects: Sequence[fx.SchedulerEffect]) -> list[Sequence[fx.SchedulerEvent]]:
-        """The process's own part of it: records and messages become bytes."""
+        """The process's own part of it: records, messages and requests become bytes."""
         stored: list[Sequence[fx.SchedulerEvent]] = []
         for effect in effects:
             if isinstance(effect, fx.Persist):
@@ -272,6 +283,9 @@ class Stage:
             elif isinstance(effect, fx.Send) and effect.message is not self._encoded:
                 self._encoded = effect.message
                 self.sent_nbytes += len(Parcel(effect.message).data)
+            elif isinstance(effect, fx.DrawPlan):
+                self.wish = effect
+                request(effect)
         return stored
 
     # ------------------------------------------------------------------ what surrounds members

@@ -2,47 +2,41 @@
 
 Theory of operation. A decision waits for nobody, so beyond `SMALL_JOB` members it takes a plan that is drawn in
 milliseconds (`views.plan_within`). Once such a view is settled, or links were measured anew, a better plan is asked for
-(`DrawPlan`). It is drawn in another process (control/drawing.py), which answers (`PlanDrawn`). The job goes on
-meanwhile, so the view that rules by then may be another one. Where members come and go every few seconds no planner
-would ever be through if each view began anew; so the one at work is let finish, and its answer is mended for the
-members and links of now (planning/mending.py). It counts only if it fits and pays. Once too many have come or gone for
-that, the present view is asked for instead. Up to `SMALL_JOB` members the answer is made here and now.
+(`DrawPlan`). It is drawn in another process (control/drawing.py), which answers (`PlanDrawn`) while the job goes on.
+
+A view of other members or links makes the request stale: it is given up, and another one is made for that view. So an
+answer is taken as it is, and costs a turn nothing; what was measured while it was drawn counts in the next request.
+Where members come and go faster than the planner is through, the plans of milliseconds stay. Up to `SMALL_JOB` members
+the answer is made here and now.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.effects import DrawPlan, PlanDrawn
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.topology import Net, Topology
 from chaos_lightning.membership.views import Change, replanned
-from chaos_lightning.planning.mending import mended
-from chaos_lightning.planning.trees import misfit
 from chaos_lightning.protocol.types import SMALL_JOB, LinkSpec, PlanSpec, View, ViewId
 
 REPLAN_PAUSE_S = 2.0
 """Least seconds between two requests for a plan."""
 _REST = 4.0
 """Least time between requests because of measurements alone, in times of how long the last plan took to draw."""
-_MOST_OTHERS = 0.25
-"""Fraction of members that may come or go before a request is made anew."""
 
 
 class Redrawing:
     """See the module. Arguments are the parts that it uses."""
 
-    def __init__(self, desk: Desk, book: Book, graph: Graph, topology: Topology) -> None:
+    def __init__(self, desk: Desk, graph: Graph, topology: Topology) -> None:
         self._desk = desk
-        self._book = book
         self._graph = graph
         self._topology = topology
         self._out: DrawPlan | None = None
         """The request that is not answered yet."""
         self._count = 0
         self._answer: tuple[PlanSpec, str] | None = None
+        """A plan that was drawn for the view that was seen last."""
         self._asked_at = float("-inf")
         self._rest_s = REPLAN_PAUSE_S
         self._version = 0
@@ -74,11 +68,10 @@ class Redrawing:
         Args:
             latest: The view that rules.
         """
-        if self._answer is not None:
-            (plan, reason), self._answer = self._answer, None
-            better, reason = self.fitted(plan, reason, latest)
-            if better is not None:
-                return self._change(latest, better, reason)
+        self._look_at(latest)
+        answer, self._answer = self._answer, None
+        if answer is not None and latest.plan not in (answer[0], self._desk.settings.plan):
+            return self._change(latest, *answer)
         if not self._due(latest):
             return None
         wish = self._wish(latest)
@@ -91,46 +84,26 @@ class Redrawing:
         found, reason = replanned(wish)
         return None if found is None else self._change(latest, found, reason)
 
-    def fitted(self, plan: PlanSpec, reason: str, latest: View) -> tuple[PlanSpec | None, str]:
-        """Returns an answer as it can rule this view, which may be another one than it was drawn for; else None."""
-        ids, links = latest.ids(), [(a, b) for a, b in self._graph.of_view(latest)]
-        if latest.plan in (plan, self._desk.settings.plan):
-            return None, reason
-        fits = not misfit(plan, ids, links)
-        if fits and self._topology.version == self._version:
-            return plan, reason
-        wish = self._wish(latest)
-        left, why = plan, reason  # its links were measured anew while it was drawn
-        if not fits:
-            found, why = mended(plan, ids, wish.links), f"mended for those who are here: {reason}"
-            if found is None or len(ids) <= SMALL_JOB:
-                return None, reason
-            left = found
-        left = replace(left, chunk_nbytes=0)  # as planners leave it
-        return replanned(wish, lambda network, nbytes: (left, why))
+    def _look_at(self, latest: View) -> None:
+        if latest.id == self._seen:
+            return
+        self._seen = latest.id
+        if self._planned != (latest.ids(), latest.links):
+            self._hasty = len(latest.members) > SMALL_JOB
+            self.drop()
+
+    def drop(self) -> None:
+        """Gives up what was asked for another view, answered or not; the next request takes the planner's place."""
+        self._out = self._answer = None
 
     def _due(self, latest: View) -> bool:
-        if latest.id != self._seen:
-            self._seen = latest.id
-            large = len(latest.members) > SMALL_JOB
-            self._hasty = large and self._planned != (latest.ids(), latest.links)
-            if self._out is not None and self._is_stale(self._out, latest):
-                self._out = None  # the next request takes the planner's place
-        if self._out is not None:
-            return False
-        if self._hasty:
-            pause_s = REPLAN_PAUSE_S
-        elif self._topology.version != self._version:
-            pause_s = self._rest_s
-        else:
-            return False
-        return latest.plan != self._desk.settings.plan and self._desk.now - self._asked_at >= pause_s
-
-    @staticmethod
-    def _is_stale(wish: DrawPlan, latest: View) -> bool:
-        """Whether so many have come or gone since this request that its answer cannot be mended."""
-        others = set(latest.ids()).symmetric_difference(m.id for m in wish.members)
-        return len(others) > _MOST_OTHERS * len(latest.members)
+        pause_s = REPLAN_PAUSE_S if self._hasty else self._rest_s
+        return (
+            self._out is None
+            and (self._hasty or self._topology.version != self._version)
+            and latest.plan != self._desk.settings.plan
+            and self._desk.now - self._asked_at >= pause_s
+        )
 
     def _wish(self, latest: View) -> DrawPlan:
         ids, pairs = latest.ids(), self._graph.of_view(latest)

@@ -126,7 +126,7 @@ class SchedulerMachine:
         self.links = LinkRegistry(desk, book, roster, recovery, graph, topology, detector)
         self.showing = Showing(desk, book, roster, graph, topology)
         self.rewiring = Rewiring(desk, book, roster, recovery, graph, topology, detector)
-        self.redrawing = Redrawing(desk, book, graph, topology)
+        self.redrawing = Redrawing(desk, graph, topology)
         self.deaths = Deaths(desk, book, roster, recovery, graph, detector)
         self.learners = Learners(desk, book, roster, graph)
         self.keeper = Keeper(desk, book, roster, graph)

@@ -138,21 +138,17 @@ def _draw(spec: PlanSpec, members: Sequence[Member], links: Measured) -> tuple[P
         return plan, f"{reason}, since planner {spec.kind!r} failed: {type(error).__name__}: {error}"
 
 
-def replanned(wish: DrawPlan, planner: overlay.Planner | None = None) -> tuple[PlanSpec | None, str]:
+def replanned(wish: DrawPlan) -> tuple[PlanSpec | None, str]:
     """A better plan than the present one, if there is one, and the reason in words.
 
     In place of a plan that was drawn in a hurry a planner that the configuration names has its own way. Any other
     change must pay, by what was measured.
-
-    Args:
-        wish: What is asked for.
-        planner: Draws in place of the one that the configuration names.
     """
     spec, members, links = wish.spec, wish.members, wish.links
     if not _drawn(spec) and not misfit(spec, [m.id for m in members], links):
         return None, f"the plan is {spec.kind}, as configured"
     named = _drawn(spec) and spec.kind != "auto"
-    policy = planner or (spec.kind if named else "auto")
+    policy = spec.kind if named else "auto"
     present = replace(wish.present, chunk_nbytes=0)  # as planners leave it
     plan: PlanSpec | None
     try:

@@ -60,6 +60,14 @@ def test_members_found_a_job_join_leave_and_die(size: int, graph: str) -> None:
     case.change()
     case.halve()
     case.stage.machine.validate_state()
+    if case.stage.view.plan.trees:
+        before = case.stage.view
+        assert case.redraw() > 0
+        assert (case.stage.view.ids(), case.stage.view.links) == (before.ids(), before.links)
+        assert case.stage.view.plan != before.plan
+        case.stage.machine.validate_state()
+    else:
+        assert (size, graph) != (32, "default")
     assert len(case.stage.view.members) == size
     assert {kind: len(found) for kind, found in case.seconds.items()} == {
         "founding": 1, "join": 2, "leave": 1, "death": 1, machine.HALF: 1,

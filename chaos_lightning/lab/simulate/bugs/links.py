@@ -184,8 +184,8 @@ class ChoosyGraph(Graph):
 class StaleRedrawing(Redrawing):
     """Takes a plan that was drawn for a view that rules no more."""
 
-    def fitted(self, plan: PlanSpec, reason: str, latest: View) -> tuple[PlanSpec | None, str]:
-        return (plan if plan != latest.plan else None), reason
+    def drop(self) -> None:
+        pass
 
 
 class LoosePartners(Partners):
