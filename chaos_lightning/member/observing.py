@@ -59,10 +59,12 @@ class Observation:
         self._replay = replay
         self._send = send
         self._catching_up = CatchingUp()
+        self._attempt = 1
 
     def run(self, header: Header, view: View, state: StateAccess, deadline: float) -> None:
         """Observes from `header` on; returns when something else was decided, or when observing came to nothing."""
         sources = [m for m in view.members if m.id not in view.joiners]
+        self._attempt = header.learners.count(self._me)
         self._events.emit("observing", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
         reader = LogReader(
             [e for e in self._transfer.ways(sources, view) if not e.route],
@@ -105,7 +107,7 @@ class Observation:
             fresh = quick and reader.listening
             behind = reader.behind(at.seq) if catching_up.applied else float(lag)
             if catching_up.arrives(behind, idle=reader.waiting, fresh=fresh):
-                self._send(CatchUp(at.seq))
+                self._send(CatchUp(at.seq, attempt=self._attempt))
             hopeless = catching_up.hopeless(lag, time.monotonic()) if entry is not None else ""
             if hopeless:
                 self._give_up(at, hopeless)
@@ -154,4 +156,4 @@ class Observation:
     def _give_up(self, at: Header, reason: str) -> None:
         if not self._called():
             self._events.emit("notice", text=f"no replay: {reason}")
-            self._send(CatchUp(at.seq, able=False, reason=reason[:2000]))
+            self._send(CatchUp(at.seq, able=False, reason=reason[:2000], attempt=self._attempt))

@@ -9,7 +9,7 @@ where hashes show that it lacks nothing; one that cannot catch up, takes too lon
 So are all of them when too few members stay, or training would go on below min_nodes, and who leaves last would take
 the state along.
 A learner whose donors are all gone gets others that keep nothing yet, and is named once more: they copy the state at
-the first header with that list, and it begins again there.
+the first header with that list, and it begins again there. Words of an attempt before that come to nothing.
 
 Nothing here is persisted: to the protocol a learner is nobody. After a scheduler's restart newcomers knock again,
 and members are told that nobody observes.
@@ -140,7 +140,7 @@ class Learners:
         return "replay", "its steps are a pure function of state and gradients: nobody needs to wait for it"
 
     def on_catch_up(self, peer: Peer, message: CatchUp) -> None:
-        if peer.standing is not Standing.OBSERVING:
+        if peer.standing is not Standing.OBSERVING or message.attempt != self._attempt(peer.id):
             return
         if not message.able and self._is_deserted(peer):
             return  # it is given others as soon as there is a view without those
@@ -149,6 +149,10 @@ class Learners:
         elif not peer.caught_up:
             peer.caught_up = True
             self._desk.note("caught_up", member=peer.id, seq=message.seq)
+
+    def _attempt(self, learner: str) -> int:
+        """Returns the number of times that it was told to begin."""
+        return 1 + self._again[learner]
 
     def _pause_instead(self, peer: Peer, reason: str) -> None:
         peer.standing, peer.way, peer.caught_up = Standing.READY, "pause", False
@@ -159,7 +163,7 @@ class Learners:
         return tuple(
             p.id
             for p in self._roster.peers.values()
-            for _ in range(1 + self._again[p.id])
+            for _ in range(self._attempt(p.id))
             if p.alive
             and (p.standing is Standing.OBSERVING or (p.caught_up and p.standing is Standing.MEMBER and not p.loaded))
         )

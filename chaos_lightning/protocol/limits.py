@@ -49,7 +49,7 @@ LISTS: Mapping[str, int] = dict.fromkeys(
 """Most items of these lists; all others have what fits into a message."""
 _COUNT = (0, 1 << 53)
 NUMBERS: Mapping[str, tuple[float, float]] = {
-    **dict.fromkeys(("term", "number", "seq", "step", "pid", "pid_start"), _COUNT),
+    **dict.fromkeys(("term", "number", "seq", "step", "attempt", "pid", "pid_start"), _COUNT),
     **dict.fromkeys(("quota", "accumulate"), (0, 1 << 31)),
     "workers": (0, MAX_MEMBERS),
     "port": (0, (1 << 16) - 1),

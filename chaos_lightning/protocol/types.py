@@ -444,6 +444,8 @@ class CatchUp:
     able: bool = True
     """False: it cannot catch up, or lost the log, and asks to be let in by a pause."""
     reason: str = ""
+    attempt: int = 1
+    """Number of times that the header at which it began names it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,23 @@ def test_a_wave_of_learners_that_is_overdue_comes_in_by_a_pause_at_once() -> Non
     assert {p.way for p in observing} == {"pause"}
 
 
+def test_late_words_of_a_learners_first_attempt_come_to_nothing() -> None:
+    """Its donors were gone, and it was given others before the scheduler heard that it could not go on."""
+    wave = Wave(MEMBERS, replays=True)
+    wave.come(range(1))
+    wave.passes(1.5)
+    machine = wave.job.machine
+    (learner,) = [p for p in machine.roster.peers.values() if p.standing is Standing.OBSERVING]
+    machine.learners._begin_again(learner)
+    wave.job.says("n-0", CatchUp(5, able=False, reason="nobody can give slot 6 of the log"))
+    wave.job.says("n-0", CatchUp(5))
+    assert (learner.standing, learner.way, learner.caught_up) == (Standing.OBSERVING, "replay", False)
+    wave.job.says("n-0", CatchUp(9, attempt=2))
+    assert learner.caught_up
+    wave.job.says("n-0", CatchUp(9, able=False, reason="the log was cut", attempt=2))
+    assert learner.way == "pause"
+
+
 def founding(members: int) -> tuple[Job, View]:
     """A job in whose first view one member has the state, and all others wait for it."""
     job = Job(min_nodes=members, join_timeout_s=10.0, **PATIENT)

@@ -32,11 +32,8 @@ def test_where_few_links_are_given_others_make_up_for_a_nodes_loss() -> None:
     assert not simulate(thin_plan(1)).violation
 
 
-@pytest.mark.parametrize("size", [27, 20])
-def test_a_learner_whose_donors_all_die_before_it_begins_gets_others_at_once(
-    monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    """So few of 20 members are left that all of them serve the learner."""
+def given_donors(monkeypatch: pytest.MonkeyPatch, size: int) -> tuple[str, float, tuple[str, ...]]:
+    """A job of so many members with a learner j0, when it is told to begin (s), and its donors' names."""
     chosen: list[tuple[float, tuple[str, ...]]] = []
     choose = Learners._donors_of
 
@@ -52,13 +49,33 @@ def test_a_learner_whose_donors_all_die_before_it_begins_gets_others_at_once(
     run(job)
     ((at, donors),) = chosen
     assert len(donors) == DONORS
-    deaths = "".join(f"at {at + 0.0002:.6f} kill {m.partition('~')[0]}\n" for m in donors)
-    world, outcome = run(job + deaths)
+    return job, at, tuple(m.partition("~")[0] for m in donors)
+
+
+def begins_again(job: str) -> None:
+    """The learner of this job comes in by replay, and was given other donors on its way."""
+    world, outcome = run(job)
     ways = [(n["way"], str(n["reason"])[:15]) for n in notes(world, "way_in") if str(n["member"]).startswith("j0~")]
     assert [way for way, _ in ways] == ["replay", "replay"]
     assert ways[-1][1] == "it begins again"
     assert (outcome.replays, outcome.moved) == (1, 0)
     assert outcome_of(world, "j0") == "left: the job is finished"
+
+
+@pytest.mark.parametrize("size", [27, 20])
+def test_a_learner_whose_donors_all_die_before_it_begins_gets_others_at_once(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """So few of 20 members are left that all of them serve the learner."""
+    job, at, donors = given_donors(monkeypatch, size)
+    begins_again(job + "".join(f"at {at + 0.0002:.6f} kill {name}\n" for name in donors))
+
+
+def test_a_learner_that_sleeps_while_its_donors_die_begins_again_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once awake, it says that nobody serves it, though others have been given to it meanwhile."""
+    job, at, donors = given_donors(monkeypatch, 27)
+    job += "when j0 observe 0 0 freeze j0 for 0.25\n"
+    begins_again(job + "".join(f"at {at + 0.1:.6f} kill {name}\n" for name in donors))
 
 
 @pytest.mark.slow

@@ -188,6 +188,7 @@ class Observation(Pull):
         """The job's state after the last applied entry, in this process's memory; None while it is incomplete."""
         self.catching_up = CatchingUp()
         self.log = _Log(header, header.seq)
+        self._attempt = header.learners.count(node.machine.member_id)
         self._sources = [_Source(m.id) for m in view.members if m.id not in view.joiners]
         self._ranges: dict[int, int] = {}
         self._whole: int | None = None
@@ -312,7 +313,7 @@ class Observation(Pull):
         log.at = entry.header
         lag = log.newest - log.at.seq
         if self.catching_up.arrives(lag, idle=True):
-            self.node.say(CatchUp(log.at.seq))
+            self.node.say(CatchUp(log.at.seq, attempt=self._attempt))
         hopeless = self.catching_up.hopeless(lag, self.node.kernel.now)
         if hopeless:
             self._give_up(hopeless)
@@ -347,7 +348,7 @@ class Observation(Pull):
     def _give_up(self, reason: str) -> None:
         """Says that it cannot catch up, unless it is let in already."""
         if self._target is None:
-            self.node.say(CatchUp(self.log.at.seq, able=False, reason=reason))
+            self.node.say(CatchUp(self.log.at.seq, able=False, reason=reason, attempt=self._attempt))
         self.stop()
 
 
