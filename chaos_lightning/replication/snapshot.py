@@ -31,6 +31,9 @@ from chaos_lightning.transport.reference import Generation
 
 _ALIGNMENT = 64
 _BLOCK_NBYTES = 4 << 20
+_LIMITS_V2 = ("memory.max", "memory.current"), "inactive_file"
+_LIMITS_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
+"""Files of a control group with its limit and its use, and the entry of memory.stat that counts pages of files."""
 LIVE, COPIED, GONE = 1, 2, 3
 """What `generation` says: the state itself may be read, or what was copied of it, or nothing any more."""
 
@@ -46,20 +49,23 @@ def available_nbytes() -> int:
 
 
 def left_in_groups(membership: str, root: Path) -> list[int]:
-    """Returns what the limits of control groups (v2) leave, in bytes, as those of containers and batch systems do.
+    """Returns what the limits of control groups leave, in bytes, as those of containers and batch systems do.
 
     Args:
         membership: Names the group of a process, as /proc/self/cgroup does.
         root: Folder of all groups.
     """
     found = []
-    for place in [line[3:] for line in membership.splitlines() if line.startswith("0::")]:
-        group = root / place.strip("/")
+    for controllers, place in [line.split(":", 2)[1:] for line in membership.splitlines()]:
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        names, of_files = _LIMITS_V1 if controllers else _LIMITS_V2
+        group = (root / "memory" if controllers else root) / place.strip("/")
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
-                most, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+                most, used = (int((folder / name).read_text()) for name in names)
                 kinds = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                found.append(most - used + int(kinds.get("inactive_file", 0)))  # pages of files are given back
+                found.append(most - used + int(kinds.get(of_files, 0)))  # pages of files are given back
     return found
 
 

@@ -160,3 +160,18 @@ def test_limits_of_containers_count(tmp_path: Path) -> None:
     assert sorted(snapshot.left_in_groups("1:name=systemd:/\n0::/pods/mine\n", tmp_path)) == [1500, 6500]
     assert snapshot.left_in_groups("9:memory:/pods/mine\n", tmp_path) == []
     assert snapshot.available_nbytes() > 0
+
+
+@pytest.mark.parametrize("place", ["/batch/job7", "/host/folder/that/is/not/mounted"])
+def test_limits_of_control_groups_of_version_1_count(tmp_path: Path, place: str) -> None:
+    """A container may see only its own group, as the root. What is not limited has a limit beyond all memory."""
+    root = tmp_path / "memory"
+    group = root / "batch" / "job7"
+    group.mkdir(parents=True)
+    for folder, most in ((group, 4000), (group.parent, 0x7FFFFFFFFFFFF000), (root, 9000)):
+        (folder / "memory.limit_in_bytes").write_text(f"{most}\n")
+        (folder / "memory.usage_in_bytes").write_text("3000\n")
+        (folder / "memory.stat").write_text("inactive_file 100\ntotal_inactive_file 500\n")
+    membership = f"12:cpuset:/\n9:cpu,memory:{place}\n1:name=systemd:/\n0::/\n"
+    found = [n for n in snapshot.left_in_groups(membership, tmp_path) if n < 1 << 62]
+    assert sorted(found) == ([1500, 6500] if place == "/batch/job7" else [6500])
