@@ -82,7 +82,7 @@ class StateServerConfig:
     lease_s: float = 600.0
     """A snapshot nobody asked anything of for so long is given up."""
     pulls: int = PULLS
-    """Number of peers to which this member's state is sent at a time."""
+    """Number of peers to which this member's state is sent at a time, beside those that take it slowly (turns.py)."""
     results_kept: int = 2
     """Reduced slots kept servable: the last one, and the one before until everybody is known to hold the last."""
 
@@ -530,7 +530,7 @@ class StateServer:
         if item is self._snapshot:
             self.pace.spend(request.length)
         elif item is self._state:
-            self._wait_for_turn(channel.sock, tick)
+            self._wait_for_turn(channel.sock, request.length, tick)
         views = item.read(start, stop)
         checksum, flags = (bulk.checksum_of(views), 0) if result else (0, bulk.UNSUMMED)
         with self._changed:  # before it can be seen that they have come
@@ -543,11 +543,11 @@ class StateServer:
                 item.sending, item.asked_at = item.sending - 1, time.monotonic()
                 self._turns.done(channel.sock, item.asked_at)
 
-    def _wait_for_turn(self, sock: socket.socket, tick: Callable[[], None]) -> None:
+    def _wait_for_turn(self, sock: socket.socket, nbytes: int, tick: Callable[[], None]) -> None:
         """Others are sent the state; meanwhile this peer hears that its donor lives."""
         while True:
             with self._changed:
-                if self._closed or self._turns.take(sock, self.config.pulls, time.monotonic()):
+                if self._closed or self._turns.take(sock, nbytes, self.config.pulls, time.monotonic()):
                     return
                 self._changed.wait(self.config.pending_interval_s)
             tick()

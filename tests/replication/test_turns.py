@@ -4,35 +4,78 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterator
 
+import pytest
 import torch
 from replication_support import HEAD, LIMIT_S, PATIENT, SEQ, dial, donors, numbered, publishing
 
 from chaos_lightning.replication import StateServerConfig, pull_state
+from chaos_lightning.replication import turns as turning
 from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
-from chaos_lightning.replication.turns import IDLE_S, Turns
+from chaos_lightning.replication.turns import IDLE_S, SLOW, SLOW_S, Turns
 
 ONE = StateServerConfig(pulls=1, pending_interval_s=0.02)
+NBYTES = 4 << 20
 
 
-def ends() -> list[socket.socket]:
-    return [socket.socket() for _ in range(3)]
-
-
-def test_a_turn_is_over_when_its_connection_is_idle_or_ends() -> None:
-    turns, (a, b, c) = Turns(), ends()
-    assert turns.take(a, 1, 0.0)
-    assert not turns.take(b, 1, 1000.0), "a is being answered"
-    turns.done(a, 1000.0)
-    assert not turns.take(b, 1, 1000.0 + IDLE_S / 2)
-    assert turns.take(a, 1, 1000.0 + IDLE_S / 2), "it goes on"
-    turns.done(a, 1001.0)
-    assert turns.take(b, 1, 1001.0 + IDLE_S)
-    assert not turns.take(a, 1, 1001.0 + IDLE_S)
-    turns.leave(b)
-    assert turns.take(c, 1, 1001.0 + IDLE_S)
-    for sock in (a, b, c):
+@pytest.fixture
+def ends() -> Iterator[list[socket.socket]]:
+    made = [socket.socket() for _ in range(12)]
+    yield made
+    for sock in made:
         sock.close()
+
+
+def test_a_turn_is_over_when_its_connection_is_idle_or_ends(ends: list[socket.socket]) -> None:
+    turns, (a, b, c, *_) = Turns(), ends
+    assert turns.take(a, 1, 1, 0.0)
+    assert not turns.take(b, 1, 1, 0.1), "a is being answered"
+    turns.done(a, 0.2)
+    assert not turns.take(b, 1, 1, 0.2 + IDLE_S / 2)
+    assert turns.take(a, 1, 1, 0.2 + IDLE_S / 2), "it goes on"
+    turns.done(a, 1.0)
+    assert turns.take(b, 1, 1, 1.0 + IDLE_S)
+    assert not turns.take(a, 1, 1, 1.0 + IDLE_S)
+    turns.leave(b)
+    assert turns.take(c, 1, 1, 1.0 + IDLE_S)
+
+
+def test_peers_that_take_their_bytes_slowly_hold_no_turns(ends: list[socket.socket]) -> None:
+    """Four trickle, from the first answer on; what an answer takes as a rule is not known yet."""
+    turns, slow, (quick, other) = Turns(), ends[:4], ends[4:6]
+    for sock in slow:
+        assert turns.take(sock, NBYTES, 4, 0.0)
+    assert not turns.take(quick, NBYTES, 4, SLOW_S / 2)
+    now = SLOW_S * 1.01
+    assert turns.take(quick, NBYTES, 4, now), "one of them counts no more"
+    assert not turns.take(other, NBYTES, 4, now), "the next one is given twice as long"
+    for _ in range(100):
+        turns.done(quick, now := now + 0.01)
+        assert turns.take(quick, NBYTES, 4, now), "it goes on"
+    assert turns.take(other, NBYTES, 4, SLOW_S * 2.01)
+    last = ends[6]
+    assert not turns.take(last, NBYTES, 4, SLOW_S * 2.01)
+    turns.done(slow[0], now := SLOW_S * 2.02)
+    assert not turns.take(slow[0], NBYTES, 4, now), "it waits until nobody else does"
+    assert turns.take(last, NBYTES, 4, now)
+    turns.done(last, now)
+    assert turns.take(slow[0], NBYTES, 4, now + 2 * IDLE_S), "nobody else waits"
+
+
+def test_where_the_donor_is_what_is_slow_few_more_than_usual_are_served(ends: list[socket.socket]) -> None:
+    """Each answer takes 30 s, and a dozen ask."""
+    turns, now, served = Turns(), 0.0, set(ends[:4])
+    for sock in served:
+        assert turns.take(sock, NBYTES, 4, now)
+    while now < 30.0:
+        now += 0.25
+        served |= {sock for sock in ends if sock not in served and turns.take(sock, NBYTES, 4, now)}
+    assert 4 < len(served) < 9
+    for sock in ends[:4]:
+        turns.done(sock, now)
+    assert all(turns.take(sock, NBYTES, 12, now + 1.0) for sock in ends[:4]), "30 s are usual here"
+    assert not any(turns.take(sock, NBYTES, 4, now + 29.0 * SLOW / 2) for sock in ends if sock not in served)
 
 
 def test_one_without_a_turn_hears_that_its_donor_lives() -> None:
@@ -113,4 +156,21 @@ def test_a_member_that_begins_anew_is_waited_for_at_an_older_slot() -> None:
         puller.start()
         donor.server.publish(HEAD, SEQ, state.tensors(), state.manifest())
         puller.join(LIMIT_S)
+    assert torch.equal(mine.tensors()[0][1], state.tensors()[0][1])
+
+
+def test_four_that_take_no_bytes_do_not_hold_up_a_fifth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turning, "SLOW_S", 0.05)
+    state, mine = numbered(1, 1 << 20, seed=3), numbered(1, 1 << 20, seed=9)
+    config = StateServerConfig(pulls=4, pending_interval_s=0.02, stall_timeout_s=10 * LIMIT_S)
+    with publishing(state, "a", config=config) as (donor,):
+        slow = [BulkSocket(dial(donor.endpoint), stall_timeout_s=LIMIT_S) for _ in range(4)]
+        for channel in slow:
+            channel.send(BulkFrame(Type.GET_STATE, HEAD, SEQ, 0, 4 << 20))
+            frame = channel.receive_header(patience_s=LIMIT_S)
+            assert frame is not None
+            assert frame.type is Type.DATA
+        pull_state([donor.endpoint], dial, head=HEAD, seq=SEQ, state=mine, config=PATIENT)
+        for channel in slow:
+            channel.sock.close()
     assert torch.equal(mine.tensors()[0][1], state.tensors()[0][1])
