@@ -116,16 +116,19 @@ class Book:
         if self.entered_at is None or (loaded and len(latest.members) > SMALL_JOB):
             self.entered_at = now
 
+    @property
+    def spreads(self) -> bool:
+        """Whether most members of a large job get the state at once, as when it is founded."""
+        view = self.latest
+        return view is not None and len(view.members) > SMALL_JOB and 2 * len(view.joiners) > len(view.members)
+
     def loads(self, member: str, now: float) -> None:
         """A member gets the state.
 
-        Where most of a large job do (it is being founded), the first copies take as long as those that are sent at the
-        same time, and all others wait for them.
+        Where most do, the first copies take as long as those that are sent at the same time, and all others wait for
+        them.
         """
-        view = self.latest
-        if view is None or len(view.members) <= SMALL_JOB or 2 * len(view.joiners) <= len(view.members):
-            return
-        if self.entered_at is not None and member in view.joiners:
+        if self.latest is not None and self.spreads and self.entered_at is not None and member in self.latest.joiners:
             self.entered_at = now
 
     def restart(self, past: Past, views: Sequence[View]) -> None:

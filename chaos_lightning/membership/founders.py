@@ -3,6 +3,10 @@
 Theory of operation. Workers of a node are started together, and are ready one after the other. If the first of them
 founded the job by itself, it would train the first steps alone. So the others are waited for, but not without end: one
 of them may have failed for good, while the rest can train.
+
+Founders of a large job that get the state are waited for as long as it comes to any of them. So one to which it
+trickles would hold up all. Once half of them have it, it is known how long it takes: those that take `PATIENCE` times
+as long come in later, as newcomers.
 """
 
 from __future__ import annotations
@@ -12,6 +16,10 @@ from collections.abc import Sequence
 
 from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.peers import Peer
+from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
+
+PATIENCE = 4
+"""How many times as long as half of the joiners took the last ones may take to load the state."""
 
 
 class Founders:
@@ -25,6 +33,11 @@ class Founders:
         self._desk = desk
         self._since: dict[str, float] = {}
         """When (s) workers of each node were ready first."""
+        self._view: ViewId = NO_VIEW
+        self._began = 0.0
+        """When (s) members first stood in that view."""
+        self._half_s = 0.0
+        """Time that half of its joiners took to load the state; the time so far, while they do."""
 
     def waits(self, ready: Sequence[Peer]) -> str:
         """Returns why these founders wait, in words; "" if they need not."""
@@ -36,3 +49,25 @@ class Founders:
                 of_node = f"all {peer.workers} workers of node {peer.member.node}"
                 return f"the job waits for {of_node}, for {limit_s:g} s at most"
         return ""
+
+    def late(self, view: View, lacking: Sequence[Peer]) -> str:
+        """Returns why these joiners hold up the others for too long, in words; "" if they do not.
+
+        Args:
+            view: The view that rules. It is asked about again and again from when members stand in it.
+            lacking: Its joiners that have not loaded the state.
+        """
+        if self._view != view.id:
+            self._view, self._began, self._half_s = view.id, self._desk.now, 0.0
+        took_s = self._desk.now - self._began
+        if 2 * len(lacking) > len(view.joiners) or not self._half_s:
+            self._half_s = took_s
+            return ""
+        limit_s = max(self._desk.settings.join_timeout_s, PATIENCE * self._half_s)
+        if took_s <= limit_s:
+            return ""
+        return f"it did not load the state within {limit_s:.0f} s; half of the others had it after {self._half_s:.0f} s"
+
+    def shift(self, gap: float) -> None:
+        """The scheduler was frozen for so many seconds."""
+        self._began += gap

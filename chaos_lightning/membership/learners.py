@@ -26,7 +26,7 @@ from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.donors import of_learner
 from chaos_lightning.membership.gathering import Gathering
 from chaos_lightning.membership.graph import Graph
-from chaos_lightning.membership.peers import Peer, Standing, listed
+from chaos_lightning.membership.peers import Peer, Standing, listed, process_of
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.protocol.types import SMALL_JOB, CatchUp, PlanSpec, ServeLearners, View
 
@@ -135,7 +135,8 @@ class Learners:
     def _way_in(self, peer: Peer, few: str) -> tuple[str, str]:
         if peer.no_replay or few:
             return "pause", peer.no_replay or few
-        if not any(p.step for p in self._roster.living()):
+        late = process_of(peer.member) in self._roster.left_behind
+        if not late and not any(p.step for p in self._roster.living()):
             return "pause", "no step is committed yet"
         return "replay", "its steps are a pure function of state and gradients: nobody needs to wait for it"
 

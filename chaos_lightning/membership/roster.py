@@ -13,6 +13,7 @@ from chaos_lightning.membership.peers import (
     UNKNOWN_LEARNERS,
     JobTerms,
     Peer,
+    Process,
     Standing,
     first_incarnation,
 )
@@ -56,6 +57,8 @@ class Roster:
         self.incarnation = first_incarnation(chain.term, book.past.incarnation)
         self.dismissed: dict[str, Released] = {}
         """What was said to whom was released on its own or the operator's wish: it may not have heard it."""
+        self.left_behind: set[Process] = set()
+        """Whom a founding did not wait for. They come in by replay, so that nobody waits for them again."""
         self.reference: JobTerms | None = None
         """What every member must equal."""
         self.vouched = not chain.views

@@ -23,7 +23,7 @@ Hello(resume) and tell where they stand; if any of them is not in the last view,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from chaos_lightning.membership import stimuli
@@ -60,7 +60,7 @@ from chaos_lightning.membership.judging import Deaths
 from chaos_lightning.membership.keeping import Keeper
 from chaos_lightning.membership.learners import Learners
 from chaos_lightning.membership.links import LinkRegistry
-from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing, listed, placed
+from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing, listed, placed, process_of
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling, rule
@@ -354,6 +354,7 @@ class SchedulerMachine:
             self.identity.shift(gap)
             if self.book.entered_at is not None:
                 self.book.entered_at += gap
+            self.founders.shift(gap)
             for peer in self.roster.peers.values():
                 peer.heard += gap
                 peer.closed_at += gap
@@ -518,13 +519,33 @@ class SchedulerMachine:
         """A joiner that does not get its state in time holds everybody up and goes out again."""
         if self.book.entered_at is not None and self.deaths.waited_for:
             self.book.entered_at = self.desk.now  # its donors are silent
-        if self.book.entered_at is None or self.desk.now - self.book.entered_at <= self.settings.join_timeout_s:
+        if self.book.entered_at is None or not latest.joiners:
             return
-        for peer in self.roster.members():
-            if peer.id in latest.joiners and not peer.loaded and peer.alive:
-                limit = self.settings.join_timeout_s
-                self.roster.condemn(peer, f"it did not load the state within join_timeout_s={limit:g}")
-                self.recovery.again = self.recovery.again or f"{peer.id} is put out"
+        joiners, limit, spreads = frozenset(latest.joiners), self.settings.join_timeout_s, self.book.spreads
+        lacking = [p for p in self.roster.members() if p.id in joiners and not p.loaded and p.alive]
+        why = f"it did not load the state within join_timeout_s={limit:g}"
+        if self.desk.now - self.book.entered_at <= limit:
+            why = self.founders.late(latest, lacking) if spreads and lacking else ""
+            why = why if why and self._can_do_without(latest, lacking) else ""
+        for peer in lacking if why else ():
+            self.roster.condemn(peer, why)
+            self.recovery.again = self.recovery.again or f"{peer.id} is put out"
+            if spreads:
+                self.roster.left_behind.add(process_of(peer.member))
+
+    def _can_do_without(self, latest: View, late: Sequence[Peer]) -> bool:
+        """Whether enough members go on together without these; if not, all are told that they wait."""
+        names = {p.id for p in late}
+        staying = [m for m in latest.members if m.id not in names]
+        ids, enough = [m.id for m in staying], self.settings.min_nodes
+        here = [*staying, *(p.member for p in self.roster.willing())]
+        if nodes.count(here) >= enough and connected(ids, self.graph.pairs(ids)):
+            return True
+        text = (
+            f"the job waits for members that get the state slowly: without them fewer than min_nodes={enough} are here"
+        )
+        self.roster.tell(text, self.roster.members())
+        return False
 
     def _turn_change(self, latest: View, ready: list[Peer]) -> bool:
         leaving = self.graph.loose(latest.ids(), [p.id for p in self.roster.members() if p.leaving])

@@ -1,0 +1,93 @@
+"""A founder to which the state trickles holds up the others for a while only, if enough nodes can do without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from test_gathering import founding
+from test_membership_terms import hello
+
+from benchmarks.scale.fake import StandIn
+from benchmarks.scale.machine import rules
+from benchmarks.scale.standins import Stage
+from chaos_lightning.membership.founders import PATIENCE
+from chaos_lightning.membership.peers import process_of
+from chaos_lightning.protocol.types import GENESIS, Entered, Progress, View
+
+FOUNDERS = 256
+COPY_S = 2.0
+ROUNDS = 12
+"""So many copies one after the other take as long as all of 256."""
+HALF_S = COPY_S * (1 + ROUNDS // 2)
+SLOW = 200
+"""Number of the founder to which the state trickles."""
+
+
+class Spreading(Stage):
+    """Founders that load the state one after the other; the slow one tells each second that a little has come.
+
+    Args:
+        size: Number of founders.
+        min_nodes: Number of nodes with which the job begins.
+        slow_s: Seconds that the slow one takes.
+    """
+
+    def __init__(self, size: int, min_nodes: int, slow_s: float) -> None:
+        super().__init__(replace(rules(size, 8), min_nodes=min_nodes, join_timeout_s=2 * COPY_S))
+        self._slow_s = slow_s
+        self._entering: StandIn | None = None
+        self.start(size, every_s=0.0)
+        self.wait(lambda: len(self.view.members) == size, "the first view")
+        self.founded_at = self.now
+
+    def entered(self, one: StandIn, view: View, *, decided: bool) -> None:
+        super().entered(one, view, decided=decided)
+        self._entering = one
+
+    def later(self, after_s: float, action: Callable[[], None]) -> None:
+        one = self._entering
+        assert one is not None
+        if one.number != SLOW:
+            super().later(COPY_S * (1 + ROUNDS * one.number / FOUNDERS), action)
+            return
+        super().later(self._slow_s, action)
+        for second in range(1, int(self._slow_s)):
+            super().later(second, lambda second=second: self._grows(one, second))  # type: ignore[misc]
+
+    def _grows(self, one: StandIn, second: int) -> None:
+        if one.here:
+            self.say(one, Progress("pull", second, 1_000_000, 0.0))
+
+
+def test_256_founders_go_on_without_one_to_which_the_state_trickles() -> None:
+    job = Spreading(FOUNDERS, FOUNDERS - 1, slow_s=1000.0)
+    job.wait(lambda: job.settled(FOUNDERS - 1), "a view without it")
+    job.machine.validate_state()
+    (reason,) = job.put_out
+    assert "half of the others had it" in reason
+    assert 0.9 * HALF_S * PATIENCE < job.now - job.founded_at < 1.1 * HALF_S * PATIENCE
+
+
+def test_where_no_node_is_to_spare_all_wait_for_it_as_long_as_something_comes() -> None:
+    job = Spreading(FOUNDERS, FOUNDERS, slow_s=1.3 * HALF_S * PATIENCE)
+    job.wait(lambda: job.settled(FOUNDERS), "all of them in the first view")
+    assert job.now - job.founded_at > 1.2 * HALF_S * PATIENCE
+    assert job.put_out == []
+    assert job.said["Notice"] >= FOUNDERS
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_one_that_was_left_behind_is_waited_for_no_more(left: bool) -> None:
+    """It comes again before the first step is committed, and learns by replay what others get by a pause."""
+    job, founded = founding(32)
+    for member in founded.members:
+        job.says(member.name, Entered(founded.id, 0, 0, GENESIS.hash, loaded=True))
+    again = hello("late", pid=7, replay="")
+    if left:
+        job.machine.roster.left_behind.add(process_of(again))
+    job.comes(again)
+    job.passes(0.5)
+    (peer,) = (p for p in job.machine.roster.peers.values() if p.member.name == "late")
+    assert peer.way == ("replay" if left else "pause")
