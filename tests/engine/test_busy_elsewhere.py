@@ -51,6 +51,16 @@ def watchers(job: Job, name: str) -> list[int] | None:
     return found or None
 
 
+def connected(job: Job, name: str) -> bool:
+    """Whether a watcher of this member has a connection to a neighbour's, beside the one to its member."""
+    for pid in watchers(job, name) or ():
+        with contextlib.suppress(OSError):
+            files = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+            if sum(file.startswith("socket:") for file in files) > 1:
+                return True
+    return False
+
+
 def left_out(job: Job, name: str, after: Record | None = None) -> Record:
     """Until the others go on without this member; its death."""
     death = job.harness.wait_for("death", lambda r: r.member.startswith(f"{name}~"), after=after)
@@ -114,7 +124,7 @@ def test_only_member_is_killed_and_its_machine_proves_it(job: Job) -> None:
     job.harness.wait_step(5)
     begin(job, "b")
     for name in "ab":
-        job.harness.wait_until(lambda name=name: watchers(job, name), f"a watcher beside {name}")
+        job.harness.wait_until(lambda name=name: connected(job, name), f"a connection of the watcher beside {name}")
     job.harness.kill("a")
     assert job.harness.wait_exit("b") == 0
     assert len(job.foundings()) == 2
