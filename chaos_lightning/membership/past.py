@@ -5,17 +5,25 @@ asked of an old one: whether it was of this chain, who stood in it, and whether 
 So a `Past` keeps the number of each view, and of each member the numbers of the views with which it came and went. The
 scheduler has it in place of all but the last two views, whether or not its store was cut: so nothing that is decided
 depends on where it was cut. A record that sums up holds it, too (control/summing.py).
+
+Members that have gone are forgotten when `MOST_GONE` others went after them. No rule about members of the last view
+asks for them. A process that comes back after so long is told that it was put out, whether or not it had asked to go:
+one that had asked ends all the same, and one that was drained joins again. A state that it kept still counts, if
+it names a view of the chain from before that time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
 
 LAST_VIEWS = 2
 """Number of views, the last ones, that stay as they are: members may stand in either."""
+MOST_GONE = 4096
+"""Number of members that have gone of which it is known when: about 40 bytes of a record for each."""
 REBUILT = "rebuilt"
 """How the reason of a rebuilt chain's first view begins."""
 
@@ -58,6 +66,10 @@ class Numbers:
         ends = (ViewId(t, b if t < number.term else min(b, number.number - 1)) for t, _, b in lower)
         return max(ends, default=NO_VIEW)
 
+    def forget(self, before: ViewId) -> None:
+        """Leaves out runs that end before this number."""
+        self.runs = [run for run in self.runs if (run[0], run[2]) >= (before.term, before.number)]
+
     def copy(self) -> Numbers:
         return Numbers(list(self.runs))
 
@@ -70,7 +82,9 @@ class Past:
         views: Numbers of all of its views.
         let_go: Numbers of those that a header was to carry and that lack members of the view before, which had asked
             to leave or were drained.
-        members: By member: the first view with it, the first one after that without it, and so on.
+        members: By member: the first view with it, the first one after that without it, and so on. Whoever came or
+            went last is last.
+        forgotten: The last view with which a member went that is forgotten.
         rebuilt: The last view with which a lost chain was rebuilt.
         incarnation: The highest number that a member's id ends with.
         together: Whether any view has several members.
@@ -82,6 +96,7 @@ class Past:
     views: Numbers = field(default_factory=Numbers)
     let_go: Numbers = field(default_factory=Numbers)
     members: dict[str, tuple[ViewId, ...]] = field(default_factory=dict)
+    forgotten: ViewId = NO_VIEW
     rebuilt: ViewId = NO_VIEW
     incarnation: int = 0
     together: bool = False
@@ -101,8 +116,8 @@ class Past:
         """Adds the view that follows the last one; `carried`: a header was to carry it."""
         ids = frozenset(view.ids())
         gone, fresh = self.inside - ids, [m for m in view.members if m.id not in self.inside]
-        for member in (*gone, *(m.id for m in fresh)):
-            self.members[member] = (*self.members.get(member, ()), view.id)
+        for member in (*sorted(gone), *(m.id for m in fresh)):
+            self.members[member] = (*self.members.pop(member, ()), view.id)
         self.views.add(view.id)
         if carried and gone:
             self.let_go.add(view.id)
@@ -115,6 +130,15 @@ class Past:
         self.together = self.together or len(ids) > 1
         self.hosts = tuple(dict.fromkeys((*self.hosts, *(m.host for m in fresh))))[:2]
         self.inside = ids
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forgets those that went first, if too many have gone."""
+        many = len(self.members) - len(self.inside) - MOST_GONE
+        if many > 0:
+            for member in list(islice((m for m in self.members if m not in self.inside), many)):
+                self.forgotten = self.members.pop(member)[-1]
+            self.let_go.forget(self.forgotten)
 
     def copy(self) -> Past:
         """Returns one that does not change with this one."""
@@ -125,8 +149,9 @@ class Past:
         return sum(at <= view for at in self.members.get(member, ()))
 
     def stood_in(self, member: str, view: ViewId) -> bool:
-        """Whether this is a view of the chain, and has this member."""
-        return view in self.views and self._moves(member, view) % 2 == 1
+        """Whether this is a view of the chain, and has this member, or is so old that members of it are forgotten."""
+        moves = self._moves(member, view)
+        return view in self.views and (moves % 2 == 1 or (not moves and view < self.forgotten))
 
     def in_all_after(self, member: str, view: ViewId) -> bool:
         """Whether a member of the last view is in every view after this one."""

@@ -19,6 +19,7 @@ from chaos_lightning.control.store import End, StoreRecord
 from chaos_lightning.control.summing import summed
 from chaos_lightning.errors import OversizeError, StoreError
 from chaos_lightning.membership.effects import Persist
+from chaos_lightning.membership.past import MOST_GONE
 from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
 
 FEW = 8
@@ -60,7 +61,11 @@ def decisions(term: int, after: View | None, count: int) -> Iterator[Persist]:
         last = view
 
 
-def test_a_cut_chain_says_what_the_whole_one_says(chains: Chains, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most_gone", [3, MOST_GONE])
+def test_a_cut_chain_says_what_the_whole_one_says(
+    chains: Chains, monkeypatch: pytest.MonkeyPatch, most_gone: int
+) -> None:
+    monkeypatch.setattr("chaos_lightning.membership.past.MOST_GONE", most_gone)
     first, whole = chains(), JobChain(MemoryStore("whole", Shelf()))
     first.take_term()
     whole.store.take_term(0, first.tip().chain)
@@ -80,6 +85,7 @@ def test_a_cut_chain_says_what_the_whole_one_says(chains: Chains, monkeypatch: p
     assert loaded.numbers == unabridged.numbers
     assert (loaded.highest, loaded.step) == (unabridged.highest, unabridged.step)
     assert len(loaded.past.views) + len(loaded.views) == 30
+    assert len(loaded.past.members) - len(loaded.past.inside) <= most_gone
     assert {(w.b, w.add) for w in summed(loaded).wishes} == {("b", True), ("c", False), ("d", True)}
     for effect in decisions(2, loaded.views[-1], 5):
         assert second.append(effect).ok

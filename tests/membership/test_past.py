@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import takewhile
+from itertools import product, takewhile
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +63,30 @@ def test_a_past_answers_what_its_views_would(views: list[View], data: st.DataObj
                 without = next((v for v in views if v.id > number and v.find(member) is None), None)
                 let_go = without.id if without is not None and without.id in carried else None
                 assert past.let_go_by(member, number) == let_go
+
+
+@given(chains(), st.integers(0, 3), st.data())
+def test_those_that_went_long_ago_are_forgotten_and_nobody_else_is_judged_otherwise(
+    views: list[View], most: int, data: st.DataObject
+) -> None:
+    carried = data.draw(st.sets(st.sampled_from([v.id for v in views])))
+    whole, short = Past(), Past()
+    with pytest.MonkeyPatch.context() as patch:
+        for view in views:
+            whole.add(view, carried=view.id in carried)
+        patch.setattr("chaos_lightning.membership.past.MOST_GONE", most)
+        for view in views:
+            short.add(view, carried=view.id in carried)
+    assert len(short.members.keys() - short.inside) <= most
+    for number, member in product(around(views), IDS):
+        stood = whole.stood_in(member, number)
+        assert short.stood_in(member, number) >= stood, "a kept state counts"
+        assert short.let_go_by(member, number) in (whole.let_go_by(member, number), None)
+        if number >= short.forgotten:
+            assert short.stood_in(member, number) == stood
+            assert not stood or short.let_go_by(member, number) == whole.let_go_by(member, number)
+        if member in whole.inside:
+            assert short.in_all_after(member, number) == whole.in_all_after(member, number)
 
 
 @given(chains())
