@@ -39,7 +39,6 @@ from chaos_lightning.protocol.types import (
     Hello,
     Leave,
     Notice,
-    Prepare,
     Released,
     ViewId,
     other_version,
@@ -156,7 +155,7 @@ class Admission:
         self.rebuild.greeted(peer)
         if self.desk.phase is SchedulerPhase.PREPARING or self.desk.phase is SchedulerPhase.HOLDING:
             if peer.id in self.recovery.expected and peer.report is None:
-                self.roster.send(peer, Prepare(self.recovery.number, self.recovery.why))
+                self.recovery.ask(peer)
         elif self.book.decision is not None and self.book.decision.view.find(peer.id) is not None:
             self.roster.send(peer, self.book.decision)
         elif self.book.announced is not None:

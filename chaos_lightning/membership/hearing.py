@@ -65,8 +65,8 @@ class Hearing:
             case Verdict():
                 self.deaths.on_verdict(peer, message)
             case Report(number):
-                if self.desk.phase is SchedulerPhase.PREPARING and number == self.recovery.number:
-                    self.recovery.told(peer, message)
+                asked = self.desk.phase is SchedulerPhase.PREPARING and number == self.recovery.number
+                if asked and self.recovery.told(peer, message):
                     self.detector.reported(peer.id)
             case Entered():
                 loaded = message.loaded and not peer.loaded

@@ -607,9 +607,10 @@ class MemberMachine:
             head=self.header.hash,
             loaded=self.loaded,
             raw=self.loaded and self._raw,
-            pending=self.pending,
+            pending=None if message.brief else self.pending,
             last=None if message.brief else self.header,
             held=held,
+            pending_hash=self.pending.hash if self.pending is not None else "",
         )
         self._emit(ToScheduler(report))
 

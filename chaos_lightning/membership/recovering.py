@@ -28,8 +28,12 @@ class Recovery:
         """Whom the present one has asked for a report, ..."""
         self.missing: set[str] = set()
         """... and who of them has not given it."""
-        self._named: dict[str, Report] = {}
-        """Reports of those that were asked for the header that they had named."""
+        self._whole: set[str] = set()
+        """Members that were asked for a whole report: the others name their headers, ..."""
+        self._first: dict[str, Report] = {}
+        """... and these, whose first reports are kept, had named one that nobody told."""
+        self._questions = (Prepare(NO_VIEW, ""),) * 2
+        """For a brief report, and for a whole one."""
         self.prepared_at = 0.0
         self.returning = desk.phase is SchedulerPhase.RUNNING
         """After a restart, until all members of the last view are back."""
@@ -81,47 +85,67 @@ class Recovery:
         self._book.decision = self._book.announced = None
         living = self._roster.living()
         self.expected = frozenset(p.id for p in living)
-        self.missing, self._named = set(self.expected), {}
+        self.missing, self._whole, self._first = set(self.expected), self._tellers(living), {}
+        self._questions = (Prepare(number, self.why, brief=True), Prepare(number, self.why))
         self._desk.note("prepare", number=str(number), reason=self.why)
-        # In a large job some tell the header that they stand on, and the others name it (9).
-        whole, brief = Prepare(number, self.why), Prepare(number, self.why, brief=True)
-        for place, peer in enumerate(living):
-            peer.report = None
-            self._roster.send(peer, whole if place < SMALL_JOB else brief)
+        for peer in living:
+            self.ask(peer)
 
-    def told(self, peer: Peer, report: Report) -> None:
-        """A member that was asked has answered; what it held it told the first time."""
-        before = self._named.get(peer.id)
+    def _tellers(self, living: Sequence[Peer]) -> set[str]:
+        """Returns whose reports tell headers; in a large job the others only name them (9)."""
+        return {p.id for p in living[:SMALL_JOB]}
+
+    def ask(self, peer: Peer) -> None:
+        """Asks a member for its promise and a report."""
+        peer.report = None
+        self._roster.send(peer, self._questions[peer.id in self._whole])
+
+    def told(self, peer: Peer, report: Report) -> bool:
+        """Takes an answer; False if it is none to what was asked last."""
+        before = self._first.get(peer.id)
+        if before is not None and report.last is None:
+            return False  # it was under way when the member was asked for the header
         same = before is not None and before.head == report.head
+        # What the member held it told the first time.
         peer.report = replace(report, held=before.held) if before is not None and same else report
         self.missing.discard(peer.id)
+        return True
 
     def with_headers(self, reporters: Sequence[Peer]) -> dict[str, Report] | None:
-        """Returns their reports, each with the header that its sender stands on.
+        """Returns their reports, each with the headers that it names.
 
-        Where nobody has told that header, one of those that stand on it is asked for it. Until it answers: None.
+        Where nobody has told one of them, one of those that name it is asked for it. Until it answers: None.
         """
         headers: dict[str, Header] = {}
         reports = {p.id: p.report for p in reporters if p.report is not None}
         for report in reports.values():
-            if report.head not in headers and report.last is not None and report.last.hash == report.head:
-                headers[report.head] = report.last
-        asked = set[str]()
+            for name, header in ((report.head, report.last), (report.pending_hash, report.pending)):
+                if name not in headers and header is not None and header.hash == name:
+                    headers[name] = header
+        asked, complete = set[str](), True
         for peer in reporters:
             report = reports[peer.id]
-            if report.head in headers:
-                if report.last is not headers[report.head]:
-                    peer.report = reports[peer.id] = replace(report, last=headers[report.head])
-            elif not report.loaded:
+            if not report.loaded:
                 continue  # nobody goes on from there
-            elif report.last is not None or peer.id in self._named:
-                self._roster.condemn(peer, f"it reports to stand on header {report.head}, and does not tell that one")
-            elif report.head not in asked:
-                asked.add(report.head)
-                self._named[peer.id], peer.report, self.prepared_at = report, None, self._desk.now
+            lacking = [name for name in self._needs(report) if name not in headers]
+            complete = complete and not lacking
+            if not lacking:
+                pending = headers.get(report.pending_hash, report.pending)
+                if report.last is not headers[report.head] or report.pending is not pending:
+                    peer.report = reports[peer.id] = replace(report, last=headers[report.head], pending=pending)
+            elif peer.id in self._whole or report.last is not None:
+                self._roster.condemn(peer, f"it reports to have header {lacking[0]}, and does not tell that one")
+            elif asked.isdisjoint(lacking):
+                asked.update(lacking)
+                self._whole.add(peer.id)
+                self._first[peer.id], self.prepared_at = report, self._desk.now
                 self.missing.add(peer.id)
-                self._roster.send(peer, Prepare(self.number, self.why))
-        return reports if all(r.head in headers or not r.loaded for r in reports.values()) else None
+                self.ask(peer)
+        return reports if complete else None
+
+    def _needs(self, report: Report) -> tuple[str, ...]:
+        """Returns the hashes of the headers that the ruling needs of this report."""
+        return (report.head, report.pending_hash) if report.pending_hash else (report.head,)
 
     def shift(self, gap: float) -> None:
         """The scheduler was frozen for so long (s)."""

@@ -50,7 +50,8 @@ def of_scheduler(event: SchedulerEvent) -> SchedulerEvent | MessageDigest:
     """What a scheduler remembers of this event."""
     match event:
         case MessageIn(conn, Report() as report):
-            pending = f", pending {in_words(report.pending)}" if report.pending is not None else ""
+            named = in_words(report.pending) if report.pending is not None else report.pending_hash
+            pending = f", pending {named}" if named else ""
             words = f"{conn}: report for {report.number}, entered {report.entered}, at {report.seq} ({report.head})"
             return MessageDigest("MessageIn", f"{words}, loaded={report.loaded}, raw={report.raw}{pending}")
         case PlanDrawn(token, plan, reason):

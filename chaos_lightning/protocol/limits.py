@@ -36,7 +36,7 @@ _REASONS = ("by", "name", "evidence", "line", "order", "replay", "key_name", "di
 _OF_MEMBERS = ("Leave.reason", "CatchUp.reason", "LinkRequest.reason", "Differs.reason", "PackedView.reason")
 TEXTS: Mapping[str, int] = {
     **dict.fromkeys(_NAMES, NAME_NBYTES),
-    **dict.fromkeys((*_IDS, *_HASHES, "drifted", "learners", "PackedView.words"), ID_NBYTES),
+    **dict.fromkeys((*_IDS, *_HASHES, "pending_hash", "drifted", "learners", "PackedView.words"), ID_NBYTES),
     **dict.fromkeys(_PROCESSES, PROCESS_NBYTES),
     **dict.fromkeys(_PLACES, PLACE_NBYTES),
     **dict.fromkeys((*_REASONS, *_OF_MEMBERS), REASON_NBYTES),

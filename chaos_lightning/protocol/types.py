@@ -406,11 +406,13 @@ class Report:
     raw: bool = True
     """False if the reduced bytes of the last committed slot are not at hand (a joiner by pause)."""
     pending: Header | None = None
-    """Header of slot seq+1, received but not committed for want of ranges."""
+    """Header of slot seq+1, received but not committed for want of ranges; None in a brief report."""
     last: Header | None = None
-    """Header of slot seq itself, so that it can be handed on; None where a brief report is enough."""
+    """Header of slot seq itself, so that it can be handed on; None in a brief report."""
     held: tuple[Span, ...] = ()
     """Byte ranges of slot seq+1 that are completely reduced here."""
+    pending_hash: str = ""
+    """Hash of the pending header, which a brief report only names; "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -615,7 +617,7 @@ class Prepare:
     number: ViewId
     reason: str
     brief: bool = False
-    """The report may leave its last header out: others tell it, or it is asked for."""
+    """The report may name its headers by their hashes alone: others tell them, or they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
-"""Reports of a large job name the header that they stand on, and few tell it: what was committed is found anyway."""
+"""Reports of a large job name headers, and few tell them: what was committed, or may have been, is found anyway."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -11,16 +13,19 @@ from benchmarks.scale.fake import StandIn
 from benchmarks.scale.machine import rules
 from benchmarks.scale.standins import Stage, next_header
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership import recovering
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.protocol.types import (
     GENESIS,
     SMALL_JOB,
     Decide,
     FromMember,
+    Header,
     Kind,
     Member,
     Prepare,
     Report,
+    Span,
     ViewId,
     Welcome,
 )
@@ -64,6 +69,11 @@ class Job(Stage):
             self.reports.append(message := changed)
         super().say(one, message)
 
+    def comes_back(self, one: StandIn) -> None:
+        """Its stream breaks, and it says hello on another one, which has the same number here."""
+        self._send(fx.Closed(one.number, True), 0.001)
+        self._hello(one, 0.002)
+
     def lose(self, place: int, *, of: int = COUNT) -> None:
         """The member of this rank dies; goes on until the others stand in a view."""
         self.kill(self.members[self.view.ids()[place]])
@@ -98,25 +108,104 @@ def ahead(job: Job, members: set[str]) -> Callable[[StandIn, Report], Report]:
     return change
 
 
-def test_a_slot_that_only_brief_reports_name_is_handed_on() -> None:
+def waiting(job: Job, members: set[str]) -> Callable[[StandIn, Report], Report]:
+    """These members have the header of the next slot and not all of its bytes, which all members hold together."""
+    header, ids = next_header(job.view, job.header, Kind.STEP), job.view.ids()
+
+    def change(one: StandIn, report: Report) -> Report:
+        half = (0, 4) if ids.index(one.id) % 2 else (4, 8)
+        report = replace(report, held=(half, (0, 0), (8, 8)))
+        if one.id not in members:
+            return report
+        return replace(report, pending=header if report.last is not None else None, pending_hash=header.hash)
+
+    return change
+
+
+KNOWN = pytest.mark.parametrize("known", [ahead, waiting], ids=["committed", "pending"])
+
+
+@KNOWN
+def test_a_slot_that_only_brief_reports_name_is_handed_on(known: Callable[..., Callable[..., Report]]) -> None:
     job = Job()
     knows = set(job.view.ids()[-3:])
-    job.change = ahead(job, knows)
+    job.change = known(job, knows)
     job.lose(0, of=COUNT - 1)
     assert job.decided is not None
     assert job.decided.base.seq == 1
     assert job.decided.hand_on
-    assert {s.member for s in job.decided.sources} == knows
+    assert {s.member for s in job.decided.sources} == (knows if known is ahead else set(job.view.ids()))
     ((again, brief),) = job.prepares[COUNT - 1 :]
     assert again in knows
     assert not brief
     assert [r.last is not None for r in job.reports].count(True) == SMALL_JOB + 1
+    assert [r.pending is not None for r in job.reports].count(True) == (known is waiting)
 
 
-def test_who_was_asked_for_the_header_and_dies_is_replaced_by_another_that_knows_it() -> None:
+def test_a_pending_header_that_a_whole_report_tells_is_handed_on_and_asked_for_no_more() -> None:
+    job = Job()
+    job.change = waiting(job, set(job.view.ids()[SMALL_JOB:]))
+    job.lose(0, of=COUNT - 1)
+    assert job.decided is not None
+    assert job.decided.hand_on
+    assert len(job.prepares) == COUNT - 1
+    assert [r.pending is not None for r in job.reports].count(True) == 1
+    assert len([r for r in job.reports if r.pending_hash]) == COUNT - SMALL_JOB
+
+
+def test_a_brief_report_that_was_under_way_when_the_header_was_asked_for_is_no_answer() -> None:
     job = Job()
     knows = set(job.view.ids()[-3:])
-    change, first = ahead(job, knows), list[str]()
+    change, briefly = ahead(job, knows), dict[str, Report]()
+
+    def says_it_again(one: StandIn, report: Report) -> Report:
+        if report.last is None:
+            briefly[one.id] = report
+        elif one.id in briefly:
+            super(Job, job).say(one, change(one, briefly[one.id]))
+        return change(one, report)
+
+    job.change = says_it_again
+    job.lose(0, of=COUNT - 1)
+    assert job.decided is not None
+    assert job.decided.base.seq == 1
+    assert not job.put_out
+
+
+@pytest.mark.parametrize("place", [1, SMALL_JOB, SMALL_JOB + 1, COUNT - 1])
+def test_who_comes_back_during_a_recovery_is_asked_as_before(place: int) -> None:
+    """A whole report only where one was asked for: of the oldest that live, and for a header that it alone told of."""
+    job = Job()
+    back, alone = job.view.ids()[place], place == COUNT - 1
+    change = ahead(job, {back} if alone else set())
+    lost: list[str] = []
+
+    def is_lost_once(one: StandIn, report: Report) -> Report | None:
+        if one.id != back or lost or (alone and report.last is None):
+            return change(one, report)
+        lost.append(one.id)
+        job.comes_back(one)
+        return None
+
+    job.change = is_lost_once
+    job.lose(0, of=COUNT - 1)
+    assert lost
+    whole = place <= SMALL_JOB
+    assert [brief for member, brief in job.prepares if member == back] == (
+        [True, False, False] if alone else [not whole] * 2
+    )
+    assert job.decided is not None
+    assert job.decided.base.seq == alone
+    assert not job.put_out
+
+
+@KNOWN
+def test_who_was_asked_for_the_header_and_dies_is_replaced_by_another_that_knows_it(
+    known: Callable[..., Callable[..., Report]],
+) -> None:
+    job = Job()
+    knows = set(job.view.ids()[-3:])
+    change, first = known(job, knows), list[str]()
 
     def dies_when_asked(one: StandIn, report: Report) -> Report | None:
         if one.id in knows and report.last is not None and not first:
@@ -131,15 +220,16 @@ def test_who_was_asked_for_the_header_and_dies_is_replaced_by_another_that_knows
     assert job.decided is not None
     assert job.decided.base.seq == 1
     assert job.decided.hand_on
-    assert {s.member for s in job.decided.sources} == knows - set(first)
+    assert {s.member for s in job.decided.sources} == (knows - set(first) if known is ahead else set(job.view.ids()))
 
 
+@pytest.mark.parametrize("lie", [{"seq": 9, "head": "f" * 16}, {"pending_hash": "f" * 16}], ids=["last", "pending"])
 @pytest.mark.parametrize("place", [1, COUNT - 1], ids=["told whole", "told briefly"])
-def test_who_names_a_header_and_does_not_tell_it_is_put_out(place: int) -> None:
+def test_who_names_a_header_and_does_not_tell_it_is_put_out(place: int, lie: dict[str, Any]) -> None:
     """It may lie, and ends no scheduler."""
     job = Job()
     liar = job.view.ids()[place]
-    job.change = lambda one, report: replace(report, seq=9, head="f" * 16) if one.id == liar else report
+    job.change = lambda one, report: replace(report, **lie) if one.id == liar else report
     job.lose(0, of=COUNT - 2)
     assert job.view.find(liar) is None
     assert job.decided is not None
@@ -163,10 +253,54 @@ def test_a_header_that_is_not_the_one_named_does_not_count() -> None:
     assert {s.member for s in job.decided.sources} == set(knows[1:])
 
 
-def test_a_member_leaves_its_header_out_where_it_may_and_tells_it_when_it_is_asked_again() -> None:
+def decided_by_chance(seed: int) -> tuple[object, ...]:
+    """What is decided where some have committed a slot, some have its header, and bytes lie here and there."""
+    random, job = Random(seed), Job(24)
+    header, ids = next_header(job.view, job.header, Kind.STEP), job.view.ids()
+    other = replace(header, hyper="another attempt")
+    others = random.choice(((), (other,)))
+    fates: dict[str, tuple[bool, Header | None, tuple[Span, ...]]] = {}
+    for member in ids:
+        spans = tuple((a, a + 4) for a in (0, 4) if random.random() < 0.2)
+        pending = random.choice((None,) * random.choice((1, 12)) + (header, *others))
+        fates[member] = (random.random() < 0.1 and seed % 3 == 0, pending, spans)
+
+    def change(one: StandIn, report: Report) -> Report:
+        committed, pending, spans = fates[one.id]
+        whole = report.last is not None
+        if committed:
+            return replace(report, seq=header.seq, head=header.hash, last=header if whole else None)
+        held = (*spans, (0, 0), (8, 8))
+        name = pending.hash if pending is not None else ""
+        return replace(report, pending=pending if whole else None, pending_hash=name, held=held)
+
+    job.change = change
+    job.lose(0, of=23)
+    decided = job.decided
+    assert decided is not None
+    return decided.base.seq, decided.base.hyper, decided.hand_on, decided.sources, decided.view.ids()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_brief_reports_lead_to_what_whole_ones_lead_to(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    briefly = decided_by_chance(seed)
+    monkeypatch.setattr(recovering, "SMALL_JOB", 24)
+    assert briefly == decided_by_chance(seed)
+
+
+def test_a_member_leaves_its_headers_out_where_it_may_and_tells_them_when_it_is_asked_again() -> None:
     machine = MemberMachine()
     machine.on(1.0, fx.ControlIn(Welcome(Member("a~1", "a", "h", "127.0.0.1", 1), 1, "joiner", "", 0.1, 0.3)))
     for brief, last in ((True, None), (False, GENESIS), (True, None)):
         effects = machine.on(2.0, fx.ControlIn(Prepare(ViewId(1, 5), "somebody died", brief), ((0, 8),)))
         said = [e.message for e in effects if isinstance(e, fx.ToScheduler)]
         assert said == [Report(ViewId(1, 5), ViewId(), 0, GENESIS.hash, False, False, last=last, held=((0, 8),))]
+    machine.pending = header = replace(GENESIS, seq=1, prev_hash=GENESIS.hash)
+    for brief, pending in ((True, None), (False, header)):
+        effects = machine.on(3.0, fx.ControlIn(Prepare(ViewId(1, 5), "somebody died", brief)))
+        ((told, name),) = [
+            (e.message.pending, e.message.pending_hash)
+            for e in effects
+            if isinstance(e, fx.ToScheduler) and isinstance(e.message, Report)
+        ]
+        assert (told, name) == (pending, header.hash)

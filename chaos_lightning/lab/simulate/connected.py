@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chaos_lightning.lab.simulate.fabric import Pipe, Stream
 from chaos_lightning.lab.simulate.job import Job
@@ -187,6 +187,8 @@ class Connected(Process):
 
     def _tell(self, message: FromMember) -> None:
         stream, host = self.stream, self.host
+        if isinstance(message, Report):
+            self.world.reported(self.machine.member_id, replace(message, pending=self.machine.pending))
         if stream is not None:
             self._spoke_at = self.kernel.now
             for _ in range(self.world.copies(message)):

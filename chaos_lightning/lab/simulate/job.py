@@ -19,7 +19,7 @@ from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.membership.effects import MemberEffect
 from chaos_lightning.membership.leader_search import Conversation
-from chaos_lightning.protocol.types import Settings
+from chaos_lightning.protocol.types import Report, Settings
 
 
 class Job(Protocol):
@@ -49,6 +49,8 @@ class Job(Protocol):
     def open_host(self, place: str, candidacy: Candidacy) -> SchedulerHost: ...
 
     def copies(self, message: object) -> int: ...
+
+    def reported(self, member: str, report: Report) -> None: ...
 
     def next_number(self) -> int: ...
 

@@ -7,9 +7,10 @@ time is up: then the job is stuck, which is a violation too, since plans leave e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from chaos_lightning.lab.simulate.edges import LINK_FAULTS, Edges
 from chaos_lightning.lab.simulate.fabric import Endpoint, Fabric
@@ -24,8 +25,9 @@ from chaos_lightning.lab.simulate.schedulers import SCHEDULER_FAULTS, Schedulers
 from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.membership.effects import Drain, MemberEffect, Note, Persist
 from chaos_lightning.membership.leader_search import Conversation
+from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import Hello, Kind, Welcome
+from chaos_lightning.protocol.types import NO_VIEW, Hello, Kind, Report, ViewId, Welcome
 
 NOTICED_S = 0.05
 """The scheduler has heard of a newcomer's being ready by then."""
@@ -67,6 +69,8 @@ class World:
         self.progress = Progress(self)
         self.store.on_write, self.oracle.on_slot = self.progress.wrote, self.progress.committed
         self._counters = _Counters()
+        self._reported: tuple[ViewId, dict[str, Report]] = (NO_VIEW, {})
+        """The latest number that members have promised, and what each reported first."""
         self.cut_streams = 0
         """Control streams that broke."""
         self.log: list[str] = []
@@ -112,7 +116,28 @@ class World:
             self.edges.check(host.machine.book.views)
         if note.name == "prepare" and self.plan.unfailing:
             raise Violation(f"nothing has failed, yet a recovery begins: {dict(note.fields).get('reason')} (links)")
+        if note.name == "decide":
+            self._check_redo(dict(note.fields))
         self.on_note(note)
+
+    def reported(self, member: str, report: Report) -> None:
+        """A member answers a Prepare; its pending header is here even where it only names that one."""
+        if report.number > self._reported[0]:
+            self._reported = (report.number, {})
+        if report.number == self._reported[0]:
+            self._reported[1].setdefault(member, report)
+
+    def _check_redo(self, decided: Mapping[str, Any]) -> None:
+        """No slot is reduced again of which those who go on have the header and all bytes (9)."""
+        number, reports = self._reported
+        if decided["hand_on"] or decided["id"] != str(number):
+            return
+        there = [r for m, r in reports.items() if m in decided["members"] and r.loaded and r.head == decided["base"]]
+        for header in [r.pending for r in there if r.pending is not None]:
+            holders = [r for r in there if r.entered == header.view]
+            held = {start for r in holders for start, stop in r.held if start < stop}
+            if not needs_bytes(header) or len(held) == self.program.ranges:
+                raise Violation(f"view {number} has slot {header.seq} reduced again, which its members hold (9)")
 
     def gone(self, place: str, member: str) -> bool:
         """The process table of a scheduler's machine."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from chaos_lightning.lab.simulate.bugs.frame import Bug, HastyBook, TrustingNode, hooks_of, with_parts
@@ -18,6 +18,7 @@ from chaos_lightning.lab.simulate.plans.members import (
     lost_range_plan,
     parting_plan,
     plans_of,
+    scattered_plan,
     stale_plan,
     swallowed_plan,
 )
@@ -27,6 +28,8 @@ from chaos_lightning.lab.simulate.world import Hooks
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.peers import Peer
+from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.slots import close_slot
@@ -219,6 +222,20 @@ class CarelessScheduler(SchedulerMachine):
         return replace(ruling, base=pending, hand_on=True, sources=sources)
 
 
+class BriefRecovery(Recovery):
+    """Is content with brief reports of all members but the youngest, as of the younger ones of a large job."""
+
+    def _tellers(self, living: Sequence[Peer]) -> set[str]:
+        return {p.id for p in living[-1:]}
+
+
+class UnaskedRecovery(BriefRecovery):
+    """Asks nobody for a pending header that reports only name."""
+
+    def _needs(self, report: Report) -> tuple[str, ...]:
+        return (report.head,)
+
+
 # ------------------------------------------------------------------ 10: a view change reassigns nothing
 
 
@@ -379,6 +396,13 @@ MEMBER_BUGS: dict[str, Bug] = {
     ),
     "9-careless": Bug(
         rule="9", what="hand-on with bytes missing", hooks=hooks_of(scheduler=CarelessScheduler), plan=lost_range_plan
+    ),
+    "9-unasked": Bug(
+        rule="9",
+        what="a header that reports only name is lost",
+        hooks=hooks_of(scheduler=with_parts(recovery=UnaskedRecovery)),
+        plan=scattered_plan,
+        control=hooks_of(scheduler=with_parts(recovery=BriefRecovery)),
     ),
     "10-redeal": Bug(
         rule="10", what="a view change assigns anew", hooks=hooks_of(node=ReassigningNode), plan=half_sent_plan

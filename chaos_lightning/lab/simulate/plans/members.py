@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from random import Random
 
 from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
@@ -194,6 +195,19 @@ def lost_range_plan(seed: int) -> Plan:
     too, first = plan.faults[0].other, plan.faults[0].node
     slow = tuple((too, n.name, 0.1) for n in plan.nodes if n.name not in (first, too))
     fault = replace(plan.faults[0], trap=("header", random.randint(5, 14), random.randint(1, 2)))
+    return replace(plan, faults=(fault,), slow_links=slow, program=replace(plan.program, gather_every=0))
+
+
+def scattered_plan(seed: int) -> Plan:
+    """The commit root dies when its header is through to some, between whom bytes are slow: nobody has all of them."""
+    plan = half_sent_plan(seed)
+    while len([n for n in plan.nodes if n.name.startswith("n")]) < 3:
+        seed += 1_000_003
+        plan = half_sent_plan(seed)
+    random, first = Random(seed), plan.faults[0].node
+    rest = [n.name for n in plan.nodes if n.name.startswith("n") and n.name != first]
+    fault = Fault(action="kill", node=first, trap=("header", random.randint(3, 14), 1))
+    slow = tuple((a, b, 0.1) for a, b in combinations(rest, 2))
     return replace(plan, faults=(fault,), slow_links=slow, program=replace(plan.program, gather_every=0))
 
 
