@@ -87,7 +87,7 @@ class Partners:
         self._near: dict[str, dict[str, None]] = {}
         """Wanted partners of each member, by id."""
         self._given: dict[str, dict[str, None]] = {}
-        self._named: dict[str, tuple[str, ...]] = {}
+        self._names: dict[str, tuple[str, ...]] = {}
         """Neighbours that each member names, as they count here."""
         self._by_word: dict[str, dict[str, None]] = {}
         """Ids of the members that go by a word."""
@@ -151,7 +151,7 @@ class Partners:
     def add(self, peer: Peer) -> None:
         """Takes in a newcomer, or the names of a member that names other neighbours than before."""
         if peer.id in self._near:
-            if self._named[peer.id] == peer.neighbours:
+            if self._names[peer.id] == peer.neighbours:
                 return
             self._strike_names(peer.id)
             self._close(peer.id)
@@ -265,7 +265,7 @@ class Partners:
             assert (other in self._given[one]) is (one in self._given[other]), (one, other)
         for one, other in itertools.combinations(self._open, 2) if not self.sparse else ():
             assert other in self._given[one], f"{one} and {other} are not given to each other in a small job"
-        assert sorted(self._open) == sorted(m for m, names in self._named.items() if not names), self._open
+        assert sorted(self._open) == sorted(m for m, names in self._names.items() if not names), self._open
         assert sorted(entry[1] for entry in self._by_address) == sorted(self._open), self._by_address
 
     # ------------------------------------------------------------------ what is kept
@@ -277,7 +277,7 @@ class Partners:
         self._note_names(peer)
 
     def _note_names(self, peer: Peer) -> None:
-        self._named[peer.id] = peer.neighbours
+        self._names[peer.id] = peer.neighbours
         for word in peer.neighbours:
             self._naming.setdefault(word, {})[peer.id] = None
         if not peer.neighbours:
@@ -286,7 +286,7 @@ class Partners:
             insort(self._by_address, _address_key(peer))
 
     def _strike_names(self, member: str) -> None:
-        for word in self._named.pop(member):
+        for word in self._names.pop(member):
             self._naming[word].pop(member, None)
             if not self._naming[word]:
                 del self._naming[word]
