@@ -81,7 +81,7 @@ class Learners:
         for peer in [p for p in ready if self._is_deserted(p)]:
             self._begin_again(peer)
         waiting = [p for p in ready if p.standing is Standing.READY and p.way == "replay"]
-        if not waiting or self._observing() or self._named():
+        if not waiting or self._observing() or self._listed():
             return False
         if self._beginning.waits(waiting, self._linking(), len(latest.members)):
             return False
@@ -105,7 +105,7 @@ class Learners:
     def _begin_again(self, learner: Peer) -> None:
         """Others copy the state for it, of whom nobody keeps it for another learner."""
         gone = listed(self._donors[learner.id])
-        others = [m for m in self._named() if m != learner.id]
+        others = [m for m in self._listed() if m != learner.id]
         donors = self._donors_of(learner, {donor for m in others for donor in self._donors.get(m, ())})
         if not donors:
             self._pause_instead(learner, f"its donors {gone} are gone, and all other members serve other newcomers")
@@ -159,7 +159,7 @@ class Learners:
         peer.standing, peer.way, peer.caught_up = Standing.READY, "pause", False
         self._desk.note("way_in", member=peer.id, way="pause", reason=reason)
 
-    def _named(self) -> tuple[str, ...]:
+    def _listed(self) -> tuple[str, ...]:
         """Returns who observes, and who was let in and has yet to stand in its view; each as often as it has begun."""
         return tuple(
             p.id
@@ -174,7 +174,7 @@ class Learners:
         latest = self._book.latest
         if latest is None or self._desk.reserving:
             return
-        ids = self._named()
+        ids = self._listed()
         if not ids and not self._telling:
             return
         told, peers = self._messages(latest, ids), list(self._roster.peers.values())

@@ -101,8 +101,8 @@ class RepeatingObservation(Observation):
 class HastyLearners(Learners):
     """Has nobody served who has caught up."""
 
-    def _named(self) -> tuple[str, ...]:
-        return tuple(m for m in super()._named() if not self._roster.peers[m].caught_up)
+    def _listed(self) -> tuple[str, ...]:
+        return tuple(m for m in super()._listed() if not self._roster.peers[m].caught_up)
 
 
 class PatientLearners(Learners):
