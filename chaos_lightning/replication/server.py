@@ -102,7 +102,7 @@ class StateServer:
         self.config = config or StateServerConfig()
         self._changed = threading.Condition()
         self._state: Published | None = None
-        self._named: dict[str, dict[int, Published]] = {}
+        self._versions: dict[str, dict[int, Published]] = {}
         """Versions of other states, by the head that stands for the state's name."""
         self._dropped: dict[str, None] = {}
         """Heads of the names of which nothing is held any more, those that were dropped last."""
@@ -190,7 +190,7 @@ class StateServer:
         if ready:
             item.build(lambda: None)
         with self._changed:
-            self._named.setdefault(head, {})[version] = item
+            self._versions.setdefault(head, {})[version] = item
             self._dropped.pop(head, None)
             self._changed.notify_all()
 
@@ -201,10 +201,10 @@ class StateServer:
         """
         head = bulk.named_head(name)
         with self._changed:
-            versions = self._named.pop(head, {})
+            versions = self._versions.pop(head, {})
             kept = {v: item for v, item in versions.items() if before is not None and v >= before}
             if kept:
-                self._named[head] = kept
+                self._versions[head] = kept
                 return
             self._dropped[head] = None
             for oldest in list(self._dropped)[:-_MOST_DROPPED]:
@@ -214,7 +214,7 @@ class StateServer:
     def asked_at(self, name: str, version: int) -> float:
         """When somebody last asked for something of this version, or was sent it; by `time.monotonic()`; 0.0: never."""
         with self._changed:
-            item = self._named.get(bulk.named_head(name), {}).get(version)
+            item = self._versions.get(bulk.named_head(name), {}).get(version)
             if item is not None and item.sending:
                 return time.monotonic()  # over a slow link a single answer takes long
             return item.asked_at if item is not None else 0.0
@@ -412,7 +412,7 @@ class StateServer:
             self._state = self._snapshot = self._copying = None
             self._forget_lent()
             self._results = []
-            self._named = {}
+            self._versions = {}
             sockets = list(self._sockets)
             self._changed.notify_all()
         if self.forwarder is not None:
@@ -599,8 +599,8 @@ class StateServer:
     def _held(self, what: str, request: BulkFrame) -> list[Published]:
         if request.type is Type.GET_PLACES and request.length:
             return [] if self._lent is None else [self._lent]
-        if what == "state" and request.head in self._named:
-            return list(self._named[request.head].values())
+        if what == "state" and request.head in self._versions:
+            return list(self._versions[request.head].values())
         if what == "state":
             return [item for item in (self._state, self._snapshot) if item is not None]
         entry = self.log.at(request.head, request.seq)

@@ -124,12 +124,12 @@ def test_a_push_that_is_freed_while_it_is_hashed_is_not_served(
         return hold_push(server, *given)
 
     monkeypatch.setattr(push_serving, "hold_push", hold)
-    served = len(serving._server._named)
+    served = len(serving._server._versions)
     part = home.session._content.pushes[push]
     serving.drop(push)
-    assert len(serving._server._named) == served - 1
+    assert len(serving._server._versions) == served - 1
     serving.serve({push: part})
-    assert len(serving._server._named) == served - 1
+    assert len(serving._server._versions) == served - 1
 
 
 def test_the_log_has_all_that_training_waited_for(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
