@@ -124,7 +124,7 @@ class ShardFiles:
             _sync_folder(root)
             with contextlib.suppress(PermissionError):  # who made that one made `root`, too
                 _sync_folder(root.parent)
-            for path in self._named():
+            for path in self._ours():
                 self._refuse_strangers(path)  # before anything of theirs is touched
             sweep(self.folder)
             _sync_folder(self.folder)  # who was here before may have died between a file's name and this (O6)
@@ -139,7 +139,7 @@ class ShardFiles:
         """Reads and compares all that lies there."""
         whole: list[ShardFile] = []
         strange: list[tuple[str, str]] = []
-        named = self._named()
+        named = self._ours()
         for path in named:
             try:
                 head = self._check(path)
@@ -204,7 +204,7 @@ class ShardFiles:
     def delete(self, version: VersionId) -> None:
         """This version's file is needed no more. A file that cannot be deleted is found again at the next start."""
         with contextlib.suppress(OSError):
-            for path in [path for path in self._named() if path.name.startswith(self.path(version).stem)]:
+            for path in [path for path in self._ours() if path.name.startswith(self.path(version).stem)]:
                 path.unlink(missing_ok=True)
 
     def delete_beyond(self, number: int) -> None:
@@ -214,7 +214,7 @@ class ShardFiles:
             StateError: One cannot be deleted.
         """
         try:
-            for path in self._named():
+            for path in self._ours():
                 if int(path.name[1:].partition("-")[0]) > number:
                     path.unlink(missing_ok=True)
             _sync_folder(self.folder)
@@ -223,7 +223,7 @@ class ShardFiles:
 
     # ------------------------------------------------------------------ within
 
-    def _named(self) -> list[Path]:
+    def _ours(self) -> list[Path]:
         """Files that have a name of ours."""
         return sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
 

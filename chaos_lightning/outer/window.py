@@ -114,14 +114,14 @@ class Window:
         if not missing:
             return Due(True, f"everybody that trains is in ({len(staged)})", len(usual))
         if now_s >= self.deadline_s:
-            return Due(True, f"the deadline has passed ({self.why}); missing: {_named(missing)}", len(usual))
+            return Due(True, f"the deadline has passed ({self.why}); missing: {_in_words(missing)}", len(usual))
         awaited = {who for who in missing if in_s.get(who, now_s) <= self.deadline_s}
         if not awaited:
-            return Due(True, f"what is missing will not be in before the deadline: {_named(missing)}", len(usual))
-        return Due(False, f"waits for {_named(awaited)} ({self.why})", len(usual))
+            return Due(True, f"what is missing will not be in before the deadline: {_in_words(missing)}", len(usual))
+        return Due(False, f"waits for {_in_words(awaited)} ({self.why})", len(usual))
 
 
-def _named(who: Iterable[IncarnationId]) -> str:
+def _in_words(who: Iterable[IncarnationId]) -> str:
     names = [str(one) for one in sorted(who)]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
