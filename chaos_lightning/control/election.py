@@ -341,7 +341,7 @@ class Election(threading.Thread):
         try:
             for events in self._changes(key, revision):
                 if self._over.is_set() or events:
-                    self._because = f"the lease of {self._named()} had ended, or was given back"
+                    self._because = f"the lease of {self._who_led()} had ended, or was given back"
                     return True
                 if now() >= self._due:
                     if not self._prolong():
@@ -351,7 +351,7 @@ class Election(threading.Thread):
                         return False
                     found = self._look(key)  # the watch may be deaf; and prolonging needs no valid token
                     if found is None or found.mod_revision >= revision:
-                        self._because = f"the lease of {self._named()} had ended, or was given back"
+                        self._because = f"the lease of {self._who_led()} had ended, or was given back"
                         return True
                 if self._replaces():
                     return True
@@ -379,7 +379,7 @@ class Election(threading.Thread):
             reason = f"its machine refuses connections to {leader.endpoint}, which it took before"
         else:
             return False
-        self._because = f"{self._named()} was deposed: {reason}"
+        self._because = f"{self._who_led()} was deposed: {reason}"
         self._note("deposed", candidate=leader.id, reason=reason)
         self._client.revoke(leader.lease)
         return True
@@ -404,7 +404,7 @@ class Election(threading.Thread):
         elsewhere.pop(self._me.id, None)
         return view.judge(now(), self._present(), elsewhere)
 
-    def _named(self) -> str:
+    def _who_led(self) -> str:
         """The one that led."""
         return self.leader.endpoint if self.leader is not None else "another candidate"
 
