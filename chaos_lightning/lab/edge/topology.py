@@ -238,7 +238,7 @@ def links_of(topology: Topology, t_s: float) -> dict[Pair, LinkState]:
     for change, times in sorted(begun, key=lambda entry: entry[0].begin_s(entry[1])):
         if change.for_s and t_s >= change.begin_s(times) + change.for_s:
             continue
-        for pair in _named(topology, change):
+        for pair in _concerned(topology, change):
             new: LinkState = states[pair]
             if change.rate_bps is not None or change.share is not None:
                 new = replace(new, rate_bps=change.rate_of(known[pair], times))
@@ -396,7 +396,7 @@ def _positive(value: float) -> bool:
     return 0 < value < math.inf
 
 
-def _named(topology: Topology, change: Change) -> list[Pair]:
+def _concerned(topology: Topology, change: Change) -> list[Pair]:
     """The links that a change is about, as the topology writes them."""
     wanted = [frozenset(pair) for pair in change.links]
     return [(x.a, x.b) for x in topology.links if not wanted or frozenset((x.a, x.b)) in wanted]
