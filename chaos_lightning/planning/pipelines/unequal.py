@@ -79,7 +79,7 @@ class Mixed:
         self.speeds = sum(d.speed for d in job.devices)
         self._reduces: dict[tuple[frozenset[str], bool], LinkRate] = {}
         self._rows: dict[tuple[tuple[float, float], ...], DeviceRow] = {}
-        self._named: dict[tuple[Names, tuple[float, float]], DeviceRow] = {}
+        self._rows_by_names: dict[tuple[Names, tuple[float, float]], DeviceRow] = {}
         self._lines: dict[tuple[int, bool], tuple[int, float, float]] = {}
         self._quick: dict[tuple[int, int, int], float] = {}
 
@@ -102,7 +102,7 @@ class Mixed:
 
     def row(self, names: Names, reduce: LinkRate) -> DeviceRow:
         """The row of these devices; those of one kind share it."""
-        found = self._named.get((names, reduce.kind))
+        found = self._rows_by_names.get((names, reduce.kind))
         if found is None:
             devices = [self.job.by_name[n] for n in names]
             hops = [self.job.link(a, b) for a, b in pairwise(names)]
@@ -110,7 +110,7 @@ class Mixed:
             found = self._rows.get(key)
             if found is None:
                 found = self._rows[key] = DeviceRow(self.tables, devices, hops, reduce)
-            self._named[names, reduce.kind] = found
+            self._rows_by_names[names, reduce.kind] = found
         return found
 
     def time_s(self, names: Names, m: int, pipelines: int, reduce: LinkRate) -> float:
