@@ -43,14 +43,14 @@ _LOGGED = {hook: f"values logged in {hook} with sync_dist=True" for hook in ("tr
 
 def call_site() -> str:
     """`file.py:function` of the code that asked for the collective, past the strategy and generic helpers."""
-    return _named(_asking(_SKIPPED))
+    return _site(_asking(_SKIPPED))
 
 
 def users_call_site() -> str:
     """The same of the user's code; "" if it was Lightning that asked."""
     frame = _asking((*_SKIPPED, "module.py"))  # LightningModule.all_gather
     room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return "" if room in ("lightning", "chaos_lightning") else _named(frame)
+    return "" if room in ("lightning", "chaos_lightning") else _site(frame)
 
 
 def _asking(skipped: Collection[str]) -> FrameType:
@@ -60,7 +60,7 @@ def _asking(skipped: Collection[str]) -> FrameType:
     return frame
 
 
-def _named(frame: FrameType) -> str:
+def _site(frame: FrameType) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_name}"
 
 

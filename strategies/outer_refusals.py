@@ -35,7 +35,7 @@ def refuse_inner(inner: object) -> None:
     """
     if isinstance(inner, _SHARDED_KINDS) or str(inner).startswith(_SHARDED):
         raise UnsupportedError(
-            f"inner={_named(inner)} is not supported by strategy chaos_diloco: each cluster pushes and adopts whole "
+            f"inner={_shown(inner)} is not supported by strategy chaos_diloco: each cluster pushes and adopts whole "
             "parameters, which a sharded strategy has in no process. Use inner='ddp' or 'single', with a model that "
             "fits one device"
         )
@@ -43,12 +43,12 @@ def refuse_inner(inner: object) -> None:
         _refuse_ddp(inner)
     elif inner not in INNER:
         raise UnsupportedError(
-            f"inner={_named(inner)} is not supported by strategy chaos_diloco: expected one of {', '.join(INNER)}, a "
+            f"inner={_shown(inner)} is not supported by strategy chaos_diloco: expected one of {', '.join(INNER)}, a "
             "DDPStrategy or a ChaosStrategy"
         )
 
 
-def _named(inner: object) -> str:
+def _shown(inner: object) -> str:
     return repr(inner) if isinstance(inner, str) else type(inner).__name__
 
 
