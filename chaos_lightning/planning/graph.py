@@ -145,8 +145,8 @@ def breadth_first(root: Node, near: Mapping[Node, Sequence[Node]], above: Node) 
     return found
 
 
-def hung_up(size: int, edges: Iterable[tuple[int, int]], length: Callable[[int, int], float]) -> list[tuple[int, ...]]:
-    """Parents of a tree's nodes, -1 at the root: hung up in the middle of its longest way, the best one first.
+def centred(size: int, edges: Iterable[tuple[int, int]], length: Callable[[int, int], float]) -> list[tuple[int, ...]]:
+    """Parents of a tree's nodes, -1 at the root, which is in the middle of its longest way; the best one first.
 
     Args:
         size: Number of nodes, which are 0, 1, ...

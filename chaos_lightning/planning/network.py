@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.planning.graph import Pair, connected_parts, hung_up, neighbours, not_connected
+from chaos_lightning.planning.graph import Pair, centred, connected_parts, neighbours, not_connected
 from chaos_lightning.planning.trees import Shape, chunk_of, shares
 from chaos_lightning.protocol.types import SMALL_JOB, PlanSpec, TreeSpec
 
@@ -173,8 +173,8 @@ class Network:
         ]
 
     def rooted(self, edges: Iterable[Edge], chunk_nbytes: int) -> tuple[int, ...]:
-        """Parent of each rank (-1 at the root) in the tree of these edges, hung up in the middle of its longest way."""
-        trees = hung_up(len(self), edges, lambda i, j: sum(self.hop_s(i, j, chunk_nbytes)))
+        """Parent of each rank (-1 at the root) in the tree of these edges, with the root in its middle."""
+        trees = centred(len(self), edges, lambda i, j: sum(self.hop_s(i, j, chunk_nbytes)))
         return min(trees, key=lambda parents: (self.fill_s(parents, chunk_nbytes), parents.index(-1)))
 
     def fill_s(self, parents: Sequence[int], chunk_nbytes: int) -> float:

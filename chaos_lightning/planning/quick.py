@@ -4,7 +4,7 @@ Theory of operation. With k equal trees a node whose neighbours hang below it in
 as much as one that is always a leaf. So each network card gets a budget of edges, by its rate: two per tree on average,
 as a tree has nearly as many edges as members; each link gets one by its own rate, too. Trees grow one after the other,
 each from the card with the least work so far. Members take in others, those near the root first, as long as budgets
-allow, and then those whose card and link have the least work. In the end each tree is hung up in its middle. All of
+allow, and then those whose card and link have the least work. In the end each tree gets its root in its middle. All of
 that takes time in proportion to the links.
 
 A card is taken for as fast as the fastest link that was measured through it, and ranks of one machine share it, as in
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.planning.graph import Pair, connected_parts, hung_up, neighbours, not_connected
+from chaos_lightning.planning.graph import Pair, centred, connected_parts, neighbours, not_connected
 from chaos_lightning.planning.network import Edge, Rank
 from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 
@@ -95,7 +95,7 @@ class _Growth:
             first = number * size // count
             root = min(range(size), key=lambda i: (self._card_fullness(i), (i - first) % size))
             edges = self._grown(root, min(number + 1 + _AHEAD, count))
-            found.append(hung_up(size, edges, lambda one, other: 1.0)[0])
+            found.append(centred(size, edges, lambda one, other: 1.0)[0])
         return found
 
     def _grown(self, root: int, limit: float) -> list[Edge]:

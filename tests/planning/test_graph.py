@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from chaos_lightning.planning.graph import (
     Pair,
     breadth_first,
+    centred,
     connected_parts,
-    hung_up,
     neighbours,
     parting_nodes,
     removable,
@@ -109,14 +109,14 @@ def test_long_lines_are_walked() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 5)), max_size=12))
-def test_a_tree_is_hung_up_where_it_is_lowest(branches: list[tuple[int, int]]) -> None:
+def test_a_tree_has_its_root_where_it_is_lowest(branches: list[tuple[int, int]]) -> None:
     size = len(branches) + 1
     lengths = {frozenset((i, at % i)): float(length) for i, (at, length) in enumerate(branches, 1)}
     far = {(i, j): 0.0 if i == j else lengths.get(frozenset((i, j)), 1e9) for i in range(size) for j in range(size)}
     for over, i, j in product(range(size), repeat=3):
         far[i, j] = min(far[i, j], far[i, over] + far[over, j])
     edges = [(min(ends), max(ends)) for ends in lengths]
-    trees = hung_up(size, edges, lambda i, j: lengths[frozenset((i, j))])
+    trees = centred(size, edges, lambda i, j: lengths[frozenset((i, j))])
     heights = [max(far[root, i] for i in range(size)) for root in range(size)]
     assert heights[trees[0].index(-1)] == min(heights)
     for tree in trees:
