@@ -42,6 +42,8 @@ class Book:
         self.announced: NextView | None = None
         self.entered_at: float | None = None
         """When the first member stood in the latest view, or in a large job the last one loaded (of) the state (s)."""
+        self.spreads = False
+        """Most members of a large job get the state at once, as when it is founded. A recovery does not end this."""
         self.persisting: tuple[int, Callable[[], None]] | None = None
         """Token of the write that is out, and what follows from it."""
         self.writing: View | None = None
@@ -116,12 +118,6 @@ class Book:
         if self.entered_at is None or (loaded and len(latest.members) > SMALL_JOB):
             self.entered_at = now
 
-    @property
-    def spreads(self) -> bool:
-        """Whether most members of a large job get the state at once, as when it is founded."""
-        view = self.latest
-        return view is not None and len(view.members) > SMALL_JOB and 2 * len(view.joiners) > len(view.members)
-
     def loads(self, member: str, now: float) -> None:
         """A member gets the state.
 
@@ -142,6 +138,8 @@ class Book:
     def append(self, view: View, *, carried: bool) -> None:
         """A decided view is in the store; `carried`: a header is to carry it."""
         self._add(view, carried=carried)
+        most = len(view.members) > SMALL_JOB and 2 * len(view.joiners) > len(view.members)
+        self.spreads = most or (self.spreads and not carried and bool(view.joiners))
         self.entered_at = None
         self._desk.note(
             "view", id=str(view.id), members=view.ids(), joiners=view.joiners, reason=view.reason, chain=view.chain

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.peers import Peer
-from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
 
 PATIENCE = 4
 """How many times as long as half of the joiners took the last ones may take to load the state."""
@@ -33,14 +32,16 @@ class Founders:
         self._desk = desk
         self._since: dict[str, float] = {}
         """When (s) workers of each node were ready first."""
-        self._view: ViewId = NO_VIEW
+        self._joiners = 0
+        """Number of those that get the state at once, some of whom lack it still; 0: there are none."""
         self._began = 0.0
-        """When (s) members first stood in that view."""
+        """When (s) they began."""
         self._half_s = 0.0
-        """Time that half of its joiners took to load the state; the time so far, while they do."""
+        """Time that half of them took to load the state; the time so far, while they do."""
 
     def waits(self, ready: Sequence[Peer]) -> str:
         """Returns why these founders wait, in words; "" if they need not."""
+        self._joiners = 0
         now, limit_s = self._desk.now, self._desk.settings.node_timeout_s
         places = [p.member.place for p in ready]
         self._since, here = {place: self._since.get(place, now) for place in places}, Counter(places)
@@ -50,17 +51,22 @@ class Founders:
                 return f"the job waits for {of_node}, for {limit_s:g} s at most"
         return ""
 
-    def late(self, view: View, lacking: Sequence[Peer]) -> str:
+    def late(self, lacking: Sequence[Peer], *, spreads: bool) -> str:
         """Returns why these joiners hold up the others for too long, in words; "" if they do not.
 
+        It is asked again and again from when members stand in a view. A recovery in between does not begin anew.
+
         Args:
-            view: The view that rules. It is asked about again and again from when members stand in it.
-            lacking: Its joiners that have not loaded the state.
+            lacking: Joiners of the latest view that have not loaded the state.
+            spreads: Whether most members get it at once.
         """
-        if self._view != view.id:
-            self._view, self._began, self._half_s = view.id, self._desk.now, 0.0
+        if not spreads or not lacking:
+            self._joiners = 0
+            return ""
+        if not self._joiners:
+            self._joiners, self._began, self._half_s = len(lacking), self._desk.now, 0.0
         took_s = self._desk.now - self._began
-        if 2 * len(lacking) > len(view.joiners) or not self._half_s:
+        if 2 * len(lacking) > self._joiners or not self._half_s:
             self._half_s = took_s
             return ""
         limit_s = max(self._desk.settings.join_timeout_s, PATIENCE * self._half_s)

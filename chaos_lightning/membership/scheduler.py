@@ -519,14 +519,15 @@ class SchedulerMachine:
         """A joiner that does not get its state in time holds everybody up and goes out again."""
         if self.book.entered_at is not None and self.deaths.waited_for:
             self.book.entered_at = self.desk.now  # its donors are silent
-        if self.book.entered_at is None or not latest.joiners:
+        if self.book.entered_at is None:
             return
         joiners, limit, spreads = frozenset(latest.joiners), self.settings.join_timeout_s, self.book.spreads
         lacking = [p for p in self.roster.members() if p.id in joiners and not p.loaded and p.alive]
-        why = f"it did not load the state within join_timeout_s={limit:g}"
-        if self.desk.now - self.book.entered_at <= limit:
-            why = self.founders.late(latest, lacking) if spreads and lacking else ""
-            why = why if why and self._can_do_without(latest, lacking) else ""
+        why = self.founders.late(lacking, spreads=spreads)
+        if self.desk.now - self.book.entered_at > limit:
+            why = f"it did not load the state within join_timeout_s={limit:g}"
+        elif why and not self._can_do_without(latest, lacking):
+            return
         for peer in lacking if why else ():
             self.roster.condemn(peer, why)
             self.recovery.again = self.recovery.again or f"{peer.id} is put out"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from engine_job import Job
 from engine_members import UNTIL_ENOUGH
+
+from chaos_lightning.protocol.types import SMALL_JOB
 
 FOUNDERS = "abcdef"
 
@@ -27,3 +30,30 @@ def test_founders_get_the_state_of_one_another(job: Job) -> None:
     print("bytes by donor:", dict(served))
     assert served["a"] < sum(served.values()), served
     assert sum(n > 0 for n in served.values()) > 1, served
+
+
+@pytest.mark.slow
+def test_a_job_begins_without_a_founder_behind_a_slow_link_if_another_node_is_ready(job: Job) -> None:
+    """It gets 6 kB/s from each of the others, and the state has 2.7 MB. It learns by replay after that."""
+    founders = ["first", "slow", *(f"f{i}" for i in range(SMALL_JOB - 1))]
+    for seed, name in enumerate([*founders, "spare"]):
+        job.start(
+            name,
+            seed=seed,
+            rules={"join_timeout_s": 15.0} if name == "first" else {},
+            settings={"min_nodes": len(founders), "join_by": "auto"},
+            env={"CHAOS_EMULATE": '{"slow": 5e4}'},
+            epochs=UNTIL_ENOUGH,
+            width=40_000,
+            by_wire=True,
+        )
+        job.harness.wait_for("welcomed", node=name)
+    put_out = job.harness.wait_for("death", lambda r: r.member.startswith("slow~"))
+    assert "half of the others had it" in str(put_out["evidence"])
+    job.harness.wait_for("joined", node="spare")
+    after = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == len(founders), node="first")
+    assert not any(member.startswith("slow~") for member, _ in after["contributors"])
+    ways = job.harness.wait_for("way_in", lambda r: r.member.startswith("slow~"), after=put_out)
+    assert ways["way"] == "replay"
+    job.harness.kill("slow")
+    job.finish("first", "spare", *founders[2:])
