@@ -52,7 +52,7 @@ SMALLEST_CHUNK = 16384
 """Bytes; below this a section is not split further to give every member a root."""
 
 _LARGE_NBYTES = 32 << 20
-_SMALL_CHUNK, _LARGE_CHUNK = 1 << 16, 1 << 20
+_SMALL_CHUNK, _MEDIUM_CHUNK, _LARGE_CHUNK = 1 << 16, 1 << 18, 1 << 20
 
 KINDS = ("rotating", "chain", "tree", "user", "trees")
 
@@ -150,13 +150,17 @@ def chunk_of(spec: PlanSpec, nbytes: int) -> int:
     """Size in bytes of this plan's chunks in a buffer of `nbytes`.
 
     Trees drawn for slow links have chunks of a 256th of the buffer, 64 KiB to 1 MiB: on its way up and down a tree of
-    height h a chunk is sent 2 h times one after the other, and the last one's way is hidden behind nothing.
+    height h a chunk is sent 2 h times one after the other, and the last one's way is hidden behind nothing. Beyond
+    `SMALL_JOB` members each chunk costs more processors, so chunks below 256 KiB are a 64th of the buffer.
     """
     if spec.chunk_nbytes:
         return spec.chunk_nbytes
     if spec.kind != "trees":
         return chunk_for(nbytes)
-    return min(max(_SMALL_CHUNK, 1 << max((nbytes >> 8).bit_length() - 1, 0)), _LARGE_CHUNK)
+    part = 1 << max((nbytes >> 8).bit_length() - 1, 0)
+    if spec.trees and len(spec.trees[0].members) > SMALL_JOB:
+        part = max(part, min(4 * part, _MEDIUM_CHUNK))
+    return min(max(_SMALL_CHUNK, part), _LARGE_CHUNK)
 
 
 def shares(spec: PlanSpec, members: Sequence[str]) -> tuple[tuple[Shape, float], ...]:

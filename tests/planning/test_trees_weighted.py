@@ -81,6 +81,16 @@ def test_chunks_are_small_where_the_buffer_is_and_never_below_64_kib():
     assert {t.nbytes for t in expand(spec, NAMES, 1 << 25, ())} == {1 << 17}
 
 
+def test_chunks_of_many_members_are_a_64th_of_the_buffer_up_to_256_kib():
+    def kib(count):
+        names = tuple(f"n{i}" for i in range(count))
+        spec = PlanSpec("trees", trees=(TreeSpec(0, 0, names, ("", *names[:-1]), 1.0),))
+        return [chunk_of(spec, n << 20) >> 10 for n in (1, 4, 8, 16, 32, 64, 128, 4096)]
+
+    assert kib(16) == [64, 64, 64, 64, 128, 256, 512, 1024]
+    assert kib(17) == [64, 64, 128, 256, 256, 256, 512, 1024]
+
+
 def test_a_tiny_section_is_one_chunk_and_is_made_up_for_later():
     sections = [(0, 1000), (1000, 1064), (1064, 1 << 20)]
     found = expand(trees(1.0, 1.0), NAMES, 1 << 20, sections)
