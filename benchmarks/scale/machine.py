@@ -19,13 +19,15 @@ import json
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from benchmarks.common import Options, Result, median, run
 from benchmarks.scale import steps
+from benchmarks.scale.fake import StandIn
 from benchmarks.scale.figures import TooLongError, at_most, exponent
-from benchmarks.scale.standins import OTHER, Stage, StandIn
+from benchmarks.scale.standins import BEATS, OTHER, REPLY_S, Stage, in_batches
+from chaos_lightning.membership import effects as fx
 from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
 from chaos_lightning.protocol.types import Settings
 
@@ -100,12 +102,12 @@ class Case:
         stage.start(self.size)
         stage.wait(lambda: stage.settled(self.size), f"a founding of {self.size} members")
         out = [stage.members[m] for m in self._rng.sample(stage.view.ids(), self.size // 2)]
-        before = stage.cpu_s[OTHER]
+        before = stage.meter.cpu_s[OTHER]
         for one in out:
             stage.leave(one)
         stays = self.size - len(out)
         stage.wait(lambda: stage.settled(stays) and not any(p.here for p in out), f"a view of {stays} members")
-        self.seconds[HALF].append(stage.cpu_s[OTHER] - before)
+        self.seconds[HALF].append(stage.meter.cpu_s[OTHER] - before)
 
     def _join(self) -> None:
         self.stage.start(1)
@@ -113,19 +115,21 @@ class Case:
 
     def _die(self, one: StandIn) -> None:
         stage = self.stage
-        records, view, since = len(stage.records), stage.view.id, stage.cpu_s[OTHER]
+        records, view, since = len(stage.meter.records), stage.view.id, stage.meter.cpu_s[OTHER]
         stage.kill(one)
         self._time("death", lambda: stage.view.id > view)
         stage.wait(lambda: stage.settled(self.size), "all members in the view after a death")
-        self.standing_s.append(stage.cpu_s[OTHER] - since)
-        self.record_nbytes += [nbytes for kind, nbytes in stage.records[records:] if kind == "view"]
+        self.standing_s.append(stage.meter.cpu_s[OTHER] - since)
+        self.record_nbytes += [nbytes for kind, nbytes in stage.meter.records[records:] if kind == "view"]
 
     def redraw(self) -> float:
         """A better plan is drawn for the view that rules; returns CPU seconds of the scheduler for the answer."""
-        stage = self.stage
-        stage.wait(lambda: stage.wish is not None and stage.wish.members == stage.view.members, "a request for a plan")
-        plan = replace(stage.view.plan, trees=stage.view.plan.trees[::-1])
-        seconds = stage.answer(plan)
+        stage, meter = self.stage, self.stage.meter
+        stage.wait(lambda: meter.wish is not None and meter.wish.members == stage.view.members, "a request for a plan")
+        assert meter.wish is not None
+        plan, before = replace(stage.view.plan, trees=stage.view.plan.trees[::-1]), meter.cpu_s[OTHER]
+        stage.feed([fx.PlanDrawn(meter.wish.token, plan, "drawn")], OTHER)
+        seconds = meter.cpu_s[OTHER] - before
         stage.wait(lambda: stage.view.plan == plan and stage.settled(self.size), "all members in the view with a plan")
         return seconds
 
@@ -134,18 +138,36 @@ class Case:
         return self.stage.members[self._rng.choice(self.stage.view.ids())]
 
     def _time(self, kind: str, ready: Callable[[], bool]) -> None:
-        before = self.stage.cpu_s[OTHER]
+        before = self.stage.meter.cpu_s[OTHER]
         self.stage.wait(ready, f"a {kind} of {self.size} members")
-        self.seconds[kind].append(self.stage.cpu_s[OTHER] - before)
+        self.seconds[kind].append(self.stage.meter.cpu_s[OTHER] - before)
+
+    @property
+    def interval_s(self) -> float:
+        """Between two heartbeats, as members were told."""
+        return min(self.stage.members[m].interval_s for m in self.stage.view.ids())
 
     def heartbeat_us(self, batch: int) -> float:
         """CPU of one heartbeat of those that are fed so many at a time."""
+        members = [self.stage.members[m] for m in self.stage.view.ids()]
         rounds = max(1, 256 // self.size)
-        return 1e6 * sum(self.stage.beat_all(batch) for _ in range(rounds)) / (rounds * len(self.stage.view.members))
+        spent_s = 0.0
+        for _ in range(rounds):
+            spent_s += self._fed_s([fx.MessageIn(p.number, p.heartbeat()) for p in members], batch)
+        return 1e6 * spent_s / (rounds * len(members))
 
     def tick_us(self) -> float:
         """CPU of one look at everybody."""
-        return 1e6 * median([self.stage.tick() for _ in range(TICKS)])
+        return 1e6 * median([self._fed_s([fx.SchedulerTick()], 1) for _ in range(TICKS)])
+
+    def _fed_s(self, events: Sequence[fx.SchedulerEvent], batch: int) -> float:
+        """CPU seconds of these events, fed so many at a time."""
+        stage = self.stage
+        before = stage.meter.cpu_s[BEATS]
+        for part in in_batches(events, batch):
+            stage.clock.now += REPLY_S / 10
+            stage.feed(part, BEATS)
+        return stage.meter.cpu_s[BEATS] - before
 
 
 def parts_of(
@@ -165,13 +187,13 @@ def parts_of(
             beat = case.heartbeat_us(batch)
             result.add(f"heartbeat, {batch} at a time, {title}", beat, "us of CPU")
         result.add(f"tick, {title}", tick, "us of CPU")
-        shared = beat + tick * stage.interval_s / stage.machine.tick_interval_s / size
+        shared = beat + tick * case.interval_s / stage.machine.tick_interval_s / size
         result.add(
             f"heartbeat with its part of the ticks, {title}", shared, "us of CPU", HEARTBEAT_US if bounded else None
         )
         result.add(
-            f"heartbeats and ticks, every {stage.interval_s:g} s, {title}",
-            1e-6 * size * shared / stage.interval_s,
+            f"heartbeats and ticks, every {case.interval_s:g} s, {title}",
+            1e-6 * size * shared / case.interval_s,
             "cores",
         )
 
@@ -183,9 +205,10 @@ def parts_of(
             result.add(f"{kind}, {title}", median(case.seconds[kind]), "s of CPU", bound)
         result.add(f"death until all stand, {title}", median(case.standing_s), "s of CPU")
         bound = RECORD_KB if size == BOUNDED_AT else None
-        result.add(f"record of a death's view, {title}", median(case.record_nbytes) / 1e3, "kB", bound)
-        whole = max(nbytes for _, nbytes in case.stage.records)
-        result.add(f"largest record, which may be a whole view's, {title}", whole / 1e3, "kB")
+        largest = max(case.record_nbytes) / 1e3
+        result.add(f"record of a death's view, largest of {args.rounds}, {title}", largest, "kB", bound)
+        whole = max(nbytes for _, nbytes in case.stage.meter.records)
+        result.add(f"record of a whole view, {title}", whole / 1e3, "kB")
 
     def better() -> None:
         if case.stage.view.plan.trees:  # else every pair has a link, and nothing is asked for
@@ -233,8 +256,8 @@ def measure_size(result: Result, size: int, graph: str, args: argparse.Namespace
                 break  # what follows needs it
     finally:
         gc.enable()
-    result.details[f"messages, {title}"] = dict(case.stage.said)
-    result.details[f"bytes of different messages, {title}"] = case.stage.sent_nbytes
+    result.details[f"messages, {title}"] = dict(case.stage.meter.said)
+    result.details[f"bytes of different messages, {title}"] = case.stage.meter.sent_nbytes
     return {kind: median(found) for kind, found in case.seconds.items()}
 
 

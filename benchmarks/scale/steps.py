@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from dataclasses import replace
 
 from benchmarks.common import Result, median
 from benchmarks.scale.standins import contribution
@@ -17,16 +18,31 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.slots import close_slot
 from chaos_lightning.protocol.codec import decode_peer, encode_peer
-from chaos_lightning.protocol.types import GENESIS, Decide, Kind, View, Welcome
+from chaos_lightning.protocol.types import GENESIS, Decide, Header, Kind, Spent, View, Welcome
 
 STEPS = 3
 ROOT_MS, OTHERS_MS, HEADER_KB = 25.0, 5.0, 3.0
+POSITIONS = 100_000
+"""Number of samples that each node has used of its own, with data="local"."""
 
 
-def uneven_nbytes(view: View) -> int:
-    """Bytes of a header to which no two members bring the same weight."""
-    brought = {m: contribution(m, view, GENESIS, Kind.STEP, rank + 1) for rank, m in enumerate(view.ids())}
-    return len(encode_peer(close_slot(view=view, prev=GENESIS, contributions=brought)))
+def largest_headers(view: View) -> dict[str, bytes]:
+    """Headers that grow with the members, encoded, by what makes them do so."""
+    brought = [contribution(m, view, GENESIS, Kind.STEP) for m in view.ids()]
+    differ = [replace(c, weight=float(rank), coefficient=float(rank)) for rank, c in enumerate(brought, 1)]
+    spent = [(Spent(member.name, 0, ((0, POSITIONS),)),) for member in view.members]
+    local = [replace(c, spent=s) for c, s in zip(brought, spent, strict=True)]
+    return {
+        words: encode_peer(close_slot(view=view, prev=GENESIS, contributions={c.member: c for c in found}))
+        for words, found in (("where all weights differ", differ), ("data='local'", local))
+    }
+
+
+def read(data: bytes) -> str:
+    """Reads a header as each member does; returns its hash."""
+    header = decode_peer(data)
+    assert isinstance(header, Header)
+    return header.hash
 
 
 class Members:
@@ -102,5 +118,10 @@ def measure(result: Result, view: View, title: str, *, bounded: bool) -> None:
         f"control per step, dearest other, {title}", 1e3 * median(others), "ms of CPU", OTHERS_MS if bounded else None
     )
     result.add(f"control per step, others' mean, {title}", 1e3 * median(means), "ms of CPU")
-    result.add(f"header, {title}", max(members.header_nbytes) / 1e3, "kB", HEADER_KB if bounded else None)
-    result.add(f"header with weights that all differ, {title}", uneven_nbytes(view) / 1e3, "kB")
+    largest = max(members.header_nbytes) / 1e3
+    result.add(f"header, where weights are equal, {title}", largest, "kB", HEADER_KB if bounded else None)
+    for words, data in largest_headers(view).items():
+        result.add(f"header, {words}, {title}", len(data) / 1e3, "kB")
+        began = time.thread_time()
+        read(data)
+        result.add(f"reading a header, {words}, {title}", 1e3 * (time.thread_time() - began), "ms of CPU")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections import defaultdict
@@ -25,6 +26,7 @@ from chaos_lightning.protocol.types import (
     FromMember,
     LinkSpec,
     Member,
+    PlanSpec,
     Prepare,
     Refused,
     Released,
@@ -75,7 +77,7 @@ def test_members_found_a_job_join_leave_and_die(size: int, graph: str) -> None:
     assert all(s > 0 for found in case.seconds.values() for s in found)
     assert min(case.record_nbytes) > 0
     assert case.stage.put_out == []
-    assert case.stage.said["Decide"] >= 2 * size - 1
+    assert case.stage.meter.said["Decide"] >= 2 * size - 1
     assert case.heartbeat_us(16) > 0
     assert case.tick_us() > 0
 
@@ -93,8 +95,8 @@ def test_members_of_a_view_go_through_steps_in_which_all_commit() -> None:
 def test_a_case_that_takes_too_long_is_told_and_missed() -> None:
     result = Result("scale")
     args = argparse.Namespace(seed=1, rounds=1, limit_s=0.001)
-    assert machine.measure_size(result, 16, "default", args) == {}
-    assert result.left_out == ["founding, 16 members, default graph"]
+    assert machine.measure_size(result, 128, "default", args) == {}
+    assert result.left_out == ["founding, 128 members, default graph"]
     assert "over 0.001 s of CPU" in result.notes[0]
 
 
@@ -118,6 +120,47 @@ def test_all_reduces_are_predicted_for_the_graph_that_members_get() -> None:
     assert set(sparse) <= set(full)
     found = reduces.plans(view, 1e9, 1 << 20)
     assert found["sparse"].seconds >= found["full"].seconds > 0
+
+
+def test_an_all_reduce_that_is_slower_over_the_default_graph_is_missed_on_loopback_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    view, plans = reduces.founded(17, 1), {"sparse": PlanSpec("chain"), "full": PlanSpec()}
+    monkeypatch.setattr(reduces, "nodes", lambda *_, **__: contextlib.nullcontext([]))
+    monkeypatch.setattr(
+        reduces, "all_reduce", lambda _, view, seq: (1.16 if view.plan == plans["sparse"] else 1.0, 1.0)
+    )
+    for where in (reduces.LOOPBACK, "cards"):
+        result = Result("scale")
+        reduces.measure_in(result, view, plans, argparse.Namespace(mib=1, reduces=2), where)
+        assert [figure.bound for figure in result.figures if figure.ok is False] == [reduces.BOUND]
+
+
+def test_processes_that_say_nothing_are_left_out_and_the_benchmark_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object, **__: object) -> None:
+        raise TimeoutError("worker 1 said nothing for 120 s")
+
+    monkeypatch.setattr(reduces, "predict", lambda *_: None)
+    monkeypatch.setattr(reduces, "cards", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(reduces, "nodes", silent)
+    result = Result("scale")
+    reduces.measure(result, argparse.Namespace(quick=True, members=17, seed=1, card_mbps=100, mib=1, reduces=2))
+    assert result.left_out == ["all-reduces on loopback", "all-reduces in namespaces"]
+
+
+def test_each_record_of_a_death_is_held_against_its_bound() -> None:
+    case, result = machine.Case(machine.BOUNDED_AT, 8, seed=1), Result("scale")
+    case.stage.meter.records.append(("view", 1))
+
+    def change() -> None:
+        case.record_nbytes += [1, 1, 10_001]
+        case.standing_s.append(1.0)
+        for kind in machine.KINDS:
+            case.seconds[kind].append(0.1)
+
+    case.change = change  # type: ignore[method-assign]
+    dict(machine.parts_of(case, result, "", argparse.Namespace(rounds=1)))["a join, a leave and a death"]()
+    assert [figure.value for figure in result.figures if figure.ok is False] == [10.001]
 
 
 def test_connections_are_compared_with_the_links_of_the_view_that_stood() -> None:

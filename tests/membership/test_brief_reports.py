@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -26,6 +26,7 @@ from chaos_lightning.protocol.types import (
     Prepare,
     Report,
     Span,
+    ToMember,
     ViewId,
     Welcome,
 )
@@ -52,14 +53,13 @@ class Job(Stage):
         self.start(count)
         self.wait(lambda: self.settled(count), "the founding")
 
-    def _carry_out(self, effects: Sequence[fx.SchedulerEffect]) -> list[Sequence[fx.SchedulerEvent]]:
-        for effect in effects:
-            match effect:
-                case fx.Send(number, Prepare() as prepare):
-                    self.prepares.append((self._streams[number].id, prepare.brief))
-                case fx.Send(_, Decide() as decision):
-                    self.decided = decision
-        return super()._carry_out(effects)
+    def tell(self, one: StandIn, message: ToMember) -> None:
+        match message:
+            case Prepare():
+                self.prepares.append((one.id, message.brief))
+            case Decide():
+                self.decided = message
+        super().tell(one, message)
 
     def say(self, one: StandIn, message: FromMember) -> None:
         if isinstance(message, Report):
@@ -72,7 +72,7 @@ class Job(Stage):
     def comes_back(self, one: StandIn) -> None:
         """Its stream breaks, and it says hello on another one, which has the same number here."""
         self._send(fx.Closed(one.number, True), 0.001)
-        self._hello(one, 0.002)
+        self.open(one, 0.002)
 
     def lose(self, place: int, *, of: int = COUNT) -> None:
         """The member of this rank dies; goes on until the others stand in a view."""

@@ -72,8 +72,8 @@ def test_members_die_and_leave_while_others_come(seed: int) -> None:
     job = stage(24)
     job.start(12, every_s=0.01)
     for _ in range(4):
-        until = job.now + rng.uniform(0, 0.05)
-        job.wait(lambda until=until: job.now >= until, "time to pass")  # type: ignore[misc]
+        until = job.clock.now + rng.uniform(0, 0.05)
+        job.wait(lambda until=until: job.clock.now >= until, "time to pass")  # type: ignore[misc]
         for strike in (job.kill, job.leave):
             strike(rng.choice([p for p in job.members.values() if p.here and p.loaded]))
     job.wait(job.calm, "all who are left in one view")
@@ -84,24 +84,24 @@ def test_members_die_and_leave_while_others_come(seed: int) -> None:
 def test_a_machine_that_falls_silent_is_put_out_on_its_neighbours_word() -> None:
     """Others have links with it that the view does not use, and lower ids: what they deny counts for nothing."""
     job, size = stage(24, 3), 24
-    near, first = job._near(job.view), sorted(job.view.ids())[:2]
+    near, first = job.near(job.view), sorted(job.view.ids())[:2]
     silent = next(m for m in job.view.ids() if m not in first and near[m].isdisjoint(first))
     for member in first:
         job.say(job.members[member], LinkEvent(silent, True, "connected"))
-    began = job.now
+    began = job.clock.now
     job.vanish(job.members[silent])
     job.wait(lambda: job.settled(size - 1), "a view without it")
-    assert job.now - began < 2 * job.settings.silence_timeout_s
+    assert job.clock.now - began < 2 * job.settings.silence_timeout_s
 
 
 def test_neighbours_that_stay_out_of_reach_are_replaced() -> None:
     job, size = stage(24, 4), 24
     one = job.members[job.view.ids()[0]]
-    lost = sorted(job._near(job.view)[one.id])[1:]
+    lost = sorted(job.near(job.view)[one.id])[1:]
     for other in lost:
         job.cut(one, job.members[other])
-    job.wait(lambda: job.settled(size) and len(job._near(job.view)[one.id]) == 1, "a view without these links")
-    job.wait(lambda: job.settled(size) and len(job._near(job.view)[one.id]) >= 4, "a view with others in their place")
+    job.wait(lambda: job.settled(size) and len(job.near(job.view)[one.id]) == 1, "a view without these links")
+    job.wait(lambda: job.settled(size) and len(job.near(job.view)[one.id]) >= 4, "a view with others in their place")
     job.machine.validate_state()
     assert not set(lost) & set(job.machine.topology.partners.of(one.id))
     assert job.put_out == []

@@ -41,7 +41,7 @@ class Spreading(Stage):
         self._loads_at: dict[int, float] = {}
         self.start(size, every_s=0.0)
         self.wait(lambda: len(self.view.members) == size, "the first view")
-        self.founded_at = self.now
+        self.founded_at = self.clock.now
 
     def entered(self, one: StandIn, view: View, *, decided: bool) -> None:
         super().entered(one, view, decided=decided)
@@ -68,21 +68,21 @@ def test_256_founders_go_on_without_one_to_which_the_state_trickles(dies: int) -
     """Though another one dies, and a recovery follows, when most have the state."""
     job = Spreading(FOUNDERS, FOUNDERS - 2, slow_s=1000.0)
     for member in job.view.ids()[3 : 3 + dies]:
-        job.wait(lambda: job.now > job.founded_at + 0.8 * COPY_S * ROUNDS, "time to pass")
+        job.wait(lambda: job.clock.now > job.founded_at + 0.8 * COPY_S * ROUNDS, "time to pass")
         job.kill(job.members[member])
     job.wait(lambda: job.settled(FOUNDERS - 1 - dies), "a view without it")
     job.machine.validate_state()
     (reason,) = job.put_out
     assert "half of the others had it" in reason
-    assert 0.9 * HALF_S * PATIENCE < job.now - job.founded_at < 1.1 * HALF_S * PATIENCE
+    assert 0.9 * HALF_S * PATIENCE < job.clock.now - job.founded_at < 1.1 * HALF_S * PATIENCE
 
 
 def test_where_no_node_is_to_spare_all_wait_for_it_as_long_as_something_comes() -> None:
     job = Spreading(FOUNDERS, FOUNDERS, slow_s=1.3 * HALF_S * PATIENCE)
     job.wait(lambda: job.settled(FOUNDERS), "all of them in the first view")
-    assert job.now - job.founded_at > 1.2 * HALF_S * PATIENCE
+    assert job.clock.now - job.founded_at > 1.2 * HALF_S * PATIENCE
     assert job.put_out == []
-    assert job.said["Notice"] >= FOUNDERS
+    assert job.meter.said["Notice"] >= FOUNDERS
 
 
 @pytest.mark.parametrize("left", [True, False])
