@@ -79,7 +79,7 @@ class Metered:
                     yield effect
 
     def _carry_out(self, effects: Sequence[fx.SchedulerEffect]) -> list[Sequence[fx.SchedulerEvent]]:
-        """Makes bytes of records, messages and requests, as the scheduler's process does; returns the store's answers."""
+        """Makes bytes of records, messages and requests, as the process does; returns the store's answers."""
         stored: list[Sequence[fx.SchedulerEvent]] = []
         for effect in effects:
             if isinstance(effect, fx.Persist):
