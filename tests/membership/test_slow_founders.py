@@ -52,7 +52,9 @@ class Spreading(Stage):
         assert one is not None
         takes_s = self._slow_s if one.number == SLOW else COPY_S * (1 + ROUNDS * one.number / FOUNDERS)
         again = one.number in self._loads_at
-        super().later(max(0.0, self._loads_at.setdefault(one.number, self.now + takes_s) - self.now), action)
+        super().later(
+            max(0.0, self._loads_at.setdefault(one.number, self.clock.now + takes_s) - self.clock.now), action
+        )
         if one.number != SLOW or again:  # in the view of a recovery it goes on loading
             return
         for second in range(1, int(self._slow_s)):
