@@ -137,7 +137,9 @@ class EngineConfig:
         absolute=absolute_plan,
     )
     chunk_nbytes: int = setting(
-        0, "Size of one chunk of the all-reduce; 0 picks 512 KiB for small and 1 MiB for large models.", check=_chunk
+        0,
+        "Size of one chunk of the all-reduce; 0 picks one by the size of the gradients and the plan, 1 MiB at most.",
+        check=_chunk,
     )
     log_dir: str = setting(
         "auto",

@@ -74,7 +74,7 @@ def from_document(said: dict[str, Any], views: Sequence[View]) -> Chain:
         views=_runs(said["views"]),
         let_go=_runs(said["let_go"]),
         members=members,
-        forgotten=_id(said["forgotten"]),
+        forgotten=_id(said.get("forgotten", (0, 0))),
         rebuilt=_id(said["rebuilt"]),
         incarnation=_number(said["incarnation"]),
         together=bool(said["together"]),

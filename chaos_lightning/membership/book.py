@@ -33,6 +33,8 @@ class Book:
         """All decided views, as far as anybody may ask for one."""
         self.views: list[View] = []
         """The last two of them."""
+        self.spreads = False
+        """Most members of a large job get the state at once, as when it is founded. A recovery does not end this."""
         for view in chain.views:
             self._add(view, carried=view.id in chain.changes)
         self.ended = chain.ended
@@ -42,8 +44,6 @@ class Book:
         self.announced: NextView | None = None
         self.entered_at: float | None = None
         """When the first member stood in the latest view, or in a large job the last one loaded (of) the state (s)."""
-        self.spreads = False
-        """Most members of a large job get the state at once, as when it is founded. A recovery does not end this."""
         self.persisting: tuple[int, Callable[[], None]] | None = None
         """Token of the write that is out, and what follows from it."""
         self.writing: View | None = None
@@ -134,12 +134,12 @@ class Book:
     def _add(self, view: View, *, carried: bool) -> None:
         self.past.add(view, carried=carried)
         self.views = [*self.views, view][-LAST_VIEWS:]
+        most = len(view.members) > SMALL_JOB and 2 * len(view.joiners) > len(view.members)
+        self.spreads = most or (self.spreads and not carried and bool(view.joiners))
 
     def append(self, view: View, *, carried: bool) -> None:
         """A decided view is in the store; `carried`: a header is to carry it."""
         self._add(view, carried=carried)
-        most = len(view.members) > SMALL_JOB and 2 * len(view.joiners) > len(view.members)
-        self.spreads = most or (self.spreads and not carried and bool(view.joiners))
         self.entered_at = None
         self._desk.note(
             "view", id=str(view.id), members=view.ids(), joiners=view.joiners, reason=view.reason, chain=view.chain

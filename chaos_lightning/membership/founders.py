@@ -12,7 +12,7 @@ as long come in later, as newcomers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.peers import Peer
@@ -32,8 +32,8 @@ class Founders:
         self._desk = desk
         self._since: dict[str, float] = {}
         """When (s) workers of each node were ready first."""
-        self._joiners = 0
-        """Number of those that get the state at once, some of whom lack it still; 0: there are none."""
+        self._joiners: frozenset[str] = frozenset()
+        """Those that get the state at once, some of whom lack it still."""
         self._began = 0.0
         """When (s) they began."""
         self._half_s = 0.0
@@ -41,7 +41,7 @@ class Founders:
 
     def waits(self, ready: Sequence[Peer]) -> str:
         """Returns why these founders wait, in words; "" if they need not."""
-        self._joiners = 0
+        self._joiners = frozenset()
         now, limit_s = self._desk.now, self._desk.settings.node_timeout_s
         places = [p.member.place for p in ready]
         self._since, here = {place: self._since.get(place, now) for place in places}, Counter(places)
@@ -51,22 +51,24 @@ class Founders:
                 return f"the job waits for {of_node}, for {limit_s:g} s at most"
         return ""
 
-    def late(self, lacking: Sequence[Peer], *, spreads: bool) -> str:
+    def late(self, lacking: Sequence[Peer], members: Collection[str], *, spreads: bool) -> str:
         """Returns why these joiners hold up the others for too long, in words; "" if they do not.
 
-        It is asked again and again from when members stand in a view. A recovery in between does not begin anew.
+        It is asked again and again from when members stand in a view. A recovery in between does not begin anew, and
+        who has died has not loaded.
 
         Args:
             lacking: Joiners of the latest view that have not loaded the state.
+            members: All members of that view.
             spreads: Whether most members get it at once.
         """
         if not spreads or not lacking:
-            self._joiners = 0
+            self._joiners = frozenset()
             return ""
         if not self._joiners:
-            self._joiners, self._began, self._half_s = len(lacking), self._desk.now, 0.0
+            self._joiners, self._began, self._half_s = frozenset(p.id for p in lacking), self._desk.now, 0.0
         took_s = self._desk.now - self._began
-        if 2 * len(lacking) > self._joiners or not self._half_s:
+        if 2 * len(lacking) > len(self._joiners.intersection(members)) or not self._half_s:
             self._half_s = took_s
             return ""
         limit_s = max(self._desk.settings.join_timeout_s, PATIENCE * self._half_s)

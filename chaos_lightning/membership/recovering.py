@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,6 +33,8 @@ class Recovery:
         """Members that were asked for a whole report: the others name their headers, ..."""
         self._first: dict[str, Report] = {}
         """... and these, whose first reports are kept, had named one that nobody told."""
+        self._briefly: Counter[str] = Counter()
+        """Number of questions for a brief report that a member has not answered."""
         self._questions = (Prepare(NO_VIEW, ""),) * 2
         """For a brief report, and for a whole one."""
         self.prepared_at = 0.0
@@ -86,6 +89,7 @@ class Recovery:
         living = self._roster.living()
         self.expected = frozenset(p.id for p in living)
         self.missing, self._whole, self._first = set(self.expected), self._tellers(living), {}
+        self._briefly.clear()
         self._questions = (Prepare(number, self.why, brief=True), Prepare(number, self.why))
         self._desk.note("prepare", number=str(number), reason=self.why)
         for peer in living:
@@ -98,13 +102,16 @@ class Recovery:
     def ask(self, peer: Peer) -> None:
         """Asks a member for its promise and a report."""
         peer.report = None
+        self._briefly[peer.id] += peer.id not in self._whole
         self._roster.send(peer, self._questions[peer.id in self._whole])
 
     def told(self, peer: Peer, report: Report) -> bool:
         """Takes an answer; False if it is none to what was asked last."""
         before = self._first.get(peer.id)
-        if before is not None and report.last is None:
-            return False  # it was under way when the member was asked for the header
+        if report.last is None and self._briefly[peer.id]:
+            self._briefly[peer.id] -= 1
+            if before is not None:
+                return False  # it was under way when the member was asked for the header
         same = before is not None and before.head == report.head
         # What the member held it told the first time.
         peer.report = replace(report, held=before.held) if before is not None and same else report

@@ -523,7 +523,7 @@ class SchedulerMachine:
             return
         joiners, limit, spreads = frozenset(latest.joiners), self.settings.join_timeout_s, self.book.spreads
         lacking = [p for p in self.roster.members() if p.id in joiners and not p.loaded and p.alive]
-        why = self.founders.late(lacking, spreads=spreads)
+        why = self.founders.late(lacking, latest.ids(), spreads=spreads)
         if self.desk.now - self.book.entered_at > limit:
             why = f"it did not load the state within join_timeout_s={limit:g}"
         elif why and not self._can_do_without(latest, lacking):
@@ -539,7 +539,8 @@ class SchedulerMachine:
         names = {p.id for p in late}
         staying = [m for m in latest.members if m.id not in names]
         ids, enough = [m.id for m in staying], self.settings.min_nodes
-        here = [*staying, *(p.member for p in self.roster.willing())]
+        here = [m for m in staying if not self.roster.peers[m.id].leaving]
+        here += [p.member for p in self.graph.reachable(ids)]
         if nodes.count(here) >= enough and connected(ids, self.graph.pairs(ids)):
             return True
         text = (

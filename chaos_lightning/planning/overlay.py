@@ -191,14 +191,14 @@ def _rotating(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
 
 
 def _widest(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
-    parents = widest(network, nbytes, _chunk(nbytes))
+    parents = widest(network, nbytes, _chunk(network, nbytes))
     return network.spec([(parents, 1.0)]), f"the widest spanning tree, {_bps(_narrowest(network, parents))}"
 
 
 def _packed(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
     if len(network) == 1:
         return _widest(network, nbytes)
-    chunk = _chunk(nbytes)
+    chunk = _chunk(network, nbytes)
     packing = pack(network)
     best: tuple[tuple[int, ...], ...] = (widest(network, nbytes, chunk),)
     parts: tuple[float, ...] = (1.0,)
@@ -221,7 +221,7 @@ def _packed(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
 
 def _chain(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
     order = _line(network)
-    parents = network.rooted(((min(a, b), max(a, b)) for a, b in pairwise(order)), _chunk(nbytes))
+    parents = network.rooted(((min(a, b), max(a, b)) for a, b in pairwise(order)), _chunk(network, nbytes))
     return network.spec([(parents, 1.0)]), f"a chain over links of {_bps(_narrowest(network, parents))} and more"
 
 
@@ -231,12 +231,12 @@ def _star(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
     if not centres:
         raise PlanError("plan 'star' needs a member with links to all others; there is none")
     stars = [tuple(-1 if i == root else root for i in range(size)) for root in centres]
-    parents = min(stars, key=lambda p: network.time_s([(p, 1.0)], nbytes, _chunk(nbytes)))
+    parents = min(stars, key=lambda p: network.time_s([(p, 1.0)], nbytes, _chunk(network, nbytes)))
     return network.spec([(parents, 1.0)]), f"a star around {network.ids[parents.index(-1)]}"
 
 
 def _fapt(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
-    chunk = _chunk(nbytes)
+    chunk = _chunk(network, nbytes)
     trees = [nearest(network, root, chunk) for root in range(len(network))]
     trees.sort(key=lambda parents: network.time_s([(parents, 1.0)], nbytes, chunk))
     widths = [_narrowest(network, parents) for parents in trees]
@@ -252,7 +252,7 @@ def _fapt(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
 def _local(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
     """Plans for one head of each machine and hangs the others below."""
     heads = _heads(network)
-    chunk = _chunk(nbytes)
+    chunk = _chunk(network, nbytes)
     if len(heads) in (1, len(network)):
         spec, reason = _packed(network, nbytes)
         return spec, f"{'all on one machine' if len(heads) == 1 else 'every rank on its own'}: {reason}"
@@ -330,8 +330,8 @@ def _links(network: Network, edges: Iterable[Edge]) -> dict[Pair, tuple[float, f
     }
 
 
-def _chunk(nbytes: int) -> int:
-    return chunk_of(PlanSpec("trees"), nbytes)
+def _chunk(network: Network, nbytes: int) -> int:
+    return chunk_of(PlanSpec("trees"), nbytes, len(network.ids))
 
 
 def _narrowest(network: Network, parents: Sequence[int]) -> float:

@@ -146,19 +146,20 @@ def chunk_for(nbytes: int) -> int:
     return 524288 if nbytes < _LARGE_NBYTES else 1 << 20
 
 
-def chunk_of(spec: PlanSpec, nbytes: int) -> int:
+def chunk_of(spec: PlanSpec, nbytes: int, members: int = 0) -> int:
     """Size in bytes of this plan's chunks in a buffer of `nbytes`.
 
     Trees drawn for slow links have chunks of a 256th of the buffer, 64 KiB to 1 MiB: on its way up and down a tree of
     height h a chunk is sent 2 h times one after the other, and the last one's way is hidden behind nothing. Beyond
-    `SMALL_JOB` members each chunk costs more processors, so chunks below 256 KiB are a 64th of the buffer.
+    `SMALL_JOB` members each chunk costs more processors, so chunks below 256 KiB are a 64th of the buffer. Where no
+    tree is drawn yet, `members` is the number of those that it is for.
     """
     if spec.chunk_nbytes:
         return spec.chunk_nbytes
     if spec.kind != "trees":
         return chunk_for(nbytes)
     part = 1 << max((nbytes >> 8).bit_length() - 1, 0)
-    if spec.trees and len(spec.trees[0].members) > SMALL_JOB:
+    if (len(spec.trees[0].members) if spec.trees else members) > SMALL_JOB:
         part = max(part, min(4 * part, _MEDIUM_CHUNK))
     return min(max(_SMALL_CHUNK, part), _LARGE_CHUNK)
 

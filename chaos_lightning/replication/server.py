@@ -531,12 +531,13 @@ class StateServer:
             self.pace.spend(request.length)
         elif item is self._state:
             self._wait_for_turn(channel.sock, request.length, tick)
-        views = item.read(start, stop)
-        checksum, flags = (bulk.checksum_of(views), 0) if result else (0, bulk.UNSUMMED)
-        with self._changed:  # before it can be seen that they have come
-            self.served_nbytes[peer] = self.served_nbytes.get(peer, 0) + request.length
+        with self._changed:
             item.sending += 1
         try:
+            views = item.read(start, stop)
+            checksum, flags = (bulk.checksum_of(views), 0) if result else (0, bulk.UNSUMMED)
+            with self._changed:  # before it can be seen that they have come
+                self.served_nbytes[peer] = self.served_nbytes.get(peer, 0) + request.length
             channel.send(BulkFrame(Type.DATA, request.head, request.seq, start, request.length, flags, checksum), views)
         finally:
             with self._changed:

@@ -18,6 +18,7 @@ import math
 import socket
 import statistics
 from collections import deque
+from collections.abc import Set
 
 IDLE_S = 0.25
 """Seconds without a request after which a turn is over: a peer that is served asks every few milliseconds."""
@@ -40,6 +41,8 @@ class Turns:
         self._waiting: set[socket.socket] = set()
         self._slow: set[socket.socket] = set()
         """Connections whose last answer was slow, or whose present one is."""
+        self._ended: dict[socket.socket, float] = {}
+        """When (s) the last answer to each ended."""
         self._usual: deque[float] = deque(maxlen=_REMEMBERED)
         """Seconds per byte of the last answers."""
 
@@ -53,7 +56,7 @@ class Turns:
             now: The time (s).
         """
         for other in list(self._answers):
-            self._pass_over(other, now)
+            self._pass_over(other, now, self._answers.keys())
         self._until = {s: until for s, until in self._until.items() if until > now}
         full = sock not in self._until and len(self._until) >= most
         if full or (sock in self._slow and not self._slow >= self._waiting):
@@ -64,11 +67,11 @@ class Turns:
         self._answers[sock] = now, nbytes
         return True
 
-    def _pass_over(self, sock: socket.socket, now: float) -> None:
-        """Takes its turn from a connection whose answer is slow."""
+    def _pass_over(self, sock: socket.socket, now: float, beside: Set[socket.socket]) -> None:
+        """Takes its turn from a connection whose answer is slow, by how many of those beside it are."""
         since, nbytes = self._answers[sock]
         usual_s = statistics.median(self._usual) * nbytes if self._usual else 0.0
-        others = len(self._slow.intersection(self._answers) - {sock})
+        others = len((self._slow & beside) - {sock})
         if now - since > max(SLOW_S, SLOW * usual_s) * 2.0**others:
             self._slow.add(sock)
             self._until.pop(sock, None)
@@ -80,14 +83,17 @@ class Turns:
         since, nbytes = self._answers[sock]
         self._usual.append((now - since) / max(1, nbytes))
         self._slow.discard(sock)
-        self._pass_over(sock, now)
+        # If this donor itself stood still, its answers end together.
+        together = {s for s, at in self._ended.items() if now - at < IDLE_S}
+        self._pass_over(sock, now, self._answers.keys() | together)
         del self._answers[sock]
+        self._ended[sock] = now
         if sock in self._until:
             self._until[sock] = now + IDLE_S
 
     def leave(self, sock: socket.socket) -> None:
         """This connection has ended."""
-        for known in (self._until, self._answers):
+        for known in (self._until, self._answers, self._ended):
             known.pop(sock, None)
         self._slow.discard(sock)
         self._waiting.discard(sock)

@@ -268,6 +268,16 @@ def test_a_damaged_summary_is_an_error_not_a_shorter_chain(changes: dict[str, ob
         entry_from(StoreRecord(4, SUMMARY, 1, with_head(body, **changes)), Tip(tip.end))
 
 
+def test_a_summary_from_before_members_were_forgotten_is_read() -> None:
+    tip, body = a_summary()
+    line, _, rest = body.partition(b"\n")
+    head = json.loads(line)
+    assert head.pop("forgotten") == [0, 0]
+    found = entry_from(StoreRecord(4, SUMMARY, 1, json.dumps(head).encode() + b"\n" + rest), Tip(tip.end))
+    assert found.summed is not None
+    assert found.summed.past.forgotten == NO_VIEW
+
+
 def test_an_empty_summary_is_refused() -> None:
     tip, body = a_summary()
     line = with_head(body.partition(b"\n")[0] + b"\n", nbytes=[])

@@ -161,6 +161,7 @@ def test_a_brief_report_that_was_under_way_when_the_header_was_asked_for_is_no_a
     def says_it_again(one: StandIn, report: Report) -> Report:
         if report.last is None:
             briefly[one.id] = report
+            job.machine.recovery._briefly[one.id] += 1  # it was asked twice, since its stream was replaced
         elif one.id in briefly:
             super(Job, job).say(one, change(one, briefly[one.id]))
         return change(one, report)
@@ -234,6 +235,16 @@ def test_who_names_a_header_and_does_not_tell_it_is_put_out(place: int, lie: dic
     assert job.view.find(liar) is None
     assert job.decided is not None
     assert job.decided.base == GENESIS
+
+
+def test_who_answers_briefly_whatever_it_is_asked_is_put_out_at_once() -> None:
+    job = Job()
+    liar = job.view.ids()[COUNT - 1]
+    job.change = lambda one, report: replace(report, last=None, pending_hash="f" * 16) if one.id == liar else report
+    began = job.clock.now
+    job.lose(0, of=COUNT - 2)
+    assert job.view.find(liar) is None
+    assert job.clock.now - began < job.machine.settings.hang_timeout_s / 2
 
 
 def test_a_header_that_is_not_the_one_named_does_not_count() -> None:

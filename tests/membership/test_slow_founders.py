@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from test_gathering import founding
@@ -12,8 +13,11 @@ from test_membership_terms import hello
 from benchmarks.scale.fake import StandIn
 from benchmarks.scale.machine import rules
 from benchmarks.scale.standins import Stage
-from chaos_lightning.membership.founders import PATIENCE
+from chaos_lightning.membership.desk import Desk
+from chaos_lightning.membership.effects import Chain
+from chaos_lightning.membership.founders import PATIENCE, Founders
 from chaos_lightning.membership.peers import process_of
+from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.protocol.types import GENESIS, Entered, Progress, View
 
 FOUNDERS = 256
@@ -77,6 +81,49 @@ def test_256_founders_go_on_without_one_to_which_the_state_trickles(dies: int) -
     (reason,) = job.put_out
     assert "half of the others had it" in reason
     assert 0.9 * HALF_S * PATIENCE < job.clock.now - job.founded_at < 1.1 * HALF_S * PATIENCE
+
+
+def test_deaths_are_no_copies_that_are_done() -> None:
+    """Half of the founders die before anybody has the state: the others are waited for as long as it comes."""
+    desk = Desk(rules(FOUNDERS, 8))
+    founders, peers = Founders(desk), [SimpleNamespace(id=f"n{i}~{i}") for i in range(1, FOUNDERS)]
+    left, loads_s = peers[::2], 100.0
+
+    def late(now: float, here: list[SimpleNamespace], lacking: list[SimpleNamespace]) -> str:
+        desk.clock = now
+        return founders.late(lacking, ["n0~0", *(p.id for p in here)], spreads=True)  # type: ignore[arg-type]
+
+    assert not late(0.0, peers, peers)
+    for second in range(1, int(loads_s)):
+        assert not late(float(second), left, left)
+    some = left[: len(left) // 4]
+    assert not late(loads_s, left, some)
+    assert not late((PATIENCE - 1) * loads_s, left, some)
+    assert "half of the others had it after 99 s" in late((PATIENCE + 1) * loads_s, left, some)
+
+
+def test_a_scheduler_that_is_restarted_knows_that_most_get_the_state() -> None:
+    job, founded = founding(32)
+    chain = Chain(term=2, highest=founded.id, views=(founded,), id=founded.chain)
+    assert job.machine.book.spreads
+    assert SchedulerMachine(job.machine.settings, chain).book.spreads
+
+
+def test_a_newcomer_to_whom_no_link_leads_is_no_node_to_spare() -> None:
+    """Nor is a member that leaves."""
+    job, founded = founding(32)
+    machine = job.machine
+    late = [machine.roster.peers[founded.ids()[-1]]]
+    machine.settings = replace(machine.settings, min_nodes=31)
+    assert machine._can_do_without(founded, late)
+    machine.roster.peers[founded.ids()[1]].leaving = "asked"
+    assert not machine._can_do_without(founded, late)
+    job.comes(hello("spare", pid=7))
+    job.passes(0.5)
+    spare = next(p for p in machine.roster.peers.values() if p.member.name == "spare")
+    assert machine._can_do_without(founded, late) is (spare in machine.graph.reachable(founded.ids()[:-1]))
+    spare.stranded = True
+    assert not machine._can_do_without(founded, late)
 
 
 def test_where_no_node_is_to_spare_all_wait_for_it_as_long_as_something_comes() -> None:

@@ -78,6 +78,23 @@ def test_where_the_donor_is_what_is_slow_few_more_than_usual_are_served(ends: li
     assert not any(turns.take(sock, NBYTES, 4, now + 29.0 * SLOW / 2) for sock in ends if sock not in served)
 
 
+def test_a_pause_of_the_donor_itself_is_not_all_its_peers_slowness(ends: list[socket.socket]) -> None:
+    """It stood still for 3 s while it sent four answers that take a moment."""
+    turns, (a, b, c, d, other, *_), now = Turns(), ends, 0.0
+    for _ in range(20):
+        for sock in (a, b, c, d):
+            assert turns.take(sock, NBYTES, 4, now)
+        for sock in (a, b, c, d):
+            turns.done(sock, now := now + 0.01)
+    for sock in (a, b, c, d):
+        assert turns.take(sock, NBYTES, 4, now)
+    for sock in (a, b, c, d):
+        turns.done(sock, now + SLOW_S * 1.5)
+    now += SLOW_S * 1.5 + 0.1
+    turns.take(other, NBYTES, 4, now)
+    assert sum(turns.take(sock, NBYTES, 4, now) for sock in (a, b, c, d)) == 3
+
+
 def test_one_without_a_turn_hears_that_its_donor_lives() -> None:
     state = numbered(1, 1 << 16)
     with publishing(state, "a", config=ONE) as (donor,):
@@ -101,6 +118,20 @@ def test_one_without_a_turn_hears_that_its_donor_lives() -> None:
         waiter.join(LIMIT_S)
         assert [f.length for f in got] == [1 << 18]
         second.sock.close()
+
+
+def test_a_range_that_is_none_leaves_no_answer_behind() -> None:
+    state = numbered(1, 1 << 16)
+    with publishing(state, "a", config=ONE) as (donor,):
+        sock = BulkSocket(dial(donor.endpoint), stall_timeout_s=LIMIT_S)
+        request = BulkFrame(Type.GET_STATE, HEAD, SEQ, 1 << 40, 1 << 10)
+        sock.send(request)
+        frame = sock.receive_header(patience_s=LIMIT_S)
+        assert frame is not None
+        assert frame.type is not Type.DATA
+        with donor.server._changed:
+            assert not donor.server._turns._answers
+        sock.sock.close()
 
 
 def test_copies_spread_although_the_first_one_serves_one_at_a_time() -> None:
