@@ -1,0 +1,286 @@
+"""Units of one step: which member runs which layers of which micro-batch, in which order, and what a sum then covers.
+
+Theory of operation. A view carries a text (protocol.md, pipelines): a plan by member ids, and the instruction lists of
+the pipelines that share micro-batches, since those depend on measured times and no two members measure alike. Pipelines
+by themselves run 1F1B, which follows from the plan. From the text alone each member derives its *units*: a forward or a
+backward pass of one micro-batch through the layers [first, end), with the member whose tensor it takes and the member
+that it sends to. A micro-batch without samples has no units.
+
+A raw sum covers, for each layer, the micro-batches whose backward units its member has run. Over all members these sets
+must be disjoint, and together all micro-batches of the step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from chaos_lightning.errors import PlanError
+from chaos_lightning.planning.pipelines.lists import PlanLists, coupled
+from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan
+from chaos_lightning.planning.pipelines.schedules import (
+    Instruction,
+    ScheduleError,
+    check_schedule,
+    one_f_one_b,
+    read_instruction,
+)
+from chaos_lightning.protocol.spans import in_words, subtract, union
+from chaos_lightning.protocol.types import Span
+
+MAX_LAYERS = MAX_MICRO_BATCHES = 1 << 16
+FORWARD, BACKWARD = "F", "B"
+
+
+class BorderKey(NamedTuple):
+    """One border tensor of a step: the activations that enter `layer` (forward), or their gradient (backward)."""
+
+    kind: str
+    micro_batch: int
+    layer: int
+
+
+class StepUnit(NamedTuple):
+    """One forward or backward pass of a micro-batch through the layers [first, end).
+
+    Attributes:
+        source: Member whose tensor the unit takes; "" if it takes none.
+        to: Member that the unit sends to; "" if it sends nothing.
+    """
+
+    kind: str
+    micro_batch: int
+    first: int
+    end: int
+    source: str
+    to: str
+
+    def __str__(self) -> str:
+        name = "forward" if self.kind == FORWARD else "backward"
+        return f"the {name} pass of micro-batch {self.micro_batch} through layers {self.first} to {self.end - 1}"
+
+    @property
+    def taken(self) -> BorderKey | None:
+        """The tensor that this unit waits for."""
+        at = self.first if self.kind == FORWARD else self.end
+        return BorderKey(self.kind, self.micro_batch, at) if self.source else None
+
+    @property
+    def sent(self) -> BorderKey | None:
+        """The tensor that this unit makes for another member."""
+        at = self.end if self.kind == FORWARD else self.first
+        return BorderKey(self.kind, self.micro_batch, at) if self.to else None
+
+
+@dataclass(frozen=True)
+class ViewPipelines:
+    """A plan by member ids, with the lists of its coupled pipelines: all that a view says about pipelines."""
+
+    plan: PipelinePlan
+    lists: Mapping[str, tuple[Instruction, ...]] = field(default_factory=dict)
+    """By member of the coupled pipelines, if it has any instructions."""
+
+    @staticmethod
+    def of(plan: PipelinePlan, made: PlanLists | None = None) -> ViewPipelines:
+        """Returns the plan with lists that `plan_lists` made; a plan without coupled pipelines needs none.
+
+        Raises:
+            PlanError: The lists do not run the plan.
+        """
+        shared = _shared_by(plan)
+        rows = zip(made.workers, made.lists, strict=True) if made is not None else ()
+        found = ViewPipelines(plan, {name: row for name, row in rows if name in shared and row})
+        found.check()
+        return found
+
+    # ------------------------------------------------------------------------------------------------ as text
+
+    def to_json(self) -> str:
+        """Returns the shortest JSON text; equal values have equal texts."""
+        about: dict[str, Any] = {"plan": self.plan.to_dict()}
+        if self.lists:
+            about["lists"] = {name: " ".join(map(str, row)) for name, row in self.lists.items()}
+        return json.dumps(about, separators=(",", ":"), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> ViewPipelines:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            PlanError: The text is none of a plan with its lists, or its lists do not run the plan.
+        """
+        try:
+            about = json.loads(text)
+            if not isinstance(about, dict) or not {"plan"} <= set(about) <= {"plan", "lists"}:
+                raise ValueError("expected an object with `plan` and, if need be, `lists`")
+            lists = about.get("lists", {})
+            if not isinstance(lists, dict) or not all(isinstance(row, str) for row in lists.values()):
+                raise ValueError("`lists` is no object of texts")
+            _check_bounds(about["plan"])
+            found = ViewPipelines(
+                PipelinePlan.from_dict(about["plan"]),
+                {name: tuple(map(read_instruction, row.split())) for name, row in lists.items()},
+            )
+        except PlanError as error:
+            raise PlanError(f"a view's pipelines cannot be read: {error}") from error
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise PlanError(f"a view's pipelines cannot be read: {error}; expected what to_json() wrote") from error
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Refuses lists that do not run every unit of the coupled pipelines once, in an order that comes to its end.
+
+        Raises:
+            PlanError: They do not; says which member, and which instruction.
+        """
+        shared = _shared_by(self.plan)
+        for name, row in self.lists.items():
+            if name not in shared:
+                raise PlanError(
+                    f"member {name!r} has an instruction list, and its pipeline runs by itself: leave it out"
+                )
+            if not row:
+                raise PlanError(f"member {name!r} has an empty instruction list; leave it out")
+            if split := next((x for x in row if x.kind not in (FORWARD, BACKWARD)), None):
+                raise PlanError(f"member {name!r}: {split} is half of a backward pass; expected F or B")
+        at = {name: i for i, name in enumerate(shared)}
+        routes = {j: [at[s.device] for s in self._routes[j]] for j in self._coupled_micro_batches}
+        try:
+            check_schedule([self.lists.get(name, ()) for name in shared], routes)
+        except ScheduleError as error:
+            names = ", ".join(f"{i} is {name}" for name, i in list(at.items())[:8])
+            raise PlanError(f"instruction lists: {error} (worker {names})") from error
+
+    # ------------------------------------------------------------------------------------------------ units
+
+    @cached_property
+    def _routes(self) -> dict[int, tuple[Any, ...]]:
+        return {j: self.plan.route(j) for j in range(self.plan.micro_batches)}
+
+    @cached_property
+    def _coupled_micro_batches(self) -> list[int]:
+        together = set(coupled(self.plan))
+        return [j for j, q in enumerate(self.plan.homes) if q in together]
+
+    def instructions(self, member: str) -> tuple[Instruction, ...]:
+        """Returns this member's list; a stage is an index into the micro-batch's own route."""
+        if member in self.lists:
+            return self.lists[member]
+        together, start = set(coupled(self.plan)), 0
+        for q, p in enumerate(self.plan.pipelines):
+            for k, s in enumerate(p.stages):
+                if s.device == member and q not in together:
+                    row = one_f_one_b(len(p.stages), p.micro_batches, self.plan.in_flight_extra)[k]
+                    return tuple(x._replace(micro_batch=start + x.micro_batch) for x in row)
+            start += p.micro_batches
+        return ()
+
+    def units(self, member: str, empty: Collection[int] = ()) -> tuple[StepUnit, ...]:
+        """Returns this member's units in their order; none if it stands by.
+
+        Args:
+            member: Its id.
+            empty: Micro-batches without samples.
+        """
+        return tuple(self._unit(x) for x in self.instructions(member) if x.micro_batch not in empty)
+
+    def _unit(self, x: Instruction) -> StepUnit:
+        route = self._routes[x.micro_batch]
+        here = route[x.stage]
+        before = route[x.stage - 1].device if x.stage else ""
+        after = route[x.stage + 1].device if x.stage + 1 < len(route) else ""
+        source, to = (before, after) if x.kind == FORWARD else (after, before)
+        return StepUnit(x.kind, x.micro_batch, here.first, here.end, source, to)
+
+
+def _shared_by(plan: PipelinePlan) -> tuple[str, ...]:
+    """Members that run units of coupled pipelines, sorted: those of their stages, and keepers that detours lead to."""
+    together = set(coupled(plan))
+    found = {s.device for q in together for s in plan.pipelines[q].stages if s.device != VACANT}
+    return tuple(sorted(found | {d.device for d in plan.detours}))
+
+
+def _check_bounds(about: Mapping[str, Any]) -> None:
+    """Numbers that loops run up to, before any loop does."""
+    layers, micro_batches = about["layers"], sum(row["micro_batches"] for row in about["pipelines"])
+    if not (isinstance(layers, int) and layers <= MAX_LAYERS):
+        raise ValueError(f"{layers!r} layers; expected at most {MAX_LAYERS}")
+    if not (isinstance(micro_batches, int) and micro_batches <= MAX_MICRO_BATCHES):
+        raise ValueError(f"{micro_batches!r} micro-batches; expected at most {MAX_MICRO_BATCHES}")
+
+
+# ------------------------------------------------------------------------------------------------ what sums cover
+
+
+class LayersCovered(NamedTuple):
+    """Micro-batches, as normal spans, whose gradients a raw sum holds in each of the layers [first, end)."""
+
+    first: int
+    end: int
+    micro_batches: tuple[Span, ...]
+
+
+def coverage(units: Iterable[StepUnit]) -> tuple[LayersCovered, ...]:
+    """Returns what the raw sums hold once these units have run, by runs of layers; layers without any are left out."""
+    backward = [u for u in units if u.kind == BACKWARD]
+    cuts = sorted({c for u in backward for c in (u.first, u.end)})
+    rows: list[LayersCovered] = []
+    for first, end in pairwise(cuts):
+        spans = union((u.micro_batch, u.micro_batch + 1) for u in backward if u.first <= first < u.end)
+        if spans and rows and rows[-1].end == first and rows[-1].micro_batches == spans:
+            rows[-1] = LayersCovered(rows[-1].first, end, spans)
+        elif spans:
+            rows.append(LayersCovered(first, end, spans))
+    return tuple(rows)
+
+
+def coverage_error(
+    layer_count: int, micro_batches: Iterable[Span], given: Mapping[str, Sequence[LayersCovered]]
+) -> str:
+    """Returns in words where members' sums do not hold each micro-batch once in each layer; "" if they do everywhere.
+
+    Args:
+        layer_count: Layers of the model.
+        micro_batches: Those of the step that have samples.
+        given: By member: what its contribution names.
+    """
+    due = union(micro_batches)
+    rows = [(name, row) for name, found in given.items() for row in found]
+    cuts = {0, layer_count, *(c for _, row in rows for c in (row.first, row.end))}
+    for first, end in pairwise(sorted(cuts)):
+        layers = f"layer {first}" if end == first + 1 else f"layers {first} to {end - 1}"
+        if not 0 <= first < layer_count:
+            return f"{layers}: none of this model's {layer_count} layers"
+        seen: dict[str, tuple[Span, ...]] = {}
+        held: tuple[Span, ...] = ()
+        for name, row in rows:
+            if not row.first <= first < row.end:
+                continue
+            if twice := subtract(held, subtract(held, union(row.micro_batches))):
+                other = next(n for n, spans in seen.items() if subtract(spans, subtract(spans, twice)))
+                return f"{layers}: micro-batches {in_words(twice[0])} are in the sums of {other} and {name}"
+            if foreign := subtract(union(row.micro_batches), due):
+                return f"{layers}: {name} names micro-batches {in_words(foreign[0])}, which this step does not have"
+            seen[name] = union((*seen.get(name, ()), *row.micro_batches))
+            held = union((*held, *row.micro_batches))
+        if missing := subtract(due, held):
+            return f"{layers}: micro-batches {in_words(missing[0])} are in the sum of no member"
+    return ""
+
+
+def closing(units: Sequence[StepUnit]) -> tuple[tuple[int, ...], ...]:
+    """Returns, by unit, the layers of which it is the last backward pass here, the last layer first."""
+    last: dict[int, int] = {}
+    for i, u in enumerate(units):
+        if u.kind == BACKWARD:
+            last.update(dict.fromkeys(range(u.first, u.end), i))
+    found: dict[int, list[int]] = defaultdict(list)
+    for layer in sorted(last, reverse=True):
+        found[last[layer]].append(layer)
+    return tuple(tuple(found[i]) for i in range(len(units)))
