@@ -1,0 +1,1 @@
+"""Pipelines: what one member runs of a model whose layers are spread over several."""
