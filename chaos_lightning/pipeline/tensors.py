@@ -165,7 +165,7 @@ class BorderReader:
         if self._memory is None:
             if nbytes > self._limit_nbytes + MAX_SPECS_NBYTES:
                 raise WireError(f"a border tensor of {nbytes} bytes; expected at most {self._limit_nbytes}")
-            self._first = np.empty(nbytes, np.uint8)
+            self._first = torch.empty(nbytes, dtype=torch.uint8).numpy()
             return self._first.data
         if nbytes == 0 or nbytes > self._memory.nbytes - self._got:
             left = self._memory.nbytes - self._got
@@ -186,7 +186,7 @@ class BorderReader:
         if nbytes == head_nbytes + data_nbytes:
             self._memory, self._got = self._first[head_nbytes:], data_nbytes
         elif nbytes == head_nbytes:
-            self._memory = np.empty(data_nbytes, np.uint8)
+            self._memory = torch.empty(data_nbytes, dtype=torch.uint8).numpy()
         else:
             raise WireError(
                 f"a border tensor begins with {nbytes} bytes; its head has {head_nbytes}, its tensors {data_nbytes}"

@@ -1,0 +1,67 @@
+"""Buffers that a forward pass changes, and their values at the base: the state that the last header committed.
+
+Theory of operation. A step that runs again must begin with the buffers that it began with before (running statistics
+of batch norms count micro-batches). Which buffers a forward pass changes is not known before, so copies of all are
+kept. At each new base a copy is renewed if the buffer is of floating point, or was written to since: torch counts
+writes, but not those of the kernels of batch norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class _Kept(NamedTuple):
+    module: nn.Module
+    buffer: Tensor
+    version: int
+    copy: Tensor
+
+
+class BaseBuffers:
+    """Copies of a model's buffers.
+
+    Args:
+        root: The model; buffers on the meta device are of layers that lie elsewhere.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._kept: dict[tuple[int, str], _Kept] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.copy.nbytes for kept in self._kept.values())
+
+    def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        for module in self._root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    yield module, name, buffer
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Takes the buffers as they are now for their values at the base."""
+        before, self._kept = self._kept, {}
+        for module, name, buffer in self._buffers():
+            key = (id(module), name)
+            kept = before.get(key)
+            if kept is None or kept.buffer is not buffer or kept.copy.shape != buffer.shape:
+                copy = buffer.detach().clone()
+            else:
+                copy = kept.copy
+                if buffer.is_floating_point() or buffer._version != kept.version:
+                    copy.copy_(buffer)
+            self._kept[key] = _Kept(module, buffer, buffer._version, copy)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Gives the buffers their values at the base, also those that were replaced by other tensors."""
+        for (_, name), kept in self._kept.items():
+            if not torch.equal(kept.buffer, kept.copy):
+                kept.buffer.copy_(kept.copy)
+            kept.module._buffers[name] = kept.buffer

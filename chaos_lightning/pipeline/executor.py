@@ -1,0 +1,327 @@
+"""Runs the units of one member: forward and backward passes of micro-batches through its stages, in a given order.
+
+Theory of operation. One path, whether or not the step runs again. For each unit the executor waits for the tensors
+that another member sends (`Exchange`), runs the layers, and sends on what they made. A forward unit is kept until its
+backward unit, which lets go of everything; the tensors that were sent are looked at then: one that was written to
+meanwhile is refused, as what its receiver got nobody knows. Gradients of parameters add up in `.grad` in the order of
+the units, so equal lists give equal bits. The last stage multiplies each loss by its micro-batch's weight; whoever has
+the step's sum divides by all weights.
+
+An attempt ends at a recovery: the exchange then raises `AttemptOverError`, between units or in a wait, and `drop`
+undoes what the attempt has done. The executor knows no network and no Lightning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from chaos_lightning.errors import ChaosError, ConfigurationError, StateError, UnsupportedError
+from chaos_lightning.pipeline.base import BaseBuffers
+from chaos_lightning.pipeline.kept import KeptBytes
+from chaos_lightning.pipeline.tensors import Border
+from chaos_lightning.planning.pipelines.units import (
+    FORWARD,
+    BorderKey,
+    LayersCovered,
+    StepUnit,
+    closing,
+    coverage,
+)
+from chaos_lightning.protocol.types import ViewId
+
+
+class AttemptOverError(ChaosError):
+    """The attempt has ended at a recovery: nothing of it counts any more."""
+
+
+class SlotAttempt(NamedTuple):
+    """One try at a slot; a tensor is used in its own attempt only."""
+
+    view: ViewId
+    seq: int
+
+    def __str__(self) -> str:
+        return f"slot {self.seq} under view {self.view}"
+
+
+class Exchange(Protocol):
+    """Sends border tensors to other members, and waits for theirs."""
+
+    def send(self, attempt: SlotAttempt, to: str, key: BorderKey, border: Border) -> None:
+        """Sends a border; its tensors stay as they are until they have left.
+
+        Raises:
+            AttemptOverError: The attempt has ended.
+        """
+
+    def take(self, attempt: SlotAttempt, key: BorderKey) -> Border:
+        """Waits for a border.
+
+        Raises:
+            AttemptOverError: The attempt has ended, or ends meanwhile.
+        """
+
+    def check(self, attempt: SlotAttempt) -> None:
+        """Looks whether the attempt goes on.
+
+        Raises:
+            AttemptOverError: It does not.
+        """
+
+
+class Pass(Protocol):
+    """A forward pass of some layers, kept for its backward pass."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Tensors that the next layer receives; empty behind the last layer."""
+
+    @property
+    def specs(self) -> str:
+        """Text that travels with the tensors."""
+
+    @property
+    def result(self) -> Any:
+        """Result of the user's step, behind the last layer."""
+
+    def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of what was received."""
+
+
+class Layers(Protocol):
+    """The layers of a model, any run of which can run by itself."""
+
+    def __len__(self) -> int: ...
+
+    def run(
+        self, first: int, end: int, batch: Any, received: Sequence[Tensor], specs: str, *, at: tuple[int, int]
+    ) -> Pass:
+        """Runs the layers [first, end) of a micro-batch; `at` is the step and the number of the micro-batch."""
+
+
+class Finishing(Protocol):
+    """Hears when layers of this member are done with backward passes."""
+
+    def closing(self, layers: Sequence[int]) -> None:
+        """The next backward pass is the last one of these layers."""
+
+    def layer_done(self, layer: int) -> None:
+        """The layer's gradients are whole here."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What one member runs in one attempt.
+
+    Attributes:
+        attempt: See `SlotAttempt`.
+        step: Number of the optimizer step.
+        units: In order.
+        batch: Returns a micro-batch, by its number in the step.
+        weight: Returns the weight of a micro-batch, given its number; asked at the last stage.
+    """
+
+    attempt: SlotAttempt
+    step: int
+    units: Sequence[StepUnit]
+    batch: Callable[[int], Any]
+    weight: Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What one member has when its units are done; the sums themselves lie in `.grad`.
+
+    Attributes:
+        covered: Micro-batches whose gradients the sums hold, by layers.
+        weights: By micro-batch whose last layers ran here.
+        losses: The same, unweighted; None where the user's step returned None.
+        results: What the user's step returned for them, without the graph.
+        peak_nbytes: Most bytes of tensors kept at once between units, if they are counted.
+    """
+
+    covered: tuple[LayersCovered, ...]
+    weights: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, Tensor | None] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
+    peak_nbytes: int = 0
+
+
+@dataclass(slots=True)
+class _Forward:
+    """A forward unit that waits for its backward unit."""
+
+    done: Pass
+    roots: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    """Of the roots when they were sent; empty if they were not."""
+
+
+class PipelineExecutor:
+    """See the module.
+
+    Args:
+        root: The model, whose parameters and buffers the units change.
+        layers: Its layers.
+        exchange: Takes and sends border tensors.
+        finishing: Hears of layers that are done.
+        around: Entered around each forward pass (autocast).
+        device: Where the layers are.
+        counted: Tensors that units keep are counted. It costs time, and torch then overlooks writes to kept tensors.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: Layers,
+        exchange: Exchange,
+        finishing: Finishing | None = None,
+        *,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        device: torch.device | str = "cpu",
+        counted: bool = False,
+    ) -> None:
+        self._root, self._layers, self._exchange, self._finishing = root, layers, exchange, finishing
+        self._around = around
+        self._device = torch.device(device)
+        self._buffers = BaseBuffers(root)
+        self._forwards: dict[tuple[int, int, int], _Forward] = {}
+        self.kept = KeptBytes(root) if counted else None
+
+    def remember_base(self) -> None:
+        """Before the first attempt of a step: the model is what the last header committed."""
+        self._buffers.remember()
+
+    def drop(self) -> None:
+        """Undoes what the attempt has done; the same units may run again then, or others."""
+        self._empty()
+        self._buffers.restore()
+
+    def _empty(self) -> None:
+        self._forwards.clear()
+        if self.kept is not None:
+            self.kept.clear()
+        for parameter in self._root.parameters():
+            parameter.grad = None
+
+    def run(self, work: StepWork) -> StepSums:
+        """Runs the units; sums of gradients begin empty.
+
+        Raises:
+            AttemptOverError: The attempt has ended; what it did was dropped.
+            Exception: Whatever a layer raised, with a note that names the unit.
+        """
+        self._empty()
+        sums = StepSums(coverage(work.units))
+        try:
+            for unit, last in zip(work.units, closing(work.units), strict=True):
+                self._exchange.check(work.attempt)
+                self._run_unit(work, unit, last, sums)
+            self._exchange.check(work.attempt)
+        except AttemptOverError:
+            self.drop()
+            raise
+        return sums if self.kept is None else replace(sums, peak_nbytes=self.kept.peak_nbytes)
+
+    def _run_unit(self, work: StepWork, unit: StepUnit, last: Sequence[int], sums: StepSums) -> None:
+        received = Border(()) if unit.taken is None else self._exchange.take(work.attempt, unit.taken)
+        try:
+            if unit.kind == FORWARD:
+                sent = self._forward(work, unit, received, sums)
+            else:
+                if self._finishing is not None and last:
+                    self._finishing.closing(last)
+                sent = self._backward(unit, received)
+        except Exception as error:
+            error.add_note(f"This happened in {unit} (step {work.step}).")
+            raise
+        if unit.sent is not None:
+            self._exchange.send(work.attempt, unit.to, unit.sent, sent)
+        if self._finishing is not None:
+            for layer in last:
+                self._finishing.layer_done(layer)
+
+    # ------------------------------------------------------------------ forward
+
+    def _forward(self, work: StepWork, unit: StepUnit, received: Border, sums: StepSums) -> Border:
+        j, key = unit.micro_batch, (unit.micro_batch, unit.first, unit.end)
+        entered = self._here(received, "activations")
+        with self._around(), nullcontext() if self.kept is None else self.kept.during(key, entered):
+            done = self._layers.run(unit.first, unit.end, work.batch(j), entered, received.specs, at=(work.step, j))
+        if unit.end < len(self._layers):
+            sent = tuple(t.detach() for t in done.tensors)
+            self._keep(key, done, done.tensors, sent=True)
+            return Border(sent, done.specs)
+        loss, weight = loss_of(done.result), work.weight(j)
+        sums.losses[j] = None if loss is None else loss.detach()
+        sums.weights[j] = 0.0 if loss is None else weight
+        sums.results[j] = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, done.result)
+        self._keep(key, done, () if loss is None else (loss * weight,), sent=False)
+        return Border(())
+
+    def _here(self, border: Border, what: str) -> tuple[Tensor, ...]:
+        if None in border.tensors:
+            raise StateError(f"{what} came without tensor {border.tensors.index(None)}; expected all of them")
+        return tuple(t.to(self._device) for t in border.tensors if t is not None)
+
+    def _keep(self, key: tuple[int, int, int], done: Pass, roots: tuple[Tensor, ...], *, sent: bool) -> None:
+        self._forwards[key] = _Forward(done, roots, tuple(t._version for t in roots) if sent else ())
+        if self.kept is not None:
+            self.kept.add(key, roots)
+
+    # ------------------------------------------------------------------ backward
+
+    def _backward(self, unit: StepUnit, received: Border) -> Border:
+        key = (unit.micro_batch, unit.first, unit.end)
+        forward = self._forwards.pop(key)
+        gradients: tuple[Tensor | None, ...] = (None,) * len(forward.roots)
+        if unit.end < len(self._layers):
+            _refuse_written(unit, forward)
+            gradients = self._fitting(received, forward.roots)
+        if self.kept is not None:
+            self.kept.add(key, [g for g in gradients if g is not None])
+        found = forward.done.backward(forward.roots, gradients)
+        if self.kept is not None:
+            self.kept.remove(key)
+        return Border(found)
+
+    def _fitting(self, received: Border, roots: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        got = [None if g is None else (g.dtype, tuple(g.shape)) for g in received.tensors]
+        sent = [(t.dtype, tuple(t.shape)) for t in roots]
+        if len(got) != len(sent) or any(g is not None and g != s for g, s in zip(got, sent, strict=True)):
+            raise StateError(f"gradients of {got} came for tensors of {sent}; expected the same types and shapes")
+        return tuple(None if g is None else g.to(self._device) for g in received.tensors)
+
+
+def _refuse_written(unit: StepUnit, forward: _Forward) -> None:
+    for at, (t, version) in enumerate(zip(forward.roots, forward.versions, strict=True)):
+        if t._version != version:
+            raise UnsupportedError(
+                f"tensor {at} that layer {unit.end - 1} passes to layer {unit.end} was written to in place after the "
+                "step had gone on; the next stage may have got either value. Write to a copy of it: x = x.clone()"
+            )
+
+
+def loss_of(result: Any) -> Tensor | None:
+    """Returns the loss in what a user's step has returned; None: the step has none for this micro-batch.
+
+    Raises:
+        ConfigurationError: The result has none, or one of several numbers.
+    """
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if loss is None and result is None:
+        return None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ConfigurationError(
+            f"the training step returned {given} for a loss; expected a tensor of one number, a dict with one as "
+            "'loss', or None"
+        )
+    return loss.reshape(())
