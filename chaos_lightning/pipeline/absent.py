@@ -1,0 +1,48 @@
+"""Stand-ins for parameters and buffers that this member does not own.
+
+Theory of operation. A stand-in has the shape, type and device of what it stands for, and one element of memory, which
+is NaN (0 where the type knows no NaN). So code that asks a weight for its device or its type gets the true answer, and
+a result that uses one shows, as with placeholders. A parameter stays the same object when it is left out or made, so
+optimizers and hooks keep it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def stand_in(like: Tensor, device: torch.device) -> Tensor:
+    """Returns a stand-in for a tensor, which may be on the meta device."""
+    value = math.nan if like.is_floating_point() or like.is_complex() else 0
+    return torch.full((2,), value, dtype=like.dtype, device=device)[1].expand(like.shape)
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """Whether a tensor is a stand-in, or on the meta device."""
+    return tensor.is_meta or (tensor.numel() > 0 and tensor.storage_offset() == 1 and not any(tensor.stride()))
+
+
+def named_tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yields all parameters and buffers, tied ones once for each name: full name, module, own name, tensor."""
+    for prefix, module in root.named_modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, module, name, tensor
+
+
+def put(module: nn.Module, name: str, old: Tensor, data: Tensor) -> Tensor:
+    """Gives a parameter or buffer other memory; returns it, a new object if the old one was on the meta device."""
+    if not old.is_meta:
+        old.data = data
+        return old
+    new = nn.Parameter(data, old.requires_grad) if isinstance(old, nn.Parameter) else data
+    if isinstance(old, nn.Parameter):
+        new.__dict__.update(old.__dict__)
+        module._parameters[name] = new  # type: ignore[assignment]
+    else:
+        module._buffers[name] = new
+    return new

@@ -1,0 +1,423 @@
+"""Runs a stretch of a model's layers by running the user's own step, with the other layers replaced.
+
+Theory of operation. A *chain* is a model's blocks in order, an `nn.Sequential` or an `nn.ModuleList`. *Layer* i is its
+block i with what the step does between the calls of block i and block i + 1; layer 0 has what runs before the chain,
+too, and the last layer what runs after it. A *stage* runs the layers [first, end) for one micro-batch:
+
+- blocks before `first`, and other modules with parameters that are called before block `first` is, return placeholders;
+- block `first` takes what the stage before has sent in place of its first argument. Its other arguments are computed
+  here, from the batch;
+- the step ends where block `end` is called: its first argument is what is sent on. The last stage runs to the end.
+
+Modules are intercepted once for all stretches, at their outermost calls. Blocks count their calls in forward passes
+only: activation checkpointing calls them again in backward.
+
+The stages before saw which placeholders a stage makes, and of what shapes: that travels as `Specs`. Placeholders are
+NaN. In the first pass of a stretch a `Taint` follows them and refuses what depends on them. Later only values are
+looked at: NaN in what is sent on or returned has the unit run again under a `Taint`, which tells NaN of the user's own
+from that of placeholders.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import CheckpointFunction
+
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.pipeline.absent import is_absent, named_tensors
+from chaos_lightning.pipeline.forward import ForwardUnit
+from chaos_lightning.pipeline.intercept import Call, intercept, release
+from chaos_lightning.pipeline.randomness import Randomness
+from chaos_lightning.pipeline.specs import Form, Specs, placeholder, put_together, read, take_apart, tensor_forms
+from chaos_lightning.pipeline.taint import Taint, has_nan, listed
+
+Step = Callable[[Any], Any]
+
+_ADVICE = (
+    "A stage gets nothing from the stages before but the first argument of its first block: pass what later layers "
+    "need in that argument, as a tuple of tensors. A parameter is used by a call of its module, or lies on the root"
+)
+
+
+class _Place(NamedTuple):
+    """An intercepted module."""
+
+    name: str
+    block: int | None
+    """Number of the block; None: the module is outside of the chain."""
+
+
+class _Left(BaseException):
+    """Ends a step where the next stage's first block is called; no `except Exception` of the user's catches it."""
+
+
+class LayerChain:
+    """The layers of a model.
+
+    Args:
+        root: The user's module.
+        path: Name of the chain within it.
+        call: Runs the user's step on one micro-batch.
+        randomness: Gives each layer its own random numbers; None: they are drawn as they come.
+
+    Raises:
+        ConfigurationError: There is no chain of that name.
+        UnsupportedError: The chain cannot be run in stretches; says why.
+    """
+
+    def __init__(self, root: nn.Module, path: str, call: Step, *, randomness: Randomness | None = None) -> None:
+        self.root, self.path = root, path
+        self.blocks = chain_blocks(root, path)
+        self._call = call
+        self._randomness = randomness
+        self._unit: ForwardUnit | None = None
+        self._proven: set[tuple[Step, int, int]] = set()
+        self._own: set[tuple[Step, int, int]] = set()
+        """Stretches whose NaN was found to be the user's own."""
+        self._intercepted: list[nn.Module] = []
+        for index, block in enumerate(self.blocks):
+            self._intercept(block, _Place(f"{path}.{index}", index))
+        for name, module in outside_modules(root, path):
+            self._intercept(module, _Place(name, None))
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def close(self) -> None:
+        """Makes the model what it was."""
+        for module in self._intercepted:
+            release(module)
+        self._intercepted.clear()
+
+    def run(
+        self,
+        first: int,
+        end: int,
+        batch: Any,
+        received: Sequence[Tensor] = (),
+        specs: str = "",
+        *,
+        at: tuple[int, int] = (0, 0),
+        call: Step | None = None,
+    ) -> ForwardUnit:
+        """Runs the layers [first, end) of one micro-batch.
+
+        Args:
+            first: First layer; other than 0, it takes what was received.
+            end: Layer behind the last one that runs.
+            batch: The micro-batch, as each stage has it.
+            received: The tensors that a unit of the layers before has made, on this device.
+            specs: Text that came with them.
+            at: Numbers of the step and of the micro-batch in it, for random numbers.
+            call: A step of its own, such as a validation's.
+
+        Raises:
+            UnsupportedError: The step cannot be run so; names the blocks.
+            StateError: What was received does not fit its specs.
+            WireError: The specs cannot be read.
+        """
+        if not 0 <= first < end <= len(self.blocks):
+            raise ConfigurationError(f"layers {first} to {end - 1} of {self.path}, which has {len(self.blocks)}")
+        call = call or self._call
+        sent = read(specs) if first else Specs(["plain", None])
+        span = (call, first, end)
+        unit = self._pass(span, batch, received, sent, at, watched=end - first < len(self) and span not in self._proven)
+        self._proven.add(span)
+        out = unit.tensors if unit.left else unit.result
+        if end - first < len(self) and span not in self._own and not has_nan(received) and has_nan(out):
+            with torch.no_grad():
+                self._pass(span, batch, received, sent, at, watched=True)
+            self._own.add(span)
+        return unit
+
+    @contextmanager
+    def under_way(self, unit: ForwardUnit) -> Iterator[None]:
+        """Within it, calls of blocks are this unit's."""
+        before, self._unit = self._unit, unit
+        try:
+            yield
+        finally:
+            self._unit = before
+
+    def refuse_placeholders(self, value: Any, what: str) -> None:
+        """Refuses a value that depends on placeholders, in the first pass of a stretch; `what` names it."""
+        if self._unit is not None:
+            self._refuse_tainted(self._unit, value, what)
+
+    def _pass(
+        self,
+        span: tuple[Step, int, int],
+        batch: Any,
+        received: Sequence[Tensor],
+        specs: Specs,
+        at: tuple[int, int],
+        watched: bool,
+    ) -> ForwardUnit:
+        call, first, end = span
+        unit = ForwardUnit(self.under_way, first, end, at)
+        if first:
+            unit.enter(received, specs)
+        unit.taint = self._taint() if watched else None
+        with self.under_way(unit), self._stream(unit, ""), unit.taint or nullcontext():
+            try:
+                unit.result = call(batch)
+            except _Left:
+                pass
+            else:
+                self._refuse_unfinished(unit)
+                self._refuse_tainted(unit, unit.result, "what the step returns")
+        if unit.left:
+            unit.specs = Specs(unit.border, tuple(unit.calls)).text()
+        unit.taint, unit.calls = None, unit.calls[: unit.given]
+        return unit
+
+    def _intercept(self, module: nn.Module, place: _Place) -> None:
+        intercept(module, place.name, partial(self._called, place))
+        self._intercepted.append(module)
+
+    def _taint(self) -> Taint:
+        """Returns one that knows what this member does not own."""
+        taint = Taint()
+        for name, _, _, tensor in named_tensors(self.root):
+            if is_absent(tensor) and not tensor.is_meta:
+                taint.mark(tensor, frozenset((name,)))
+        return taint
+
+    # --- calls of modules
+
+    def _called(self, place: _Place, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answers for an intercepted module."""
+        unit = self._unit
+        if unit is None or unit.inside:
+            return real(*args, **kwargs)
+        if unit.again:
+            return self._call_again(unit, place, real, args, kwargs)
+        if place.block is None:
+            return self._call_outside(unit, place.name, real, args, kwargs)
+        self._count(unit, place.block)
+        if place.block == unit.end:
+            self._leave(unit, place.name, args, kwargs)
+        if place.block < unit.first:
+            return self._placeholder(unit, place.name)
+        return self._call_block(unit, place, real, args, kwargs)
+
+    def _call_block(
+        self, unit: ForwardUnit, place: _Place, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if _in_reentrant_checkpoint():
+            raise UnsupportedError(
+                f"{place.name} is called within a reentrant torch.utils.checkpoint.checkpoint, which has no gradient "
+                "for what another stage sends; call it with use_reentrant=False"
+            )
+        if place.block == unit.first and unit.first:
+            self._refuse_uncalled(unit)
+            _, args, kwargs = _first_argument(place.name, args, kwargs, unit.entered)
+        names: frozenset[str] = frozenset()
+        if unit.taint is not None:
+            names = self._refuse_tainted(unit, (args, kwargs), f"an argument of {place.name}")
+        unit.inside += 1
+        try:
+            with self._stream(unit, place.name):
+                out = real(*args, **kwargs)
+        finally:
+            unit.inside -= 1
+        if unit.taint is not None:
+            unit.taint.mark(out, names)
+        if unit.end < len(self.blocks):
+            unit.calls.append((place.name, take_apart(out, f"what {place.name} returns")[1]))
+        return out
+
+    def _call_outside(
+        self, unit: ForwardUnit, name: str, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A module outside of the chain is real once block `first` was called, and before it in the first stage."""
+        if unit.first and unit.due <= unit.first:
+            following = unit.calls[unit.given][0] if unit.given < len(unit.calls) else ""
+            if following.startswith(f"{name}."):
+                return real(*args, **kwargs)  # what it returned could not be sent on, but what its own modules did
+            return self._placeholder(unit, name)
+        number = unit.counts[name] = unit.counts.get(name, 0) + 1
+        begin = len(unit.calls)
+        with self._stream(unit, name, number):
+            out = real(*args, **kwargs)
+        if unit.end < len(self.blocks):
+            try:
+                unit.calls[begin:] = [(name, take_apart(out, f"what {name} returns")[1])]
+            except UnsupportedError:
+                if len(unit.calls) == begin:
+                    raise
+        return out
+
+    def _call_again(
+        self, unit: ForwardUnit, place: _Place, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Activation checkpointing runs a piece of the step again, within a backward pass."""
+        if place.block is None:
+            forms = dict(unit.calls)
+            return self._made(unit, place.name, forms[place.name]) if place.name in forms else real(*args, **kwargs)
+        if place.block < unit.first:
+            return self._made(unit, place.name, dict(unit.calls)[place.name])
+        if place.block >= unit.end:
+            raise UnsupportedError(
+                f"{place.name} is called in a backward pass of layers {unit.first} to {unit.end - 1}: activation "
+                "checkpointing of several blocks at once needs early_stop; checkpoint each block by itself"
+            )
+        if place.block == unit.first and unit.first:
+            _, args, kwargs = _first_argument(place.name, args, kwargs, unit.entered)
+        with self._stream(unit, place.name):
+            return real(*args, **kwargs)
+
+    def _leave(self, unit: ForwardUnit, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tree = _first_argument(name, args, kwargs)[0]
+        unit.tensors, unit.border = take_apart(tree, f"the first argument of {name}")
+        unit.left = True
+        if not unit.tensors:
+            raise UnsupportedError(f"the first argument of {name} has no tensor; a stage sends tensors on")
+        self._refuse_tainted(unit, tree, f"the first argument of {name}")
+        raise _Left
+
+    def _count(self, unit: ForwardUnit, index: int) -> None:
+        if index != unit.due:
+            due = f"{self.path}.{unit.due} is due" if unit.due < len(self.blocks) else "all blocks have been called"
+            twice = " a second time" if index < unit.due else ""
+            raise UnsupportedError(
+                f"{self.path}.{index} is called{twice} where {due}: the step must call the blocks of {self.path} once "
+                "each, in their order"
+            )
+        unit.due += 1
+
+    def _placeholder(self, unit: ForwardUnit, name: str) -> Any:
+        """Returns the placeholder for the next call of a module, which must be this one."""
+        if unit.given == len(unit.calls) or unit.calls[unit.given][0] != name:
+            due = unit.calls[unit.given][0] if unit.given < len(unit.calls) else "none"
+            raise UnsupportedError(
+                f"{name} is called here where the stage before called {due}: a step must call the same modules in the "
+                "same order wherever it runs"
+            )
+        unit.given += 1
+        return self._made(unit, name, unit.calls[unit.given - 1][1])
+
+    def _made(self, unit: ForwardUnit, name: str, form: Form) -> Any:
+        made = [placeholder(each, unit.device) for each in tensor_forms(form)]
+        if unit.taint is not None:
+            unit.taint.mark(made, frozenset((name,)))
+        return put_together(form, iter(made))
+
+    @contextmanager
+    def _stream(self, unit: ForwardUnit, *names: object) -> Iterator[None]:
+        with nullcontext() if self._randomness is None else self._randomness.stream(*unit.at, *names):
+            yield
+
+    # --- refusals
+
+    def _refuse_tainted(self, unit: ForwardUnit, tree: Any, what: str) -> frozenset[str]:
+        names = frozenset() if unit.taint is None else unit.taint.names(tree)
+        if names:
+            last = unit.end - 1
+            layers = f"layer {last}" if unit.first == last else f"layers {unit.first} to {last}"
+            raise UnsupportedError(
+                f"{what} depends on {listed(names)}, which another stage has, while {layers} run here. {_ADVICE}"
+            )
+        return names
+
+    def _refuse_uncalled(self, unit: ForwardUnit) -> None:
+        if unit.given < len(unit.calls):
+            raise UnsupportedError(
+                f"the stage before called {unit.calls[unit.given][0]}, which is not called here: a step must call the "
+                "same modules in the same order wherever it runs"
+            )
+
+    def _refuse_unfinished(self, unit: ForwardUnit) -> None:
+        if unit.left:
+            raise UnsupportedError(
+                f"the step goes on behind {self.path}.{unit.end}, whose call ends it in this stage: it catches "
+                "BaseException; let it catch Exception"
+            )
+        if unit.due < len(self.blocks):
+            raise UnsupportedError(
+                f"the step has ended and {self.path}.{unit.due} was not called: it must call the blocks of {self.path} "
+                f"once each, in their order{'' if unit.due else '. If it calls other modules, name their list'}"
+            )
+
+
+def chain_blocks(root: nn.Module, path: str) -> list[nn.Module]:
+    """Returns the blocks of the chain of this name.
+
+    Raises:
+        ConfigurationError: There is none.
+        UnsupportedError: They cannot be told apart, or are compiled as a whole.
+    """
+    module: Any = root
+    for name in ["", *path.split(".")]:
+        module = getattr(module, name, None) if name else module
+        if not isinstance(module, nn.Module):
+            lists = [n for n, m in root.named_modules() if isinstance(m, nn.Sequential | nn.ModuleList) and len(m) > 1]
+            raise ConfigurationError(
+                f"the model has no chain {path!r}; name its nn.Sequential or nn.ModuleList"
+                + (f", such as {', '.join(map(repr, lists[:4]))}" if lists else "")
+            )
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UnsupportedError(
+                f"{type(module).__name__}, which holds the chain {path!r}, is compiled as a whole; compile its blocks "
+                "one by one: for block in blocks: block.compile()"
+            )
+    if not isinstance(module, nn.Sequential | nn.ModuleList) or not len(module):
+        raise ConfigurationError(
+            f"the chain {path!r} is a {type(module).__name__} of no blocks; expected an nn.Sequential or an "
+            "nn.ModuleList of at least one"
+        )
+    blocks = list(module)
+    twice = [i for i, block in enumerate(blocks) if any(block is other for other in blocks[:i])]
+    if twice:
+        raise UnsupportedError(
+            f"{path}.{twice[0]} is the same module as an earlier block; each must be a module of its own"
+        )
+    return blocks
+
+
+def outside_modules(root: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """Returns the modules outside of the chain that have parameters or change buffers, and do not hold the chain."""
+    chain = root.get_submodule(path)
+    inside = {id(module) for module in chain.modules()}
+    return [
+        (name, module)
+        for name, module in root.named_modules()
+        if id(module) not in inside
+        and not any(each is chain for each in module.modules())
+        and any(next(m.parameters(recurse=False), None) is not None or _counts(m) for m in module.modules())
+    ]
+
+
+def _counts(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and module.running_mean is not None
+
+
+def _first_argument(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], instead: Any = None
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Returns the first argument of a call, and the arguments with another one in its place."""
+    if args:
+        return args[0], (instead, *args[1:]), kwargs
+    if not kwargs:
+        raise UnsupportedError(f"{name} is called without an argument; a block takes what the block before has made")
+    first = next(iter(kwargs))
+    return kwargs[first], args, {**kwargs, first: instead}
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Whether a reentrant checkpoint's forward pass calls, which is without gradients."""
+    frame = sys._getframe() if not torch.is_grad_enabled() else None
+    code = CheckpointFunction.forward.__code__
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,100 @@
+"""Finds what depends on placeholders: a mode in which each operation hands the names of its inputs on to its outputs.
+
+Theory of operation. Modes of torch see every operation with its tensors. A tensor that was made from a placeholder, by
+whatever way, carries its name, by the memory that it lies in. Operations that take but the shape of their input (such
+as `zeros_like`) hand nothing on. An operation that gives a placeholder's value to Python (`if x.max() > 0:`, or the
+shape of `x[x > 0]`) is refused, as the program would take another way than with the true values. The mode costs some
+microseconds for each operation, so it is on in a few passes only.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from chaos_lightning.errors import UnsupportedError
+
+_SHAPE_ONLY = re.compile(
+    "(zeros|ones|full|empty|rand|randn|randint)_like|new_(zeros|ones|full|empty|empty_strided)|zero_|fill_"
+)
+_LOOKS = re.compile(
+    "_local_scalar_dense|is_nonzero|equal|nonzero|nonzero_numpy|masked_select|_unique2?|unique_(dim|consecutive)|bincount"
+)
+_OURS = ("/torch/", "/chaos_lightning/pipeline/", "/lightning/")
+
+
+class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Names on tensors that depend on placeholders."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._named: dict[int, tuple[frozenset[str], object]] = {}
+        """By the address of a storage: names, and the storage, so that its address is not another one's meanwhile."""
+
+    def mark(self, tree: Any, names: frozenset[str]) -> None:
+        """Puts names on all tensors of a tree."""
+        for tensor in _tensors(tree) if names else ():
+            storage = tensor.untyped_storage()
+            before = self._named.get(storage._cdata, (frozenset(), None))[0]
+            self._named[storage._cdata] = (before | names, storage)
+
+    def names(self, tree: Any) -> frozenset[str]:
+        """Returns the names of all placeholders that tensors of a tree depend on."""
+        if not self._named:
+            return frozenset()
+        found = (self._named.get(t.untyped_storage()._cdata, (frozenset[str](), None))[0] for t in _tensors(tree))
+        return frozenset().union(*found)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        names = self.names((args, kwargs))
+        operation = str(func.name()).partition("::")[2].partition(".")[0] if hasattr(func, "name") else ""
+        if names and (_LOOKS.fullmatch(operation) or (operation == "index" and self._masked(args))):
+            raise UnsupportedError(
+                f"the step looks at values that depend on {listed(names)}, which another stage has, so this stage has "
+                f"placeholders for them{_place()}. Decide by values that come from the batch, or do it within a block"
+            )
+        out = func(*args, **kwargs)
+        if names and not _SHAPE_ONLY.fullmatch(operation):
+            self.mark(out, names)
+        return out
+
+    def _masked(self, args: tuple[Any, ...]) -> bool:
+        """Whether an index by a mask needs the mask's values for the shape of its result."""
+        return any(t.dtype in (torch.bool, torch.uint8) and self.names(t) for t in _tensors(args[1:]))
+
+
+def listed(names: frozenset[str]) -> str:
+    """Returns the names in order, for a sentence."""
+    ordered = sorted(names)
+    return ", ".join(ordered[:6]) + (f" and {len(ordered) - 6} more" if len(ordered) > 6 else "")
+
+
+def has_nan(tree: Any) -> bool:
+    """Whether a tensor of a tree holds NaN; a sum that is a number tells at once that it does not."""
+    floats = [t.detach() for t in _tensors(tree) if (t.is_floating_point() or t.is_complex()) and not t.is_meta]
+    return any(bool(t.sum().isnan()) and bool(t.isnan().any()) for t in floats)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    accept: Callable[[Any], bool] = lambda x: isinstance(x, Tensor) and x.layout == torch.strided  # noqa: E731
+    return filter(accept, tree_iter(tree))
+
+
+def _place() -> str:
+    """Returns where in the user's program this is."""
+    for frame in reversed(traceback.extract_stack()):
+        if not any(part in frame.filename for part in _OURS) and "<" not in frame.filename:
+            return f' ({frame.filename.rpartition("/")[2]}, line {frame.lineno}: "{frame.line}")'
+    return ""
