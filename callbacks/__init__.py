@@ -1,4 +1,4 @@
-"""Lightning callbacks: leaving politely, fault injection, a live view, goodput. They only use `trainer.strategy`."""
+"""Lightning callbacks: leaving politely, fault injection, a live view, goodput, a profile of the model."""
 
 if __name__ != "chaos_lightning.callbacks":
     raise ImportError(
@@ -13,5 +13,6 @@ with needing("chaos_lightning.callbacks"):
     from chaos_lightning.callbacks.faults import FaultInjectorCallback
     from chaos_lightning.callbacks.goodput import Goodput
     from chaos_lightning.callbacks.live import LiveView
+    from chaos_lightning.callbacks.profile import PipelineProfile
 
-__all__ = ["ChaosExit", "FaultInjectorCallback", "Goodput", "LiveView"]
+__all__ = ["ChaosExit", "FaultInjectorCallback", "Goodput", "LiveView", "PipelineProfile"]

@@ -1,23 +1,21 @@
 """Puts "chaos" and "chaos_diloco" into Lightning's strategy registry without importing Lightning.
 
 Theory of operation. There is no entry-point group for strategies, so `import chaos_lightning` has to register. If
-Lightning's strategy package is imported already, it registers at once. Otherwise a finder at the front of
-`sys.meta_path` waits for that one module: it lets the ordinary finders find it, wraps their loader, and registers
-after the module's own code has run. What is registered is a small factory, so `chaos_lightning.strategies` (and with
-it torch) is only imported when a Trainer asks for the strategy. Modules of any other name pass untouched.
+Lightning's strategy package is imported already, it registers at once, otherwise after that module's own code has run
+(`machine.imports`). What is registered is a small factory, so `chaos_lightning.strategies` (and with it torch) is only
+imported when a Trainer asks for the strategy.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+from chaos_lightning.machine.imports import call_after_import
 
 HOST = "lightning.pytorch.strategies"
 OTHER_HOST = "pytorch_lightning.strategies"
@@ -108,50 +106,10 @@ def register(module: ModuleType) -> None:
         registry_of(module).register(name, partial(factory, name), description=made.description, override=True)
 
 
-class _Loader(Loader):
-    """The real loader, followed by `register`."""
-
-    def __init__(self, real: Loader) -> None:
-        self._real = real
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._real.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The module keeps its real loader: tools look at it for sources and resources.
-        module.__loader__ = self._real
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._real
-        self._real.exec_module(module)
-        register(module)
-
-
-class _Finder(MetaPathFinder):
-    """Waits for the strategy packages; knows nothing else."""
-
-    def __init__(self) -> None:
-        self._busy = False
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in _FACTORIES or self._busy:
-            return None
-        self._busy = True
-        try:
-            spec = find_spec(fullname)
-        finally:
-            self._busy = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
 def install() -> None:
     """Registers now where possible, later where Lightning is yet to be imported. Idempotent."""
     for name in _FACTORIES:
         module = sys.modules.get(name)
         if module is not None and registry_of(module) is not None:
             register(module)
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    call_after_import(_FACTORIES, register)

@@ -69,6 +69,10 @@ COMMANDS: dict[str, Command] = {
         "chaos_lightning.observe.plan_command:plan",
         "Say who computes what when a model is split, and what after a loss.",
     ),
+    "profile": Command(
+        "chaos_lightning.observe.profile_command:profile",
+        "Measure the layers of your own model, and write the file that `plan` takes.",
+    ),
     "simulate": Command(
         "chaos_lightning.lab.fleet.command:simulate", "Simulate policies on a fleet whose devices come and go."
     ),

@@ -100,6 +100,10 @@ class LeftJobError(SystemExit):
         self.step = step
 
 
+class ProfileError(ChaosError):
+    """A script ended before its model was measured; says after how many steps, or why there was none."""
+
+
 class SchedulerUnreachableError(ChaosError):
     """No scheduler answered within the deadline."""
 

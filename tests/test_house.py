@@ -82,7 +82,8 @@ LIGHT = (
     ("chaos_lightning", "torch lightning numpy grpc hydra"),
     ("chaos_lightning.cli", "torch lightning"),
     (
-        "chaos_lightning.observe.plan_command chaos_lightning.planning.pipelines.files",
+        "chaos_lightning.observe.plan_command chaos_lightning.planning.pipelines.files "
+        "chaos_lightning.observe.profile_command chaos_lightning.pipeline.model_profile",
         "torch lightning numpy grpc matplotlib yaml pydantic",
     ),
     ("chaos_lightning.lab.edge.runner chaos_lightning.lab.edge.plot", "torch lightning numpy grpc matplotlib yaml"),

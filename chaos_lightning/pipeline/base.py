@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from chaos_lightning.pipeline.absent import is_absent
-
 
 class _Kept(NamedTuple):
     module: nn.Module
@@ -28,7 +26,7 @@ class BaseBuffers:
     """Copies of a model's buffers.
 
     Args:
-        root: The model; absent buffers are of layers that lie elsewhere.
+        root: The model; buffers on the meta device are of layers that lie elsewhere.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -42,7 +40,7 @@ class BaseBuffers:
     def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for module in self._root.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and not is_absent(buffer):
+                if buffer is not None and not buffer.is_meta:
                     yield module, name, buffer
 
     @torch.no_grad()

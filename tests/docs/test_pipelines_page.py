@@ -34,3 +34,25 @@ def test_the_commands_plan_for_the_file(installed: Installed, tmp_path: Path) ->
     heads = re.findall(r"^(\S+): (\d+) layers, (\d+) devices", said, re.MULTILINE)
     assert heads == [("fleet", "26", "14"), ("fleet", "26", "15"), ("fleet", "26", "14"), ("gpt:32,4096", "34", "64")]
     assert "lost: d3, d7" in said
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+assert sys.argv[1:] == ["--lr", "0.1"]
+model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+while True:
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_is_profiled_and_planned_for(installed: Installed, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    said = installed.run(block("docs/pipelines.md", "chaos-lightning profile"), tmp_path, COLUMNS="100")
+    assert "8 blocks of Linear in the model" in said
+    assert "profile: 8 layers, 8 devices" in said

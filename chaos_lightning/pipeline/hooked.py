@@ -1,0 +1,89 @@
+"""Puts a `ModelProfiler` into a script that knows nothing of it: `chaos-lightning profile -- python train.py`.
+
+Theory of operation. The command makes a folder with a `sitecustomize` module, which every Python process that the
+script starts imports first, as the folder is in PYTHONPATH. It calls `hook` here, which waits until torch's optimizers
+are imported, without importing torch itself, and then hears of optimizer steps. The first process that steps claims the
+measurement by a file in the folder; of several ranks only rank 0 does. It writes the profile there, or the error, and
+ends its script.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from chaos_lightning.machine.imports import call_after_import
+
+HOOK = "from chaos_lightning.pipeline.hooked import hook\n\nhook(__file__)\n"
+SETTINGS, CLAIMED, PROFILE, REFUSED, PROGRESS = "settings.json", "claimed", "profile.json", "refused.txt", "steps.txt"
+"""Files of the folder."""
+
+
+def prepare(folder: Path, settings: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
+    """Writes what the script's processes read; returns the environment to start it with.
+
+    Args:
+        folder: Empty; it has to stay until the script has ended.
+        settings: Arguments of `ModelProfiler`.
+        environ: The environment so far.
+    """
+    (folder / "sitecustomize.py").write_text(HOOK)
+    (folder / SETTINGS).write_text(json.dumps(settings))
+    path = [str(folder), *filter(None, [environ.get("PYTHONPATH", "")])]
+    return {**environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def hook(place: str) -> None:
+    """Prepares this process, in which `place` was imported as sitecustomize; another module of that name follows."""
+    folder = Path(place).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != folder]
+    other = PathFinder.find_spec("sitecustomize")
+    if other is not None and other.loader is not None:
+        other.loader.exec_module(importlib.util.module_from_spec(other))
+    if all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK")):
+        call_after_import(("torch.optim.optimizer",), lambda module: _listen(folder, module))
+
+
+def _listen(folder: Path, module: ModuleType) -> None:
+    profiler: list[Any] = []
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not profiler:
+            profiler.append(_made(folder))
+        if profiler[0] is not None:
+            profiler[0].stepped(optimizer)
+            with suppress(OSError):  # the command has gone
+                (folder / PROGRESS).write_text(str(profiler[0].done_steps))
+
+    module.register_optimizer_step_post_hook(stepped)
+
+
+def _made(folder: Path) -> Any:
+    """Returns the profiler of the script; None in a process that came later than another one."""
+    from chaos_lightning.pipeline.profile import ModelProfiler, Outcome
+
+    try:
+        os.close(os.open(folder / CLAIMED, os.O_CREAT | os.O_EXCL))
+    except OSError:
+        return None
+
+    def report(outcome: Outcome) -> None:
+        failed = isinstance(outcome, Exception)
+        text = str(outcome) if isinstance(outcome, Exception) else outcome.to_json()
+        (folder / (REFUSED if failed else PROFILE)).write_text(text)
+        raise SystemExit(1 if failed else 0)
+
+    return ModelProfiler(report=report, say=say, **json.loads((folder / SETTINGS).read_text()))
+
+
+def say(line: str) -> None:
+    """Tells how far the measurement is, among the script's own lines."""
+    print(f"chaos-lightning profile: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,244 @@
+"""Counts the bytes of layers: state, kept activations, workspace, and what enters each block.
+
+Theory of operation. Autograd hands each tensor that it keeps for the backward pass to a hook; storages are counted
+once, at the layer that first keeps them, and those of parameters and buffers are not. Under activation checkpointing
+the region's own hooks take the place of this one, so that its input counts and what is recomputed does not.
+
+Workspace is the most that is allocated while a layer computes, beyond what is there before or after, the larger of
+both. An accelerator's allocator knows it. On a CPU a dispatch mode sees the tensors that operations return, and weak
+references tell when they are freed; memory that a kernel takes and frees by itself is not seen.
+
+Parameters inside a block are that layer's. For those outside of the chain the graph of the loss tells which layers use
+them: from the tensors that entered block i + 1 it is walked back to the parts of earlier layers. A parameter that the
+first and the last layer use is tied, and counts at both. One that is not in the graph, being frozen or unused, belongs
+to the last layer if the model has it behind the chain, else to the first one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class TensorGauge(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the tensors that operations have made since it began, now and at the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._alive: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, partial(self._freed, key, nbytes))
+            self.now += nbytes
+            self.peak = max(self.peak, self.now)
+
+    def _freed(self, key: int, nbytes: int, _: Any) -> None:
+        del self._alive[key]
+        self.now -= nbytes
+
+    def restart(self) -> None:
+        self.peak = self.now
+
+
+class AllocatorGauge:
+    """Bytes that an accelerator's allocator has given out, now and at the peak."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> AllocatorGauge:
+        self.restart()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def now(self) -> int:
+        return torch.accelerator.memory_allocated(self._device)
+
+    @property
+    def peak(self) -> int:
+        return torch.accelerator.max_memory_allocated(self._device)
+
+    def restart(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self._device)
+
+
+class PassBytes:
+    """Bytes by layer of one micro-batch, from `begin` to `ends`. A `LayerTimer` calls `watch`.
+
+    Attributes:
+        kept: Kept by autograd from the forward pass to the backward pass.
+        workspace: See the module.
+        entered: Bytes of the tensors that enter each block.
+        used: By parameter: the layers whose part of the graph it is in; after `backward_begins`.
+        skips: Layers that also depend on earlier ones by other ways than the tensors that enter their block.
+
+    Args:
+        count: Number of layers.
+        state: Parameters and buffers, which are no activations.
+        gauge: Of the device's memory; None: the workspace is not measured.
+    """
+
+    def __init__(self, count: int, state: Iterable[Tensor], gauge: TensorGauge | AllocatorGauge | None) -> None:
+        self.count = count
+        self.kept, self.workspace, self.entered = Counter[int](), Counter[int](), Counter[int]()
+        self.used: dict[Tensor, set[int]] = defaultdict(set)
+        self.skips: set[int] = set()
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in state}
+        self._gauge, self._layer, self._before = gauge, 0, 0
+        self._borders: dict[int, list[Node]] = {}
+        self._forward, self._whole = ExitStack(), ExitStack()
+
+    @property
+    def measures_workspace(self) -> bool:
+        return self._gauge is not None
+
+    def begin(self) -> None:
+        self._forward.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
+        if self._gauge is not None:
+            self._whole.enter_context(self._gauge)
+            self._before = self._gauge.now
+
+    def watch(self, layer: int, tensors: Sequence[Tensor] | None) -> None:
+        """A block is called with these tensors; or (None) a layer's forward or backward part ends."""
+        if tensors is not None:
+            self._layer = layer
+            self.entered[layer] = sum(t.numel() * t.element_size() for t in tensors)
+            self._borders[layer] = [get_gradient_edge(t).node for t in tensors if t.requires_grad]
+        elif self._gauge is not None:
+            beyond = self._gauge.peak - max(self._before, self._gauge.now)
+            self.workspace[layer] = max(self.workspace[layer], beyond)
+            self._gauge.restart()
+            self._before = self._gauge.now
+
+    def backward_begins(self, roots: Iterable[Tensor]) -> None:
+        """The forward pass is over; its graph is looked at.
+
+        Args:
+            roots: What the backward pass begins with, such as the loss.
+        """
+        self._forward.close()
+        earlier = set[Node]()
+        for layer in range(self.count):
+            roots_of = [get_gradient_edge(t).node for t in roots if t.requires_grad]
+            above = self._borders[layer + 1] if layer + 1 < self.count else roots_of
+            self._walk(layer, above, earlier)
+        self._borders.clear()
+
+    def _walk(self, layer: int, above: Iterable[Node], earlier: set[Node]) -> None:
+        """Goes through a layer's part of the graph, which ends at the parts of those before it; adds it to them."""
+        entry, todo, own = set(self._borders.get(layer, ())), list(above), set[Node]()
+        while todo:
+            node = todo.pop()
+            if node in own:
+                continue
+            if node in earlier:
+                if node not in entry:
+                    self.skips.add(layer)
+                continue
+            if (leaf := getattr(node, "variable", None)) is not None:
+                self.used[leaf].add(layer)
+                continue
+            own.add(node)
+            todo += [following for following, _ in node.next_functions if following is not None]
+        earlier |= own
+
+    def ends(self) -> None:
+        """The pass is over, or given up. Idempotent."""
+        self._forward.close()
+        self._whole.close()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                self.kept[self._layer] += storage.nbytes()
+        return tensor
+
+
+@dataclass
+class StateBytes:
+    """Bytes of the training state by layer.
+
+    Attributes:
+        parameters: Parameters and buffers.
+        trained: Parameters that have gradients.
+        tied: Gradients of parameters that the first and the last layer share.
+        notes: Things of the model that the file cannot say, in words.
+    """
+
+    parameters: Counter[int] = field(default_factory=Counter)
+    gradients: Counter[int] = field(default_factory=Counter)
+    optimizer: Counter[int] = field(default_factory=Counter)
+    trained: Counter[int] = field(default_factory=Counter)
+    tied: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def state_bytes(
+    root: nn.Module,
+    blocks: Sequence[nn.Module],
+    used: Mapping[Tensor, set[int]],
+    optimizer: Optimizer,
+    name_of: Callable[[int], str],
+) -> StateBytes:
+    """Counts the state after a step, while gradients are there.
+
+    Args:
+        root: The model.
+        blocks: Its chain.
+        used: See `PassBytes`.
+        optimizer: Its state counts at the layer of each parameter.
+        name_of: Of a layer.
+    """
+    found, last = StateBytes(), len(blocks) - 1
+    inside: dict[Tensor, list[int]] = defaultdict(list)
+    for layer, block in enumerate(blocks):
+        for tensor in (*block.parameters(), *block.buffers()):
+            inside[tensor].append(layer)
+    behind = False
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        behind = isinstance(tensor, nn.Parameter) and (behind or tensor in inside)
+        layers = {*inside.get(tensor, ()), *used.get(tensor, ())} or {last if behind else 0}
+        homes = sorted(layers) if layers == {0, last} else [min(layers)]
+        if len(homes) < len(layers):
+            users = ", ".join(map(name_of, sorted(layers)))
+            found.notes.append(f"{name} is used by {users}, and counts at the first of them only")
+        gradient = nbytes(tensor.grad) if tensor.grad is not None else 0
+        state = optimizer.state.get(tensor, {}) if tensor.requires_grad else {}
+        for layer in homes:
+            found.parameters[layer] += nbytes(tensor)
+            found.gradients[layer] += gradient
+            found.optimizer[layer] += sum(nbytes(x) for x in tree_leaves(state) if isinstance(x, Tensor))
+            found.trained[layer] += nbytes(tensor) if gradient else 0
+        found.tied += gradient if len(homes) > 1 else 0
+    return found
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,168 @@
+"""A measured model as the planner's file: what was measured, the devices and links it runs on, and how well it fits.
+
+Theory of operation. `ModelProfile` is what a process measured; it travels as JSON to the command that asked for it. A
+`Fleet` says on what the model is to run: this machine, or the members of a running job with their measured links. Links
+that differ little from the others of their kind are given as one rate, since plans for equal links are exact. Layers
+that took no time, such as the backward pass of frozen ones, get `LEAST_S`, because the planner divides by times.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chaos_lightning.planning.pipelines.estimate import estimate
+from chaos_lightning.planning.pipelines.files import read_job
+from chaos_lightning.planning.pipelines.job import Layer
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
+
+LEAST_S = 1e-9
+ALIKE = 1.25
+"""Two links count as alike if neither's rate is more than so many times the other's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """A model as one process measured it."""
+
+    chain: str
+    """Path of the list of blocks; "": the model itself."""
+    kind: str
+    """Class of the blocks."""
+    layers: tuple[Layer, ...]
+    micro_batches: int
+    """In one optimizer step of the script."""
+    samples: int
+    """In one micro-batch."""
+    tied_nbytes: int
+    step_s: float
+    """Median of a step without measuring layers: forward and backward passes, and the optimizer."""
+    period_s: float
+    """From one step to the next, what lies between them included."""
+    device: str
+    devices: int
+    """Of this kind on this machine."""
+    memory_nbytes: int
+    """Of one device."""
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> ModelProfile:
+        about = json.loads(text)
+        layers = tuple(Layer(**x) for x in about.pop("layers"))
+        return ModelProfile(layers=layers, notes=tuple(about.pop("notes")), **about)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledFleet:
+    """Devices and links, as the keys of a file."""
+
+    devices: tuple[Mapping[str, Any], ...]
+    within_host: Mapping[str, Any] = field(default_factory=dict)
+    between_hosts: Mapping[str, Any] = field(default_factory=dict)
+    links: tuple[Mapping[str, Any], ...] = ()
+    words: str = ""
+    """Where it comes from."""
+
+
+def this_machine(profile: ModelProfile) -> ProfiledFleet:
+    """Returns the devices of the machine that was measured. Nothing is known of its links."""
+    count = profile.devices
+    one = {"name": "d", "count": count, "per_host": count, "memory_nbytes": profile.memory_nbytes}
+    words = f"{count} x {profile.device} of this machine; links cost nothing until you write them (within_host, ...)"
+    return ProfiledFleet(devices=(one,), words=words)
+
+
+def fleet_of_job(facts: Mapping[str, Any], profile: ModelProfile) -> ProfiledFleet | None:
+    """Returns the members of a job as devices like the measured one, with their links; None if nobody is in.
+
+    Args:
+        facts: What `chaos-lightning status --json --all` says of the job.
+        profile: The model. On a CPU the members of one machine share its memory.
+    """
+    machine = facts.get("machine", {})
+    hosts = {str(m["id"]): str(m["host"]) for m in machine.get("members", ())}
+    if not hosts:
+        return None
+    on_host = Counter(hosts.values()) if profile.device == "cpu" else Counter()
+    devices = tuple(
+        {"name": name, "host": f"host {host}", "memory_nbytes": profile.memory_nbytes // max(1, on_host[host])}
+        for name, host in hosts.items()
+    )
+    rows = [r for r in machine.get("links", ()) if r["there_bps"] and r["a"] in hosts and r["b"] in hosts]
+    usual, special = dict[bool, Mapping[str, Any]](), list[Mapping[str, Any]]()
+    for within in (True, False):
+        ours = [r for r in rows if (hosts[r["a"]] == hosts[r["b"]]) is within]
+        if ours:
+            usual[within], odd = _usual(ours)
+            special += odd
+    words = f"{len(devices)} members of job {facts.get('job', '?')} and {len(rows)} measured links between them"
+    return ProfiledFleet(
+        devices=devices, within_host=usual.get(True, {}), between_hosts=usual.get(False, {}), links=tuple(special),
+        words=words,
+    )  # fmt: skip
+
+
+def _usual(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the median link, and each that differs from it; the slower direction of each counts."""
+    rates = [min(float(r["there_bps"]), float(r["back_bps"] or math.inf)) for r in rows]
+    middle = statistics.median_low(rates)
+    latency = statistics.median_low(float(r["latency_s"] or 0.0) for r in rows)
+    odd = [
+        {"a": r["a"], "b": r["b"], "rate_bps": rate, "latency_s": float(r["latency_s"] or 0.0)}
+        for r, rate in zip(rows, rates, strict=True)
+        if not middle / ALIKE <= rate <= middle * ALIKE
+    ]
+    return {"rate_bps": middle, "latency_s": latency}, odd
+
+
+def write(path: Path, profile: ModelProfile, fleet: ProfiledFleet) -> None:
+    """Writes the planner's file; JSON where its name ends so, else YAML."""
+    about: dict[str, Any] = {"micro_batches": profile.micro_batches, "samples": profile.samples}
+    if profile.tied_nbytes:
+        about["tied_nbytes"] = profile.tied_nbytes
+    about["layers"] = [_told(asdict(layer)) for layer in profile.layers]
+    about["devices"] = [dict(device) for device in fleet.devices]
+    for key, value in (("within_host", fleet.within_host), ("between_hosts", fleet.between_hosts)):
+        if value:
+            about[key] = _told(value)
+    if fleet.links:
+        about["links"] = [_told(link) for link in fleet.links]
+    if path.suffix == ".json":
+        path.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        return
+    head = f"{len(profile.layers)} blocks of {profile.kind} in {profile.chain or 'the model'}, on {profile.device}"
+    lines = [f"# Measured by chaos-lightning profile: {head}.", f"# Devices: {fleet.words}."]
+    for key, value in about.items():
+        rows = [f"  - {json.dumps(row)}" for row in value] if isinstance(value, list) else []
+        lines += [f"{key}:", *rows] if rows else [f"{key}: {json.dumps(value)}"]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _told(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that say something, with times in milliseconds and rates in Mbps."""
+    told = dict[str, Any]()
+    for key, value in about.items():
+        if key.endswith("_s") and value:
+            told[key] = f"{value * 1e3:.6g} ms"
+        elif key.endswith("_bps"):
+            told[key] = f"{value / 1e6:.6g} Mbps"
+        elif value:
+            told[key] = value
+    return told
+
+
+def estimated_s(path: Path) -> float:
+    """Returns the estimator's step of a file's model on one device, in seconds."""
+    job = read_job(path)
+    whole = Pipeline((PlanStage(job.devices[0].name, 0, len(job.layers)),), job.micro_batches)
+    return estimate(job, PipelinePlan(len(job.layers), (whole,))).step_s
