@@ -21,6 +21,11 @@ def stand_in(like: Tensor, device: torch.device) -> Tensor:
     return torch.full((2,), value, dtype=like.dtype, device=device)[1].expand(like.shape)
 
 
+def set_stand_in(tensor: Tensor, value: float | None) -> None:
+    """Gives a stand-in another value; None: NaN."""
+    torch.as_strided(tensor.detach(), (2,), (1,), 0).fill_(math.nan if value is None else value)
+
+
 def is_absent(tensor: Tensor) -> bool:
     """Whether a tensor is a stand-in, or on the meta device."""
     return tensor.is_meta or (tensor.numel() > 0 and tensor.storage_offset() == 1 and not any(tensor.stride()))

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from chaos_lightning.pipeline.absent import is_absent
+
 
 class _Kept(NamedTuple):
     module: nn.Module
@@ -26,7 +28,7 @@ class BaseBuffers:
     """Copies of a model's buffers.
 
     Args:
-        root: The model; buffers on the meta device are of layers that lie elsewhere.
+        root: The model; absent buffers are of layers that lie elsewhere.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -40,7 +42,7 @@ class BaseBuffers:
     def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for module in self._root.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta:
+                if buffer is not None and not is_absent(buffer):
                     yield module, name, buffer
 
     @torch.no_grad()

@@ -91,6 +91,11 @@ class LayerChain:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    @property
+    def layer_under_way(self) -> int:
+        """The layer whose part of the step runs now."""
+        return 0 if self._unit is None else max(self._unit.due - 1, 0)
+
     def close(self) -> None:
         """Makes the model what it was."""
         for module in self._intercepted:
@@ -392,11 +397,12 @@ def outside_modules(root: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
         for name, module in root.named_modules()
         if id(module) not in inside
         and not any(each is chain for each in module.modules())
-        and any(next(m.parameters(recurse=False), None) is not None or _counts(m) for m in module.modules())
+        and any(next(m.parameters(recurse=False), None) is not None or changes_buffers(m) for m in module.modules())
     ]
 
 
-def _counts(module: nn.Module) -> bool:
+def changes_buffers(module: nn.Module) -> bool:
+    """Whether a module is a norm that keeps statistics in buffers."""
     return isinstance(module, _NormBase) and module.running_mean is not None
 
 

@@ -59,7 +59,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         names = self.names((args, kwargs))
-        operation = str(func.name()).partition("::")[2].partition(".")[0] if hasattr(func, "name") else ""
+        operation = _operation(func)
         if names and (_LOOKS.fullmatch(operation) or (operation == "index" and self._masked(args))):
             raise UnsupportedError(
                 f"the step looks at values that depend on {listed(names)}, which another stage has, so this stage has "
@@ -73,6 +73,16 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _masked(self, args: tuple[Any, ...]) -> bool:
         """Whether an index by a mask needs the mask's values for the shape of its result."""
         return any(t.dtype in (torch.bool, torch.uint8) and self.names(t) for t in _tensors(args[1:]))
+
+
+def takes_shape_only(func: Any) -> bool:
+    """Whether an operation takes no values of its inputs."""
+    return bool(_SHAPE_ONLY.fullmatch(_operation(func)))
+
+
+def _operation(func: Any) -> str:
+    """Returns the name of an operation without its overload; higher-order operators are no operations."""
+    return str(func).split(".")[1] if isinstance(func, torch._ops.OpOverload) else ""
 
 
 def listed(names: frozenset[str]) -> str:
