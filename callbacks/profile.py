@@ -48,6 +48,11 @@ class PipelineProfile(Callback):
         )
         self._profiler.attach()
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._profiler is not None:
+            self._profiler.detach()
+            self._profiler = None
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._profiler is not None:
             self._profiler.detach()

@@ -70,17 +70,17 @@ def find_chain(root: nn.Module, path: str = "") -> FoundChain:
     """
     path = path or str(getattr(root, "chaos_chain", ""))
     lists = dict(_lists(root))
+    outer = {name: blocks for name, blocks in lists.items() if not _within(name, lists)}
     if path:
         if path not in lists:
-            raise ConfigurationError(f"{path!r} is no list of blocks of {type(root).__name__}; {_listed(lists)}")
+            raise ConfigurationError(f"{path!r} is no list of blocks of {type(root).__name__}; {_listed(outer)}")
         return FoundChain(path, tuple(chain_blocks(root, path)))
-    outer = {name: blocks for name, blocks in lists.items() if not _within(name, lists)}
     alike = {name: b for name, b in outer.items() if len(set(map(kind_of, b))) == 1 and _has_weights(b)}
     longest = max(map(len, alike.values()), default=0)
     found = [name for name, blocks in alike.items() if len(blocks) == longest] or list(outer)
     if len(found) != 1:
         several = f"{len(found)} lists of blocks that could be its chain" if found else "no list of blocks"
-        raise ConfigurationError(f"{type(root).__name__} has {several}; {_listed(lists)}")
+        raise ConfigurationError(f"{type(root).__name__} has {several}; {_listed(outer)}")
     return FoundChain(found[0], tuple(chain_blocks(root, found[0])))
 
 

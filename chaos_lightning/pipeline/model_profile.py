@@ -23,6 +23,7 @@ from chaos_lightning.planning.pipelines.job import Layer
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 
 LEAST_S = 1e-9
+UNKNOWN = "links cost nothing until you write them (within_host, between_hosts)"
 ALIKE = 1.25
 """Two links count as alike if neither's rate is more than so many times the other's."""
 
@@ -78,7 +79,7 @@ def this_machine(profile: ModelProfile) -> ProfiledFleet:
     """Returns the devices of the machine that was measured. Nothing is known of its links."""
     count = profile.devices
     one = {"name": "d", "count": count, "per_host": count, "memory_nbytes": profile.memory_nbytes}
-    words = f"{count} x {profile.device} of this machine; links cost nothing until you write them (within_host, ...)"
+    words = f"{count} x {profile.device} of this machine; {UNKNOWN}"
     return ProfiledFleet(devices=(one,), words=words)
 
 
@@ -93,9 +94,11 @@ def fleet_of_job(facts: Mapping[str, Any], profile: ModelProfile) -> ProfiledFle
     hosts = {str(m["id"]): str(m["host"]) for m in machine.get("members", ())}
     if not hosts:
         return None
-    on_host = Counter(hosts.values()) if profile.device == "cpu" else Counter()
+    on_host = Counter(hosts.values())
+    names = {host: f"host{i}" for i, host in enumerate(on_host)}
+    shared = on_host if profile.device == "cpu" else dict.fromkeys(on_host, 1)
     devices = tuple(
-        {"name": name, "host": f"host {host}", "memory_nbytes": profile.memory_nbytes // max(1, on_host[host])}
+        {"name": name, "host": names[host], "memory_nbytes": profile.memory_nbytes // shared[host]}
         for name, host in hosts.items()
     )
     rows = [r for r in machine.get("links", ()) if r["there_bps"] and r["a"] in hosts and r["b"] in hosts]
@@ -105,7 +108,8 @@ def fleet_of_job(facts: Mapping[str, Any], profile: ModelProfile) -> ProfiledFle
         if ours:
             usual[within], odd = _usual(ours)
             special += odd
-    words = f"{len(devices)} members of job {facts.get('job', '?')} and {len(rows)} measured links between them"
+    words = f"{len(devices)} members of job {facts.get('job', '?')}, {len(rows)} links between them as measured"
+    words += "" if rows else f"; {UNKNOWN}"
     return ProfiledFleet(
         devices=devices, within_host=usual.get(True, {}), between_hosts=usual.get(False, {}), links=tuple(special),
         words=words,

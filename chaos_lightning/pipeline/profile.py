@@ -34,6 +34,8 @@ from chaos_lightning.planning.pipelines.job import Layer
 from chaos_lightning.replication.snapshot import available_nbytes
 
 LEAST_STEPS, STEPS, WARM_UP = 4, 20, 3
+MOST_SPREAD = 0.2
+"""Between the quartiles of steps, as a share of their median, before a note says so."""
 Outcome = ModelProfile | ConfigurationError
 
 
@@ -131,7 +133,7 @@ class ModelProfiler:
         self.root, self.chain, self._trains = root, chain, root.training
         self._modules = {id(m) for m in found.modules()}
         self._parameters = {id(p) for p in root.parameters()}
-        device = next(chain.blocks[0].parameters()).device
+        device = next(p.device for block in chain.blocks for p in (*block.parameters(), *root.parameters()))
         self.clock = LayerClock(device)
         gauge = TensorGauge() if device.type == "cpu" else AllocatorGauge(device)
         unseen = device.type == "cpu" and any(map(compiled, root.modules()))
@@ -298,6 +300,11 @@ class ModelProfiler:
             found.append(f"{blocks} get something of earlier layers beside their input: a pipeline refuses to cut that")
         if not self._bytes.measures_workspace:
             found.append("workspace is not measured where blocks are compiled on a CPU, and counts as 0")
+        low, middle, high = statistics.quantiles((s for _, s in self._whole), n=4, method="inclusive")
+        if high - low > MOST_SPREAD * middle:
+            found.append(
+                f"half of the steps differ by {(high - low) / middle:.0%}: measure while nothing else runs here"
+            )
         return found
 
 

@@ -107,7 +107,7 @@ def trainer(engine: FakeEngine | None, *callbacks: Callback, root: str, **option
     return made
 
 
-def fit(made: Trainer, batches: int = 6, *, validate: bool = False) -> None:
+def fit(made: Trainer, batches: int = 6, *, validate: bool = False, model: Tiny | None = None) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         warnings.filterwarnings("ignore", message=".*number of training batches.*smaller than the logging interval.*")
@@ -115,7 +115,7 @@ def fit(made: Trainer, batches: int = 6, *, validate: bool = False) -> None:
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
         if not validate:
             made.limit_val_batches = 0
-        made.fit(Tiny(), loader(batches), loader(2))
+        made.fit(model or Tiny(), loader(batches), loader(2))
 
 
 def victim(
