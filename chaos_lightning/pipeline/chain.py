@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointFunction
 
-from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.errors import ConfigurationError, StateError, UnsupportedError
 from chaos_lightning.pipeline.absent import is_absent, named_tensors
 from chaos_lightning.pipeline.forward import ForwardUnit
 from chaos_lightning.pipeline.intercept import Call, intercept, release
@@ -201,6 +201,11 @@ class LayerChain:
     def _called(self, place: _Place, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answers for an intercepted module."""
         unit = self._unit
+        if unit is None and torch._C._current_graph_task_id() != -1:
+            raise StateError(
+                f"{place.name} is called in a backward pass that is none of a unit's, so it would not know what it was "
+                "sent; expected ForwardUnit.backward, or backward_pass around it"
+            )
         if unit is None or unit.inside:
             return real(*args, **kwargs)
         if unit.again:

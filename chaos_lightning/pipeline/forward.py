@@ -70,6 +70,7 @@ class ForwardUnit:
         if len(forms) != len(received) or not all(map(fits, received, forms)):
             got = [(str(t.dtype), tuple(t.shape)) for t in received]
             raise StateError(f"layer {self.first} was sent {got}; its specs say {[(f[2], f[1]) for f in forms]}")
+        received = [t.detach() for t in received]
         self.device = received[0].device
         self._gradients = [None] * len(received)
         anchor = torch.zeros((), requires_grad=True)

@@ -133,11 +133,12 @@ def run_whole(
     mine = copy.deepcopy(model)
     if randomness is None:
         result = step_for(mine)(batch)
+        (result["loss"] if isinstance(result, dict) else result).backward()
     else:
         chain = LayerChain(mine, path, step_for(mine), randomness=randomness)
-        result = chain.run(0, len(chain), batch).result
-    loss = result["loss"] if isinstance(result, dict) else result
-    loss.backward()
+        unit = chain.run(0, len(chain), batch)
+        result = unit.result
+        unit.backward([result["loss"] if isinstance(result, dict) else result], [None])
     return result, {name: p.grad for name, p in mine.named_parameters() if p.grad is not None}
 
 

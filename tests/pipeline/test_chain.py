@@ -395,6 +395,18 @@ def test_copies_and_pickles_are_of_the_users_own_classes() -> None:
     LayerChain(model, "blocks", step_of(model)).close()
 
 
+def test_a_backward_pass_belongs_to_its_unit() -> None:
+    model = Checkpointed()
+    chain = LayerChain(model, "blocks", step_of(model))
+    first = chain.run(0, 2, tokens())
+    units = [chain.run(2, 4, tokens(), first.tensors, first.specs) for _ in range(2)]
+    with pytest.raises(StateError, match=r"blocks\.3 is called in a backward pass that is none of a unit's"):
+        units[0].result.backward()
+    with units[1].backward_pass():
+        units[1].result.backward()
+    assert [gradient is not None for gradient in units[1].gradients()] == [True]
+
+
 def test_what_was_sent_must_fit_its_specs() -> None:
     model = GPT()
     chain = LayerChain(model, "blocks", step_of(model))
