@@ -44,14 +44,26 @@ class FrameType(enum.IntEnum):
     """An encoded PeerMessage that goes over several links (membership/routing.py)."""
     PROBE = 9
     """Part of a measurement of this very link (transport/probe.py)."""
+    FORWARD = 10
+    """Activations for the next stage of a pipeline, or a part of them."""
+    BACKWARD = 11
+    """Gradients for the stage before, or a part of them."""
 
+
+CHUNKS = (FrameType.UP, FrameType.DOWN)
+"""Gradients on their way through trees; they may go by reference."""
+BORDERS = (FrameType.FORWARD, FrameType.BACKWARD)
+"""Tensors between stages of a pipeline."""
+ATTEMPTS = (*CHUNKS, *BORDERS)
+"""Frames of an attempt, which are purged with its view."""
 
 _TYPES = {int(t): t for t in FrameType}
 
 
 @dataclass(slots=True)
 class Frame:
-    """A frame's header. `start` is the byte offset of a chunk in the gradient layout; `length` the payload's bytes."""
+    """A frame's header. `length` is that of the payload in bytes; `start` is the byte offset of a chunk in the gradient
+    layout, or what tells a border tensor from others."""
 
     type: FrameType
     view: ViewId
@@ -115,7 +127,7 @@ def unpack(data: bytearray | memoryview) -> Frame:
         raise WireError(f"frame announces {length} bytes, the limit is {MAX_PAYLOAD_NBYTES}")
     frame = Frame(_TYPES[kind], ViewId(term, number), seq, start, length, checksum, flags == _SUMMED)
     if flags == _REFERRED:
-        if frame.type not in (FrameType.UP, FrameType.DOWN) or not 0 < checksum <= MAX_PIECES:
+        if frame.type not in CHUNKS or not 0 < checksum <= MAX_PIECES:
             raise WireError(f"a {frame.type.name} frame of {checksum} references; expected chunks of 1 to {MAX_PIECES}")
         frame.pieces, frame.checksum = checksum, 0
     return frame

@@ -26,7 +26,17 @@ from typing import Protocol
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.protocol.types import NO_VIEW, ViewId
-from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, pack, payload_checksum, unpack
+from chaos_lightning.transport.frames import (
+    ATTEMPTS,
+    BORDERS,
+    CHUNKS,
+    HEADER_NBYTES,
+    Frame,
+    FrameType,
+    pack,
+    payload_checksum,
+    unpack,
+)
 from chaos_lightning.transport.holding import AT_FIRST_NBYTES, Holding
 from chaos_lightning.transport.locality import on_this_machine
 from chaos_lightning.transport.loop import IoLoop
@@ -53,7 +63,7 @@ _BUDGET_NBYTES = 4 << 20
 
 
 class Chunks(Protocol):
-    """Who takes chunks of gradients."""
+    """Who takes chunks of gradients, or border tensors."""
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
         """Memory for the payload, or None to divert it: exactly frame.length bytes, but none for an UP by reference."""
@@ -67,8 +77,7 @@ class Owner(Chunks, Protocol):
     def broken(self, peer: str, link: Link, evidence: str) -> None: ...
 
 
-_DATA = (FrameType.UP, FrameType.DOWN)
-_TRAFFIC = (*_DATA, FrameType.MESSAGE, FrameType.ROUTED)
+_TRAFFIC = (*ATTEMPTS, FrameType.MESSAGE, FrameType.ROUTED)
 """What a measurement keeps out of the way of."""
 
 Background = Callable[[], "list[memoryview] | None"]
@@ -147,15 +156,15 @@ class Link:
         start: int = 0,
         payload: Sequence[memoryview] = (),
     ) -> None:
-        """Queues a frame; tries to write at once. Data frames (UP, DOWN) can be purged later, messages cannot."""
+        """Queues a frame; tries to write at once. Frames of an attempt can be purged later, messages cannot."""
         if not self.open or self._finishing:
             return
-        data = frame_type in _DATA
+        data = frame_type in ATTEMPTS
         if frame_type in _TRAFFIC:
             self.traffic += 1
             self.traffic_at = time.monotonic()
         length = sum(piece.nbytes for piece in payload)
-        if data and self.by_reference and length >= SMALLEST_NBYTES and len(payload) <= MAX_PIECES:
+        if frame_type in CHUNKS and self.by_reference and length >= SMALLEST_NBYTES and len(payload) <= MAX_PIECES:
             head = pack(frame_type, view, seq, start, length, 0, pieces=len(payload))
             parts = [memoryview(head), memoryview(refer(payload))]
         else:
@@ -166,7 +175,8 @@ class Link:
                 parts.extend(payload)
         # Routed messages are kept whole: another link may have to take them over.
         kept = payload[0] if frame_type == FrameType.ROUTED else None
-        entry = (view, data, parts, kept, (seq, start))
+        # A stage waits for a border, and nobody for a chunk before the step's end: borders, in their order, go first.
+        entry = (view, data, parts, kept, (-1, 0) if frame_type in BORDERS else (seq, start))
         queue, at = self._queue, len(self._queue)
         if data:
             # Trees that share this link keep step: what lies first in the buffer goes first, but passes no message.
@@ -227,7 +237,7 @@ class Link:
         return [entry[3] for entry in self._queue if entry[3] is not None]
 
     def purge(self, older_or_equal: ViewId) -> None:
-        """Forgets queued chunks of this and older views, but for one that is already half on the wire."""
+        """Forgets queued chunks and borders of this and older views, but for one that is already half on the wire."""
         first = 1 if self._started and self._queue else 0
         self._queue = deque(e for i, e in enumerate(self._queue) if i < first or not e[1] or e[0] > older_or_equal)
         self._sealed = self._sealer.kept(self._sealed) if self._sealer is not None else []
@@ -235,7 +245,7 @@ class Link:
     def divert(self, older_or_equal: ViewId) -> None:
         """Lets the rest of a chunk of this or an older view that is being received run into a bin."""
         frame = self._frame
-        if frame is not None and frame.type in _DATA and frame.view <= older_or_equal:
+        if frame is not None and frame.type in ATTEMPTS and frame.view <= older_or_equal:
             if self._opener is not None and not frame.pieces:
                 self._opener.divert()
             self._into = None
@@ -397,7 +407,7 @@ class Link:
             self._left = frame.pieces * PIECE.size
             self._into, self._kept = memoryview(bytearray(self._left)), True
             return
-        if frame.type in _DATA:
+        if frame.type in ATTEMPTS:
             self.traffic_at = time.monotonic()
         self._into = self._target(frame)
         self._kept = self._into is not None

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from chaos_lightning.errors import ChaosError
+from chaos_lightning.errors import ChaosError, WireError
 from chaos_lightning.machine.descriptors import allow_descriptors
 from chaos_lightning.machine.few_lines import FewLines
 from chaos_lightning.machine.forks import close_in_children
@@ -34,7 +34,7 @@ from chaos_lightning.membership.routing import Drop, Hand, Router, RouteStep, Ta
 from chaos_lightning.membership.topology import neighbours
 from chaos_lightning.protocol.types import NO_VIEW, LinkReport, Member, View, ViewId
 from chaos_lightning.security.credentials import Credentials, Secret
-from chaos_lightning.transport.frames import MAX_PAYLOAD_NBYTES, Frame, FrameType
+from chaos_lightning.transport.frames import BORDERS, CHUNKS, MAX_PAYLOAD_NBYTES, Frame, FrameType
 from chaos_lightning.transport.handshake import Greeting, LinkKeyring, accept, dial
 from chaos_lightning.transport.link import Chunks, Link
 from chaos_lightning.transport.loop import IoLoop
@@ -90,11 +90,13 @@ class Takers:
         host: Messages, and what becomes of links.
         chunks: Gradients.
         bulk: Serves an accepted bulk socket in the calling thread.
+        borders: Tensors between stages; None: this job has no pipelines.
     """
 
     host: Host
     chunks: Chunks
     bulk: Callable[[socket.socket, str], object]
+    borders: Chunks | None = None
 
 
 class Links:
@@ -526,8 +528,10 @@ class Links:
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
         """Memory for a frame's payload."""
-        if frame.type in (FrameType.UP, FrameType.DOWN):
+        if frame.type in CHUNKS:
             return self._to.chunks.target(peer, frame)
+        if frame.type in BORDERS:
+            return self._borders(peer).target(peer, frame)
         if frame.type == FrameType.PROBE:
             link = self._links.get(peer)
             return None if link is None else self._measuring.target(link, frame)
@@ -535,10 +539,17 @@ class Links:
 
     def arrived(self, peer: str, frame: Frame, payload: memoryview | PartialSum) -> None:
         """Passes a frame to whom it concerns."""
-        if frame.type in (FrameType.UP, FrameType.DOWN):
+        if frame.type in CHUNKS:
             self._to.chunks.arrived(peer, frame, payload)
+        elif frame.type in BORDERS:
+            self._borders(peer).arrived(peer, frame, payload)
         elif isinstance(payload, memoryview):
             self._mine(peer, frame, payload)
+
+    def _borders(self, peer: str) -> Chunks:
+        if self._to.borders is None:
+            raise WireError(f"{peer} sends a border tensor, and this job has no pipelines")
+        return self._to.borders
 
     def _mine(self, peer: str, frame: Frame, payload: memoryview) -> None:
         link = self._links.get(peer)
@@ -555,6 +566,7 @@ class Links:
     def chunk(
         self, peer: str, kind: FrameType, view: ViewId, seq: int, start: int, payload: Sequence[memoryview]
     ) -> None:
+        """Sends a frame of an attempt: a chunk, or a border. Without a link it is lost, and a recovery follows."""
         link = self._links.get(peer)
         if link is not None:
             link.send(kind, view, seq, start, payload)
@@ -584,7 +596,7 @@ class Links:
         self._measuring.tick(now)
 
     def drop(self, view: ViewId) -> None:
-        """Diverts and forgets chunks of this and older views on every link."""
+        """Diverts and forgets chunks and borders of this and older views on every link."""
         for link in [*self._links.values(), *self._finishing]:
             link.purge(view)
             link.divert(view)

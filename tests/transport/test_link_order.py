@@ -14,6 +14,7 @@ from chaos_lightning.transport.loop import IoLoop
 DEADLINE_S = 20.0
 OLD, VIEW = ViewId(1, 1), ViewId(1, 2)
 UP, DOWN, MESSAGE = FrameType.UP, FrameType.DOWN, FrameType.MESSAGE
+FORWARD, BACKWARD = FrameType.FORWARD, FrameType.BACKWARD
 BLOCKER = memoryview(bytes(32 << 20))
 """More than the kernel takes at once: what follows waits in the link's queue."""
 
@@ -77,6 +78,25 @@ def test_nothing_passes_a_message_nor_does_a_message_pass() -> None:
 def test_slots_and_views_stay_in_order() -> None:
     sent = [(UP, OLD, 9, 700), (DOWN, VIEW, 1, 600), (UP, VIEW, 1, 800), (UP, VIEW, 2, 100), (DOWN, VIEW, 1, 700)]
     assert order_of(sent) == [(UP, 700), (DOWN, 600), (DOWN, 700), (UP, 800), (UP, 100)]
+
+
+def test_a_border_passes_chunks_and_no_border_and_no_message() -> None:
+    sent = [
+        (UP, VIEW, 1, 700),
+        (FORWARD, VIEW, 1, 9),
+        (BACKWARD, VIEW, 1, 3),
+        (DOWN, VIEW, 1, 600),
+        (FORWARD, VIEW, 2, 1),
+    ]
+    assert order_of(sent) == [(FORWARD, 9), (BACKWARD, 3), (FORWARD, 1), (DOWN, 600), (UP, 700)]
+    sent = [
+        (UP, VIEW, 1, 700),
+        (MESSAGE, NO_VIEW, 0, 0),
+        (UP, VIEW, 1, 800),
+        (FORWARD, VIEW, 1, 9),
+        (FORWARD, VIEW, 1, 9),
+    ]
+    assert order_of(sent) == [(UP, 700), (MESSAGE, 0), (FORWARD, 9), (FORWARD, 9), (UP, 800)]
 
 
 # --- how much the kernel may hold --------------------------------------------------------------------------------

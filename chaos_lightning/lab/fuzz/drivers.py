@@ -24,11 +24,12 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.fuzz.control import CONTROL
 from chaos_lightning.lab.fuzz.links import LINKS
 from chaos_lightning.lab.fuzz.outer import OUTER
+from chaos_lightning.lab.fuzz.pipelines import PIPELINES
 from chaos_lightning.lab.fuzz.readers import READERS
 from chaos_lightning.lab.fuzz.target import Target, guarded
 from chaos_lightning.lab.fuzz.transfers import TRANSFERS
 
-TARGETS = {target.name: target for target in (*READERS, *LINKS, *TRANSFERS, *CONTROL, *OUTER)}
+TARGETS = {target.name: target for target in (*READERS, *LINKS, *TRANSFERS, *CONTROL, *OUTER, *PIPELINES)}
 _BATCH = 200
 MEMORY_MIB = 1024
 """A process may take so much more than it has when it begins; the largest message of ours has 64 MiB."""

@@ -34,7 +34,7 @@ from chaos_lightning.lab.fuzz.target import LARGE_NBYTES, PATIENCE_S, FindingErr
 from chaos_lightning.membership.routing import RoutedMessage, unpacked
 from chaos_lightning.protocol import codec
 from chaos_lightning.protocol.types import VERSION, PeerMessage, ViewId
-from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, pack, payload_checksum, unpack
+from chaos_lightning.transport.frames import ATTEMPTS, HEADER_NBYTES, Frame, FrameType, pack, payload_checksum, unpack
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
@@ -54,7 +54,7 @@ class _End:
         self.link = Link(loop, sock, peer, self)
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
-        if frame.type in (FrameType.UP, FrameType.DOWN) and frame.length > 1 << 20:
+        if frame.type in ATTEMPTS and frame.length > 1 << 20:
             return None  # as a member does with a chunk that it does not expect
         return memoryview(bytearray(frame.length))
 

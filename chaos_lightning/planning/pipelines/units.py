@@ -33,7 +33,10 @@ from chaos_lightning.planning.pipelines.schedules import (
 from chaos_lightning.protocol.spans import in_words, subtract, union
 from chaos_lightning.protocol.types import Span
 
-MAX_LAYERS = MAX_MICRO_BATCHES = 1 << 16
+MAX_LAYERS = 1 << 16
+"""Of a model; and micro-batches of a step."""
+MAX_STAGED = 1 << 22
+"""Layers times micro-batches of a step."""
 FORWARD, BACKWARD = "F", "B"
 
 
@@ -209,10 +212,13 @@ def _shared_by(plan: PipelinePlan) -> tuple[str, ...]:
 def _check_bounds(about: Mapping[str, Any]) -> None:
     """Numbers that loops run up to, before any loop does."""
     layers, micro_batches = about["layers"], sum(row["micro_batches"] for row in about["pipelines"])
-    if not (isinstance(layers, int) and layers <= MAX_LAYERS):
-        raise ValueError(f"{layers!r} layers; expected at most {MAX_LAYERS}")
-    if not (isinstance(micro_batches, int) and micro_batches <= MAX_MICRO_BATCHES):
-        raise ValueError(f"{micro_batches!r} micro-batches; expected at most {MAX_MICRO_BATCHES}")
+    for value, name in ((layers, "layers"), (micro_batches, "micro-batches")):
+        if type(value) is not int or value > MAX_LAYERS:
+            raise ValueError(f"{value!r} {name}; expected at most {MAX_LAYERS}")
+    if layers * micro_batches > MAX_STAGED:
+        raise ValueError(
+            f"{layers} layers for {micro_batches} micro-batches; expected a product of at most {MAX_STAGED}"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ what sums cover

@@ -1,0 +1,178 @@
+"""Border tensors over links: what one member's executor sends, and what waits here until its executor takes it.
+
+Theory of operation. A border goes as frames of the type FORWARD or BACKWARD, whose `start` holds the micro-batch and
+the layer. Like chunks of gradients they carry their attempt, are purged with its view, and are kept where this member
+has not opened that attempt yet. In the open attempt only the member that a unit names as its source may send, and each
+border once. `send`, `take`, `check` and `open` belong to the training thread, the others to the loop's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from chaos_lightning.errors import WireError
+from chaos_lightning.pipeline.executor import AttemptOverError, SlotAttempt
+from chaos_lightning.pipeline.tensors import Border, BorderReader, write
+from chaos_lightning.planning.pipelines.units import BACKWARD, FORWARD, BorderKey, StepUnit
+from chaos_lightning.protocol.types import NO_VIEW, ViewId
+from chaos_lightning.transport.frames import Frame, FrameType
+from chaos_lightning.transport.reference import PartialSum
+
+LIMIT_NBYTES = 16 << 30
+"""Borders that wait here have at most so many bytes together."""
+
+_TYPES = {FORWARD: FrameType.FORWARD, BACKWARD: FrameType.BACKWARD}
+_KINDS = {frame_type: kind for kind, frame_type in _TYPES.items()}
+_LAYER_BITS = 32
+
+SendFrame = Callable[[str, FrameType, ViewId, int, int, Sequence[memoryview]], None]
+"""(peer, type, view, slot, start, pieces of the payload); called in the training thread."""
+
+
+class BorderExchange:
+    """See the module.
+
+    Args:
+        send: Queues a frame for a peer; one that has no link loses it, and a recovery follows.
+        limit_nbytes: Of borders that wait here.
+    """
+
+    def __init__(self, send: SendFrame, limit_nbytes: int = LIMIT_NBYTES) -> None:
+        self._send = send
+        self._limit_nbytes = limit_nbytes
+        self._changed = threading.Condition()
+        self._open: SlotAttempt | None = None
+        self._due: dict[BorderKey, str] = {}
+        """By border of the open attempt that was not taken yet: who sends it."""
+        self._here: dict[SlotAttempt, dict[BorderKey, tuple[str, BorderReader]]] = {}
+        self._dropped = NO_VIEW
+        self._error: BaseException | None = None
+
+    # ------------------------------------------------------------------ the training thread
+
+    def open(self, attempt: SlotAttempt, units: Sequence[StepUnit]) -> None:
+        """Begins an attempt with these units; borders of older ones are forgotten."""
+        due = {u.taken: u.source for u in units if u.taken is not None}
+        with self._changed:
+            self._open, self._due = attempt, due
+            self._here = {a: found for a, found in self._here.items() if not self._over(a)}
+            early = self._here.get(attempt, {})
+            self._here[attempt] = {key: found for key, found in early.items() if due.get(key) == found[0]}
+            self._changed.notify_all()
+
+    def send(self, attempt: SlotAttempt, to: str, key: BorderKey, border: Border) -> None:
+        """Sends a border; its tensors must not change before it has left."""
+        payloads = write(border)
+        self.check(attempt)
+        for payload in payloads:
+            start = key.micro_batch << _LAYER_BITS | key.layer
+            self._send(to, _TYPES[key.kind], attempt.view, attempt.seq, start, payload)
+
+    def take(self, attempt: SlotAttempt, key: BorderKey) -> Border:
+        """Waits for a border of the open attempt.
+
+        Raises:
+            AttemptOverError: The attempt has ended, or ends meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._over(attempt) or self._there(attempt, key))
+            self._check(attempt)
+            del self._due[key]
+            return self._here[attempt].pop(key)[1].border()
+
+    def check(self, attempt: SlotAttempt) -> None:
+        """Looks whether the attempt goes on.
+
+        Raises:
+            AttemptOverError: It does not.
+        """
+        with self._changed:
+            self._check(attempt)
+
+    def _check(self, attempt: SlotAttempt) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._over(attempt):
+            raise AttemptOverError(f"{attempt} is over")
+
+    def _there(self, attempt: SlotAttempt, key: BorderKey) -> bool:
+        found = self._here[attempt].get(key)
+        return found is not None and found[1].complete
+
+    # ------------------------------------------------------------------ the loop's thread
+
+    def drop(self, view: ViewId) -> None:
+        """Ends attempts of this and older views."""
+        with self._changed:
+            self._dropped = max(self._dropped, view)
+            self._here = {a: found for a, found in self._here.items() if not self._over(a)}
+            self._changed.notify_all()
+
+    def stop(self, error: BaseException) -> None:
+        """Lets every wait end with this error: this member takes part no more."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _over(self, attempt: SlotAttempt) -> bool:
+        now = self._open
+        older = now is not None and (attempt.view < now.view or attempt.seq < now.seq)
+        return attempt.view <= self._dropped or older
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of borders that wait here, whole or in part."""
+        return sum(reader.nbytes for found in self._here.values() for _, reader in found.values())
+
+    def target(self, peer: str, frame: Frame) -> memoryview | None:
+        """Returns memory for a frame's payload; None diverts it.
+
+        Raises:
+            WireError: The peer does not send this border, or it is beyond the limits.
+        """
+        attempt, key = SlotAttempt(frame.view, frame.seq), _key(frame)
+        with self._changed:
+            if self._over(attempt):
+                return None
+            if attempt == self._open and self._due.get(key) != peer:
+                raise WireError(f"{peer} sends {_in_words(key)}, which no unit here takes from it")
+            borders = self._here.setdefault(attempt, {})
+            sender, reader = borders.get(key, (peer, None))
+            if sender != peer or (reader is not None and reader.complete):
+                raise WireError(f"{peer} sends {_in_words(key)}, which {sender} has sent")
+            if self.nbytes + frame.length > self._limit_nbytes:
+                raise WireError(f"border tensors that wait here would have more than {self._limit_nbytes} bytes")
+            if reader is None:
+                reader = BorderReader(self._limit_nbytes)
+                borders[key] = (peer, reader)
+            return reader.room(frame.length)
+
+    def arrived(self, peer: str, frame: Frame, payload: memoryview | PartialSum) -> None:
+        """A frame's payload lies where `target` said.
+
+        Raises:
+            WireError: It is no border.
+        """
+        attempt, key = SlotAttempt(frame.view, frame.seq), _key(frame)
+        with self._changed:
+            if self._over(attempt):
+                return
+            found = self._here.get(attempt, {}).get(key)
+            if found is None or found[0] != peer or not isinstance(payload, memoryview) or not payload.nbytes:
+                raise WireError(f"{peer} sends a frame of no bytes for {_in_words(key)}")
+            reader = found[1]
+            reader.filled(payload.nbytes)
+            if self.nbytes > self._limit_nbytes:
+                raise WireError(f"border tensors that wait here would have more than {self._limit_nbytes} bytes")
+            if reader.complete:
+                self._changed.notify_all()
+
+
+def _key(frame: Frame) -> BorderKey:
+    return BorderKey(_KINDS[frame.type], frame.start >> _LAYER_BITS, frame.start & ((1 << _LAYER_BITS) - 1))
+
+
+def _in_words(key: BorderKey) -> str:
+    what = "activations" if key.kind == FORWARD else "gradients"
+    return f"{what} of micro-batch {key.micro_batch} at layer {key.layer}"
