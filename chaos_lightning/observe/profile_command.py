@@ -43,7 +43,8 @@ def profile(
     endpoint: Annotated[
         str,
         typer.Option(
-            help="The scheduler of a running job, whose devices and links are taken.", envvar="CHAOS_ENDPOINT"
+            help="The scheduler of a running job, whose devices and links are taken. Default: one that answers at "
+            "CHAOS_ENDPOINT or on this machine.",
         ),
     ] = "",
     token_file: TokenFile = "",
@@ -78,14 +79,15 @@ def profile(
 
 
 def _job(endpoint: str, token_file: str, keys_dir: str) -> dict[str, Any]:
-    """Returns what the scheduler says; nothing if none was named and none is on this machine."""
+    """Returns what the scheduler says; nothing if none was named and none answers where one would be."""
     from chaos_lightning.control.channel import fetch_all
     from chaos_lightning.errors import ChaosError
     from chaos_lightning.security.credentials import Credentials
     from chaos_lightning.settings import DEFAULT_ENDPOINT
 
+    place = endpoint or os.environ.get("CHAOS_ENDPOINT") or DEFAULT_ENDPOINT  # the script itself may start that one
     try:
-        return fetch_all(endpoint or DEFAULT_ENDPOINT, Credentials.load(keys_dir, token_file), 5.0 if endpoint else 1.0)
+        return fetch_all(place, Credentials.load(keys_dir, token_file), 5.0 if endpoint else 1.0)
     except ChaosError:
         if endpoint:
             raise

@@ -71,6 +71,7 @@ class TimedPass:
         self._clock = timer.clock
         self._forward = [self._clock.mark()]
         self._done: dict[int, Mark] = {}
+        self._broken = False  # refused, and does not count
         self._backward: Mark = None
 
     def enter(self, layer: int, tensors: Sequence[Tensor]) -> None:
@@ -80,6 +81,7 @@ class TimedPass:
             UnsupportedError: Another block is due.
         """
         if layer != self._due:
+            self._broken = True
             name = self._timer.name_of
             due = f"{name(self._due)} is due" if self._due < self.end else "the chain is at its end"
             twice = f"a second time in one micro-batch, where {due}" if layer < self._due else f"where {due}"
@@ -107,7 +109,9 @@ class TimedPass:
         Raises:
             UnsupportedError: A block was not called.
         """
-        if self._due < self.end:
+        self._timer.leave(self)
+        if self._due < self.end and not self._broken:
+            self._broken = True
             name = self._timer.name_of
             raise UnsupportedError(
                 f"block {name(self._due)} was not called before the backward pass began; expected every block from "
@@ -115,7 +119,6 @@ class TimedPass:
             )
         self._forward.append(self._clock.mark())
         self._timer.closed(self.end - 1)
-        self._timer.leave(self)
 
     def backward_begins(self) -> None:
         self._backward = self._clock.mark()
@@ -124,7 +127,8 @@ class TimedPass:
         """The backward pass is over: its times count."""
         self._done[self.first] = self._clock.mark()
         self._timer.closed(self.first)
-        self._timer.took(self)
+        if not self._broken:
+            self._timer.took(self)
 
     def times(self) -> tuple[list[float], list[float]]:
         """Returns seconds by layer, forward and backward; no backward time where nothing is trained up to there."""
@@ -146,7 +150,8 @@ class LayerTimer:
         path: Of the chain in the model, for errors.
         watch: Called with (layer, tensors) when a block is called, and with (layer, None) when a layer's forward or
             backward part ends.
-        refuse: Called with the error where blocks are not called as a chain; raises it by default.
+        refuse: Called with the error where blocks are not called as a chain; raises it by default. Such a pass does not
+            count.
     """
 
     def __init__(

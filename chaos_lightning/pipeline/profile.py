@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -254,43 +254,31 @@ class ModelProfiler:
 
     def profile(self) -> ModelProfile:
         """Returns what was measured; all steps are over."""
-        times, state, count = self._timer.medians(), self._state, len(self.chain.blocks)
-        micro_batches = Counter(number for number, _ in self._whole).most_common(1)[0][0]
-        optimizer_s = statistics.median(self._optimizer_s)
-        trained = sum(state.trained.values())
-        layers = []
-        for i in range(count):
-            forward, backward = (max(LEAST_S, x) for x in times[i])
-            layers.append(
-                Layer(
-                    name=self._timer.name_of(i),
-                    forward_s=forward,
-                    backward_s=backward,
-                    parameter_nbytes=state.parameters[i],
-                    gradient_nbytes=state.gradients[i],
-                    optimizer_nbytes=state.optimizer[i],
-                    activation_nbytes=self._bytes.kept[i],
-                    workspace_nbytes=self._bytes.workspace[i],
-                    output_nbytes=self._bytes.entered[i + 1],
-                    optimizer_s=optimizer_s * state.trained[i] / trained if trained else 0.0,
-                )
-            )
-        accelerator = self.clock.device.type != "cpu"
-        memory = torch.accelerator.get_memory_info(self.clock.device)[1] if accelerator else available_nbytes()
+        of_number = Counter(number for number, _ in self._whole)
+        micro_batches = of_number.most_common(1)[0][0]
+        device, accelerator = self.clock.device, self.clock.device.type != "cpu"
         return ModelProfile(
-            chain=self.chain.path,
-            kind=self.chain.kind,
-            layers=tuple(layers),
-            micro_batches=micro_batches,
-            samples=self._samples.most_common(1)[0][0] if self._samples else 1,
-            tied_nbytes=state.tied,
+            chain=self.chain.path, kind=self.chain.kind, layers=tuple(self._layers()), micro_batches=micro_batches,
+            samples=self._samples.most_common(1)[0][0] if self._samples else 1, tied_nbytes=self._state.tied,
             step_s=statistics.median(s for number, s in self._whole if number == micro_batches),
-            period_s=statistics.median(self._periods),
-            device=self.clock.device.type,
+            period_s=statistics.median(self._periods), device=device.type,
             devices=torch.accelerator.device_count() if accelerator else 1,
-            memory_nbytes=memory,
+            memory_nbytes=torch.accelerator.get_memory_info(device)[1] if accelerator else available_nbytes(),
             notes=tuple(self._notes()),
-        )
+        )  # fmt: skip
+
+    def _layers(self) -> Iterator[Layer]:
+        times, state, optimizer_s = self._timer.medians(), self._state, statistics.median(self._optimizer_s)
+        trained = sum(state.trained.values())
+        for i in range(len(self.chain.blocks)):
+            forward, backward = (max(LEAST_S, x) for x in times[i])
+            yield Layer(
+                name=self._timer.name_of(i), forward_s=forward, backward_s=backward,
+                parameter_nbytes=state.parameters[i], gradient_nbytes=state.gradients[i],
+                optimizer_nbytes=state.optimizer[i], activation_nbytes=self._bytes.kept[i],
+                workspace_nbytes=self._bytes.workspace[i], output_nbytes=self._bytes.entered[i + 1],
+                optimizer_s=optimizer_s * state.trained[i] / trained if trained else 0.0,
+            )  # fmt: skip
 
     def _notes(self) -> list[str]:
         name_of, notes = self._timer.name_of, self._state.notes

@@ -95,7 +95,7 @@ PARAMETERS = (32 * 32 + 32) * 4
 
 def chaos(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "chaos_lightning", *words]
-    env = {k: v for k, v in os.environ.items() if k != "CHAOS_ENDPOINT"} | environment
+    env = os.environ | {"CHAOS_ENDPOINT": "127.0.0.1:1"} | environment  # nobody is there, and that is no error
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170, env=env)
 
 
@@ -155,6 +155,7 @@ def test_what_ends_a_measurement_is_told(folder: Path, words: tuple[str, ...], c
     [
         (("--steps", "3", "--", "true"), 2, "--steps is 3; expected at least 4"),
         (("--out", "no/x.yaml", "--", "true"), 2, "there is no folder"),
+        (("--endpoint", "127.0.0.1:1", "--", "true"), 1, "no scheduler answered at 127.0.0.1:1"),
         (("--", "no-such-program"), 2, "no-such-program cannot be run"),
         (("--", "true"), 1, "true ended with code 0, and no optimizer of torch stepped in it, so nothing was measured"),
         (("--", "false"), 1, "false ended with code 1 before an optimizer stepped; its own words are above"),
