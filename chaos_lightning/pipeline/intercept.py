@@ -20,16 +20,16 @@ from chaos_lightning.errors import ConfigurationError, UnsupportedError
 Call = Callable[..., Any]
 
 
-class Answer(Protocol):
+class Substitute(Protocol):
     """Answers instead of a module; `real` is the module's own call."""
 
     def __call__(self, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
-_ANSWERS: WeakKeyDictionary[nn.Module, Answer] = WeakKeyDictionary()
+_ANSWERS: WeakKeyDictionary[nn.Module, Substitute] = WeakKeyDictionary()
 
 
-def intercept(module: nn.Module, name: str, answer: Answer) -> None:
+def intercept(module: nn.Module, name: str, answer: Substitute) -> None:
     """Has `answer` answer for the calls of a module.
 
     Args:
