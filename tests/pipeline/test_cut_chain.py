@@ -264,7 +264,8 @@ def test_a_look_at_a_value_is_refused_with_its_line() -> None:
         return GPT.through(self, x, mask)
 
     refused(
-        through(look), r"looks at values that depend on position, token.*test_cut_chain.py, line \d+: .if x.max\(\) > 100"
+        through(look),
+        r"looks at values that depend on position, token.*test_cut_chain.py, line \d+: .if x.max\(\) > 100",
     )
 
 
