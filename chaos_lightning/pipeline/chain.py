@@ -9,6 +9,9 @@ too, and the last layer what runs after it. A *stage* runs the layers [first, en
   here, from the batch;
 - the step ends where block `end` is called: its first argument is what is sent on. The last stage runs to the end.
 
+A module with `chaos_before(batch)` and `chaos_after(x, batch)` is run by those instead: a stage then runs nothing that
+stands before it, and needs no placeholders.
+
 Modules are intercepted once for all stretches, at their outermost calls. Blocks count their calls in forward passes
 only: activation checkpointing calls them again in backward.
 
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,7 +46,7 @@ Step = Callable[[Any], Any]
 
 _ADVICE = (
     "A stage gets nothing from the stages before but the first argument of its first block: pass what later layers "
-    "need in that argument, as a tuple of tensors. A parameter is used by a call of its module, or lies on the root"
+    "need in that argument, as a tuple of tensors; or give chaos_before(batch) and chaos_after(x, batch)"
 )
 
 
@@ -77,6 +80,7 @@ class LayerChain:
         self.root, self.path = root, path
         self.blocks = chain_blocks(root, path)
         self._call = call
+        self._hands = _hands(root)
         self._randomness = randomness
         self._unit: ForwardUnit | None = None
         self._proven: set[tuple[Step, int, int]] = set()
@@ -122,7 +126,7 @@ class LayerChain:
             received: The tensors that a unit of the layers before has made, on this device.
             specs: Text that came with them.
             at: Numbers of the step and of the micro-batch in it, for random numbers.
-            call: A step of its own, such as a validation's.
+            call: A step of its own, such as a validation's; the same object each time.
 
         Raises:
             UnsupportedError: The step cannot be run so; names the blocks.
@@ -134,14 +138,20 @@ class LayerChain:
         call = call or self._call
         sent = read(specs) if first else Specs(["plain", None])
         span = (call, first, end)
-        unit = self._pass(span, batch, received, sent, at, watched=end - first < len(self) and span not in self._proven)
+        partly = end - first < len(self)
+        watched = partly and span not in self._proven
+        unit = self._pass(span, batch, received, sent, at, self._taint(deep=False) if watched else None)
         self._proven.add(span)
         out = unit.tensors if unit.left else unit.result
-        if end - first < len(self) and span not in self._own and not has_nan(received) and has_nan(out):
+        if partly and span not in self._own and not has_nan(received) and has_nan(out):
             with torch.no_grad():
-                self._pass(span, batch, received, sent, at, watched=True)
+                self._pass(span, batch, received, sent, at, self._taint(deep=True))
             self._own.add(span)
         return unit
+
+    def stream(self, name: str) -> AbstractContextManager[None]:
+        """Random numbers of their own, after which it is as if none had been drawn."""
+        return (self._randomness or Randomness(0)).stream(name)
 
     @contextmanager
     def under_way(self, unit: ForwardUnit) -> Iterator[None]:
@@ -164,18 +174,25 @@ class LayerChain:
         received: Sequence[Tensor],
         specs: Specs,
         at: tuple[int, int],
-        watched: bool,
+        taint: Taint | None,
     ) -> ForwardUnit:
         call, first, end = span
         unit = ForwardUnit(self.under_way, first, end, at)
         if first:
             unit.enter(received, specs)
-        unit.taint = self._taint() if watched else None
-        with self.under_way(unit), self._stream(unit, ""), unit.taint or nullcontext():
+        unit.taint, by_hand = taint, self._hands is not None and call is self._call
+        with self.under_way(unit), self._stream(unit, ""), taint or nullcontext():
             try:
-                unit.result = call(batch)
+                unit.result = self._by_hand(unit, batch) if by_hand else call(batch)
             except _Left:
                 pass
+            except RuntimeError as error:
+                if "refers to a single memory location" not in str(error):
+                    raise
+                raise UnsupportedError(
+                    f"the step writes to a parameter or buffer that this stage, layers {first} to {end - 1}, does not "
+                    f"have: {error}. Write to it in a module that is called, or behind the chain"
+                ) from error
             else:
                 self._refuse_unfinished(unit)
                 self._refuse_tainted(unit, unit.result, "what the step returns")
@@ -188,9 +205,19 @@ class LayerChain:
         intercept(module, place.name, partial(self._called, place))
         self._intercepted.append(module)
 
-    def _taint(self) -> Taint:
+    def _by_hand(self, unit: ForwardUnit, batch: Any) -> Any:
+        """Runs a step that the user has taken apart, without what stands before the stage."""
+        assert self._hands is not None
+        before, after = self._hands
+        unit.due, unit.given = unit.first, len(unit.calls)
+        x = None if unit.first else before(batch)
+        for block in self.blocks[unit.first :]:
+            x = block(x)
+        return after(x, batch)
+
+    def _taint(self, *, deep: bool) -> Taint:
         """Returns one that knows what this member does not own."""
-        taint = Taint()
+        taint = Taint(deep=deep)
         for name, _, _, tensor in named_tensors(self.root):
             if is_absent(tensor) and not tensor.is_meta:
                 taint.mark(tensor, frozenset((name,)))
@@ -230,17 +257,13 @@ class LayerChain:
         if place.block == unit.first and unit.first:
             self._refuse_uncalled(unit)
             _, args, kwargs = _first_argument(place.name, args, kwargs, unit.entered)
-        names: frozenset[str] = frozenset()
-        if unit.taint is not None:
-            names = self._refuse_tainted(unit, (args, kwargs), f"an argument of {place.name}")
+        self._refuse_tainted(unit, (args, kwargs), f"an argument of {place.name}")
         unit.inside += 1
         try:
             with self._stream(unit, place.name):
-                out = real(*args, **kwargs)
+                out = self._real(unit, real, args, kwargs)
         finally:
             unit.inside -= 1
-        if unit.taint is not None:
-            unit.taint.mark(out, names)
         if unit.end < len(self.blocks):
             unit.calls.append((place.name, take_apart(out, f"what {place.name} returns")[1]))
         return out
@@ -257,7 +280,7 @@ class LayerChain:
         number = unit.counts[name] = unit.counts.get(name, 0) + 1
         begin = len(unit.calls)
         with self._stream(unit, name, number):
-            out = real(*args, **kwargs)
+            out = self._real(unit, real, args, kwargs)
         if unit.end < len(self.blocks):
             try:
                 unit.calls[begin:] = [(name, take_apart(out, f"what {name} returns")[1])]
@@ -265,6 +288,11 @@ class LayerChain:
                 if len(unit.calls) == begin:
                     raise
         return out
+
+    def _real(self, unit: ForwardUnit, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if unit.taint is None:
+            return real(*args, **kwargs)
+        return unit.taint.through((args, kwargs), lambda: real(*args, **kwargs))
 
     def _call_again(
         self, unit: ForwardUnit, place: _Place, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -321,14 +349,12 @@ class LayerChain:
             unit.taint.mark(made, frozenset((name,)))
         return put_together(form, iter(made))
 
-    @contextmanager
-    def _stream(self, unit: ForwardUnit, *names: object) -> Iterator[None]:
-        with nullcontext() if self._randomness is None else self._randomness.stream(*unit.at, *names):
-            yield
+    def _stream(self, unit: ForwardUnit, *names: object) -> AbstractContextManager[None]:
+        return nullcontext() if self._randomness is None else self._randomness.stream(*unit.at, *names)
 
     # --- refusals
 
-    def _refuse_tainted(self, unit: ForwardUnit, tree: Any, what: str) -> frozenset[str]:
+    def _refuse_tainted(self, unit: ForwardUnit, tree: Any, what: str) -> None:
         names = frozenset() if unit.taint is None else unit.taint.names(tree)
         if names:
             last = unit.end - 1
@@ -336,7 +362,6 @@ class LayerChain:
             raise UnsupportedError(
                 f"{what} depends on {listed(names)}, which another stage has, while {layers} run here. {_ADVICE}"
             )
-        return names
 
     def _refuse_uncalled(self, unit: ForwardUnit) -> None:
         if unit.given < len(unit.calls):
@@ -391,6 +416,17 @@ def chain_blocks(root: nn.Module, path: str) -> list[nn.Module]:
             f"{path}.{twice[0]} is the same module as an earlier block; each must be a module of its own"
         )
     return blocks
+
+
+def _hands(root: nn.Module) -> tuple[Step, Call] | None:
+    """Returns `chaos_before` and `chaos_after` of a module that has them."""
+    before, after = getattr(root, "chaos_before", None), getattr(root, "chaos_after", None)
+    if (before is None) != (after is None):
+        raise ConfigurationError(
+            f"{type(root).__name__} has {'chaos_after' if before is None else 'chaos_before'} alone; expected both: "
+            "chaos_before(batch) returns what the first block takes, chaos_after(x, batch) the loss"
+        )
+    return None if before is None or after is None else (before, after)
 
 
 def outside_modules(root: nn.Module, path: str) -> list[tuple[str, nn.Module]]:

@@ -75,7 +75,7 @@ def find_parts(chain: LayerChain, batch: Any, call: Step | None = None) -> Model
         for _, _, _, tensor in named_tensors(block):
             users[id(tensor)].add(index)
     inside = {key for key, its in users.items() if its}
-    with torch.no_grad(), _buffers_kept(chain) as changed, _filled(tensors.values()):
+    with torch.no_grad(), _buffers_kept(chain) as changed, _filled(tensors.values()), chain.stream("parts"):
         seen = _Uses(chain, tensors)
         with seen:
             chain.run(0, len(chain), batch, call=call)

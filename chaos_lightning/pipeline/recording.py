@@ -63,6 +63,8 @@ class _Operation:
     out: Any
     written: tuple[_Lying, ...]
     """Inputs that it writes to."""
+    dtype: torch.dtype
+    """Default type of floating-point tensors then."""
 
 
 class Recording:
@@ -105,11 +107,16 @@ class Recording:
             StateError: An operation cannot run again.
         """
         env: dict[int, Tensor] = {}
+        dtype = torch.get_default_dtype()
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
             lying: _Lying = _lying(tensor)
-            with self._randomness.stream("weights", name):
-                for number in self._needed(lying):
-                    self._run(self._log[number], env, name)
+            try:
+                with self._randomness.stream("weights", name):
+                    for number in self._needed(lying):
+                        torch.set_default_dtype(self._log[number].dtype)
+                        self._run(self._log[number], env, name)
+            finally:
+                torch.set_default_dtype(dtype)
             return _viewed(lying, env).clone()
 
     def value(self, tensor: Tensor) -> Any:
@@ -129,7 +136,7 @@ class Recording:
     def add(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[Any]) -> None:
         """Logs an operation, if it makes or writes to a tensor on the meta device."""
         args, kwargs, out, written = tree_map(_lying, (args, kwargs, out, written))
-        operation = _Operation(func, args, kwargs, out, tuple(_all_lying(written)))
+        operation = _Operation(func, args, kwargs, out, tuple(_all_lying(written)), torch.get_default_dtype())
         made = [*_all_lying(out), *operation.written]
         for lying in made:
             writers = self._writers.setdefault(lying.key, [])
@@ -197,11 +204,12 @@ class _Logging(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and self._recording.knows(args[0]):
             return self._recording.value(args[0])
-        out = (
-            func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
-            if _has_meta((args, kwargs))
-            else func(*args, **kwargs)
-        )
+        if not _has_meta((args, kwargs)):
+            out = func(*args, **kwargs)
+        else:
+            if kwargs.get("device") is not None:  # a tensor without memory stays where it is
+                kwargs = {**kwargs, "device": torch.device("meta")}
+            out = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
         self._recording.add(func, args, kwargs, out, _written(func, args, kwargs))
         return out
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_iter
 
 from chaos_lightning.errors import UnsupportedError
@@ -31,12 +32,18 @@ _OURS = ("/torch/", "/chaos_lightning/pipeline/", "/lightning/")
 
 
 class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Names on tensors that depend on placeholders."""
+    """Names on tensors that depend on placeholders.
+
+    Args:
+        deep: It follows operations within modules that are real, too. They may then be other operations, with other
+            bits, than without a mode: modules are not compiled, and some are not taken apart.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, deep: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._deep = deep
         self._named: dict[int, tuple[frozenset[str], object]] = {}
         """By the address of a storage: names, and the storage, so that its address is not another one's meanwhile."""
 
@@ -53,6 +60,15 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return frozenset()
         found = (self._named.get(t.untyped_storage()._cdata, (frozenset[str](), None))[0] for t in _tensors(tree))
         return frozenset().union(*found)
+
+    def through(self, given: Any, real: Callable[[], Any]) -> Any:
+        """Returns the result of a real module, which has the names of what it was given."""
+        names = self.names(given)
+        aside = not self._deep and _get_current_dispatch_mode() is self
+        with _pop_mode_temporarily() if aside else nullcontext():
+            out = real()
+        self.mark(out, names)
+        return out
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -114,6 +114,33 @@ def test_a_constructor_that_looks_at_random_values_is_told_so() -> None:
         recorded(Odd)
 
 
+def test_weights_may_be_loaded_where_the_model_is_built() -> None:
+    torch.manual_seed(0)
+    loaded = GPT(tied=True).double().state_dict()
+
+    def build() -> nn.Module:
+        model = GPT(tied=True)
+        model.load_state_dict(loaded)
+        return model.double().to("cpu")
+
+    model, _ = owning(recorded, build, [0])
+    assert torch.equal(model.head.weight, loaded["token.weight"].float().double())
+    assert torch.equal(model.blocks[0].ln.bias, loaded["blocks.0.ln.bias"])
+    assert is_absent(model.blocks[1].ln.bias)
+
+
+def test_the_default_type_is_the_one_of_the_constructor() -> None:
+    def build() -> nn.Module:
+        torch.set_default_dtype(torch.float64)
+        try:
+            return GPT()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    model, _ = owning(recorded, build, [0])
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
 class Bare(nn.Module):
     """A norm whose constructor alone gives a value."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pipeline_models import (
     GPT,
     WIDTH,
@@ -25,7 +26,7 @@ from pipeline_models import (
 from torch import Tensor, nn
 
 from chaos_lightning.errors import ConfigurationError, StateError, UnsupportedError, WireError
-from chaos_lightning.pipeline.absent import is_absent
+from chaos_lightning.pipeline.absent import is_absent, stand_in
 from chaos_lightning.pipeline.chain import LayerChain
 from chaos_lightning.pipeline.specs import Specs, read
 
@@ -165,6 +166,46 @@ def test_a_module_whose_result_cannot_be_sent_is_replaced_by_its_own_modules() -
     assert_equal(Odd(), "blocks", [1, 3], step_of, tokens())
 
 
+def test_a_step_that_is_taken_apart_runs_nothing_before_its_stage() -> None:
+    class ByHand(GPT):
+        looked = 0
+
+        def chaos_before(self, batch: Any) -> tuple[Tensor, Tensor]:
+            x = self.token(batch[0])
+            self.looked += int(x.max() > -100)
+            return x, x
+
+        def chaos_after(self, x: tuple[Tensor, Tensor], batch: Any) -> Tensor:
+            return F.cross_entropy(self.head(x[0] + x[1]).flatten(0, 1), batch[1].flatten())
+
+    class Twice(Block):
+        def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(both[0], None), both[1]  # type: ignore[arg-type]
+
+    model = ByHand()
+    model.blocks = nn.ModuleList(Twice() for _ in range(4))
+
+    def step_for(model: Any) -> Any:
+        return lambda batch: model.chaos_after(nn.Sequential(*model.blocks)(model.chaos_before(batch)), batch)
+
+    assert_equal(model, "blocks", [1, 3], step_for, tokens())
+    model.chaos_after = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(ConfigurationError, match="has chaos_before alone; expected both"):
+        LayerChain(model, "blocks", step_for(model))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_stages_evaluate_without_gradients(mode: Any) -> None:
+    model = GPT(tied=True)
+    chain = LayerChain(model, "blocks", lambda batch: None)
+    evaluate = lambda batch: model(batch[0])  # noqa: E731
+    with mode():
+        expected = chain.run(0, 4, tokens(), call=evaluate).result
+        first = chain.run(0, 3, tokens(), call=evaluate)
+        assert not first.tensors[0].requires_grad
+        assert torch.equal(chain.run(3, 4, tokens(), first.tensors, first.specs, call=evaluate).result, expected)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("by_method", [True, False])
 def test_compiled_blocks(by_method: bool) -> None:
@@ -257,6 +298,27 @@ def test_a_logged_value_that_depends_on_a_placeholder_can_be_refused() -> None:
         chain.run(2, 4, tokens(), first.tensors, first.specs, call=step)
 
 
+def test_a_placeholder_that_reaches_a_block_unseen_is_refused() -> None:
+    class Reads(Block):
+        model: Any
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x + self.model[0].start, mask)
+
+    def keep(self: GPT, x: Tensor, mask: Tensor) -> Tensor:
+        self.start = x
+        return GPT.through(self, x, mask)
+
+    def step_for(model: Any) -> Any:
+        for block in model.blocks:
+            block.model = (model,)
+        return step_of(model)
+
+    model = through(keep)
+    model.blocks = nn.ModuleList(Reads() for _ in range(4))
+    refused(model, r"an argument of blocks\.2 depends on position, token", step_for)
+
+
 def test_a_look_at_a_value_is_refused_with_its_line() -> None:
     def look(self: GPT, x: Tensor, mask: Tensor) -> Tensor:
         if x.max() > 100:
@@ -334,6 +396,25 @@ def test_a_weight_of_another_stage_is_named_when_it_is_used() -> None:
         return GPT.through(self, x, mask) @ self.blocks[0].mlp[1].weight[:WIDTH]
 
     refused(through(way), r"depends on blocks\.0\.mlp\.1\.weight, which another stage has")
+
+
+def test_a_write_to_what_another_stage_has_is_refused() -> None:
+    class Counting(GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("counts", torch.zeros(3))
+
+        def through(self, x: Tensor, mask: Tensor) -> Tensor:
+            self.counts += 1
+            return super().through(x, mask)
+
+    model = Counting()
+    model.counts.data = stand_in(model.counts, torch.device("cpu"))
+    chain = LayerChain(model, "blocks", step_of(model))
+    with pytest.raises(
+        UnsupportedError, match="writes to a parameter or buffer that this stage, layers 0 to 1, does not"
+    ):
+        chain.run(0, 2, tokens())
 
 
 def test_chains_that_are_none_are_refused() -> None:
