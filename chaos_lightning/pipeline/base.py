@@ -21,6 +21,7 @@ class _Kept(NamedTuple):
     module: nn.Module
     buffer: Tensor
     version: int
+    address: int
     copy: Tensor
 
 
@@ -52,13 +53,14 @@ class BaseBuffers:
         for module, name, buffer in self._buffers():
             key = (id(module), name)
             kept = before.get(key)
-            if kept is None or kept.buffer is not buffer or kept.copy.shape != buffer.shape:
+            if kept is None or kept.buffer is not buffer or not _alike(kept.copy, buffer):
                 copy = buffer.detach().clone()
             else:
                 copy = kept.copy
-                if buffer.is_floating_point() or buffer._version != kept.version:
+                moved = (buffer._version, buffer.data_ptr()) != (kept.version, kept.address)
+                if moved or buffer.is_floating_point():
                     copy.copy_(buffer)
-            self._kept[key] = _Kept(module, buffer, buffer._version, copy)
+            self._kept[key] = _Kept(module, buffer, buffer._version, buffer.data_ptr(), copy)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -67,3 +69,7 @@ class BaseBuffers:
             if not torch.equal(kept.buffer, kept.copy):
                 kept.buffer.copy_(kept.copy)
             kept.module._buffers[name] = kept.buffer
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

@@ -262,6 +262,9 @@ class LayerChain:
         try:
             with self._stream(unit, place.name):
                 out = self._real(unit, real, args, kwargs)
+        except Exception as error:
+            error.add_note(f"This was raised in {place.name}.")
+            raise
         finally:
             unit.inside -= 1
         if unit.end < len(self.blocks):

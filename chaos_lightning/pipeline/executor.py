@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
 
 from chaos_lightning.errors import ChaosError, ConfigurationError, StateError, UnsupportedError
@@ -91,7 +92,12 @@ class Pass(Protocol):
     def result(self) -> Any:
         """Result of the user's step, behind the last layer."""
 
-    def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def let_go(self) -> Sequence[Tensor | GradientEdge]:
+        """Lets go of `tensors`; returns where their backward pass begins, or those that have none."""
+
+    def backward(
+        self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
         """Returns the gradients of what was received."""
 
 
@@ -154,14 +160,33 @@ class StepSums:
     peak_nbytes: int = 0
 
 
-@dataclass(slots=True)
-class _Forward:
+class _Sent(NamedTuple):
+    """A tensor that was sent, without its memory.
+
+    Attributes:
+        counter: Has no memory, and the tensor's count of writes.
+        version: Count of writes when it was sent.
+    """
+
+    counter: Tensor
+    version: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Sent:
+        counter = tensor.detach()
+        counter.data = counter.new_empty(0)  # leaves its count of writes, which the tensor shares
+        return _Sent(counter, tensor._version, tensor.dtype, tuple(tensor.shape))
+
+
+class _Forward(NamedTuple):
     """A forward unit that waits for its backward unit."""
 
     done: Pass
-    roots: tuple[Tensor, ...]
-    versions: tuple[int, ...]
-    """Of the roots when they were sent; empty if they were not."""
+    roots: Sequence[Tensor | GradientEdge]
+    sent: tuple[_Sent, ...]
+    """By root; none behind the last layer."""
 
 
 class PipelineExecutor:
@@ -256,14 +281,15 @@ class PipelineExecutor:
         with self._around(), nullcontext() if self.kept is None else self.kept.during(key, entered):
             done = self._layers.run(unit.first, unit.end, work.batch(j), entered, received.specs, at=(work.step, j))
         if unit.end < len(self._layers):
-            sent = tuple(t.detach() for t in done.tensors)
-            self._keep(key, done, done.tensors, sent=True)
-            return Border(sent, done.specs)
+            border = Border(tuple(t.detach() for t in done.tensors), done.specs)
+            sent = tuple(map(_Sent.of, done.tensors))
+            self._forwards[key] = _Forward(done, done.let_go(), sent)
+            return border
         loss, weight = loss_of(done.result), work.weight(j)
         sums.losses[j] = None if loss is None else loss.detach()
         sums.weights[j] = 0.0 if loss is None else weight
         sums.results[j] = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, done.result)
-        self._keep(key, done, () if loss is None else (loss * weight,), sent=False)
+        self._forwards[key] = _Forward(done, () if loss is None else (loss * weight,), ())
         return Border(())
 
     def _here(self, border: Border, what: str) -> tuple[Tensor, ...]:
@@ -271,20 +297,15 @@ class PipelineExecutor:
             raise StateError(f"{what} came without tensor {border.tensors.index(None)}; expected all of them")
         return tuple(t.to(self._device) for t in border.tensors if t is not None)
 
-    def _keep(self, key: tuple[int, int, int], done: Pass, roots: tuple[Tensor, ...], *, sent: bool) -> None:
-        self._forwards[key] = _Forward(done, roots, tuple(t._version for t in roots) if sent else ())
-        if self.kept is not None:
-            self.kept.add(key, roots)
-
     # ------------------------------------------------------------------ backward
 
     def _backward(self, unit: StepUnit, received: Border) -> Border:
         key = (unit.micro_batch, unit.first, unit.end)
         forward = self._forwards.pop(key)
-        gradients: tuple[Tensor | None, ...] = (None,) * len(forward.roots)
+        gradients: Sequence[Tensor | None] = (None,) * len(forward.roots)
         if unit.end < len(self._layers):
             _refuse_written(unit, forward)
-            gradients = self._fitting(received, forward.roots)
+            gradients = self._fitting(received, forward.sent)
         if self.kept is not None:
             self.kept.add(key, [g for g in gradients if g is not None])
         found = forward.done.backward(forward.roots, gradients)
@@ -292,17 +313,17 @@ class PipelineExecutor:
             self.kept.remove(key)
         return Border(found)
 
-    def _fitting(self, received: Border, roots: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    def _fitting(self, received: Border, tensors: Sequence[_Sent]) -> tuple[Tensor | None, ...]:
         got = [None if g is None else (g.dtype, tuple(g.shape)) for g in received.tensors]
-        sent = [(t.dtype, tuple(t.shape)) for t in roots]
+        sent = [(t.dtype, t.shape) for t in tensors]
         if len(got) != len(sent) or any(g is not None and g != s for g, s in zip(got, sent, strict=True)):
             raise StateError(f"gradients of {got} came for tensors of {sent}; expected the same types and shapes")
         return tuple(None if g is None else g.to(self._device) for g in received.tensors)
 
 
 def _refuse_written(unit: StepUnit, forward: _Forward) -> None:
-    for at, (t, version) in enumerate(zip(forward.roots, forward.versions, strict=True)):
-        if t._version != version:
+    for at, sent in enumerate(forward.sent):
+        if sent.counter._version != sent.version:
             raise UnsupportedError(
                 f"tensor {at} that layer {unit.end - 1} passes to layer {unit.end} was written to in place after the "
                 "step had gone on; the next stage may have got either value. Write to a copy of it: x = x.clone()"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from chaos_lightning.errors import StateError
 from chaos_lightning.pipeline.specs import Form, Specs, fits, laid_out, put_together, tensor_forms
@@ -81,6 +82,16 @@ class ForwardUnit:
         self.entered = put_together(specs.border, iter(entered))
         self.calls = list(specs.calls)
 
+    def let_go(self) -> tuple[Tensor | GradientEdge, ...]:
+        """Lets go of `tensors`, once they were sent.
+
+        Returns:
+            Where their backward pass begins; of those without one, the tensors.
+        """
+        found = tuple(get_gradient_edge(t) if t.requires_grad else t for t in self.tensors)
+        self.tensors = ()
+        return found
+
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
         """Within it a backward pass of this unit may run blocks again (activation checkpointing)."""
@@ -88,21 +99,23 @@ class ForwardUnit:
         with self._under_way(self):
             yield
 
-    def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def backward(
+        self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
         """Runs the backward pass.
 
         Args:
-            roots: `tensors`, or the loss.
+            roots: `tensors`, or their places in the graph (after `let_go`), or the loss.
             gradients: Their gradients; None: 1 for a loss, nothing for another tensor.
 
         Returns:
             Gradients of the tensors that were received; None for those that need none.
         """
-        pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r.requires_grad]
-        pairs = [(r, g) for r, g in pairs if g is not None or (r.dim() == 0 and not self.tensors)]
+        pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if not isinstance(r, Tensor) or r.requires_grad]
+        pairs = [(r, g) for r, g in pairs if g is not None or not self.left]
         if pairs:
             with self.backward_pass():
-                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])  # type: ignore[arg-type]
         return self.gradients()
 
     def gradients(self) -> tuple[Tensor | None, ...]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from chaos_lightning.pipeline.executor import AttemptOverError, PipelineExecutor, SlotAttempt, StepWork
 from chaos_lightning.planning.pipelines.plan import Detour, Pipeline, PipelinePlan, PlanStage
@@ -35,11 +36,17 @@ class Enter(torch.autograd.Function):
 
 class SequentialPass:
     def __init__(self):
-        self.tensors, self.specs, self.result, self.gradients = (), "", None, []
+        self.tensors, self.specs, self.result, self.gradients, self.left = (), "", None, [], False
+
+    def let_go(self):
+        found = tuple(get_gradient_edge(t) if t.requires_grad else t for t in self.tensors)
+        self.tensors, self.left = (), True
+        return found
 
     def backward(self, roots, gradients):
-        pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r.requires_grad]
-        pairs = [(r, g) for r, g in pairs if g is not None or not self.tensors]
+        needs = lambda r: not isinstance(r, torch.Tensor) or r.requires_grad  # noqa: E731
+        pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if needs(r)]
+        pairs = [(r, g) for r, g in pairs if g is not None or not self.left]
         if pairs:
             torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
         self.tensors, self.result = (), None
@@ -143,9 +150,9 @@ class Finished:
 class Member:
     """A member of a pipeline with its own copy of the model."""
 
-    def __init__(self, post, name, net, loss, **more):
+    def __init__(self, post, name, net, loss, layers=SequentialLayers, **more):
         self.name, self.net = name, copy.deepcopy(net)
-        self.layers, self.finished = SequentialLayers(self.net, loss), Finished()
+        self.layers, self.finished = layers(self.net, loss), Finished()
         self.exchange = MemoryExchange(post, name)
         self.executor = PipelineExecutor(self.net, self.layers, self.exchange, self.finished, **more)
         self.executor.remember_base()

@@ -465,10 +465,19 @@ def test_tensors_are_let_go_of_when_no_unit_needs_them():
             return done
 
         m.layers.run = watched
+    waiting = []
+
+    def look(me, number):
+        if (me, number) == ("a", 2):  # its forward pass is done and sent
+            gc.collect()
+            waiting.extend(ref() is None for ref in seen[:2])
+
+    members[0].exchange.post.at_check = look
     run_all(members, view, batches_of(1), [1.0])
     gc.collect()
     assert len(seen) == 3
     assert [ref() for ref in seen] == [None] * 3
+    assert waiting == [True, False]  # what was sent, and what waits for its backward pass
 
 
 def test_kept_tensors_are_counted():
