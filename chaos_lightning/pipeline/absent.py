@@ -28,7 +28,13 @@ def set_stand_in(tensor: Tensor, value: float | None) -> None:
 
 def is_absent(tensor: Tensor) -> bool:
     """Whether a tensor is a stand-in, or on the meta device."""
-    return tensor.is_meta or (tensor.numel() > 0 and tensor.storage_offset() == 1 and not any(tensor.stride()))
+    if tensor.is_meta:
+        return True
+    if tensor.layout != torch.strided or tensor.storage_offset() != 1 or not tensor.numel():
+        return False
+    if tensor.untyped_storage().nbytes() != 2 * tensor.itemsize:
+        return False
+    return not any(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
 def named_tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

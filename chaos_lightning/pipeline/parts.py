@@ -59,6 +59,8 @@ class ModelParts:
 def find_parts(chain: LayerChain, batch: Any, call: Step | None = None) -> ModelParts:
     """Runs the user's step once, without gradients, and sees what uses what.
 
+    Tensors of the model are as before then; what else a step changes, such as metrics, is the caller's to undo.
+
     Args:
         chain: The layers.
         batch: A micro-batch, on the device.

@@ -11,7 +11,7 @@ from pipeline_models import GPT, WIDTH, step_of, tokens
 from torch import Tensor, nn
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.pipeline.absent import is_absent, named_tensors
+from chaos_lightning.pipeline.absent import is_absent, named_tensors, stand_in
 from chaos_lightning.pipeline.building import ModelMemory
 from chaos_lightning.pipeline.chain import LayerChain
 from chaos_lightning.pipeline.parts import ModelParts, find_parts
@@ -201,6 +201,18 @@ def test_a_model_that_was_built_in_init_keeps_its_values() -> None:
     assert [id(p) for p in before] == [id(p) for p in model.parameters()]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for _, _, _, t in named_tensors(model)}
     assert sum(storages.values()) < 0.6 * sum(t.nbytes for t in GPT(tied=True).parameters())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3, 1), (1, 3), (2, 3), (0,), (2, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_a_stand_in_is_told_from_the_real_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    real = torch.zeros(shape, dtype=dtype)
+    other = stand_in(real, torch.device("cpu"))
+    assert (other.shape, other.dtype) == (real.shape, real.dtype)
+    assert is_absent(other) == (real.numel() > 0)
+    assert not is_absent(real)
+    assert not is_absent(torch.zeros(4)[1:2])
+    assert other.untyped_storage().nbytes() == 2 * real.itemsize
 
 
 def test_parts_come_and_go_and_parameters_stay_the_same_objects() -> None:
