@@ -63,6 +63,7 @@ def _listen(folder: Path, module: ModuleType) -> None:
             with suppress(OSError):  # the command has gone
                 (folder / PROGRESS).write_text(str(profiler[0].done_steps))
 
+    stepped.only_looks = True  # type: ignore[attr-defined]
     module.register_optimizer_step_post_hook(stepped)
 
 

@@ -306,5 +306,6 @@ def _tell(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @cache
 def _listen() -> None:
-    """Once in a process; a hook cannot be taken away within a step."""
+    """Once in a process; a hook cannot be taken away within a step. It does not keep members from joining by replay."""
+    _tell.only_looks = True  # type: ignore[attr-defined]
     register_optimizer_step_post_hook(_tell)

@@ -18,7 +18,7 @@ fetched (protocol.md 19).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import (
@@ -157,7 +157,13 @@ def impurity(given: Optimizer, *, vouched: bool = False) -> str:
         (optimizer._global_optimizer_pre_hooks, "a step pre-hook for all optimizers"),
         (optimizer._global_optimizer_post_hooks, "a step post-hook for all optimizers"),
     )
-    return "; ".join(f"{words} may change gradients or weights" for registered, words in hooks if registered)
+    changing = (words for registered, words in hooks if not all(map(_only_looks, registered.values())))
+    return "; ".join(f"{words} may change gradients or weights" for words in changing)
+
+
+def _only_looks(hook: Callable[..., Any]) -> bool:
+    """Whether a hook says that it changes nothing, as the profile's does, which stays in its process for good."""
+    return bool(getattr(hook, "only_looks", False))
 
 
 class ModuleReplay:

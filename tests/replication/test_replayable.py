@@ -79,6 +79,20 @@ def test_hooks_of_all_optimizers_count() -> None:
         handle.remove()
 
 
+def test_a_hook_that_only_looks_does_not_count() -> None:
+    """As the one of a profile, which stays in its process."""
+
+    def looks(*_: object) -> None:
+        pass
+
+    looks.only_looks = True  # type: ignore[attr-defined]
+    handle = register_optimizer_step_post_hook(looks)
+    try:
+        assert OptimizerReplay([Adam(Net().parameters())]).replayable() == ""
+    finally:
+        handle.remove()
+
+
 def test_a_step_that_was_replaced_counts_and_a_schedulers_wrapper_does_not() -> None:
     scheduled, replaced = Adam(Net().parameters()), Adam(Net().parameters())
     StepLR(scheduled, 2)
