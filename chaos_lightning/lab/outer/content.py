@@ -25,13 +25,18 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """The push that was frozen last, until it is answered: what it takes in, and what the codec left out of that."""
+    """The push that was frozen last, until it is answered: what it takes in, and what the codec left out of that.
+
+    Attributes:
+        lone: What it sends of a residual that the rejection of an older push dropped since: a void push loses that.
+    """
 
     push: PushId
     base: VersionId
     live: tuple[int, ...]
     sent: tuple[int, ...]
     left: tuple[int, ...]
+    lone: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -80,12 +85,12 @@ class Content:
         own = last if last is not None and last.push == push else None
         if own is not None:
             self.last = None
+        if answer is PushAnswer.REJECTED:
+            return self._rejected(steps, own)
         if answer is PushAnswer.VOID:
             self.live = [*(own.live if own is not None else steps), *self.live]
-        elif answer is PushAnswer.ACCEPTED:
-            self.residual = list(own.left) if own is not None else self.residual
-        else:
-            return self._rejected(steps, own)
+            return list(own.lone) if own is not None else []
+        self.residual = list(own.left) if own is not None else self.residual
         return []
 
     def _rejected(self, steps: Iterable[int], own: _Last | None) -> list[int]:
@@ -94,8 +99,9 @@ class Content:
         gone = [*steps, *self.live, *left]
         if own is not None or last is None:
             gone += self.residual
-        else:  # what was left out before is in that push
-            self.last = replace(last, left=())
+        else:  # what was left out before is in that push, which may count yet
+            lone = tuple(step for step in self.residual if step in last.sent)
+            self.last = replace(last, left=(), lone=(*last.lone, *lone))
         self.live, self.residual = [], left if self.residual_at == "kept" else []
         return gone
 
