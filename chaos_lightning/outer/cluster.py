@@ -661,8 +661,12 @@ class ClusterMachine:
         return [*self._opened, self.open] if self.open is not None else self._opened
 
     def _offer(self) -> None:
-        """The first that is unanswered; said again with each heartbeat, as any word may be lost."""
-        waiting = self._unanswered()
+        """The first that is unanswered; said again with each heartbeat, as any word may be lost.
+
+        None while a push is being frozen: a rejection of one that a rollback opened again would drop the residual that
+        the new one takes in, and ranks that come would encode it without.
+        """
+        waiting = self._unanswered() if self._freezing is None else []
         if waiting and self._stream == _WELCOME:
             self._say(Offered(waiting[0]))
 

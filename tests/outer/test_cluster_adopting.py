@@ -13,6 +13,7 @@ from chaos_lightning.outer.messages import (
     Holder,
     Holders,
     JobFinished,
+    Offered,
     OnDisk,
     PushAnswered,
     Reopened,
@@ -54,6 +55,11 @@ def fetched(effects: list[cl.ClusterEffect]) -> list[VersionId]:
 
 def adopted(effects: list[cl.ClusterEffect]) -> list[VersionId]:
     return [effect.version for effect in effects if isinstance(effect, cl.Adopt)]
+
+
+def offered(effects: list[cl.ClusterEffect]) -> list[PushId]:
+    said = (effect.message for effect in effects if isinstance(effect, Say))
+    return [message.offer.push for message in said if isinstance(message, Offered)]
 
 
 def answered(machine: ClusterMachine, answer: PushAnswer, version: VersionId) -> list[cl.ClusterEffect]:
@@ -212,6 +218,18 @@ def test_the_last_version_lacks_what_a_rollback_opened_again() -> None:
     machine.on(Told(Reopened(1, V3, (PushId(WHO, 1),))))
     machine.on(Told(JobFinished(1, V3, "it ends")))
     assert machine.on(cl.Got(V3)) == [cl.TakeLast(V3, 2, 2), cl.Over("it ends", again=False)]
+
+
+def test_while_a_push_is_frozen_nothing_is_offered_that_a_rollback_opened_again() -> None:
+    """Its rejection would drop the residual, and who comes in before all have encoded the push would encode others."""
+    machine = training(overlap=True)
+    answered(machine, PushAnswer.ACCEPTED, V2)
+    machine.on(Told(Served(1, V2, JobProgress())))
+    machine.on(cl.Got(V2))
+    assert cl.Freeze(PushId(WHO, 2), V2) in machine.on(cl.Trained(2, steps=2))
+    told = machine.on(Told(Reopened(1, V3, (PushId(WHO, 1),)))) + machine.on(TimePassed())
+    assert offered(told) == []
+    assert offered(machine.on(cl.Frozen(PushId(WHO, 2), "manifest"))) == [PushId(WHO, 1)]
 
 
 def test_a_last_version_that_nobody_gives_is_waited_for_a_while() -> None:
