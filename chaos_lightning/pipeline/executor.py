@@ -13,9 +13,10 @@ undoes what the attempt has done. The executor knows no network and no Lightning
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -107,9 +108,27 @@ class Layers(Protocol):
     def __len__(self) -> int: ...
 
     def run(
-        self, first: int, end: int, batch: Any, received: Sequence[Tensor], specs: str, *, at: tuple[int, int]
+        self,
+        first: int,
+        end: int,
+        batch: Any,
+        received: Sequence[Tensor],
+        specs: str,
+        *,
+        at: tuple[int, int],
+        call: Callable[[Any], Any] | None,
     ) -> Pass:
-        """Runs the layers [first, end) of a micro-batch; `at` is the step and the number of the micro-batch."""
+        """Runs the layers [first, end) of a micro-batch.
+
+        Args:
+            first: First layer.
+            end: Layer behind the last one.
+            batch: The micro-batch.
+            received: What layer `first` takes.
+            specs: Text that came with it.
+            at: The step and the number of the micro-batch.
+            call: The user's step, if it is another one than that of training.
+        """
 
 
 class Finishing(Protocol):
@@ -132,6 +151,7 @@ class StepWork:
         units: In order.
         batch: Returns a micro-batch, by its number in the step.
         weight: Returns the weight of a micro-batch, given its number; asked at the last stage.
+        call: A step of the user's for evaluation. The units are forward passes then, and nothing is kept of them.
     """
 
     attempt: SlotAttempt
@@ -139,25 +159,46 @@ class StepWork:
     units: Sequence[StepUnit]
     batch: Callable[[int], Any]
     weight: Callable[[int], float]
+    call: Callable[[Any], Any] | None = None
 
 
-@dataclass(frozen=True)
+class UnitTime(NamedTuple):
+    """When a unit ran, by the monotonic clock, in seconds.
+
+    Attributes:
+        began_s: When its turn came.
+        waited_s: Until its tensors were there.
+        ran_s: From then on, until what it sends had been handed over.
+    """
+
+    unit: StepUnit
+    began_s: float
+    waited_s: float
+    ran_s: float
+
+
+@dataclass
 class StepSums:
     """What one member has when its units are done; the sums themselves lie in `.grad`.
 
     Attributes:
-        covered: Micro-batches whose gradients the sums hold, by layers.
+        times: Units that ran, in order.
         weights: By micro-batch whose last layers ran here.
         losses: The same, unweighted; None where the user's step returned None.
         results: What the user's step returned for them, without the graph.
         peak_nbytes: Most bytes of tensors kept at once between units, if they are counted.
     """
 
-    covered: tuple[LayersCovered, ...]
+    times: list[UnitTime] = field(default_factory=list)
     weights: dict[int, float] = field(default_factory=dict)
     losses: dict[int, Tensor | None] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
     peak_nbytes: int = 0
+
+    @property
+    def covered(self) -> tuple[LayersCovered, ...]:
+        """Micro-batches whose gradients the sums hold, by layers."""
+        return coverage(t.unit for t in self.times)
 
 
 class _Sent(NamedTuple):
@@ -221,15 +262,15 @@ class PipelineExecutor:
         self.kept = KeptBytes(root) if counted else None
 
     def remember_base(self) -> None:
-        """Before the first attempt of a step: the model is what the last header committed."""
+        """Before the first attempt of a step or a round of evaluation: the model is what the last header committed."""
         self._buffers.remember()
 
     def drop(self) -> None:
         """Undoes what the attempt has done; the same units may run again then, or others."""
-        self._empty()
+        self._begin()
         self._buffers.restore()
 
-    def _empty(self) -> None:
+    def _begin(self) -> None:
         self._forwards.clear()
         if self.kept is not None:
             self.kept.clear()
@@ -243,22 +284,28 @@ class PipelineExecutor:
             AttemptOverError: The attempt has ended; what it did was dropped.
             Exception: Whatever a layer raised, with a note that names the unit.
         """
-        self._empty()
-        sums = StepSums(coverage(work.units))
+        if work.call is None:
+            self._begin()
+        sums = StepSums()
         try:
             for unit, last in zip(work.units, closing(work.units), strict=True):
                 self._exchange.check(work.attempt)
-                self._run_unit(work, unit, last, sums)
+                sums.times.append(self._run_unit(work, unit, last, sums))
             self._exchange.check(work.attempt)
         except AttemptOverError:
             self.drop()
             raise
-        return sums if self.kept is None else replace(sums, peak_nbytes=self.kept.peak_nbytes)
+        sums.peak_nbytes = 0 if self.kept is None else self.kept.peak_nbytes
+        return sums
 
-    def _run_unit(self, work: StepWork, unit: StepUnit, last: Sequence[int], sums: StepSums) -> None:
+    def _run_unit(self, work: StepWork, unit: StepUnit, last: Sequence[int], sums: StepSums) -> UnitTime:
+        began = time.monotonic()
         received = Border(()) if unit.taken is None else self._exchange.take(work.attempt, unit.taken)
+        ready = time.monotonic()
         try:
-            if unit.kind == FORWARD:
+            if work.call is not None:
+                sent = self._evaluate(work, unit, received, sums)
+            elif unit.kind == FORWARD:
                 sent = self._forward(work, unit, received, sums)
             else:
                 if self._finishing is not None and last:
@@ -272,14 +319,15 @@ class PipelineExecutor:
         if self._finishing is not None:
             for layer in last:
                 self._finishing.layer_done(layer)
+        return UnitTime(unit, began, ready - began, time.monotonic() - ready)
 
     # ------------------------------------------------------------------ forward
 
     def _forward(self, work: StepWork, unit: StepUnit, received: Border, sums: StepSums) -> Border:
         j, key = unit.micro_batch, (unit.micro_batch, unit.first, unit.end)
         entered = self._here(received, "activations")
-        with self._around(), nullcontext() if self.kept is None else self.kept.during(key, entered):
-            done = self._layers.run(unit.first, unit.end, work.batch(j), entered, received.specs, at=(work.step, j))
+        with nullcontext() if self.kept is None else self.kept.during(key, entered):
+            done = self._pass(work, unit, entered, received.specs)
         if unit.end < len(self._layers):
             border = Border(tuple(t.detach() for t in done.tensors), done.specs)
             sent = tuple(map(_Sent.of, done.tensors))
@@ -288,9 +336,21 @@ class PipelineExecutor:
         loss, weight = loss_of(done.result), work.weight(j)
         sums.losses[j] = None if loss is None else loss.detach()
         sums.weights[j] = 0.0 if loss is None else weight
-        sums.results[j] = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, done.result)
+        sums.results[j] = _detached(done.result)
         self._forwards[key] = _Forward(done, () if loss is None else (loss * weight,), ())
         return Border(())
+
+    @torch.no_grad()
+    def _evaluate(self, work: StepWork, unit: StepUnit, received: Border, sums: StepSums) -> Border:
+        done = self._pass(work, unit, self._here(received, "activations"), received.specs)
+        if unit.end == len(self._layers):
+            sums.results[unit.micro_batch] = _detached(done.result)
+        return Border(done.tensors, done.specs)
+
+    def _pass(self, work: StepWork, unit: StepUnit, entered: Sequence[Tensor], specs: str) -> Pass:
+        batch, at = work.batch(unit.micro_batch), (work.step, unit.micro_batch)
+        with self._around():
+            return self._layers.run(unit.first, unit.end, batch, entered, specs, at=at, call=work.call)
 
     def _here(self, border: Border, what: str) -> tuple[Tensor, ...]:
         if None in border.tensors:
@@ -319,6 +379,10 @@ class PipelineExecutor:
         if len(got) != len(sent) or any(g is not None and g != s for g, s in zip(got, sent, strict=True)):
             raise StateError(f"gradients of {got} came for tensors of {sent}; expected the same types and shapes")
         return tuple(None if g is None else g.to(self._device) for g in received.tensors)
+
+
+def _detached(result: Any) -> Any:
+    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, result)
 
 
 def _refuse_written(unit: StepUnit, forward: _Forward) -> None:

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from chaos_lightning.pipeline.executor import AttemptOverError, PipelineExecutor, SlotAttempt, StepWork
 from chaos_lightning.planning.pipelines.plan import Detour, Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.schedules import Instruction
-from chaos_lightning.planning.pipelines.units import ViewPipelines
+from chaos_lightning.planning.pipelines.units import FORWARD, ViewPipelines
 from chaos_lightning.protocol.types import ViewId
 
 FIRST = SlotAttempt(ViewId(1, 1), 7)
@@ -63,7 +63,7 @@ class SequentialLayers:
     def __len__(self):
         return len(self.net)
 
-    def run(self, first, end, batch, received, specs, *, at):
+    def run(self, first, end, batch, received, specs, *, at, call=None):
         self.ran.append((first, end, at))
         done = SequentialPass()
         x = batch[0]
@@ -83,7 +83,7 @@ class SequentialLayers:
             done.tensors = x if isinstance(x, tuple) else (x,)
             done.specs = "".join("g" if t.requires_grad else "-" for t in done.tensors)
         else:
-            done.result = self.loss(x, batch)
+            done.result = self.loss(x, batch) if call is None else call((x, batch))
         return done
 
 
@@ -157,19 +157,21 @@ class Member:
         self.executor = PipelineExecutor(self.net, self.layers, self.exchange, self.finished, **more)
         self.executor.remember_base()
 
-    def run(self, view, batches, weights, attempt=FIRST, empty=()):
-        work = StepWork(attempt, 3, view.units(self.name, empty), batches.__getitem__, weights.__getitem__)
+    def run(self, view, batches, weights, attempt=FIRST, empty=(), call=None):
+        units = view.units(self.name, empty)
+        units = units if call is None else [u for u in units if u.kind == FORWARD]
+        work = StepWork(attempt, 3, units, batches.__getitem__, weights.__getitem__, call)
         return self.executor.run(work)
 
 
-def run_all(members, view, batches, weights, attempt=FIRST, empty=()):
+def run_all(members, view, batches, weights, attempt=FIRST, empty=(), call=None):
     """All members' sums, by name; a thread each. An attempt that was ended gives the error."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
     def one(member):
         try:
-            return member.run(view, batches, weights, attempt, empty)
+            return member.run(view, batches, weights, attempt, empty, call)
         except AttemptOverError as error:
             return error
         except BaseException:

@@ -347,6 +347,40 @@ def test_results_are_kept_without_the_graph():
     assert not sums.losses[0].requires_grad
 
 
+# ------------------------------------------------------------------------------------------------ evaluation, times
+
+
+@pytest.mark.parametrize("name", ["3 stages", "a detour", "a vacant place"])
+def test_evaluation_runs_forward_over_the_same_routes(name):
+    view, net = VIEWS[name], a_net().eval()
+    batches = batches_of(5)
+    members = members_of(view, net)
+    kept = [p.grad for p in members[0].net.parameters()]
+    sums = run_all(
+        members, view, batches, [1.0] * 5, empty={2}, call=lambda got: {"out": got[0], "count": len(got[1][0])}
+    )
+    results = {j: result for s in sums.values() for j, result in s.results.items()}
+    assert sorted(results) == [0, 1, 3, 4]
+    for j, result in results.items():
+        assert torch.equal(result["out"], net(batches[j][0]).detach())
+        assert result["count"] == len(batches[j][0])
+        assert not result["out"].requires_grad
+    assert all(s.covered == () and s.weights == {} for s in sums.values())
+    assert [p.grad for p in members[0].net.parameters()] == kept
+    assert all(m.executor._forwards == {} for m in members)
+
+
+def test_units_are_timed():
+    view = VIEWS["2 stages"]
+    batches = batches_of(5)
+    sums = run_all(members_of(view, a_net()), view, batches, [1.0] * 5)
+    for name, found in sums.items():
+        assert [t.unit for t in found.times] == list(view.units(name))
+        assert all(t.waited_s >= 0 and t.ran_s > 0 for t in found.times)
+        ends = [t.began_s + t.waited_s + t.ran_s for t in found.times]
+        assert all(end <= later.began_s for end, later in zip(ends, found.times[1:], strict=False))
+
+
 # ------------------------------------------------------------------------------------------------ what goes wrong
 
 
