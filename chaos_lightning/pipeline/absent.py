@@ -53,7 +53,5 @@ def put(module: nn.Module, name: str, old: Tensor, data: Tensor) -> Tensor:
     new = nn.Parameter(data, old.requires_grad) if isinstance(old, nn.Parameter) else data
     if isinstance(old, nn.Parameter):
         new.__dict__.update(old.__dict__)
-        module._parameters[name] = new  # type: ignore[assignment]
-    else:
-        module._buffers[name] = new
+    setattr(module, name, new)  # some modules, such as an LSTM, keep their parameters elsewhere, too
     return new

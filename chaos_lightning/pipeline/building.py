@@ -8,8 +8,7 @@ change. Real tensors that are not owned are freed. Recorded ones are made as the
 For tensors without a record each module that has such ones is asked to `reset_parameters()`, the children first, and
 then given to the model's `init_weights(module)` or, for models of transformers, `_init_weights(module)`. They see NaN;
 what is NaN after it was filled by nobody and is refused. Random numbers are keyed by the module's name. What is not
-owned is scratch memory meanwhile, so a module draws the same whatever is owned. A tied tensor is filled at its first
-name.
+owned is scratch memory meanwhile, so a module draws the same whatever is owned. A tied tensor is filled once.
 """
 
 from __future__ import annotations
@@ -22,11 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter, tree_map
 
-from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.pipeline.absent import is_absent, named_tensors, put, stand_in
 from chaos_lightning.pipeline.randomness import Randomness
 from chaos_lightning.pipeline.recording import Recording
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 class ModelMemory:
@@ -57,6 +59,7 @@ class ModelMemory:
 
         Raises:
             ConfigurationError: Nobody fills a tensor; names it.
+            StateError: A tensor was freed that nobody makes again; names it.
         """
         tensors = self._tensors()
         owned = {id(tensor) for name, tensor in self._named() if name in names}
@@ -66,8 +69,19 @@ class ModelMemory:
         wanted = {key for key in owned if is_absent(tensors[key])}
         self._make_recorded(wanted)
         self._fill(wanted & self._unknown)
+        freed = [name for name, tensor in self._named() if id(tensor) in owned and is_absent(tensor)]
+        if freed:
+            raise StateError(
+                f"{', '.join(freed[:6])} had values when the model was built, and was freed since; expected them from "
+                "another member or a checkpoint: make room for them"
+            )
         for key in owned:
             tensors[key].data = tensors[key].data.to(self._device)
+
+    def forget(self) -> None:
+        """Lets go of the record, and with it of weights that the constructor has loaded."""
+        self._recording = None
+        self._recorded.clear()
 
     def room(self, names: Collection[str]) -> None:
         """Gives memory to the named tensors, for values that come from elsewhere."""
@@ -91,7 +105,7 @@ class ModelMemory:
         new: dict[int, Tensor] = {}
         for _, module, own_name, old in list(named_tensors(self._root)):
             if id(old) in new:
-                (module._parameters if own_name in module._parameters else module._buffers)[own_name] = new[id(old)]  # type: ignore[assignment]
+                setattr(module, own_name, new[id(old)])
             elif old.is_meta:
                 made = new[id(old)] = put(module, own_name, old, stand_in(old, self._device))
                 if self._recording is not None and self._recording.knows(old):
@@ -100,11 +114,14 @@ class ModelMemory:
                     self._unknown.add(id(made))
         for module in self._root.modules():
             for name, value in list(vars(module).items()):
-                if isinstance(value, Tensor) and value.is_meta:
-                    self._replace_attribute(module, name, value, new)
+                if name not in _REGISTERED and any(isinstance(t, Tensor) and t.is_meta for t in tree_iter(value)):
+                    made = tree_map(lambda t, m=module, n=name: self._attribute(m, n, t, new), value)
+                    object.__setattr__(module, name, made)
 
-    def _replace_attribute(self, module: nn.Module, name: str, value: Tensor, new: dict[int, Tensor]) -> None:
+    def _attribute(self, module: nn.Module, name: str, value: Any, new: dict[int, Tensor]) -> Any:
         """Makes a tensor that a module keeps and that is no buffer of it."""
+        if not isinstance(value, Tensor) or not value.is_meta:
+            return value
         if id(value) not in new:
             if self._recording is None or not self._recording.knows(value):
                 raise ConfigurationError(
@@ -112,7 +129,7 @@ class ModelMemory:
                     "Use register_buffer, or build the model in configure_model without torch.device"
                 )
             new[id(value)] = self._recording.make(value, f"{type(module).__name__}.{name}").to(self._device)
-        object.__setattr__(module, name, new[id(value)])
+        return new[id(value)]
 
     def _make_recorded(self, wanted: set[int]) -> None:
         names = {id(tensor): name for name, tensor in reversed(self._named())}
@@ -126,27 +143,37 @@ class ModelMemory:
     def _fill(self, unknown: set[int]) -> None:
         if not unknown:
             return
-        first = {id(tensor): name for name, tensor in reversed(self._named())}
-        for name, tensor in self._named():
-            if id(tensor) in unknown and name == first[id(tensor)]:
+        first = self._filled_at()
+        for key, tensor in self._tensors().items():
+            if key in unknown:
                 tensor.data = _empty(tensor, torch.device("cpu"))
         randomness, modules = Randomness(self._seed), _children_first(self._root, "")
         with torch.no_grad():
             for name, module in modules:
                 mine = {id(t) for own, t in _direct(module) if first[id(t)] == _full(name, own)} & unknown
-                reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-                if mine and callable(reset):
+                reset = _reset_of(module)
+                if mine and reset is not None:
                     with randomness.stream("reset", name), _scratch(_direct(module), mine):
                         reset()
             for name, module in modules:
-                inside = [(_full(name, own), t) for own, _, _, t in named_tensors(module)]
-                mine = {id(t) for full, t in inside if first[id(t)] == full} & unknown
+                inside = [(own, t) for own, _, _, t in named_tensors(module)]
+                if any(is_absent(t) for _, t in inside):  # as in the root: no scratch memory for the whole model
+                    inside = _direct(module)
+                mine = {id(t) for own, t in inside if first[id(t)] == _full(name, own)} & unknown
                 initialize = self._initializer(name)
-                # A module that holds much that is not owned, as the root does, is none that an initializer changes.
-                if mine and initialize is not None and (_direct(module) or not any(is_absent(t) for _, t in inside)):
+                if mine and initialize is not None:
                     with randomness.stream("init", name), _scratch(inside, mine):
                         initialize(module)
         self._refuse_unfilled(unknown, first)
+
+    def _filled_at(self) -> dict[int, str]:
+        """Returns by tensor the name at which it is filled: the first one whose module can, or the first one."""
+        found: dict[int, str] = {}
+        for able in (True, False):
+            for name, module, _, tensor in named_tensors(self._root):
+                if not able or _reset_of(module) is not None:
+                    found.setdefault(id(tensor), name)
+        return found
 
     def _initializer(self, name: str) -> Callable[[nn.Module], Any] | None:
         """Returns what initializes a module of this name: the nearest one above it that has such a method."""
@@ -168,6 +195,11 @@ class ModelMemory:
                 'configure_model without torch.device("meta"), or give their modules reset_parameters(), or the '
                 "LightningModule init_weights(module)"
             )
+
+
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    return reset if callable(reset) else None
 
 
 def _children_first(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:

@@ -23,6 +23,7 @@ from that of placeholders.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -56,6 +57,8 @@ class _Place(NamedTuple):
     name: str
     block: int | None
     """Number of the block; None: the module is outside of the chain."""
+    argument: str = ""
+    """Name of the first argument that a block takes."""
 
 
 class _Left(BaseException):
@@ -88,7 +91,7 @@ class LayerChain:
         """Stretches whose NaN was found to be the user's own."""
         self._intercepted: list[nn.Module] = []
         for index, block in enumerate(self.blocks):
-            self._intercept(block, _Place(f"{path}.{index}", index))
+            self._intercept(block, _Place(f"{path}.{index}", index, _first_parameter(block)))
         for name, module in outside_modules(root, path):
             self._intercept(module, _Place(name, None))
 
@@ -241,7 +244,7 @@ class LayerChain:
             return self._call_outside(unit, place.name, real, args, kwargs)
         self._count(unit, place.block)
         if place.block == unit.end:
-            self._leave(unit, place.name, args, kwargs)
+            self._leave(unit, place, args, kwargs)
         if place.block < unit.first:
             return self._placeholder(unit, place.name)
         return self._call_block(unit, place, real, args, kwargs)
@@ -256,7 +259,7 @@ class LayerChain:
             )
         if place.block == unit.first and unit.first:
             self._refuse_uncalled(unit)
-            _, args, kwargs = _first_argument(place.name, args, kwargs, unit.entered)
+            _, args, kwargs = _first_argument(place, args, kwargs, unit.entered)
         self._refuse_tainted(unit, (args, kwargs), f"an argument of {place.name}")
         unit.inside += 1
         try:
@@ -312,12 +315,12 @@ class LayerChain:
                 "checkpointing of several blocks at once needs early_stop; checkpoint each block by itself"
             )
         if place.block == unit.first and unit.first:
-            _, args, kwargs = _first_argument(place.name, args, kwargs, unit.entered)
+            _, args, kwargs = _first_argument(place, args, kwargs, unit.entered)
         with self._stream(unit, place.name):
             return real(*args, **kwargs)
 
-    def _leave(self, unit: ForwardUnit, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tree = _first_argument(name, args, kwargs)[0]
+    def _leave(self, unit: ForwardUnit, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name, tree = place.name, _first_argument(place, args, kwargs)[0]
         unit.tensors, unit.border = take_apart(tree, f"the first argument of {name}")
         unit.left = True
         if not unit.tensors:
@@ -450,15 +453,24 @@ def changes_buffers(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and module.running_mean is not None
 
 
+def _first_parameter(block: nn.Module) -> str:
+    """Returns the name of the first argument that a block takes; "": it does not say."""
+    try:
+        parameters = inspect.signature(getattr(block, "_orig_mod", block).forward).parameters.values()
+    except (TypeError, ValueError):
+        return ""
+    return next((p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)), "")
+
+
 def _first_argument(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], instead: Any = None
+    place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any], instead: Any = None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Returns the first argument of a call, and the arguments with another one in its place."""
     if args:
         return args[0], (instead, *args[1:]), kwargs
     if not kwargs:
-        raise UnsupportedError(f"{name} is called without an argument; a block takes what the block before has made")
-    first = next(iter(kwargs))
+        raise UnsupportedError(f"{place.name} is called without an argument; expected what the block before has made")
+    first = place.argument if place.argument in kwargs else next(iter(kwargs))
     return kwargs[first], args, {**kwargs, first: instead}
 
 

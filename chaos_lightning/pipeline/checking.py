@@ -116,19 +116,23 @@ def _differing(whole: _Outcome, cut: _Outcome, parts: ModelParts) -> list[str]:
 def _alike(one: Tensor, other: Tensor, allowed: float) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
     if torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan()):
         return True
-    if not allowed or not one.is_floating_point():
+    if not allowed:
         return False
     scale = float(one.abs().max())
     return float((one - other).abs().max()) <= allowed * scale  # false for NaN
 
 
 def _shown(other: Tensor, one: Tensor) -> str:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"of {other.dtype} and {tuple(other.shape)}, not {one.dtype} and {tuple(one.shape)}"
+    if not one.is_floating_point():
+        return f"different in {int((one != other).sum())} elements"
     if one.numel() == 1 and other.numel() == 1:
         return f"{float(other):.6g}, not {float(one):.6g}"
-    if one.shape != other.shape:
-        return f"of shape {tuple(other.shape)}, not {tuple(one.shape)}"
     scale = float(one.double().abs().max()) or 1.0
     return f"off by {float((one.double() - other.double()).abs().max()) / scale:.1e} of its largest element"
 

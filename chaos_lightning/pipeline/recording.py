@@ -234,7 +234,8 @@ def _as_meta(x: Any) -> Any:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     found = []
-    for at, argument in enumerate(func._schema.arguments):
+    schema = getattr(func, "_schema", None)
+    for at, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[at] if at < len(args) else kwargs.get(argument.name))
     return found

@@ -10,7 +10,7 @@ import torch
 from pipeline_models import GPT, WIDTH, step_of, tokens
 from torch import Tensor, nn
 
-from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.errors import ConfigurationError, StateError, UnsupportedError
 from chaos_lightning.pipeline.absent import is_absent, named_tensors, stand_in
 from chaos_lightning.pipeline.building import ModelMemory
 from chaos_lightning.pipeline.chain import LayerChain
@@ -102,6 +102,27 @@ def test_the_users_own_constructor_says_how_weights_begin() -> None:
     assert torch.allclose(weight @ weight.T, torch.eye(WIDTH), atol=1e-5)
     assert 5e-4 < model.blocks[1].mlp[1].weight.std() < 2e-3
     assert is_absent(model.blocks[2].mlp[1].weight)
+
+
+@pytest.mark.parametrize("way", [recorded, on_meta])
+def test_modules_that_keep_their_tensors_twice(way: Any) -> None:
+    class Recurrent(GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+            if torch.empty(()).device.type != "meta" or way is recorded:
+                self.tables = [torch.arange(3.0), (torch.ones(2), "name")]
+            self.again = self.token.weight
+
+        def through(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().through(self.lstm(x)[0], mask)
+
+    model, _ = owning(way, Recurrent, range(4))
+    model(tokens()[0]).sum().backward()
+    assert model.lstm.weight_ih_l0.grad is not None
+    assert model.again is model.token.weight
+    if way is recorded:
+        assert model.tables[0].tolist() == [0, 1, 2]
 
 
 def test_a_constructor_that_looks_at_random_values_is_told_so() -> None:
@@ -231,5 +252,11 @@ def test_parts_come_and_go_and_parameters_stay_the_same_objects() -> None:
     memory.leave_out(full)
     memory.own(full)
     assert torch.equal(model.blocks[0].ln.weight, value)
+    memory.forget()
+    memory.leave_out(full)
+    with pytest.raises(
+        StateError, match=r"blocks\.0\.ln\.weight, .* was freed since; expected them from another member"
+    ):
+        memory.own(full)
     assert [id(p) for p in parameters] == [id(p) for p in model.parameters()]
     assert all(p.requires_grad and p.grad is None for p in parameters)

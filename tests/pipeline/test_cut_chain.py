@@ -57,7 +57,7 @@ def test_work_between_blocks_belongs_to_the_layer_before() -> None:
 
         def through(self, x: Tensor, mask: Tensor) -> Tensor:
             for block, norm in zip(self.blocks, self.norms, strict=True):
-                x = norm(block(x=x * 0.9, mask=mask))
+                x = norm(block(mask=mask, x=x * 0.9))
             return x
 
     assert_equal(Between(), "blocks", [1, 3], step_of, tokens())
