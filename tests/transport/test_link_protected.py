@@ -115,7 +115,8 @@ def test_frames_of_every_size_and_in_pieces_arrive(level: str) -> None:
 
 
 @levels
-def test_a_chunk_that_is_half_on_the_wire_may_be_overwritten_once_it_is_purged(level: str) -> None:
+@pytest.mark.parametrize("sent", [FrameType.UP, FrameType.FORWARD, FrameType.BACKWARD])
+def test_what_is_half_on_the_wire_may_be_overwritten_once_it_is_purged(level: str, sent: FrameType) -> None:
     """Its record's tag was made of what lay there before; a healthy link must not be cut for it."""
     crashes: list[BaseException] = []
     loop = IoLoop("pair", crashes.append)
@@ -129,8 +130,8 @@ def test_a_chunk_that_is_half_on_the_wire_may_be_overwritten_once_it_is_purged(l
     def send_half() -> None:
         here = End(loop, one)
         ends.append(here)
-        here.link.send(FrameType.UP, VIEW, 1, 0, (memoryview(memory),))
-        here.link.send(FrameType.UP, VIEW, 2, 0, (memoryview(memory),))
+        here.link.send(sent, VIEW, 1, 0, (memoryview(memory),))
+        here.link.send(sent, VIEW, 2, 0, (memoryview(memory),))
         queued.append(here.link.queued_nbytes)
         here.link.purge(VIEW)
         queued.append(here.link.queued_nbytes)
@@ -144,7 +145,7 @@ def test_a_chunk_that_is_half_on_the_wire_may_be_overwritten_once_it_is_purged(l
         there = ends[1]
         there.wait(lambda: there.evidence or len(there.frames) == 2)
         assert not there.evidence
-        assert [kind for kind, _, _ in there.frames] == [FrameType.UP, FrameType.MESSAGE]
+        assert [kind for kind, _, _ in there.frames] == [sent, FrameType.MESSAGE]
         assert there.frames[1][2] == b"the next one"
     finally:
         for end in ends:
