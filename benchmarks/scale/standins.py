@@ -98,7 +98,7 @@ class Clock:
 
 
 class Surroundings:
-    """What stand-ins have around them (the `World` of fake.py): links, headers, and a way to the scheduler.
+    """The surroundings of stand-ins (the `World` of fake.py): links, headers, and a way to the scheduler.
 
     Attributes:
         header: The last committed one.
@@ -113,7 +113,7 @@ class Surroundings:
         self.members: dict[str, StandIn] = {}
         self.put_out: list[str] = []
         self._inbox: list[fx.SchedulerEvent] = []
-        """What has arrived at the scheduler."""
+        """Messages that have arrived at the scheduler."""
         self._flying = 0
         """Number of words on their way to it."""
         self._carrying = NO_VIEW

@@ -11,11 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from chaos_lightning.errors import WireError
+from chaos_lightning.errors import DeadlineError, WireError
 from chaos_lightning.pipeline.executor import AttemptOverError, SlotAttempt
 from chaos_lightning.pipeline.tensors import Border, BorderReader, write
 from chaos_lightning.planning.pipelines.units import BACKWARD, FORWARD, BorderKey, StepUnit
 from chaos_lightning.protocol.types import NO_VIEW, ViewId
+from chaos_lightning.settings import EngineConfig
 from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.reference import PartialSum
 
@@ -35,12 +36,16 @@ class BorderExchange:
 
     Args:
         send: Queues a frame for a peer; one that has no link loses it, and a recovery follows.
-        limit_nbytes: Of borders that wait here.
+        limit_nbytes: Most bytes of borders that wait here.
+        timeout_s: How long a border is waited for; a recovery ends the wait before, as a rule.
     """
 
-    def __init__(self, send: SendFrame, limit_nbytes: int = LIMIT_NBYTES) -> None:
+    def __init__(
+        self, send: SendFrame, limit_nbytes: int = LIMIT_NBYTES, timeout_s: float = EngineConfig.step_timeout_s
+    ) -> None:
         self._send = send
         self._limit_nbytes = limit_nbytes
+        self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._open: SlotAttempt | None = None
         self._due: dict[BorderKey, str] = {}
@@ -74,10 +79,18 @@ class BorderExchange:
 
         Raises:
             AttemptOverError: The attempt has ended, or ends meanwhile.
+            DeadlineError: The border does not come, and no recovery ends the attempt.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._over(attempt) or self._there(attempt, key))
+            came = self._changed.wait_for(
+                lambda: self._error or self._over(attempt) or self._there(attempt, key), self._timeout_s
+            )
             self._check(attempt)
+            if not came:
+                raise DeadlineError(
+                    f"{attempt}: {_in_words(key)} did not come from {self._due.get(key)} within {self._timeout_s:g} s, "
+                    "and no recovery began; look whether that member computes, or give steps more time (step_timeout_s)"
+                )
             del self._due[key]
             return self._here[attempt].pop(key)[1].border()
 

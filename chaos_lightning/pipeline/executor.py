@@ -143,7 +143,7 @@ class Finishing(Protocol):
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one member runs in one attempt.
+    """The units that one member runs in one attempt, and what they need.
 
     Attributes:
         attempt: See `SlotAttempt`.
@@ -179,7 +179,7 @@ class UnitTime(NamedTuple):
 
 @dataclass
 class StepSums:
-    """What one member has when its units are done; the sums themselves lie in `.grad`.
+    """The results of one member's units; the sums themselves lie in `.grad`.
 
     Attributes:
         times: Units that ran, in order.

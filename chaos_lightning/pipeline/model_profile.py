@@ -48,9 +48,9 @@ class ModelProfile:
     """From one step to the next, what lies between them included."""
     device: str
     devices: int
-    """Of this kind on this machine."""
+    """Number of devices of this kind on this machine."""
     memory_nbytes: int
-    """Of one device."""
+    """Memory of one device."""
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:

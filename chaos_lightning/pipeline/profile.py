@@ -40,7 +40,7 @@ Outcome = ModelProfile | ConfigurationError
 
 
 BYTES, WARM, LAYERS, WHOLE = "bytes", "warm", "layers", "whole"
-"""What a step is for."""
+"""Purposes of a measured step."""
 
 
 class ModelProfiler:

@@ -265,7 +265,7 @@ def test_a_header_that_is_not_the_one_named_does_not_count() -> None:
 
 
 def decided_by_chance(seed: int) -> tuple[object, ...]:
-    """What is decided where some have committed a slot, some have its header, and bytes lie here and there."""
+    """Returns the decision where some have committed a slot, some have its header, and bytes lie here and there."""
     random, job = Random(seed), Job(24)
     header, ids = next_header(job.view, job.header, Kind.STEP), job.view.ids()
     other = replace(header, hyper="another attempt")

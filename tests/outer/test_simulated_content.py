@@ -1,4 +1,4 @@
-"""What simulated ranks say was thrown away (O9): all of that, and nothing that may count yet or that they lost."""
+"""Simulated ranks report all that was thrown away (O9), and nothing that may count yet or that they lost."""
 
 from __future__ import annotations
 

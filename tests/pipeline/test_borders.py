@@ -9,7 +9,7 @@ import pytest
 import torch
 from border_nodes import BorderNode
 
-from chaos_lightning.errors import FencedError, WireError
+from chaos_lightning.errors import DeadlineError, FencedError, WireError
 from chaos_lightning.pipeline.borders import BorderExchange
 from chaos_lightning.pipeline.executor import AttemptOverError, SlotAttempt
 from chaos_lightning.pipeline.tensors import Border, write
@@ -153,6 +153,14 @@ def test_a_wait_ends(end):
 def test_what_no_unit_takes_is_refused(peer, key, words):
     with pytest.raises(WireError, match=words):
         deliver(opened(), peer, NOW, key, write(a_border()))
+
+
+def test_a_border_that_does_not_come_is_named_with_its_sender():
+    exchange = BorderExchange(lambda *frame: None, timeout_s=0.01)
+    exchange.open(NOW, TAKES)
+    words = r"activations of micro-batch 1 at layer 1 did not come from a~1 within 0.01 s"
+    with pytest.raises(DeadlineError, match=words):
+        exchange.take(NOW, KEY)
 
 
 def test_a_second_border_is_refused():

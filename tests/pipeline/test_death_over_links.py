@@ -61,7 +61,7 @@ class LinkedMember:
         return self.executor.run(StepWork(attempt, 1, units, batches.__getitem__, lambda j: 1.0))
 
     def recover(self, view):
-        """What a report to a Prepare does."""
+        """Ends the attempt, as an answer to Prepare does."""
         self.node.links.drop(view)
         self.node.exchange.drop(view)
 

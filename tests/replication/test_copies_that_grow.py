@@ -1,4 +1,4 @@
-"""What comes to a joiner is told to the scheduler and to those who wait for the joiner's copy, over real sockets."""
+"""The growth of a joiner's copy is told to the scheduler and to those who wait for the copy, over real sockets."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from chaos_lightning.protocol.spans import in_words, subtract, union
 from chaos_lightning.protocol.types import Span
 
 MAX_LAYERS = 1 << 16
-"""Of a model; and micro-batches of a step."""
+"""A model has at most so many layers, and a step so many micro-batches."""
 MAX_STAGED = 1 << 22
 """Layers times micro-batches of a step."""
 FORWARD, BACKWARD = "F", "B"
