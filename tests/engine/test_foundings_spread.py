@@ -17,7 +17,7 @@ def test_founders_get_the_state_of_one_another(job: Job) -> None:
     """Each sends it to one at a time, so that who comes later gets at least a part of it elsewhere."""
     for seed, name in enumerate(FOUNDERS):
         rules = {"min_nodes": len(FOUNDERS)} if name == "a" else {}
-        job.start(name, seed=seed, settings=rules, epochs=UNTIL_ENOUGH, width=40_000, kept={"pulls": 1}, by_wire=True)
+        job.start(name, seed=seed, settings=rules, epochs=UNTIL_ENOUGH, width=400_000, kept={"pulls": 1}, by_wire=True)
         job.harness.wait_for("welcomed", node=name)
     for name in FOUNDERS:
         job.harness.wait_for("joined", node=name)
