@@ -661,10 +661,10 @@ class ClusterMachine:
         return [*self._opened, self.open] if self.open is not None else self._opened
 
     def _offer(self) -> None:
-        """The first that is unanswered; said again with each heartbeat, as any word may be lost.
+        """Offers the first unanswered push; again with each heartbeat, as any word may be lost.
 
-        None while a push is being frozen: a rejection of one that a rollback opened again would drop the residual that
-        the new one takes in, and ranks that come would encode it without.
+        Nothing is offered while a push is being frozen. The chain could reject the older one meanwhile, which drops the
+        residual that the new push takes in. Ranks that come in then would encode the new push without it.
         """
         waiting = self._unanswered() if self._freezing is None else []
         if waiting and self._stream == _WELCOME:

@@ -45,7 +45,7 @@ def train_shared(server: str, name: str, logs: str, go: str) -> None:
 
 
 def answers_of(records: Sequence[Record]) -> list[dict[str, object]]:
-    """What became of the last pushes of each cluster."""
+    """Returns the events of the last pushes, for the message of a failed check."""
     return [dict(r.fields) for r in records if r.name in ("push_frozen", "push_answered", "version_computed")][-20:]
 
 

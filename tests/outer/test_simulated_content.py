@@ -11,7 +11,7 @@ FIRST, SECOND = (PushId(IncarnationId("home", 1), number) for number in (1, 2))
 
 
 def frozen(content: Content, push: PushId) -> tuple[int, ...]:
-    """What the push sends."""
+    """Inner steps that the push sends."""
     content.freeze(push)
     content.pushes[push] = content.encoded()
     return content.pushes[push].steps

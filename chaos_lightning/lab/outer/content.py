@@ -28,7 +28,7 @@ class _Last:
     """The push that was frozen last, until it is answered: what it takes in, and what the codec left out of that.
 
     Attributes:
-        lone: What it sends of a residual that the rejection of an older push dropped since: a void push loses that.
+        lone: Inner steps of it whose residual was dropped since, as an older push was rejected; if it is void, they are lost.
     """
 
     push: PushId
