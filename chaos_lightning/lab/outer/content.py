@@ -28,7 +28,7 @@ class _Last:
     """The push that was frozen last, until it is answered: what it takes in, and what the codec left out of that.
 
     Attributes:
-        lone: Inner steps of it whose residual was dropped since, as an older push was rejected; if it is void, they are lost.
+        lone: Inner steps of it whose residual the rejection of an older push dropped since; lost if this one is void.
     """
 
     push: PushId
