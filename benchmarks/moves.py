@@ -1,4 +1,4 @@
-"""What moves to a new plan, and in which order its gradients are summed: `planning/pipelines/moves` and `rounds`.
+"""What moves to a new plan, and in which order its gradients are summed: `planning/pipelines/moves` and `rounds` here.
 
 *Small cases* are plans for up to six devices of two kinds, some of which are lost, with keepers; every permutation of
 the survivors is tried. *The paper's cases* are those of Figs. 10 and 11: eight cards as four pipelines of two stages,
@@ -18,21 +18,13 @@ from itertools import permutations
 from typing import NamedTuple
 
 from benchmarks.common import Options, Result, median, run
+from benchmarks.rounds import Sending, Vertex, colour, neighbours_of, rounds_s, step_s, vertices
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, TrainingJob
 from chaos_lightning.planning.pipelines.moves import Moves, assign, move_list, rank_order, renamed
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import Planner
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError
-from chaos_lightning.planning.pipelines.rounds import (
-    Sending,
-    Vertex,
-    colour,
-    neighbours_of,
-    rounds_s,
-    step_s,
-    vertices,
-)
 
 CARD_FLOPS = 1.3e14
 """Operations per second that a card reaches."""

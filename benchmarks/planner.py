@@ -100,7 +100,7 @@ def small_job(draw: Random, layers: int, devices: int, micro_batches: int) -> Tr
         within_host=LinkRate(rate_bps=80.0),
         between_hosts=LinkRate(rate_bps=draw.choice([80.0, 200.0])),
         overheads=Overheads(hop_s=draw.choice([0.0, 0.1]), unit_s=draw.choice([0.0, 0.05])),
-        memory=MemoryRules(in_flight_extra=draw.choice([0, 0, 0, 1])),
+        memory=MemoryRules(boundaries=True, in_flight_extra=draw.choice([0, 0, 0, 1])),
     )
 
 

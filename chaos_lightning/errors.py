@@ -108,6 +108,10 @@ class SchedulerUnreachableError(ChaosError):
     """No scheduler answered within the deadline."""
 
 
+class AttemptOverError(ChaosError):
+    """An attempt at a slot has ended at a recovery: nothing of it counts any more, and its units run again."""
+
+
 class DeadlineError(ChaosError):
     """A wait ended without its event; names node, link, step, what was expected and what to do."""
 

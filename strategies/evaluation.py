@@ -106,7 +106,7 @@ class Evaluation:
         self.collectives = collectives
         self.members = members
         self.me = me
-        self.assigning: Division | None = None
+        self.assigning: DividedPass | None = None
 
     def step(self, run: Callable[[], Any]) -> Any:
         """The user's validation step; what it logged per step is exchanged after it, if this loader is divided."""
@@ -146,7 +146,7 @@ class Evaluation:
         return len(self.shares(steps)[self.me()]) if self.divides(steps) else steps
 
 
-class Division:
+class DividedPass:
     """One pass over steps that are divided among members.
 
     Args:
@@ -252,7 +252,7 @@ class EvalLoader:
     def __init__(self, loader: DataLoader[Any], evaluation: Evaluation) -> None:
         self.loader = loader
         self._evaluation = evaluation
-        self._division: Division | None = None
+        self._division: DividedPass | None = None
         self._batches: Iterator[Any] = iter(())
 
     # ------------------------------------------------------------------ how much
@@ -283,7 +283,7 @@ class EvalLoader:
         evaluation.assigning = self._division = None
         if not self.assigned:
             return iter(() if evaluation.combined_steps() else self.loader)
-        evaluation.assigning = self._division = Division(evaluation, self.total, self._draw, self._extend)
+        evaluation.assigning = self._division = DividedPass(evaluation, self.total, self._draw, self._extend)
         return self
 
     def __next__(self) -> Any:
@@ -331,7 +331,7 @@ class CombinedSteps:
         self._at = 0
         total = evaluation.combined_steps()
         self._length = evaluation.own(total) + 1
-        self._division = evaluation.assigning = Division(evaluation, total, self._draw, self._extend)
+        self._division = evaluation.assigning = DividedPass(evaluation, total, self._draw, self._extend)
 
     def __len__(self) -> int:
         return self._length

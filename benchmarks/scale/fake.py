@@ -16,6 +16,7 @@ from typing import Protocol
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
+    WHOLE,
     Decide,
     Entered,
     Fence,
@@ -33,6 +34,7 @@ from chaos_lightning.protocol.types import (
     Refused,
     Released,
     Report,
+    Span,
     ToMember,
     Verdict,
     View,
@@ -108,6 +110,11 @@ class StandIn:
     links: dict[str, bool] = field(default_factory=dict)
 
     @property
+    def parts(self) -> tuple[Span, ...]:
+        """Parts of the training state that it holds."""
+        return WHOLE if self.loaded else ()
+
+    @property
     def up(self) -> set[str]:
         """Members to which a link stands."""
         return {peer for peer, stands in self.links.items() if stands}
@@ -128,8 +135,8 @@ class StandIn:
         """Where it stands."""
         header = self.header
         if self.view == NO_VIEW:
-            return Entered(NO_VIEW, 0, 0, "", loaded=False, chain=self.chain)
-        return Entered(self.view, header.seq, header.step, header.hash, loaded=self.loaded, chain=self.chain)
+            return Entered(NO_VIEW, 0, 0, "", (), self.chain)
+        return Entered(self.view, header.seq, header.step, header.hash, self.parts, self.chain)
 
     def linked(self, peer: str) -> None:
         """A link to this member stands."""
@@ -167,7 +174,7 @@ class StandIn:
                     self.promised, self.known = number, max(self.known, number)
                     last = self.header
                     told = None if getattr(message, "brief", False) else last
-                    report = Report(number, self.view, last.seq, last.hash, self.loaded, self.loaded, last=told)
+                    report = Report(number, self.view, last.seq, last.hash, self.parts, self.loaded, last=told)
                     self.world.say(self, report)
             case Decide():
                 self._decided(message)

@@ -4,20 +4,23 @@ them.
 Theory of operation. `arm` opens the accumulation for the coming slot and tells the reducer so; cells that hooks
 complete are passed on at once. A collective that comes between (a metric logged in the training step) takes the slot
 that was meant for the gradients; `move` gives them to the next one, by then a new attempt of every member alike.
+
+In a pipeline the accumulation belongs to one attempt (`open`): it is done again for the next one, of which nothing of
+this one is seen. Its gradients are given away part by part.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from chaos_lightning.collectives.gradients import Gradients
 from chaos_lightning.collectives.layout import section_of
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.reducer import Reducer
 from chaos_lightning.membership.recovery import needs_bytes
-from chaos_lightning.protocol.types import Header, Span
+from chaos_lightning.protocol.types import Header, Span, ViewId
 from chaos_lightning.transport.loop import IoLoop
 
 
@@ -38,6 +41,7 @@ class Accumulation:
         self.seq = -1
         """The slot that the armed accumulation is meant for; -1 if none is armed."""
         self.empty = False
+        self._view: ViewId | None = None
         self._gradients = Gradients(memory, overlap, self._launch)
         self._loop = loop
         self._reducer = reducer
@@ -61,7 +65,24 @@ class Accumulation:
             self._gradients.disarm()
         with self._lock:
             self.section, self.empty, self.seq, self._launched = section, empty, seq, []
+            self._view = None
         self._begin()
+
+    def open(self, view: ViewId, seq: int, *, section: int = 0) -> None:
+        """Opens an accumulation by parts for one attempt; one that was open before comes to nothing."""
+        self._gradients.arm(section, 1.0, by_part=True)
+        with self._lock:
+            self.section, self.empty, self.seq, self._launched = section, False, seq, []
+            self._view = view
+        self._begin()
+
+    def closing(self, parts: Collection[str]) -> None:
+        """The next backward pass is the last one of these parts."""
+        self._gradients.closing(parts)
+
+    def closed(self, parts: Collection[str]) -> None:
+        """These parts have had their last backward pass."""
+        self._gradients.closed(parts)
 
     @property
     def sending(self) -> bool:
@@ -75,14 +96,18 @@ class Accumulation:
                 self.seq = seq
             self._begin()
 
-    def flush(self) -> bytes:
-        """Settles what no hook reported; returns presence bits."""
-        return b"" if self.empty else self._gradients.flush()
+    def flush(self, shares: Mapping[str, float] | None = None) -> bytes:
+        """Settles what no hook reported; returns presence bits. Shares are those of `Gradients.flush`."""
+        return b"" if self.empty else self._gradients.flush(shares)
 
-    def apply(self, header: Header) -> None:
+    def apply(self, header: Header, totals: Mapping[str, float] | None = None) -> None:
         """Writes the committed average into `.grad` and closes the accumulation."""
         self.seq = -1
-        self._gradients.apply(header)
+        self._gradients.apply(header, totals=totals)
+
+    def lay_out(self, owned: Sequence[Span] | None) -> None:
+        """This member owns other bytes of the layout from now on; no accumulation is open."""
+        self._gradients.lay_out(owned)
 
     def scope_of(self, header: Header) -> Sequence[Span]:
         """What a committed slot reduced; nothing unless it was a step."""
@@ -112,15 +137,16 @@ class Accumulation:
 
     def _begin(self) -> None:
         seq, scope, empty, launched = self.seq, self.layout.scope(self.section), self.empty, list(self._launched)
+        view = self._view
 
         def begin() -> None:
-            self._reducer.begin(seq, scope, empty=empty)
-            self._reducer.ready(seq, launched)
+            self._reducer.begin(seq, scope, empty=empty, view=view)
+            self._reducer.ready(seq, launched, view)
 
         self._loop.call(begin)
 
     def _launch(self, cells: Sequence[int]) -> None:
         with self._lock:
             self._launched.extend(cells)
-            seq = self.seq
-        self._loop.call(lambda: self._reducer.ready(seq, cells))
+            seq, view = self.seq, self._view
+        self._loop.call(lambda: self._reducer.ready(seq, cells, view))

@@ -6,6 +6,9 @@ given to the reducer at once, while backward goes on. No DDP wrapper: its constr
 collectives that a newcomer cannot join. What no hook reported is settled by `flush`: a gradient from an earlier pass is
 copied then, a parameter without one contributes zeros and an absent bit (protocol.md 5). On an accelerator copies run
 asynchronously into pinned memory; a thread waits for their events so that autograd never does.
+
+Where a step has several backward passes, as in a pipeline, gradients add up in `.grad`, and a part's are launched in
+its last one: the caller says that before it (`closing`) and after it (`closed`). Only what this member owns has memory.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import bisect
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.protocol.types import Header
+from chaos_lightning.protocol.types import Header, Span
 
 Ready = Callable[[Sequence[int]], None]
 
@@ -39,7 +42,7 @@ class Gradients:
     """
 
     def __init__(self, memory: Memory, overlap: bool, ready: Ready) -> None:
-        self._layout = layout = memory.layout
+        self._layout = memory.layout
         self._memory = memory
         self._ready = ready
         self.overlap = overlap
@@ -47,31 +50,52 @@ class Gradients:
         self._coefficient = 1.0
         self._section = 0
         self._scope: range = range(0)
-        self._own = [memory.view(memory.own, i) for i in range(len(layout.slots))]
-        starts = [a for a, _ in memory.grid]
-        self._cells: list[list[int]] = []
-        self._expected = [0] * len(starts)
-        for slot in layout.slots:
-            first = bisect.bisect_right(starts, slot.start) - 1
-            last = bisect.bisect_left(starts, max(slot.stop, slot.start + 1))
-            self._cells.append(list(range(first, last)))
-            for cell in self._cells[-1]:
-                self._expected[cell] += 1
-        self._starts = starts
+        self._launching: Collection[int] = range(0)
+        """Slots whose gradient is launched when a hook reports it."""
+        self._starts = [a for a, _ in memory.grid]
         self._missing: list[int] = []
         self._fired: dict[int, tuple[Tensor | None, int]] = {}
         """What was taken: the gradient and its version then."""
         self._lent: list[int] = []
         self._repeated = ""
         self._hooks: list[Any] = []
-        self._settled: list[Tensor] = []
+        self._settled: dict[int, Tensor] = {}
+        self._own: dict[int, Tensor] = {}
+        """Views of own memory, by slot that lies here."""
         self._flat: Tensor | None = None
         self._stage: _Stage | None = None
-        if (device := layout.device).type != "cpu":
-            self._flat = torch.zeros(max(layout.nbytes, 1), dtype=torch.uint8, device=device)
-            self._stage = _Stage(device, ready)
-        for scope in layout.section_slots:
-            for index in scope:
+        self._lay_out()
+
+    def lay_out(self, owned: Sequence[Span] | None) -> None:
+        """Makes memory for other bytes of the layout than before (see `Memory.lay_out`).
+
+        `.grad` of parameters that were owned must not be used any more.
+        """
+        self.close()
+        self.disarm()
+        self._own, self._flat, self._stage = {}, None, None
+        self._fired, self._lent = {}, []
+        self._memory.lay_out(owned)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        layout, memory, starts = self._layout, self._memory, self._starts
+        here = [i for i in range(len(layout.slots)) if memory.holds(layout.slots[i].start)]
+        self._own = {i: memory.view(memory.own, i) for i in here}
+        self._cells: dict[int, range] = {}
+        self._expected = [0] * len(starts)
+        for index in here:
+            slot = layout.slots[index]
+            first = bisect.bisect_right(starts, slot.start) - 1
+            last = bisect.bisect_left(starts, max(slot.stop, slot.start + 1))
+            self._cells[index] = range(first, last)
+            for cell in self._cells[index]:
+                self._expected[cell] += 1
+        if here and (device := layout.device).type != "cpu":
+            self._flat = torch.zeros(max(memory.nbytes, 1), dtype=torch.uint8, device=device)
+            self._stage = _Stage(device, self._ready)
+        for index in here:
+            if index not in layout.buffer_slots:
                 tensor = layout.slots[index].tensor
                 self._hooks.append(tensor.register_post_accumulate_grad_hook(self._hook_for(index)))  # type: ignore[no-untyped-call]
         self.settle()
@@ -79,26 +103,55 @@ class Gradients:
     @torch.no_grad()
     def settle(self) -> None:
         """Reduced buffers are now as at every member: what `restore` goes back to."""
-        self._settled = [self._layout.slots[i].tensor.clone() for i in self._layout.buffer_slots]
+        self._settled = {i: self._layout.slots[i].tensor.clone() for i in self._buffers()}
 
     @torch.no_grad()
     def restore(self) -> None:
         """Reduced buffers as they were settled last: what forward passes since then did to them is undone."""
-        for index, settled in zip(self._layout.buffer_slots, self._settled, strict=True):
+        for index, settled in self._settled.items():
             self._layout.slots[index].tensor.copy_(settled)
+
+    def _buffers(self) -> list[int]:
+        """Slots of reduced buffers that lie here."""
+        return [i for i in self._layout.buffer_slots if i in self._own]
 
     # ------------------------------------------------------------------ an accumulation
 
-    def arm(self, section: int, coefficient: float) -> None:
-        """The next backward pass is the accumulation's last: its gradients are launched as they come."""
+    def arm(self, section: int, coefficient: float, *, by_part: bool = False) -> None:
+        """The next backward pass is the accumulation's last: its gradients are launched as they come.
+
+        Args:
+            section: Which optimizer's parameters.
+            coefficient: What gradients are multiplied with.
+            by_part: The last one for parts that `closing` will name, and for no others.
+        """
         self._section = section
         self._scope = self._layout.section_slots[section]
+        self._launching = set() if by_part else self._scope
+        if self._stage is not None:
+            self._stage.forget()
+            if by_part:  # an attempt that was dropped may have left copies under way
+                self._stage.settle()
+                self._stage.await_taken_over()
         self._coefficient = coefficient
         self._missing = list(self._expected)
         self._fired = {}
         self._repeated = ""
         self._return_lent()
         self.enabled = self.overlap
+
+    def closing(self, parts: Collection[str]) -> None:
+        """The next backward pass is the last one of these parts."""
+        assert isinstance(self._launching, set), "armed for the whole"
+        self._launching |= {i for i in self._scope if self._layout.slots[i].part in parts and i in self._own}
+
+    @torch.no_grad()
+    def closed(self, parts: Collection[str]) -> None:
+        """These parts have had their last backward pass: gradients that no hook reported are launched, too."""
+        for index in self._scope:
+            slot = self._layout.slots[index]
+            if slot.part in parts and index in self._own and index not in self._fired:
+                self._take(index, slot.tensor.grad)
 
     @property
     def taken(self) -> bool:
@@ -110,7 +163,7 @@ class Gradients:
 
     def _hook_for(self, index: int) -> Callable[[Tensor], None]:
         def hook(param: Tensor) -> None:
-            if not self.enabled or index not in self._scope:
+            if not self.enabled or index not in self._launching:
                 return
             if index in self._fired:
                 self._repeated = self._layout.slots[index].name
@@ -142,20 +195,27 @@ class Gradients:
                 torch.mul(grad.detach(), self._coefficient, out=own)
         elif self._coefficient != 1.0:
             own.mul_(self._coefficient)
-        done = []
-        for cell in self._cells[index]:
-            self._missing[cell] -= 1
-            if self._missing[cell] == 0:
-                done.append(self._starts[cell])
-        if done:
+        if done := self._completed(index):
             if self._stage is not None:
                 self._stage.after_copies(done)
             else:
                 self._ready(done)
 
+    def _completed(self, index: int) -> list[int]:
+        """Cells, by start offset, that this slot was the last to be missing of."""
+        done = []
+        for cell in self._cells[index]:
+            self._missing[cell] -= 1
+            if self._missing[cell] == 0:
+                done.append(self._starts[cell])
+        return done
+
     @torch.no_grad()
-    def flush(self) -> bytes:
+    def flush(self, shares: Mapping[str, float] | None = None) -> bytes:
         """Settles what no hook reported; returns the presence bits of the section's parameters.
+
+        Args:
+            shares: Coefficients of reduced buffers, by part; None: the one of gradients.
 
         Raises:
             ConfigurationError: A parameter's gradient grew after it had been launched (two backward passes in one
@@ -177,20 +237,18 @@ class Gradients:
                 )
         bits = bytearray(-(-len(self._scope) // 8))
         for place, index in enumerate(self._scope):
+            if index not in self._own:
+                continue
             grad = self._layout.slots[index].tensor.grad
             if grad is not None:
                 bits[place // 8] |= 1 << (place % 8)
             if index not in self._fired:
                 self._take(index, grad)
-        for index in self._layout.buffer_slots:
-            buffer = self._layout.slots[index].tensor
-            self._own[index].copy_(buffer.to(torch.float32) * self._coefficient)
-            done = []
-            for cell in self._cells[index]:
-                self._missing[cell] -= 1
-                if self._missing[cell] == 0:
-                    done.append(self._starts[cell])
-            if done:
+        for index in self._buffers():
+            slot = self._layout.slots[index]
+            share = self._coefficient if shares is None else shares.get(slot.part, 0.0)
+            self._own[index].copy_(slot.tensor.to(torch.float32) * share)
+            if done := self._completed(index):
                 self._ready(done)
         if self._stage is not None:
             self._stage.settle()
@@ -199,7 +257,7 @@ class Gradients:
     # ------------------------------------------------------------------ after the commit
 
     @torch.no_grad()
-    def apply(self, header: Header, raw: memoryview | None = None) -> None:
+    def apply(self, header: Header, raw: memoryview | None = None, totals: Mapping[str, float] | None = None) -> None:
         """Writes the committed average into `.grad` and into the reduced buffers.
 
         The sum over members of coefficient * gradient is not written to; its average goes to own memory (the
@@ -208,6 +266,7 @@ class Gradients:
         Args:
             header: The step's.
             raw: The sum; if None, it lies in results[seq % 2].
+            totals: Sums of all owners' shares of reduced buffers, by part, if `flush` was given shares.
         """
         self._return_lent()
         self._fired = {}
@@ -216,26 +275,31 @@ class Gradients:
         total = header.total_weight
         if total <= 0:  # nobody had a sample: no gradient, and buffers without what stand-in batches did to them
             for index in self._scope:
-                self._layout.slots[index].tensor.grad = None
+                if index in self._own:
+                    self._layout.slots[index].tensor.grad = None
             self.restore()
             return
         total_sum = self._memory.results[header.seq % 2] if raw is None else torch.frombuffer(raw, dtype=torch.uint8)
-        scale = 1.0 / total
         home = self._memory.own if self._flat is None else self._flat
         for run in self._layout.runs:
-            if run.stop > run.start and run.section in (self._section, len(self._layout.section_slots)):
-                target = home[run.start : run.stop]
-                source = total_sum[run.start : run.stop]
+            reduced = run.section == len(self._layout.section_slots)
+            if run.stop > run.start and (reduced or run.section == self._section) and self._memory.holds(run.start):
+                scale = 1.0 / (totals[run.part] if reduced and totals is not None else total)
+                at = self._memory.place(run.start)
+                target = home[at : at + run.stop - run.start]
+                source = total_sum[at : at + run.stop - run.start]
                 if self._flat is not None:  # the device multiplies faster, and to the same bits
                     source = target.copy_(source, non_blocking=True)
                 torch.mul(source.view(run.dtype), scale, out=target.view(run.dtype))
         for place, index in enumerate(self._scope):
+            if index not in self._own:
+                continue
             slot = self._layout.slots[index]
             present = header.presence[place // 8] >> (place % 8) & 1 if header.presence else 0
             # `.data`, since views of one memory share a version counter: a backward pass that adds to one gradient
             # here, zeroed in place or kept, would count as a change of all others.
             slot.tensor.grad = self._memory.view(home, index).data if present else None
-        for index in self._layout.buffer_slots:
+        for index in self._buffers():
             buffer = self._layout.slots[index].tensor
             mean = self._memory.view(home, index)
             buffer.copy_(mean.round() if not buffer.dtype.is_floating_point else mean)
@@ -281,6 +345,10 @@ class _Stage:
     def put(self, own: Tensor, gradient: Tensor) -> None:
         """To be copied with the next cells that are complete."""
         self._waiting.append((own, gradient))
+
+    def forget(self) -> None:
+        """Copies nothing of what was put: that accumulation comes to nothing."""
+        self._waiting.clear()
 
     def after_copies(self, cells: Sequence[int]) -> None:
         """Copies what was put, as the device's present stream has computed it; reports `cells` when that is done."""

@@ -5,13 +5,19 @@ over other trees: large gradients where autograd put them (`lend`), small or sca
 slot s lie in `results[s % 2]` and stay untouched until the header of s+1 was seen,
 so that they can be handed on. After the commit the average is written over `own`, which the parameters' `.grad` view:
 clipping, unscaling and the optimizer work there and never on the raw result.
+
+A member of a pipeline has memory for the parts that it owns alone, laid end to end, and one result buffer: nobody asks
+for the sums of a committed slot, since each member contributes once it has all of them. Bytes are still named by their
+place in the layout, which is equal everywhere; `place` says where they lie here.
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
+import itertools
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,6 +28,7 @@ from chaos_lightning.machine.heap import keep_heap
 from chaos_lightning.planning.trees import expand
 from chaos_lightning.protocol.types import PlanSpec, Span
 
+_NOTHING = torch.empty(1, dtype=torch.uint8)
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -54,23 +61,53 @@ class Memory:
     Args:
         layout: What lies in them.
         chunk_nbytes: The job's; 0 for the usual size.
+        owned: Bytes of the layout that this member owns, as `Layout.spans_of` gives them, in memory of their own with
+            one result; None: all of them, with two results.
 
     Attributes:
         grid: Cells, ascending, covering the layout: borders at which the training thread reports readiness.
     """
 
-    def __init__(self, layout: Layout, chunk_nbytes: int = 0) -> None:
+    def __init__(self, layout: Layout, chunk_nbytes: int = 0, owned: Sequence[Span] | None = None) -> None:
         self.layout = layout
         self.grid = _cells_of(layout, chunk_nbytes)
-        pinned = layout.device.type != "cpu"
-        if not pinned:
-            keep_heap(layout.nbytes)
-        self.own = _resident(layout.nbytes, pinned)
-        self.results = (_resident(layout.nbytes, pinned), _resident(layout.nbytes, pinned))
-        self.own_bytes = _bytes_of(self.own)
-        self.result_bytes = tuple(_bytes_of(r) for r in self.results)
         self._lent: list[memoryview | None] = [None] * len(layout.slots)
         self._starts = [slot.start for slot in layout.slots]
+        self.own, self.results = _NOTHING, (_NOTHING, _NOTHING)
+        self.lay_out(owned)
+
+    def lay_out(self, owned: Sequence[Span] | None) -> None:
+        """Makes memory for these bytes; what lay here before is gone, and no gradient is lent any more.
+
+        Raises:
+            ConfigurationError: As `Layout.device`, which nobody needs who owns no bytes.
+        """
+        self.owned = None if owned is None else tuple(owned)
+        spans = ((0, self.layout.nbytes),) if self.owned is None else self.owned
+        self._span_starts = [start for start, _ in spans]
+        self._places = [*itertools.accumulate((stop - start for start, stop in spans), initial=0)]
+        self.nbytes = self._places[-1]
+        pinned = (self.owned is None or self.nbytes > 0) and self.layout.device.type != "cpu"
+        if not pinned:
+            keep_heap(self.nbytes)
+        self._lent = [None] * len(self._lent)
+        self.own, self.results = _NOTHING, (_NOTHING, _NOTHING)
+        self.own_bytes, self.result_bytes = _bytes_of(_NOTHING), (_bytes_of(_NOTHING),) * 2  # before more is taken
+        self.own, result = _resident(self.nbytes, pinned), _resident(self.nbytes, pinned)
+        self.results = (result, _resident(self.nbytes, pinned) if self.owned is None else result)
+        self.own_bytes = _bytes_of(self.own)
+        self.result_bytes = (_bytes_of(self.results[0]), _bytes_of(self.results[1]))
+
+    def holds(self, start: int) -> bool:
+        """Whether this byte of the layout lies here."""
+        return self.owned is None or any(first <= start < stop for first, stop in self.owned)
+
+    def place(self, start: int) -> int:
+        """Where a byte of the layout that is owned lies in each buffer; those behind it follow as far as they are."""
+        if self.owned is None:
+            return start
+        at = bisect.bisect_right(self._span_starts, start) - 1
+        return self._places[at] + start - self._span_starts[at]
 
     def lend(self, index: int, gradient: Tensor | None) -> None:
         """The slot's bytes are read from this contiguous host tensor instead of `own`; None ends that."""
@@ -79,7 +116,7 @@ class Memory:
     def pieces(self, start: int, stop: int) -> list[memoryview]:
         """The member's own bytes [start, stop), in order, wherever they lie."""
         found: list[memoryview] = []
-        cursor = start
+        cursor, ahead = start, self.place(start) - start
         for index in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._starts)):
             slot = self.layout.slots[index]
             if slot.start >= stop:
@@ -89,17 +126,18 @@ class Memory:
             if lent is None or high <= low:
                 continue
             if cursor < low:
-                found.append(self.own_bytes[cursor:low])
+                found.append(self.own_bytes[cursor + ahead : low + ahead])
             found.append(lent[low - slot.start : high - slot.start])
             cursor = high
         if cursor < stop:
-            found.append(self.own_bytes[cursor:stop])
+            found.append(self.own_bytes[cursor + ahead : stop + ahead])
         return found
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """The slot's tensor inside a flat buffer, in the slot's type and its tensor's shape."""
         slot = self.layout.slots[index]
-        return flat[slot.start : slot.stop].view(slot.dtype).view(slot.tensor.shape)
+        at = self.place(slot.start)
+        return flat[at : at + slot.stop - slot.start].view(slot.dtype).view(slot.tensor.shape)
 
 
 class Adder:

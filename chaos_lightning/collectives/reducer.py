@@ -7,6 +7,10 @@ root it is complete, is marked and sent down. Leaves send straight from gradient
 straight into result memory. Partial sums of members on this machine are read out of their memory when they are added
 (transport/reference.py). Chunks that arrive before this member has opened their attempt are kept for it; chunks of
 an older view are diverted. All methods run in the loop's thread.
+
+Where a view has pipelines, each part of the layout has trees of its owners alone, so a member reduces the parts that it
+owns, each as soon as its own gradient of it is ready; one with a single owner is done at once. Nothing of an attempt is
+kept for the next one then: the step runs again, and its gradients are ready anew (`begin` and `ready` name the view).
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from dataclasses import dataclass, field
 
 from chaos_lightning.collectives.memory import Adder, Memory
 from chaos_lightning.errors import WireError
-from chaos_lightning.planning.trees import Tree, expand
+from chaos_lightning.planning.trees import OwnedSpans, Tree, expand, expand_owned
 from chaos_lightning.protocol.types import NO_VIEW, Span, View, ViewId
 from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.reference import PartialSum, UnreadableError
@@ -26,6 +30,8 @@ BLOCK_NBYTES = 262144
 """What is read by reference is added in blocks of this size: they stay in the processor's cache."""
 
 Partial = memoryview | PartialSum
+Owners = Callable[[View], "Sequence[OwnedSpans] | None"]
+"""Who owns which bytes of the layout in a view; None: all members own all of them."""
 SendChunk = Callable[[str, FrameType, ViewId, int, int, Sequence[memoryview]], None]
 """(peer, type, view, slot, start, pieces of the payload; none means zeros)"""
 
@@ -58,7 +64,6 @@ class _Route:
 class _Attempt:
     route: _Route
     seq: int
-    result: memoryview
     inputs: list[dict[str, Partial | None]]
     done: bytearray
     sent: bytearray
@@ -76,6 +81,8 @@ class _Own:
     ready: set[int] = field(default_factory=set)
     """Start offsets of grid cells whose gradient is final."""
     empty: bool = False
+    view: ViewId | None = None
+    """The view whose attempt it is for; None: of any."""
 
 
 def _copy(pieces: Sequence[memoryview], target: memoryview) -> None:
@@ -109,10 +116,18 @@ class Reducer:
         memory: The flat buffers, and cells.
         send: Queues a chunk for a peer.
         on_done: Told once when every chunk of an attempt is complete here.
+        owners: Who owns which bytes; asked once for each view.
     """
 
-    def __init__(self, memory: Memory, send: SendChunk, on_done: Callable[[ViewId, int], None]) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        send: SendChunk,
+        on_done: Callable[[ViewId, int], None],
+        owners: Owners = lambda view: None,
+    ) -> None:
         self.memory = memory
+        self._owners = owners
         self._grid = memory.grid
         self._grid_starts = [start for start, _ in memory.grid]
         self._send = send
@@ -140,7 +155,6 @@ class Reducer:
         attempt = _Attempt(
             route,
             seq,
-            self.memory.result_bytes[seq % 2],
             [{} for _ in range(count)],
             bytearray(count),
             bytearray(count),
@@ -155,7 +169,7 @@ class Reducer:
         )
         for peer, start, payload in stashed:
             self._input(attempt, peer, start, payload)
-        if self._own.seq == seq:
+        if self._own.seq == seq and self._own.view in (None, view.id):
             self._restart(attempt)
 
     def foresee(self, view: View) -> None:
@@ -194,21 +208,31 @@ class Reducer:
 
     # ------------------------------------------------------------------ the member's own gradient
 
-    def begin(self, seq: int, scope: tuple[Span, ...], *, empty: bool = False) -> None:
-        """The training thread starts slot `seq` as a step over `scope`; `empty`: it has no gradient (weight 0)."""
-        self._own = _Own(seq, scope, set(), empty)
+    def begin(self, seq: int, scope: tuple[Span, ...], *, empty: bool = False, view: ViewId | None = None) -> None:
+        """The training thread starts slot `seq` as a step.
+
+        Args:
+            seq: The slot.
+            scope: What the step reduces.
+            empty: This member has no gradient (weight 0).
+            view: The gradient is for the attempt of this view alone; None: for any attempt at the slot.
+        """
+        self._own = _Own(seq, scope, set(), empty, view)
         attempt = self._attempt
-        if attempt is not None and attempt.seq == seq and not attempt.finished:
+        if attempt is not None and attempt.seq == seq and not attempt.finished and self._fits(attempt):
             self._restart(attempt)
 
-    def ready(self, seq: int, cells: Iterable[int]) -> None:
-        """The gradient of these grid cells (by start offset) is final in own memory."""
-        if self._own.seq != seq:
+    def _fits(self, attempt: _Attempt) -> bool:
+        return self._own.view in (None, attempt.route.view.id)
+
+    def ready(self, seq: int, cells: Iterable[int], view: ViewId | None = None) -> None:
+        """The gradient of these grid cells (by start offset) is final in own memory; `view` as in `begin`."""
+        if (self._own.seq, self._own.view) != (seq, view):
             return
         cells = tuple(cells)
         self._own.ready.update(cells)
         attempt = self._attempt
-        if attempt is None or attempt.seq != seq or attempt.finished:
+        if attempt is None or attempt.seq != seq or attempt.finished or not self._fits(attempt):
             return
         for cell in cells:
             for index in attempt.route.by_cell[cell]:
@@ -233,7 +257,7 @@ class Reducer:
         if len(inputs) < len(chunk.children) or not self._own_ready(chunk):
             return
         attempt.sent[index] = 1
-        result = attempt.result[chunk.start : chunk.stop]
+        result = self._result(attempt, chunk)
         own = [] if self._own.empty else self.memory.pieces(chunk.start, chunk.stop)
         partials = [p for child in chunk.children if (p := inputs[child]) is not None]
         try:
@@ -290,12 +314,18 @@ class Reducer:
                 at = end
             summands = [into]
 
+    def _result(self, attempt: _Attempt, chunk: _Chunk) -> memoryview:
+        """Where the chunk's sum goes. Only asked once the gradient is ready: a member that owns other parts since this
+        attempt was opened has laid out its memory by then."""
+        at = self.memory.place(chunk.start)
+        return self.memory.result_bytes[attempt.seq % 2][at : at + chunk.stop - chunk.start]
+
     def _own_ready(self, chunk: _Chunk) -> bool:
         return self._own.empty or self._own.ready.issuperset(chunk.cells)
 
     def _complete(self, attempt: _Attempt, chunk: _Chunk) -> None:
         attempt.done[chunk.index] = 1
-        result = attempt.result[chunk.start : chunk.stop]
+        result = self._result(attempt, chunk)
         for child in chunk.children:
             self._send(child, FrameType.DOWN, attempt.route.view.id, attempt.seq, chunk.start, [result])
         if attempt.wanted is not None:
@@ -324,7 +354,7 @@ class Reducer:
             chunk = self._chunk(attempt.route, frame)
             if chunk.parent != peer:
                 raise WireError(f"{peer} sends the result of bytes {frame.start}.. but is not the parent there")
-            return attempt.result[chunk.start : chunk.stop]
+            return self._result(attempt, chunk)
         if attempt is not None and current and frame.length != 0:
             chunk = self._chunk(attempt.route, frame)
             if frame.length != chunk.stop - chunk.start:
@@ -393,12 +423,8 @@ class Reducer:
     def _route(self, view: View) -> _Route:
         route = self._routes.get(view.id)
         if route is None:
-            layout = self.memory.layout
-            members = [m.id for m in view.members]
-            chunks = []
             shared: dict[int, Adder] = {}
-            for index, tree in enumerate(expand(view.plan, members, layout.nbytes, layout.spans())):
-                chunks.append(self._place(index, tree, shared))
+            chunks = [self._place(index, tree, shared) for index, tree in enumerate(self._trees(view))]
             by_cell: dict[int, list[int]] = {start: [] for start, _ in self._grid}
             for chunk in chunks:
                 for cell in chunk.cells:
@@ -407,6 +433,16 @@ class Reducer:
             ruling = self._attempt.route if self._attempt is not None else route
             self._routes = {ruling.view.id: ruling, view.id: route}
         return route
+
+    def _trees(self, view: View) -> Sequence[Tree]:
+        """Trees that this member is in."""
+        layout, members = self.memory.layout, view.ids()
+        owned = self._owners(view)
+        if owned is None:
+            return expand(view.plan, members, layout.nbytes, layout.spans())
+        links = [(link.a, link.b) for link in view.links]
+        trees = expand_owned(view.plan, members, layout.nbytes, owned, links)
+        return [t for t in trees if t.root == self.me or t.parent_of(self.me) is not None]
 
     def _place(self, index: int, tree: Tree, shared: dict[int, Adder]) -> _Chunk:
         dtype = self.memory.layout.dtype_at(tree.start)

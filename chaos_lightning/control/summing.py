@@ -60,6 +60,7 @@ def as_document(chain: Chain) -> dict[str, Any]:
         "together": past.together,
         "hosts": past.hosts,
         "plan": past.plan_reason,
+        "leaving": sorted(past.leaving),
     }
 
 
@@ -81,6 +82,7 @@ def from_document(said: dict[str, Any], views: Sequence[View]) -> Chain:
         hosts=tuple(map(str, said["hosts"])),
         plan_reason=str(said["plan"]),
         inside=frozenset(member for member, moves in members.items() if len(moves) % 2),
+        leaving=frozenset(map(str, said.get("leaving", ()))),
     )
     return Chain(
         term=0,

@@ -69,17 +69,18 @@ class StateComparison:
         if not header.drifted:
             return
         engine, me = self._engine, self._engine.member_id
+        drifted = tuple(dict.fromkeys(who.member for who in header.drifted))
         answers: dict[str, bytes] = {}
         present = engine.ruling_view.ids() if engine.ruling_view is not None else ()
-        oldest = next((m for m in present if m not in header.drifted), "")
+        oldest = next((m for m in present if m not in drifted), "")
         if oldest and not engine.out:
-            brings = table is not None and me in (oldest, *header.drifted[:_HEARD])
+            brings = table is not None and me in (oldest, *drifted[:_HEARD])
             with contextlib.suppress(DepartedError):  # the next slot meets it again
                 answers = dict(engine.gather("digests of states that differ", _digests(table) if brings else b""))
-        if me in header.drifted:
+        if me in drifted:
             self._refuse_or_rejoin(header, _differing(table, answers.get(oldest, b"")))
         elif me == oldest:
-            for member in header.drifted:
+            for member in drifted:
                 found = _differing(table, answers.get(member, b""))
                 _log.warning("the state of %s differs at step %d%s; it joins again", member, header.step, _words(found))
 

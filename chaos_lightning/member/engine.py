@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -45,10 +46,13 @@ from chaos_lightning.member.keeping import Keeping, LoadedCheckpoint
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.losses import Losses
 from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.member.part_moves import HeldParts, PartMoves
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.member.transfer import Transfer
+from chaos_lightning.member.unit_steps import Attempt, UnitsDone, UnitStep, await_commit, run_attempts
 from chaos_lightning.member.waiting import Waiting
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.effects import Committed
 from chaos_lightning.membership.peers import FIT
 from chaos_lightning.membership.slots import fitting
 from chaos_lightning.planning.assignment import ruling_view
@@ -62,6 +66,7 @@ from chaos_lightning.protocol.types import (
     Kind,
     Spent,
     View,
+    ViewId,
 )
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.replay import Replay
@@ -69,6 +74,7 @@ from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.security.credentials import Credentials, check_bind
 from chaos_lightning.settings import EngineConfig
+from chaos_lightning.transport.frames import FrameType
 from chaos_lightning.transport.links import Links
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Generation
@@ -148,6 +154,7 @@ class Engine:
             self._control.send,
         )
         self._made: _Made | None = None
+        self._moves: PartMoves | None = None
         self._hello: Hello | None = None
         self._replay: Replay | None = None
         self._loaded: LoadedCheckpoint | None = None
@@ -173,11 +180,24 @@ class Engine:
 
     # ------------------------------------------------------------------ set-up
 
-    def prepare(self, *, sections: Sequence[Section], buffers: Sequence[tuple[str, Tensor]] = ()) -> None:
-        """Lays out gradients and reduced buffers, allocates the flat memory and installs the hooks."""
-        layout = Layout(sections, buffers)
+    def prepare(
+        self,
+        *,
+        sections: Sequence[Section],
+        buffers: Sequence[tuple[str, Tensor]] = (),
+        part_of: Mapping[str, str] | None = None,
+    ) -> None:
+        """Lays out gradients and reduced buffers, allocates the flat memory and installs the hooks.
+
+        Args:
+            sections: What each optimizer owns, of the whole model.
+            buffers: Those that are averaged with each step.
+            part_of: Part of the training state of each parameter and buffer, if steps run as units; memory is made
+                once this member knows what it owns.
+        """
+        layout = Layout(sections, buffers, part_of)
         check_bytes(self.config.plan, self.config.plan_spec, layout.nbytes, layout.spans())
-        memory = Memory(layout, self.config.chunk_nbytes)
+        memory = Memory(layout, self.config.chunk_nbytes, None if part_of is None else ())
         shell = Shell(
             self._loop,
             self._mail,
@@ -191,6 +211,33 @@ class Engine:
         accumulation = Accumulation(memory, self.config.overlap, self._loop, shell.reducer)
         entrance = Entrance(shell, self._mail, self._transfer, accumulation, self._keeping.load)
         self._made = _Made(shell, accumulation, entrance)
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """Gradients of the step that is open, for the units of a step."""
+        return self._prepared().accumulation
+
+    def send_border(
+        self, peer: str, kind: FrameType, view: ViewId, seq: int, start: int, payload: Sequence[memoryview]
+    ) -> None:
+        """Sends a frame with border tensors, which must not change before it has left. Any thread."""
+        self._loop.call(lambda: self._links.chunk(peer, kind, view, seq, start, payload))
+
+    def attach(self, units: UnitStep, held: HeldParts) -> None:
+        """Has steps run as units of micro-batches. Call it after `prepare` and before `join`.
+
+        Args:
+            units: This member's part of such steps.
+            held: The parts of the state in this process.
+        """
+        shell = self._prepared().shell
+        shell.units = units
+
+        def tell(loaded: fx.StateLoaded) -> None:
+            self._loop.call(lambda: shell.feed(loaded))
+
+        self._moves = PartMoves(held, self._transfer, self._mail, tell, lambda: shell.machine.parts.held)
+        self._prepared().entrance.moves = self._moves
 
     @property
     def layout_hash(self) -> str:
@@ -411,7 +458,7 @@ class Engine:
             spent=tuple(spent),
             hyper=hyper,
             order=order,
-            state_hash=state_hash,
+            state_hashes=(state_hash,) if state_hash else (),
             yields=yields,
             payload=fitting(payload),
         )
@@ -419,6 +466,56 @@ class Engine:
             accumulation.move(header.seq + 1)
             return header
         accumulation.apply(header)
+        self._transfer.settle()
+        return header
+
+    def step_by_units(
+        self, attempt: Attempt, *, section: int = 0, hyper: str = "", order: str = "", state_hashes: Sequence[str] = ()
+    ) -> Header:
+        """Runs a step as units of micro-batches, anew after each recovery, and waits for its commit.
+
+        Afterwards `.grad` of the parameters that this member owns holds the average, and reduced buffers their mean.
+        The optimizer must step before the next slot of any kind: parts are given to others in it.
+
+        Args:
+            attempt: Runs this member's units.
+            section: Which optimizer steps.
+            hyper: Hyperparameters in words; compared at the root.
+            order: Order of the epoch's samples in words; compared at the root.
+            state_hashes: Hashes of the parts that this member owns, before the step, every n steps.
+
+        Raises:
+            FencedError, DisagreementError, DeadlineError: See errors.py; nothing was applied.
+            Exception: Whatever a unit raised.
+        """
+        made = self._prepared()
+        units = made.shell.units
+        if units is None or self._moves is None:
+            raise ConfigurationError("step_by_units() without units; call attach() before join()")
+        self._raise_pending()
+
+        def contribute(view: View, done: UnitsDone) -> None:
+            said = vars(done) | {
+                "name": f"section {section}",
+                "coefficient": 1.0,
+                "hyper": hyper,
+                "order": order,
+                "state_hashes": tuple(state_hashes),
+                "payload": fitting(done.payload),
+            }
+            contribution = self._contribution(Kind.STEP, said, view=view.id)
+            self._loop.call(lambda: made.shell.contribute(contribution))
+
+        timeout_s = self.config.step_timeout_s
+        commit = run_attempts(
+            units, attempt, self._moves, self._mail, self.header, contribute, lambda: time.monotonic() + timeout_s
+        )
+        try:
+            header = self._take(commit)
+        except DisagreementError:
+            units.drop()
+            raise
+        units.commit(header)
         self._transfer.settle()
         return header
 
@@ -483,26 +580,41 @@ class Engine:
         self._raise_pending()
         if kind is not Kind.STEP:
             self._transfer.server.log.settle(LOG_PATIENCE_S)
-        contribution = Contribution(
+        contribution = self._contribution(kind, fields, line=line)
+        shell = self._prepared().shell
+        self._loop.call(lambda: shell.contribute(contribution))
+        mail = self._mail
+        deadline = time.monotonic() + self.config.step_timeout_s
+        what = f"the commit of slot {contribution.seq} ({kind})"
+        if self._moves is not None:
+            return self._take(await_commit(self._moves, mail, self.header, what, deadline))
+        with mail.changed:
+            mail.wait(lambda: bool(mail.commits), what, deadline)
+            commit = mail.commits.popleft()
+        return self._take(commit)
+
+    def _contribution(
+        self, kind: Kind, fields: Mapping[str, Any], *, line: str = "", view: ViewId = NO_VIEW
+    ) -> Contribution:
+        return Contribution(
             member=self.member_id,
-            view=NO_VIEW,
+            view=view,
             seq=self.header.seq + 1,
             kind=kind,
             step=self.header.step,
             prev_hash=self.header.hash,
             layout_hash=self.layout_hash,
             line=line or users_line(),
-            **fields,  # type: ignore[arg-type]
+            **fields,
         )
-        shell = self._prepared().shell
-        self._loop.call(lambda: shell.contribute(contribution))
-        mail = self._mail
-        deadline = time.monotonic() + self.config.step_timeout_s
-        with mail.changed:
-            mail.wait(lambda: bool(mail.commits), f"the commit of slot {contribution.seq} ({kind})", deadline)
-            commit = mail.commits.popleft()
-            header, view = commit.header, commit.view
-            self.view = mail.view
+
+    def _take(self, commit: Committed) -> Header:
+        """This member stands on a slot's header from now on."""
+        header, view, shell = commit.header, commit.view, self._prepared().shell
+        with self._mail.changed:
+            self.view = self._mail.view
+        if self._moves is not None:
+            self._moves.committed(self._mail.closed_under)
         self._waiting.over(f"the job goes on after step {header.step}")
         if header.error:
             self.events.emit("error", what="disagreement", reason=header.error)
@@ -596,7 +708,9 @@ class Engine:
 
     def wait_released(self, timeout_s: float = 10.0) -> None:
         """After leaving or finishing: until nobody needs this member any more."""
-        mail = self._mail
+        mail, next_view = self._mail, self.header.view_change
+        if self._moves is not None and self.out and next_view is not None:  # others may lack what was here alone (P9)
+            self._moves.serve(self.header, next_view)
         with mail.changed, contextlib.suppress(ChaosError):
             mail.wait(lambda: bool(mail.left), "release", time.monotonic() + timeout_s, tells=False)
 
@@ -624,6 +738,8 @@ class Engine:
         self._transfer.forget()
         self._mail.reset()
         made.accumulation.abandon()
+        if self._moves is not None:
+            self._moves.restart()
         self.view = self.ruling_view = None
         self.header, self.role, self.out, self.leaving, self.resumed = GENESIS, "", False, False, False
 
@@ -654,6 +770,8 @@ class Engine:
     def _on_crash(self, error: BaseException) -> None:
         self.events.emit("error", what="io", reason=repr(error))
         self._mail.post(crash=error)
+        if self._made is not None:
+            self._made.shell.end_units()
 
     def _raise_pending(self) -> None:
         with self._mail.changed:

@@ -6,6 +6,8 @@ header to observe from, or a header at which it is let in and pulls the state. T
 
 A pull that was begun and not ended leaves a mixture (`Transfer.mixed`), also over `Engine.rejoin`: a member with that
 may get a state from others, but founds no job.
+
+Where steps run as units, `state` is the rest of the training state, and the parts that this member owns come after it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.observing import Observation
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.member.transfer import Transfer
+from chaos_lightning.member.unit_steps import MovesParts
 from chaos_lightning.member.waiting import ADVICE
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import GENESIS, Header, View
@@ -64,6 +67,7 @@ class Entrance:
         transfer: Pulls the state.
         accumulation: Turns logged sums into gradients.
         load: Brings a state that was kept at this header (protocol.md 14c).
+        moves: Pulls parts, if steps run as units.
     """
 
     shell: Shell
@@ -71,12 +75,14 @@ class Entrance:
     transfer: Transfer
     accumulation: Accumulation
     load: Callable[[Header, StateAccess], None]
+    moves: MovesParts | None = None
 
     def enter(self, state: StateAccess, replay: Replay | None, deadline: float) -> Arrival | None:
         """Waits until this member stands in a view; None if it is to give up (it was told to leave).
 
         Raises:
             FencedError, RefusedError, DepartedError, DeadlineError, StateError: See errors.py.
+            ConfigurationError: The job has pipelines and this member runs no units, or the other way round.
         """
         mail = self.mail
         while True:
@@ -95,14 +101,16 @@ class Entrance:
                 (observe, mail.observe), me = (mail.observe, None), mail.who()
                 view = mail.view
             if pull is not None:
-                if self.transfer.fetch(*pull, state, deadline):
+                self._check(pull.view)
+                if self._fetch(pull, state, deadline):
                     self.transfer.mixed = ""
                     self.transfer.arrived()
                     # Its donors may die before the next slot: then it is the one that others get this state from.
-                    self.transfer.publish(pull[0], state, self.accumulation.layout)
-                    loaded = fx.StateLoaded(pull[0].hash)
-                    self.shell.loop.call(partial(self.shell.feed, loaded))
-                    return Arrival("joiner", *pull)
+                    self.transfer.publish(pull.header, state, self.accumulation.layout)
+                    if self.moves is None:
+                        loaded = fx.StateLoaded(pull.header.hash, pull.parts, pull.view.id)
+                        self.shell.loop.call(partial(self.shell.feed, loaded))
+                    return Arrival("joiner", pull.header, pull.view)
             elif view is None:
                 assert observe is not None
                 if replay is not None:
@@ -127,9 +135,31 @@ class Entrance:
                 with mail.changed:
                     mail.wait(lambda: mail.giving_up or mail.pull is not None, "the state's header", deadline)
             else:
+                self._check(view)
                 self.transfer.arrived()
                 base = self.shell.machine.header
                 if base != GENESIS:
                     self.load(base, state)
                 self.transfer.publish(base, state, self.accumulation.layout)
                 return Arrival("founder", base, view)
+
+    def _fetch(self, pull: fx.PullState, state: StateAccess, deadline: float) -> bool:
+        """Pulls what this newcomer lacks; False if something else is wanted meanwhile. Each part is told of as it
+        comes, for the scheduler counts on those that are here."""
+        if self.moves is None:
+            return self.transfer.fetch(pull.header, pull.view, state, deadline)
+        wanted = fx.PullParts(pull.header, pull.view, pull.parts)
+        with self.mail.changed:
+            if self.mail.pull is not None:
+                return False
+            self.mail.parts = wanted
+        return self.transfer.fetch(pull.header, pull.view, state, deadline) and self.moves.pull(wanted, deadline)
+
+    def _check(self, view: View) -> None:
+        if (self.moves is not None) == bool(view.pipelines):
+            return
+        has = "pipelines, and this member does not run" if view.pipelines else "no pipelines, and this member runs"
+        raise ConfigurationError(
+            f"view {view.id} has {has} its steps as units of micro-batches; start all members and the scheduler with "
+            "the same settings"
+        )

@@ -40,6 +40,7 @@ from chaos_lightning.settings import ON_LAST_EXIT, EngineConfig
 _log = logging.getLogger("chaos_lightning")
 
 
+_IN_PARTS = "each member holds parts of it, which this release does not keep in files; save checkpoints"
 MAX_CHECKPOINTS = 1000
 """Number of checkpoints that a job remembers; the oldest ones are forgotten first."""
 
@@ -222,6 +223,10 @@ class Keeping:
                 member, self._job, _step_of(steps),
             )  # fmt: skip
             return None
+        if view.pipelines:
+            self._events.emit("error", what="keep", reason=_IN_PARTS)
+            _log.error("%s: the training state of job %s at %s ends: %s", member, self._job, _step_of(steps), _IN_PARTS)
+            return None
         header = kept_header(last, view.id)
         said = {
             "job": self._job,
@@ -278,6 +283,10 @@ class Keeping:
     def keep_final(self, header: Header, view: View, member: str, hello: Hello, state: StateAccess) -> None:
         """Writes the state at the job's end down, for those who come late."""
         assert self._folder is not None
+        if view.pipelines:
+            self._events.emit("error", what="keep", reason=_IN_PARTS)
+            _log.warning("%s: who comes late to the finished job does not get its final state: %s", member, _IN_PARTS)
+            return
         said = {
             "job": self._job,
             "member": member,
@@ -358,6 +367,8 @@ class Keeping:
         """
         said = record.said
         what = f"the state kept at {_step_of(said)} by {said.get('member')} ({record.path})"
+        if record.parts:
+            raise StateError(f"{what} has parts ({', '.join(record.parts)}), which this release does not load")
         if said.get("job") != self._job:
             raise StateError(f"{what} is of job {said.get('job')!r}, not of {self._job!r}")
         if (theirs := said.get("run", "")) != self._run:

@@ -17,8 +17,8 @@ from chaos_lightning.errors import (
     FinishedJobError,
     RefusedError,
 )
-from chaos_lightning.membership.effects import Committed
-from chaos_lightning.protocol.types import Header, Member, ToldEnd, View
+from chaos_lightning.membership.effects import Committed, PullParts, PullState
+from chaos_lightning.protocol.types import Header, Member, Span, ToldEnd, View
 
 
 @dataclass(slots=True)
@@ -30,8 +30,16 @@ class Mailbox:
     commits: deque[Committed] = field(default_factory=deque)
     view: View | None = None
     member: Member | None = None
-    pull: tuple[Header, View] | None = None
+    pull: PullState | None = None
     observe: tuple[Header, View] | None = None
+    attempt: tuple[View, int] | None = None
+    """View and slot of the attempt that is open, where units of micro-batches run."""
+    closed_under: View | None = None
+    """View of the attempt that the last header closed, if it has pipelines."""
+    parts: PullParts | None = None
+    """Parts of the state that this member is to pull."""
+    gone_parts: tuple[Span, ...] = ()
+    """Parts that others own from now on."""
     ejected: tuple[str, bool] | None = None
     left: str = ""
     job_over: ToldEnd | None = None
@@ -61,6 +69,8 @@ class Mailbox:
     def commit(self, commit: Committed) -> None:
         with self.changed:
             self.commits.append(commit)
+            opened = self.attempt
+            self.closed_under = opened[0] if opened is not None and opened[1] == commit.header.seq else None
             self.view, self.step = commit.view, commit.header.step
             self.changed.notify_all()
 
@@ -69,7 +79,8 @@ class Mailbox:
         with self.changed:
             self.commits.clear()
             self.view = self.member = self.pull = self.observe = self.ejected = self.crash = None
-            self.job_over = None
+            self.job_over = self.attempt = self.closed_under = self.parts = None
+            self.gone_parts = ()
             self.left = self.notice = self.greeting = self.lost = ""
             self.giving_up = False
 

@@ -123,7 +123,7 @@ class Observation:
         """Let in at a header: apply up to it. What cannot be had in time is pulled with that header."""
         mail = self._mail
         with mail.changed:
-            target = mail.pull[0] if mail.pull is not None else None
+            target = mail.pull.header if mail.pull is not None else None
         give_up = time.monotonic() + self._catching_up.final_wait_s
         while target is not None and at.seq < target.seq and time.monotonic() < give_up and not reader.error:
             entry = reader.take(0.05)

@@ -23,6 +23,7 @@ from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.telling import batch_once, lines
 from chaos_lightning.member.transfer import Transfer
+from chaos_lightning.member.unit_steps import UnitStep, owned_spans
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import needs_bytes, with_scope
@@ -98,7 +99,9 @@ class Shell:
         self.memory = memory
         self._shown: View | None = None
         """What the console was told of last."""
-        self.reducer = Reducer(memory, links.chunk, self._ranges_done)
+        self.reducer = Reducer(memory, links.chunk, self._ranges_done, lambda view: owned_spans(memory.layout, view))
+        self.units: UnitStep | None = None
+        """Set before `listen` if this job has pipelines."""
         self.welcome: Welcome | None = None
         self.to_scheduler = to_scheduler
         self._keys = keys
@@ -122,7 +125,8 @@ class Shell:
         Raises:
             ConfigurationError: `bind` is no address of this machine, or none of these ports is free.
         """
-        self.links.listen(bind, Takers(self, self.reducer, self.server.serve), ports)
+        borders = self.units.borders if self.units is not None else None
+        self.links.listen(bind, Takers(self, self.reducer, self.server.serve, borders), ports)
         self.loop.call(self.beat)
 
     def reset(self) -> None:
@@ -130,6 +134,8 @@ class Shell:
         self.machine = self.machine.anew()
         self._shown = None
         self.reducer.restart("")
+        if self.units is not None:
+            self.units.restart()
         self.transfer.arrived()
         self.links.abandon()
         if self.links.generation is not None:
@@ -225,6 +231,8 @@ class Shell:
         self.to_scheduler(verdict(suspect, here, there, silence_s=silence_s, limit_s=limit_s, excused=excused))
 
     def _ranges_done(self, view: ViewId, seq: int) -> None:
+        if self.units is not None:
+            self.units.reduced(view, seq)
         self.feed(fx.RangesDone(view, seq))
 
     # Host of links -----------------------------------------------------------
@@ -277,33 +285,59 @@ class Shell:
                 self.links.rule(self.machine.view)
                 self.links.want(peers)
             case fx.OpenAttempt(view, seq):
-                self.links.opened(seq)
-                if self.links.generation is not None:
-                    self.links.generation.set(view.id, seq)
-                self.reducer.open(view, seq)
+                self._open(view, seq)
             case fx.DropAttempt(view):
                 self.reducer.drop(view)
                 # Only a recovery forgets what is queued: after a normal commit others still need this member's results.
                 if self.machine.prepared:
                     self.links.drop(view)
+                    self.end_units(view)
             case fx.Committed():
                 self._committed(effect)
             case fx.PullResult(header, sources):
                 self._hand_on(header, sources)
-            case fx.PullState(header, view):
-                self.mailbox.post(pull=(header, view))
-            case fx.Observe(header, view):
-                self.mailbox.post(observe=(header, view))
+            case fx.PullState():
+                self.mailbox.post(pull=effect, parts=None)  # what was asked for before is pointless
+            case fx.PullParts() | fx.DropParts() | fx.Observe():
+                self._ask(effect)
             case fx.Viewed(view):
                 self._viewed(view, carried=False)
             case fx.Ejected(reason, rejoin):
                 self.events.emit("fenced", reason=reason, rejoin=rejoin)
                 self.mailbox.post(ejected=(reason, rejoin))
+                self.end_units()
             case fx.Left(reason, asked):
                 self.events.emit("left", reason=reason)
                 self.mailbox.post(left=reason, **({"giving_up": True} if asked else {}))
             case fx.Note(name, fields):
                 self.events.emit(name, **dict(fields))
+
+    def _ask(self, effect: fx.PullParts | fx.DropParts | fx.Observe) -> None:
+        """Something for the training thread to do."""
+        match effect:
+            case fx.PullParts():
+                self.mailbox.post(parts=effect)
+            case fx.DropParts(parts):
+                self.mailbox.post(gone_parts=(*self.mailbox.gone_parts, *parts))
+            case fx.Observe(header, view):
+                self.mailbox.post(observe=(header, view))
+
+    def _open(self, view: View, seq: int) -> None:
+        self.links.opened(seq)
+        if self.links.generation is not None:
+            self.links.generation.set(view.id, seq)
+        self.reducer.open(view, seq)
+        wanted = self.mailbox.parts
+        if wanted is not None and wanted.view.id < view.id:  # what this view lacks was asked for before
+            self.mailbox.post(parts=None)
+        if view.pipelines:
+            self.mailbox.post(attempt=(view, seq))
+
+    def end_units(self, view: ViewId | None = None) -> None:
+        """Lets go of units that wait: of this and older views, or of the attempt that is open."""
+        attempt = self.mailbox.attempt
+        if self.units is not None and (view is not None or attempt is not None):
+            self.units.end(view or attempt[0].id)  # type: ignore[index]
 
     def _viewed(self, view: View, *, carried: bool) -> None:
         self.events.emit(
@@ -326,7 +360,7 @@ class Shell:
     def _committed(self, commit: fx.Committed) -> None:
         header = commit.header
         self.server.withdraw(header.seq)
-        if header.kind == Kind.STEP and not header.error:
+        if needs_bytes(header) and not header.reduced:
             scope = self.reducer.scope_spans()
             self.server.publish_result(header.seq, header.hash, self.memory.result_bytes[header.seq % 2], scope)
         now = time.monotonic()

@@ -23,6 +23,7 @@ from chaos_lightning.membership.peers import (
     Standing,
     difference,
     has_place,
+    is_named,
     refusal,
     same_process,
 )
@@ -156,7 +157,7 @@ class Admission:
         if self.desk.phase is SchedulerPhase.PREPARING or self.desk.phase is SchedulerPhase.HOLDING:
             if peer.id in self.recovery.expected and peer.report is None:
                 self.recovery.ask(peer)
-        elif self.book.decision is not None and self.book.decision.view.find(peer.id) is not None:
+        elif self.book.decision is not None and is_named(self.book.decision.view, peer.id):
             self.roster.send(peer, self.book.decision)
         elif self.book.announced is not None:
             self.roster.send(peer, self.book.announced)

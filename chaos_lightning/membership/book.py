@@ -57,6 +57,10 @@ class Book:
         """The last decided view."""
         return self.views[-1] if self.views else None
 
+    def decided(self, number: ViewId) -> View | None:
+        """Returns the view of this number, if it is one of the last two."""
+        return next((v for v in self.views if v.id == number), None)
+
     def persist(
         self,
         kind: str,

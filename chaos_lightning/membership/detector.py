@@ -16,8 +16,8 @@ member whose stream closed gets `reconnect_grace_s` then. The scheduler's own cl
 anybody is judged.
 
 These signs err at times - a stopped process wakes up, a machine that was cut off comes back - and while others hold the
-training state, that costs no more than a member that joins again. The *last holder*, a member that may hold the state
-while nobody who answers is known to hold it, is therefore dead only on proof (12a): a process table says that its
+training state, that costs no more than a member that joins again. A *last holder*, a member that may hold a part of
+the state that nobody who answers is known to hold, is therefore dead only on proof (12a): a process table says that its
 process is gone, or both its stream and a link were closed by its own machine and it is not back within
 `reconnect_grace_s`, or not a word came for `last_holder_timeout_s`. Until then it is *held*. Newcomers are witnesses,
 too; those on the suspect's own machine are asked first, for they alone can prove anything.
@@ -31,7 +31,8 @@ from chaos_lightning.membership.peers import Peer
 from chaos_lightning.membership.scene import WITNESSES, Scene
 from chaos_lightning.membership.silences import Silences
 from chaos_lightning.protocol.pace import Pacing
-from chaos_lightning.protocol.types import Settings, Verdict
+from chaos_lightning.protocol.spans import subtract, union
+from chaos_lightning.protocol.types import Settings, Span, Verdict
 
 UNHEARD_S = 1.0
 """A scheduler that was frozen has heard after this time of all streams that were closed meanwhile."""
@@ -176,10 +177,10 @@ class Detector:
         # All suspicions come before the first judgement: nobody counts as well by being looked at late.
         for peer in scene.watched.values():
             self._look(now, peer, scene)
-        answers = self._answering(scene)
+        answered = self._answering(scene) if self.suspicions else ()
         for member in [m for m in scene.watched if m in self.suspicions] if self.suspicions else ():
             peer, suspicion = scene.watched[member], self.suspicions[member]
-            last = suspicion.last = self._is_last_holder(member, scene, answers)
+            last = suspicion.last = self._is_last_holder(member, scene, answered)
             proof = self._proof(now, peer, suspicion, scene)
             suspicion.unheard = suspicion.unheard or now < self.unheard_until or scene.is_unheard(peer)
             fact = "" if suspicion.unheard else scene.fact(peer, newcomers=False)
@@ -206,18 +207,20 @@ class Detector:
         fresh = [(m, s.why) for m, s in self.suspicions.items() if m not in known]
         return Findings(tuple(probes), tuple(looks), tuple(deaths), tuple(fresh), tuple(held))
 
-    def _answering(self, scene: Scene) -> bool:
-        """Whether somebody holds the training state who answers and is not suspected."""
+    def _answering(self, scene: Scene) -> tuple[Span, ...]:
+        """Parts of the training state that those are known to hold who answer and are not suspected."""
         watched = scene.watched
-        others = (watched[m] for m in scene.holders if m in watched and m not in self.suspicions)
-        return any(p.known and p.loaded and p.conn is not None for p in others)
+        others = [watched[m] for m in scene.holders if m in watched and m not in self.suspicions]
+        found = {scene.known(p) for p in others if p.known and p.conn is not None}
+        return union(span for parts in found for span in parts)
 
-    def _is_last_holder(self, member: str, scene: Scene, answers: bool) -> bool:
-        """Whether the training state may be lost with this suspect: no other one that answers is known to hold it.
+    def _is_last_holder(self, member: str, scene: Scene, answered: tuple[Span, ...]) -> bool:
+        """Whether a part of the training state may be lost with this suspect: no other one that answers is known to
+        hold it (P6).
 
         Of several that are all under suspicion each is one: whoever speaks first goes on, and the others are judged.
         """
-        return member in scene.holders and not answers
+        return bool(subtract(scene.holders.get(member, ()), answered))
 
     def _look(self, now: float, peer: Peer, scene: Scene) -> None:
         """Silence and closed streams are suspicions."""

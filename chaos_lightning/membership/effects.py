@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from chaos_lightning.membership.past import Numbers, Past
 from chaos_lightning.protocol.types import (
+    NO_VIEW,
+    WHOLE,
     Contribution,
     FromMember,
     Header,
@@ -39,14 +41,18 @@ class PeerIn:
 
 @dataclass(frozen=True, slots=True)
 class Contribute:
-    """The training thread brings its part of the next slot (its `view` is filled in by the machine)."""
+    """The training thread brings its part of the next slot.
+
+    The machine fills in `view`. Only if units of micro-batches ran for it (with pipelines, a STEP or a round of
+    evaluation), `view` is the one in which they ran: in another one they count for nothing.
+    """
 
     contribution: Contribution
 
 
 @dataclass(frozen=True, slots=True)
 class RangesDone:
-    """The data plane holds every reduced byte of this attempt."""
+    """The data plane holds every reduced byte of this attempt, of parts that this member owns; also if it owns none."""
 
     view: ViewId
     seq: int
@@ -61,9 +67,13 @@ class ResultPulled:
 
 @dataclass(frozen=True, slots=True)
 class StateLoaded:
-    """The joiner's state is complete, at this header, and its hash equals the donors'."""
+    """These parts of the state are here, at this header, and their hashes equal the donors' (all that were asked for,
+    or some of them)."""
 
     head: str
+    parts: tuple[Span, ...] = WHOLE
+    view: ViewId = NO_VIEW
+    """View of the PullState or PullParts; with pipelines alone: GENESIS does not tell one state from another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +153,45 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True)
 class PullState:
-    """Joiner: fetch the training state at `header` from the members of `view` that are no joiners."""
+    """Joiner: fetch these parts of the training state at `header` from the members of `view` that are no joiners.
+
+    With pipelines also from others, as for `PullParts`.
+    """
 
     header: Header
     view: View
+    parts: tuple[Span, ...] = WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class PullParts:
+    """Member: fetch these parts, which it owns in `view` and does not hold, at `header` (protocol.md P8).
+
+    Members of `view`, and those that it lets go, may have them; at GENESIS only each part's oldest owner does (P14).
+    This replaces what was asked for before. The machine holds a contribution back until all are here.
+    """
+
+    header: Header
+    view: View
+    parts: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropParts:
+    """Forget these parts: others own them, and have them (protocol.md P8)."""
+
+    parts: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """Begin slot `seq` anew under `view`: end the unit under way, and drop all that this attempt has made (P7).
+
+    The training thread contributes again, to a STEP or a round of evaluation, once it has run its units of that view.
+    """
+
+    view: View
+    seq: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +243,9 @@ MemberEffect = (
     | Committed
     | PullResult
     | PullState
+    | PullParts
+    | DropParts
+    | Rerun
     | Observe
     | Viewed
     | Ejected

@@ -20,10 +20,10 @@ from chaos_lightning.membership.topology import (
     Pair,
     Topology,
     by_member,
+    components,
     connected,
     links_of,
     pair,
-    parts,
     ranked,
     thinned,
 )
@@ -140,7 +140,7 @@ class Graph:
     def together(self, peers: list[Peer]) -> list[Peer]:
         """The largest part of these that links hold together."""
         ids = [p.id for p in peers]
-        best = frozenset(next(iter(ranked(parts(ids, self.pairs(ids)), ids)), ()))
+        best = frozenset(next(iter(ranked(components(ids, self.pairs(ids)), ids)), ()))
         return [p for p in peers if p.id in best]
 
     def ready(self) -> list[Peer]:
@@ -185,7 +185,7 @@ class Graph:
         here = [p for p in self._roster.willing() if not p.stranded]
         ids = [*members, *(p.id for p in here)]
         inside = frozenset(members)
-        part = frozenset(next((g for g in parts(ids, self.pairs(ids)) if not inside.isdisjoint(g)), ()))
+        part = frozenset(next((g for g in components(ids, self.pairs(ids)) if not inside.isdisjoint(g)), ()))
         return [p for p in here if p.id in part]
 
     def strand(self, newcomers: list[Peer], members: list[Peer]) -> None:
@@ -218,12 +218,12 @@ class Graph:
         if not self._few():
             return ids
         here = [*members, *placed]
-        return [m for g in parts([p.id for p in here], self._linked(here)) if set(ids).intersection(g) for m in g]
+        return [m for g in components([p.id for p in here], self._linked(here)) if set(ids).intersection(g) for m in g]
 
     def _best_part(self, newcomers: list[Peer]) -> tuple[str, ...]:
         """Of newcomers that are to found the job the largest part that links hold together."""
         ids = [p.id for p in newcomers]
-        return next(iter(ranked(parts(ids, self._linked(newcomers)), ids)), ())
+        return next(iter(ranked(components(ids, self._linked(newcomers)), ids)), ())
 
     def _linked(self, peers: list[Peer]) -> frozenset[Pair]:
         """Pairs of which an end has said that their link stands."""

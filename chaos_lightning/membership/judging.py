@@ -15,11 +15,13 @@ from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector, Held
 from chaos_lightning.membership.effects import Gone, Look
 from chaos_lightning.membership.graph import Graph
+from chaos_lightning.membership.parts import common, division
 from chaos_lightning.membership.peers import Peer, Standing, listed
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.scene import Scene
-from chaos_lightning.protocol.types import Differs, Fence, Notice, Probe, Verdict
+from chaos_lightning.protocol.spans import union
+from chaos_lightning.protocol.types import WHOLE, Differs, Fence, Notice, Probe, Span, Verdict
 
 
 class Deaths:
@@ -64,13 +66,14 @@ class Deaths:
             self._desk.phase is SchedulerPhase.PREPARING
             and self._desk.now - self._recovery.prepared_at > self._settings.report_timeout_s
         ):
-            for peer in self._roster.members():
+            for peer in self._roster.party():
                 if peer.id in self._recovery.expected and peer.report is None and peer.conn is not None:
                     self._detector.suspect(
                         self._desk.now, peer.id, f"no report for {self._recovery.number}", overdue=True
                     )
-        holders = {p.id for p in self._roster.living() if self._may_hold(p)}
-        findings = self._detector.judge(self._desk.now, Scene(watched, newcomers, holders, self._neighbours))
+        holders = self._may_hold(self._roster.party())
+        scene = Scene(watched, newcomers, holders, self._neighbours, self._is_known_to_hold)
+        findings = self._detector.judge(self._desk.now, scene)
         for member, evidence in findings.suspects:
             self._desk.note("suspect", member=member, evidence=evidence)
         for by, suspect in findings.probes:
@@ -81,10 +84,36 @@ class Deaths:
             self._roster.die(self._roster.peers[death.member], death.evidence, proven=death.proven)
         self._wait_for(findings.held)
 
-    def _may_hold(self, peer: Peer) -> bool:
-        """Whether this member of the latest view may hold the training state: all but joiners known to lack it."""
-        assert self._book.latest is not None
-        return peer.loaded or not peer.known or peer.id not in self._book.latest.joiners
+    def _may_hold(self, peers: Sequence[Peer]) -> dict[str, tuple[Span, ...]]:
+        """Returns the parts of the training state that each of these members of the latest view, or leavers, may hold.
+
+        A joiner has what it told. Others may have any part that they own, since one that was pulled is told a moment
+        later; and any part at all if they have not spoken to this scheduler yet.
+        """
+        latest = self._book.latest
+        if latest is None:
+            return {}
+        joiners = frozenset(latest.joiners)
+        if not latest.pipelines:
+            return {p.id: () if p.known and not p.loaded and p.id in joiners else WHOLE for p in peers}
+        now, divisions = division(latest), {view.id: division(view) for view in self._book.views if view.pipelines}
+        found = {}
+        for peer in peers:
+            if not peer.known:
+                found[peer.id] = now.everything
+            elif peer.id in joiners:
+                found[peer.id] = peer.parts
+            else:
+                owned = [parts.owned(peer.id) for parts in (now, divisions.get(peer.entered, now))]
+                found[peer.id] = union((*peer.parts, *(span for spans in owned for span in spans)))
+        return found
+
+    def _is_known_to_hold(self, peer: Peer) -> tuple[Span, ...]:
+        """Returns the parts that it surely holds: it may have dropped one since it told, if it does not own it (P8)."""
+        entered = self._book.decided(peer.entered) if peer.standing is Standing.MEMBER else None
+        if entered is None or not entered.pipelines:
+            return peer.parts
+        return common(peer.parts, division(entered).owned(peer.id))
 
     def on_verdict(self, by: Peer, said: Verdict) -> None:
         """Takes what `by` says of a suspect; it cannot miss a link that it never had."""
@@ -103,18 +132,30 @@ class Deaths:
         near, peers = self._graph.near(latest, suspect), self._roster.peers
         return [m for m in near if (p := peers.get(m)) is not None and p.alive and p.conn is not None]
 
-    def take_back(self) -> bool:
-        """Deaths without proof of members that may hold the state; True if there were any, so that nothing is lost."""
-        doubtful = [
-            p for p in self._roster.members() if p.dead and not p.proven and not p.condemned and self._may_hold(p)
-        ]
+    def take_back(self, lost: tuple[Span, ...] | None = None) -> bool:
+        """Deaths without proof of members that may hold the state; True if there were any, so that nothing is lost.
+
+        Args:
+            lost: Parts of the state that nobody else holds; None: all.
+        """
+        known = (*self._roster.members(), *self._roster.needed_leavers())
+        silent = [p for p in known if p.dead and not p.proven and not p.condemned]
+        held = self._may_hold(silent)
+        doubtful = [p for p in silent if (held[p.id] if lost is None else common(held[p.id], lost))]
         for peer in doubtful:
             self._desk.note(
-                "notice", text=f"{peer.id} may live and nobody else holds the training state: it is waited for"
+                "notice", text=f"{peer.id} may live and nobody else holds {self._what(lost)}: it is waited for"
             )
             self._detector.hold(self._desk.now, peer.id, peer.dead)
             peer.dead = ""
         return bool(doubtful)
+
+    def _what(self, lost: tuple[Span, ...] | None) -> str:
+        """Words for these parts of the training state."""
+        latest = self._book.latest
+        if latest is None or not latest.pipelines or lost is None:
+            return "the training state"
+        return f"{division(latest).words(lost)} of the training state"
 
     def on_gone(self, event: Gone) -> None:
         """This machine's process table has no such process any more."""

@@ -6,18 +6,35 @@ go still has its stream, nobody founds the job: it is writing. Then the newest s
 has is what the job goes on from: that founder is the first of the view, and the others get the state from it. If
 the scheduler knows of a newer one than any founder has, it is waited for, and whoever waits is told where it lies.
 Where a job is founded again and there is none, the view's reason says what is lost: its members show it.
+
+Where members hold parts of the state (P13), all of them part at one header. Each tells which parts it has written down,
+and none is released before all that live have told. Then the job is founded from the newest header at which the files
+of ready founders hold every part; while a newer one is known, whoever has its other parts is waited for, as above.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.graph import Graph
-from chaos_lightning.membership.peers import NEWCOMER, Peer, Process, process_of
+from chaos_lightning.membership.parts import division
+from chaos_lightning.membership.peers import NEWCOMER, Peer, Process, listed, process_of
 from chaos_lightning.membership.roster import Roster
-from chaos_lightning.protocol.types import GENESIS, Header, Kept, Kind, Notice, Released, ViewId
+from chaos_lightning.protocol.spans import subtract, union
+from chaos_lightning.protocol.types import (
+    GENESIS,
+    NO_VIEW,
+    Header,
+    Kept,
+    Kind,
+    Notice,
+    Released,
+    Report,
+    Span,
+    ViewId,
+)
 
 
 class Keeper:
@@ -37,15 +54,25 @@ class Keeper:
         """Since when (s) such processes with a kept state have not been ready; None: they were sent away for it."""
         self._without = ""
         """Who on that machine does not go on from it, in words."""
+        self._parted: dict[str, Kept] = {}
+        """What each member told that it wrote down when all parted."""
+        self._parting_since: float | None = None
+        """Since when (s) all have been parting."""
+        self._parts_since: dict[str, float] = {}
+        """Since when (s) parts of the state at each header have been waited for, by the header's hash."""
 
     def founded(self) -> None:
         """The job goes on from what its founders have."""
         self._told, self._without = None, ""
         self._unready.clear()
+        self._parted.clear()
+        self._parting_since = None
+        self._parts_since.clear()
 
     def shift(self, gap: float) -> None:
         """The scheduler was frozen for so long (s)."""
         self._unready = {p: since if since is None else since + gap for p, since in self._unready.items()}
+        self._parts_since = {head: since + gap for head, since in self._parts_since.items()}
 
     def let_keep(self, peer: Peer, reason: str) -> None:
         """Lets a member go that may be the last one with the state: it is not forgotten before its stream closes."""
@@ -59,9 +86,65 @@ class Keeper:
         if peer.keeps_since is None and not peer.leaving:
             return  # the state is the job's, and its members go on
         self._desk.note("kept", member=peer.id, step=kept.header.step, view=str(kept.header.view))
-        if self._told is None or _age(kept) > _age(self._told[0]):
+        if self._is_divided():
+            self._parted[peer.id] = kept
+        elif self._told is None or _age(kept) > _age(self._told[0]):
             self._told = (kept, peer.member.host, self._desk.now)
             self._said_anew.clear()
+
+    # ------------------------------------------------------------------ parts of the state
+
+    def _is_divided(self) -> bool:
+        """Whether each member holds some parts of the state."""
+        return self._book.latest is not None and bool(self._book.latest.pipelines)
+
+    def has_told(self, peer: Peer) -> bool:
+        """Whether this member has written its parts down, as all part."""
+        return peer.id in self._parted
+
+    def all_told(self, leavers: Sequence[Peer]) -> bool:
+        """Whether all that part and live have written their parts down, or were waited for long enough."""
+        if self._parting_since is None:
+            self._parting_since = self._desk.now
+        over = self._desk.now - self._parting_since > self._settings.last_holder_timeout_s
+        return over or all(self.has_told(p) for p in leavers if p.alive)
+
+    def told_reports(self) -> list[Report]:
+        """Returns where members stood that have written their parts down: that counts as if they reported (P13)."""
+        return [
+            Report(NO_VIEW, k.header.view, k.header.seq - 1, k.header.prev_hash, parts=k.parts, raw=False, owns=k.parts)
+            for k in self._parted.values()
+        ]
+
+    def holders(self, founders: Sequence[Peer], base: Header) -> tuple[str, ...]:
+        """Returns the founders that have parts of the state at this header in files; others get theirs from them."""
+        at = base.prev_hash
+        return tuple(p.id for p in founders if at and p.kept is not None and p.kept.header.prev_hash == at)
+
+    def _missing(self, header: Header, offers: Iterable[tuple[Peer, Kept]]) -> tuple[Span, ...]:
+        """Parts of the state at the header that this one follows which none of these founders has in a file."""
+        assert self._book.latest is not None
+        held = (k.parts for _, k in offers if k.header.prev_hash == header.prev_hash)
+        return subtract(division(self._book.latest).everything, union(span for parts in held for span in parts))
+
+    def _wait_for_parts(self, newcomers: Sequence[Peer]) -> str | None:
+        """As `wait_for_kept`, where each founder may have some parts in a file."""
+        told = [k for k in self._parted.values() if self._is_of_this_chain(k)]
+        offers, ready = self._offers(newcomers), self._graph.ready()
+        newest = max([*told, *(k for _, k in offers)], key=_age, default=None)
+        if newest is None or self._book.latest is None:
+            return None
+        missing = self._missing(newest.header, [(p, k) for p, k in offers if p in ready])
+        limit_s = self._settings.last_holder_timeout_s
+        since = self._parts_since.setdefault(newest.header.prev_hash, self._desk.now)
+        if not missing or self._desk.now - since > limit_s:
+            return None
+        who = listed(k.member for k in told if subtract(missing, k.parts) != missing)
+        what = f"{division(self._book.latest).words(missing)} of the training state at step {newest.header.step}"
+        return (
+            f"the job waits for members that have {what} in files{f' (kept by {who})' if who else ''}: start them; "
+            f"{limit_s:g} s after the first came the job begins without"
+        )
 
     def writing(self) -> list[Peer]:
         """Members that were let go, and may be writing the state down."""
@@ -77,6 +160,8 @@ class Keeper:
         if writing := self.writing():
             return f"the job waits for {', '.join(p.id for p in writing)}, which may be writing its training state down"
         newcomers = [p for p in self._roster.peers.values() if p.standing in NEWCOMER]
+        if self._is_divided():
+            return self._wait_for_parts(newcomers)
         if (awaited := self._wait_for_offer(newcomers)) is not None:
             return awaited
         if self._told is None:
@@ -146,13 +231,27 @@ class Keeper:
     def first_by_state(self, ready: Sequence[Peer]) -> list[Peer]:
         """The first member's state is the job's: whoever has the newest kept one comes first."""
         offers = self._offers(ready)
+        if self._is_divided():
+            at = self._whole_at(ready)
+            return sorted(ready, key=lambda p: at is None or p.id not in self.holders(ready, at))
         first = offers[0][0] if offers else None
         return sorted(ready, key=lambda p: p is not first)
 
-    def founding_base(self, first: Peer) -> tuple[Header, str]:
-        """What the job is founded on, and what becomes of the state that it had, in words."""
+    def _whole_at(self, founders: Sequence[Peer]) -> Header | None:
+        """Returns the newest header at which the files of these hold every part; None if there is none."""
+        offers = self._offers(founders)
+        return next((k.header for _, k in offers if not self._missing(k.header, offers)), None)
+
+    def founding_base(self, founders: Sequence[Peer]) -> tuple[Header, str]:
+        """What the job is founded on, and what becomes of the state that it had, in words.
+
+        Args:
+            founders: As `first_by_state` orders them.
+        """
         lost = f"the state that it had{self._reached_words()} is lost{self._without}" if self._book.views else ""
-        kept = first.kept
+        kept = founders[0].kept
+        if self._is_divided() and self._whole_at(founders) is None:
+            return GENESIS, lost
         if kept is None or not self._is_of_this_chain(kept):
             return GENESIS, lost
         words = f"from the state that {kept.member} kept at step {kept.header.step}"

@@ -135,6 +135,8 @@ class Learners:
     def _way_in(self, peer: Peer, few: str) -> tuple[str, str]:
         if peer.no_replay or few:
             return "pause", peer.no_replay or few
+        if self._book.latest is not None and self._book.latest.pipelines:
+            return "pause", "each member has only some parts of the training state, so nobody could replay all (P10)"
         late = process_of(peer.member) in self._roster.left_behind
         if not late and not any(p.step for p in self._roster.living()):
             return "pause", "no step is committed yet"

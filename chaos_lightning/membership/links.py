@@ -32,9 +32,9 @@ from chaos_lightning.membership.topology import (
     Fact,
     Pair,
     Topology,
+    components,
     in_words,
     pair,
-    parts,
 )
 from chaos_lightning.protocol.types import (
     MADE_ANEW,
@@ -268,7 +268,7 @@ class LinkRegistry:
             p.id for p in self._roster.peers.values() if p.standing in NEWCOMER
         ]
         if one.id in inside and other.id in inside:
-            rest = parts(inside, self._graph.pairs(inside) - {pair(one.id, other.id)})
+            rest = components(inside, self._graph.pairs(inside) - {pair(one.id, other.id)})
             if len(rest) > 1:
                 return f"without the link of {one.id} and {other.id} the members fall apart: {in_words(rest)}"
         return ""
@@ -413,7 +413,7 @@ class LinkRegistry:
     def tell_apart(self, founders: Sequence[Peer]) -> None:
         """Founders that are enough and all ready learn what they wait for, if no links hold them together."""
         ids = [p.id for p in founders]
-        groups = parts(ids, self._graph.pairs(ids))
+        groups = components(ids, self._graph.pairs(ids))
         if len(groups) > 1:
             text = (
                 f"the job waits for links: {len(ids)} members are here (min_nodes={self._settings.min_nodes}), but no "

@@ -15,6 +15,11 @@ released) and GONE. While ACTIVE it stands on `header` (slot `seq`) in `view` an
   commit with it and `RangesDone` (2).
 - A committed header opens the next attempt. Since OpenAttempt(s+2) follows only header s+1, the data plane may
   alternate two result buffers (3).
+- In a view with pipelines this member owns only some *parts* of the state, and holds some at `header`
+  (member_parts.py). It contributes when it holds all that it owns, and to a STEP when all of that is reduced as well
+  (P4); so a header commits without bytes. It pulls what it owns and lacks. It drops what it no longer owns with the
+  first header that was closed under such a view (P8). A `Decide` drops a contribution that units of micro-batches ran
+  for, and they run again (`Rerun`, P7). A member that a view lets go serves its parts until it is released (P9).
 - `Prepare(n)` is a promise (8): from then on nothing of a view older than n is looked at, `RangesDone` and headers
   already under way included. `Decide` ends it: redo re-sends the kept contribution under the new view; hand-on first
   fetches the base's bytes if this member lacks them. Until the base is committed here, the old view counts as entered.
@@ -32,6 +37,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self
 
+from chaos_lightning.errors import PlanError
 from chaos_lightning.membership import stimuli
 from chaos_lightning.membership.donors import Serving, named_more
 from chaos_lightning.membership.effects import (
@@ -51,6 +57,7 @@ from chaos_lightning.membership.effects import (
     PullResult,
     PullState,
     RangesDone,
+    Rerun,
     ResultPulled,
     StateLoaded,
     Tick,
@@ -59,9 +66,19 @@ from chaos_lightning.membership.effects import (
     Viewed,
 )
 from chaos_lightning.membership.learning import Learning
+from chaos_lightning.membership.member_parts import MemberParts, is_let_go
 from chaos_lightning.membership.neighbours import Neighbours
+from chaos_lightning.membership.parts import division
 from chaos_lightning.membership.recovery import needs_bytes
-from chaos_lightning.membership.slots import close_slot, differing, kind_of
+from chaos_lightning.membership.slots import (
+    admitting,
+    by_units,
+    carriable,
+    close_slot,
+    differing,
+    follows,
+    kind_of,
+)
 from chaos_lightning.membership.spreading import Spread, Spreading
 from chaos_lightning.membership.stimuli import MessageDigest
 from chaos_lightning.protocol.limits import bounded
@@ -129,6 +146,7 @@ class MemberMachine:
         assigning: The view that `header` named: the assignment of the open slot is its function (protocol.md 10).
         header: The last committed header.
         pending: Header of the next slot, for want of reduced bytes not committed.
+        parts: Parts of the state that it owns and holds.
         promised: Nothing older than this is looked at.
         pending_leave: Why this member asked to leave; "" if it did not.
         notice: Last words of the scheduler.
@@ -146,6 +164,7 @@ class MemberMachine:
         self.assigning: View | None = None
         self.header: Header = GENESIS
         self.pending: Header | None = None
+        self.parts = MemberParts()
         self.promised: ViewId = NO_VIEW
         self.waiting_view: View | None = None
         self.contribution: Contribution | None = None
@@ -197,8 +216,8 @@ class MemberMachine:
                 self._on_ranges_done(view, seq)
             case ResultPulled(seq):
                 self._on_result_pulled(seq)
-            case StateLoaded(head):
-                self._on_state_loaded(head)
+            case StateLoaded():
+                self._on_state_loaded(event)
             case LinkChanged(peer, up, evidence):
                 self._emit(*self.neighbours.changed(peer, up, evidence))
                 self._check_ready()
@@ -223,7 +242,7 @@ class MemberMachine:
 
     @property
     def loaded(self) -> bool:
-        """Whether this member holds the training state at `header`."""
+        """Whether this member holds the training state at `header`; with pipelines, whether it is no newcomer."""
         return self.phase in (MemberPhase.ACTIVE, MemberPhase.LEAVING, MemberPhase.CLOSED)
 
     @property
@@ -304,8 +323,11 @@ class MemberMachine:
                 self._on_prepare(message, held)
             case Decide():
                 self._on_decide(message)
-            case ServeLearners():
-                self._on_learners(message)
+            case ServeLearners(ids, view):
+                self.learners = ids
+                self.serving.told(self.member_id, message)
+                if self.phase is MemberPhase.WAITING:
+                    self._emit(*self.learning.told(view if self.member_id in ids else None))
             case Fence(reason, rejoin):
                 self._eject(reason, rejoin=rejoin)
             case Notice(text):
@@ -351,14 +373,8 @@ class MemberMachine:
         elif self.pending_leave:
             self._emit(ToScheduler(Leave(self.pending_leave)))
 
-    def _on_learners(self, message: ServeLearners) -> None:
-        self.learners = message.ids
-        self.serving.told(self.member_id, message)
-        if self.phase is MemberPhase.WAITING:
-            self._emit(*self.learning.told(message.view if self.member_id in message.ids else None))
-
     def _on_next_view(self, view: View) -> None:
-        if view.id < self.promised or view.id <= self._entered_id:
+        if view.id < self.promised or view.id <= self._entered_id or self._refuses(view):
             return
         if self.waiting_view is None or view.id > self.waiting_view.id:
             self.waiting_view = view
@@ -370,15 +386,23 @@ class MemberMachine:
             self._note("dropped", what="own contribution", seq=contribution.seq, reason=f"this member is {self.phase}")
             return
         assert contribution.seq == self.seq + 1, f"contribution to slot {contribution.seq}, {self.seq + 1} is open"
+        assert self.view is not None
+        if by_units(self.view, contribution) and contribution.view != self._entered_id:
+            words = f"its units ran in view {contribution.view}"
+            self._note("dropped", what="own contribution", seq=contribution.seq, reason=words)
+            return
         prev_hash = contribution.prev_hash or self.header.hash
         self.contribution = replace(contribution, member=self.member_id, prev_hash=prev_hash)
         self._offer()
 
     def _offer(self) -> None:
-        """Brings the own contribution to the root of the ruling view, unless a promise holds it back."""
+        """Brings the own contribution to the root of the ruling view, unless a promise or a missing part holds it."""
         if self.contribution is None or self.view is None or self.prepared or self._entering is not None:
             return
-        mine = self.contribution = replace(self.contribution, view=self.view.id)
+        if not self.parts.may_contribute(self.view, self.contribution, self._complete):
+            return
+        reduced = by_units(self.view, self.contribution) and self.contribution.kind is Kind.STEP
+        mine = self.contribution = replace(self.contribution, view=self.view.id, reduced=reduced)
         if self.is_root:
             self._on_contribution(mine)
         else:
@@ -389,7 +413,7 @@ class MemberMachine:
         key = (contribution.view, contribution.seq)
         if self._outdated(contribution.view) or contribution.view < self._entered_id:
             return
-        if contribution.seq <= self._floor():
+        if contribution.seq <= (self.seq if self.loaded else -1):
             return
         known = max((len(v.members) for v in (self.view, self.waiting_view) if v is not None), default=0)
         if sum(map(len, self._inbox.values())) >= max(MIN_EARLY, 2 * known):
@@ -439,7 +463,7 @@ class MemberMachine:
             view=view,
             prev=self.header,
             contributions=box,
-            waiting=self._carriable(),
+            waiting=carriable(self.waiting_view, view),
             # The list changes with steps only, so that a newcomer's first header is that of a step.
             learners=self.learners if kind is Kind.STEP else self.header.learners,
         )
@@ -448,6 +472,8 @@ class MemberMachine:
         if self.prepared or view != self._entered_id or seq != self.seq + 1:
             return  # promised: what completes now completes for nobody (protocol.md 8)
         self._complete = (view, seq)
+        if self.view is not None and self.view.pipelines:
+            self._offer()
         self._try_close()
         self._try_commit()
 
@@ -457,9 +483,13 @@ class MemberMachine:
             return
         if self.phase in (MemberPhase.WAITING, MemberPhase.LOADING):
             self._emit(*self.learning.consider(self.member_id, header))
-            self._consider_admission(header)
+            change = admitting(header, self.member_id, self._entered_id)
+            if change is not None and not self._refuses(change):
+                self._load(header, change)
             return
         if self.phase is not MemberPhase.ACTIVE or header.view != self._entered_id or header.seq <= self.seq:
+            return
+        if header.view_change is not None and self._refuses(header.view_change):
             return
         if self.pending is None and self.view is not None:  # once, and before anything else
             self._emit(*self._spreading.hand_on(header, self.view, self.member_id))
@@ -482,8 +512,8 @@ class MemberMachine:
             self._commit(header)
 
     def _has_bytes(self, header: Header) -> bool:
-        """A member commits when it has the header and all ranges (2)."""
-        return not needs_bytes(header) or self._complete == (header.view, header.seq)
+        """A member commits when it has the header and all ranges (2); if all had them before, with the header (P4)."""
+        return header.reduced or not needs_bytes(header) or self._complete == (header.view, header.seq)
 
     # ------------------------------------------------------------------ committing
 
@@ -504,23 +534,36 @@ class MemberMachine:
         self._raw = True
         self.assigning = change or self.view
         commit = Committed(header, self.assigning, self.view.ids() if header.shares else ())
+        self._emit(*self.parts.committed(self.member_id, header, self.view, handed_on=entering is not None))
         self._close_open_slot()
         if change is not None:
             self._emit(*(ToPeer(joiner, header) for joiner in self._spreading.joiners(change, self.member_id)))
         if entering is not None:
             self._emit(commit)
-            self._enter(entering.view, entering.reason)
+            if entering.view.find(self.member_id) is None:
+                self._let_go(entering.view, entering.reason)
+            else:
+                self._enter(entering.view, entering.reason)
             return
         if change is not None and change.find(self.member_id) is None:
-            self.phase, self._lingers_since = MemberPhase.LEAVING, self._now
-            self._finish_reason = self.pending_leave or change.reason
             self._emit(commit)
+            self._let_go(change, change.reason)
             return
         if change is not None:
             self._enter(change, change.reason, commit)
             return
         self._emit(commit)
+        if self.parts.missing:  # the header says that a part has drifted here (P12)
+            self._emit(ToScheduler(self._position()))
+        if self.phase is MemberPhase.ACTIVE:
+            self._emit(*self.parts.pull(header, self.view))
         self._open_next()
+
+    def _let_go(self, view: View, reason: str) -> None:
+        """This view goes on without this member, which had asked for it or was drained."""
+        self.phase, self._lingers_since = MemberPhase.LEAVING, self._now
+        self._finish_reason = self.pending_leave or reason
+        self.parts.serves = is_let_go(self.member_id, view)
 
     def _close_open_slot(self) -> None:
         self.pending = self.contribution = self._complete = None
@@ -532,7 +575,9 @@ class MemberMachine:
         """This member stands in `view` from now on."""
         older = self._entered_id
         self.neighbours.enter(self.view if commit is not None else None)
-        self.view, self._differing = view, ()
+        self.view = view
+        self.parts.stand_in(self.member_id, view, self.seq)
+        self._differing = ()
         self.promised = max(self.promised, view.id)
         if self.waiting_view is not None and self.waiting_view.id <= view.id:
             self.waiting_view = None
@@ -544,7 +589,18 @@ class MemberMachine:
         self._emit(commit or Viewed(view))
         self._note("attempt", view=str(view.id), seq=self.seq + 1, reason=reason)
         self._emit(ToScheduler(self._position()))
+        if self.phase is MemberPhase.ACTIVE:
+            self._emit(*self.parts.pull(self.header, view))
+        if commit is None and view.pipelines and older != NO_VIEW:
+            self._rerun(view)
         self._open_next()
+
+    def _rerun(self, view: View) -> None:
+        """The open slot begins anew: what units made in an attempt ends with it (P4, P7)."""
+        if self.contribution is not None and by_units(view, self.contribution):
+            self.contribution = None
+        if self.contribution is None:
+            self._emit(Rerun(view, self.seq + 1))
 
     def _open_next(self) -> None:
         if self.phase is not MemberPhase.ACTIVE:
@@ -561,29 +617,41 @@ class MemberMachine:
 
     # ------------------------------------------------------------------ joining
 
-    def _consider_admission(self, header: Header) -> None:
-        """A header that names this member as a joiner: fetch the state at that header (protocol.md 15, 17 'pause')."""
-        change = header.view_change
-        if change is None or self.member_id not in change.joiners or change.id <= self._entered_id:
-            return
-        self._load(header, change)
-
     def _load(self, header: Header, view: View) -> None:
         self.phase = MemberPhase.LOADING
-        founded = self.assigning if self.header.hash == header.hash else None  # no recovery assigns slot 1
-        self.view, self.header, self.assigning = view, header, header.view_change or founded or view
+        again = self.header.hash == header.hash
+        founded = self.assigning if again else None  # no recovery assigns slot 1
+        if not again:
+            self.parts.held = self.parts.in_file(header, view)
+        self.header, self.assigning = header, header.view_change or founded or view
+        self.view = view
+        self.parts.stand_in(self.member_id, view, self.seq)
         self.neighbours.enter(None)
         self.promised = max(self.promised, view.id)
         self.waiting_view = None
         self._raw = False
         self._close_open_slot()
         self._connect()
-        self._emit(Viewed(view), ToScheduler(self._position()), PullState(header, view))
+        self._emit(Viewed(view), ToScheduler(self._position()))
+        if missing := self.parts.missing:
+            self._emit(PullState(header, view, missing))
+        else:
+            self._arrive()
 
-    def _on_state_loaded(self, head: str) -> None:
-        if self.phase is not MemberPhase.LOADING or head != self.header.hash:
-            self._note("dropped", what="state", head=head, reason=f"this member needs {self.header.hash}")
+    def _on_state_loaded(self, loaded: StateLoaded) -> None:
+        view, loading = self.view, self.phase is MemberPhase.LOADING
+        waits = loading or self.phase is MemberPhase.ACTIVE
+        if view is None or not waits or not self.parts.take(loaded, self.header, view):
+            self._note("dropped", what="state", head=loaded.head, reason=f"this member needs {self.header.hash}")
             return
+        if loading and not self.parts.missing:
+            self._arrive()
+            return
+        self._emit(ToScheduler(self._position()))
+        self._offer()
+
+    def _arrive(self) -> None:
+        """This newcomer holds all that it owns: it contributes to the slot after its header."""
         self.phase = MemberPhase.ACTIVE
         self._emit(ToScheduler(self._position()))
         if not self.prepared:
@@ -605,12 +673,13 @@ class MemberMachine:
             entered=self._entered_id,
             seq=self.seq,
             head=self.header.hash,
-            loaded=self.loaded,
+            parts=self.parts.held,
             raw=self.loaded and self._raw,
             pending=None if message.brief else self.pending,
             last=None if message.brief else self.header,
             held=held,
             pending_hash=self.pending.hash if self.pending is not None else "",
+            owns=self.parts.owned,
         )
         self._emit(ToScheduler(report))
 
@@ -625,17 +694,25 @@ class MemberMachine:
             if view.id == self._entered_id:
                 self._emit(ToScheduler(self._position()))
             return
+        if self._refuses(view):
+            return
         self._promise(view.id)
-        if view.find(self.member_id) is None:
+        leaves = self.view is not None and is_let_go(self.member_id, view)
+        if view.find(self.member_id) is None and not leaves:
             self._eject(f"view {view.id} was decided without this member: {decision.reason}", rejoin=True)
+        elif leaves and self.phase is MemberPhase.LEAVING:
+            self.parts.serves = True
         elif self.loaded and self.header.hash == base.hash:
             self._redo(decision)
-        elif self.loaded and decision.hand_on and self.header.hash == base.prev_hash:
+        elif self.loaded and decision.hand_on and follows(base, self.header, self._entered_id):
             self._hand_on(decision)
         elif self.member_id in view.joiners:
             self._load(base, view)
+        elif self.parts.held and self.header.hash == base.hash:  # it was loading: what it lacks, others have
+            self._redo(decision)
         elif self.view is None and base.next_view == NO_VIEW:  # GENESIS, or a state that this member has in a file
             self.phase, self.header, self.assigning = MemberPhase.ACTIVE, base, view
+            self.parts.found(base, view)
             self._enter(view, decision.reason)
         else:
             self._eject(
@@ -645,9 +722,15 @@ class MemberMachine:
             )
 
     def _redo(self, decision: Decide) -> None:
-        """Already on the base: the open slot is reduced again from what everybody kept."""
+        """Already on the base: the open slot is reduced again, from what everybody kept or what units make anew."""
         self.pending = self._entering = self._complete = None
         self._pulled = ""
+        if decision.view.find(self.member_id) is None:
+            self._emit(Viewed(decision.view))
+            self._let_go(decision.view, decision.reason)
+            return
+        if decision.view.pipelines:  # it was loading, or an earlier decision had let it go
+            self.phase, self.parts.serves = MemberPhase.ACTIVE, False
         self._enter(decision.view, decision.reason)
 
     def _hand_on(self, decision: Decide) -> None:
@@ -655,7 +738,7 @@ class MemberMachine:
         base = decision.base
         self.pending = base
         self._entering = decision
-        if not needs_bytes(base) or self._complete == (base.view, base.seq) or self._pulled == base.hash:
+        if self._has_bytes(base) or self._pulled == base.hash:
             self._commit(base)
             return
         sources = tuple(s for s in decision.sources if s.member != self.member_id)
@@ -672,6 +755,8 @@ class MemberMachine:
 
     def _on_tick(self) -> None:
         leaves = self.phase is MemberPhase.LEAVING
+        if leaves and self.parts.serves:
+            return  # until it is released: others may have yet to fetch its parts (P9)
         if (leaves or self.phase is MemberPhase.CLOSED) and self._now - self._lingers_since > LINGER_TIMEOUT_S:
             self._leave_now(f"{self._finish_reason}; not released within {LINGER_TIMEOUT_S:g} s", asked=leaves)
 
@@ -685,8 +770,19 @@ class MemberMachine:
             return
         if self.view is not None:
             self._emit(DropAttempt(self.view.id))
-        self.phase = MemberPhase.GONE
+        self.phase, self.parts.held = MemberPhase.GONE, ()
         self._emit(Ejected(reason, rejoin))
+
+    def _refuses(self, view: View) -> bool:
+        """Nobody can train in a view whose pipelines cannot be read or lack links, and no other view follows."""
+        try:
+            parts = division(view)
+            wrong = parts.apart((link.a, link.b) for link in view.links) if view.pipelines and view.links else ""
+        except PlanError as error:
+            wrong = str(error)
+        if wrong:
+            self._eject(f"view {view.id} cannot be entered: {wrong}", rejoin=False)
+        return bool(wrong)
 
     # ------------------------------------------------------------------ small moves
 
@@ -698,18 +794,11 @@ class MemberMachine:
 
     def _position(self) -> Entered:
         if self.view is None:
-            return Entered(NO_VIEW, 0, 0, "", loaded=False, chain=self.chain)
-        return Entered(self.view.id, self.seq, self.step, self.header.hash, loaded=self.loaded, chain=self.chain)
-
-    def _floor(self) -> int:
-        return self.seq if self.loaded else -1
+            return Entered(NO_VIEW, 0, 0, "", (), self.chain)
+        return Entered(self.view.id, self.seq, self.step, self.header.hash, self.parts.held, self.chain)
 
     def _connect(self) -> None:
         self._emit(*self.neighbours.connect(self.member_id, self.view))
-
-    def _carriable(self) -> View | None:
-        waiting = self.waiting_view
-        return waiting if waiting is not None and waiting.predecessor == self._entered_id else None
 
     def _check_ready(self) -> None:
         if self.phase is MemberPhase.WAITING and not self._ready_sent and self.neighbours.ready:
@@ -738,9 +827,11 @@ class MemberMachine:
             assert self.pending is not None, "entering without the base's header"
             assert self._entering.base.hash == self.pending.hash
             assert self.promised == self._entering.view.id
+        if self.view is not None:
+            assert self.parts.owned == division(self.view).owned(self.member_id)
         if self.waiting_view is not None:
             assert self.waiting_view.id >= self.promised
             assert self.waiting_view.id > self._entered_id
         for view, seq in self._inbox:
             assert view >= self._entered_id
-            assert seq > self._floor()
+            assert seq > self.seq or not self.loaded

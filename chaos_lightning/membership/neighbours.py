@@ -22,6 +22,8 @@ class Neighbours:
         """Whom the scheduler named; None before it did."""
         self.former: View | None = None
         """The view before, while links of it stay."""
+        self._settled = False
+        """A slot was committed in this view: all have their parts, and whom it lets go serves nobody any more."""
         self._remade: set[str] = set()
         """Made anew since this member entered its view."""
         self._parted: dict[str, str] = {}
@@ -38,7 +40,10 @@ class Neighbours:
         wanted: dict[str, Member] = {}
         if view is not None:
             near = {m for v in (view, self.former) if v is not None for m in neighbours(v, me)}
-            wanted = {m.id: m for m in view.members if m.id in near}
+            # Whom the view lets go serves its parts (P9), to whoever has a link with it.
+            leaving = () if self._settled else view.leaving
+            near |= {m.id for m in leaving}
+            wanted = {m.id: m for m in (*view.members, *leaving) if m.id in near}
         for member in self.wanted or ():
             wanted.setdefault(member.id, member)
         wanted.pop(me, None)
@@ -57,16 +62,21 @@ class Neighbours:
 
     def enter(self, former: View | None) -> None:
         """This member enters a view; `former` is the one before, if a header brought it here."""
-        self.former = former
+        self.former, self._settled = former, False
         self._remade.clear()
 
     def settle(self, me: str, view: View | None) -> list[MemberEffect]:
-        """All members stand in this view: links of the one before that it does not have go."""
+        """All members stand in this view and hold their parts: links that only others needed go.
+
+        Those are links of the view before that this one does not have, and those with whom this one lets go.
+        """
         former, self.former = self.former, None
-        if former is None or view is None:
+        first, self._settled = not self._settled, True
+        if view is None:
             return []
-        gone = set(neighbours(former, me)) - set(neighbours(view, me))
-        return self.connect(me, view) if any(view.find(m) is not None for m in gone) else []
+        gone = set(neighbours(former, me)) - set(neighbours(view, me)) if former is not None else set[str]()
+        served = first and bool(view.leaving)
+        return self.connect(me, view) if served or any(view.find(m) is not None for m in gone) else []
 
     def changed(self, peer: str, up: bool, evidence: str) -> list[MemberEffect]:
         """A link came up, or failed."""

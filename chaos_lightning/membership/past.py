@@ -91,6 +91,7 @@ class Past:
         hosts: Two of the members' machines, or the only one.
         plan_reason: Reason of the last view that tells of its plan.
         inside: Members of the last view.
+        leaving: Those that the last view lets go and that are needed until it is settled (P9).
     """
 
     views: Numbers = field(default_factory=Numbers)
@@ -103,6 +104,7 @@ class Past:
     hosts: tuple[str, ...] = ()
     plan_reason: str = ""
     inside: frozenset[str] = frozenset()
+    leaving: frozenset[str] = field(default=frozenset(), compare=False)  # the last view has it: no record needs it
 
     @classmethod
     def of(cls, views: Iterable[View]) -> Past:
@@ -114,12 +116,15 @@ class Past:
 
     def add(self, view: View, *, carried: bool = False) -> None:
         """Adds the view that follows the last one; `carried`: a header was to carry it."""
-        ids = frozenset(view.ids())
+        ids, leaving = frozenset(view.ids()), frozenset(m.id for m in view.leaving)
         gone, fresh = self.inside - ids, [m for m in view.members if m.id not in self.inside]
         for member in (*sorted(gone), *(m.id for m in fresh)):
-            self.members[member] = (*self.members.pop(member, ()), view.id)
+            moves = self.members.pop(member, ())
+            # A leaver that goes on as a member (P9) was needed all the time: it counts as if it had never gone.
+            stays = member in self.leaving and member in ids
+            self.members[member] = (moves[:-1] or (view.id,)) if stays else (*moves, view.id)
         self.views.add(view.id)
-        if carried and gone:
+        if gone and (carried or gone <= leaving):
             self.let_go.add(view.id)
         if view.reason.startswith(REBUILT):
             self.rebuilt = view.id
@@ -129,14 +134,15 @@ class Past:
         self.incarnation = max([self.incarnation, *used])
         self.together = self.together or len(ids) > 1
         self.hosts = tuple(dict.fromkeys((*self.hosts, *(m.host for m in fresh))))[:2]
-        self.inside = ids
+        self.inside, self.leaving = ids, leaving
         self._forget()
 
     def _forget(self) -> None:
         """Forgets those that went first, if too many have gone."""
-        many = len(self.members) - len(self.inside) - MOST_GONE
+        needed = self.inside | self.leaving
+        many = len(self.members) - len(needed) - MOST_GONE
         if many > 0:
-            for member in list(islice((m for m in self.members if m not in self.inside), many)):
+            for member in list(islice((m for m in self.members if m not in needed), many)):
                 self.forgotten = self.members.pop(member)[-1]
             self.let_go.forget(self.forgotten)
 
@@ -154,8 +160,13 @@ class Past:
         return view in self.views and (moves % 2 == 1 or (not moves and view < self.forgotten))
 
     def in_all_after(self, member: str, view: ViewId) -> bool:
-        """Whether a member of the last view is in every view after this one."""
-        return member in self.inside and self.views.below(self.members[member][-1]) <= view
+        """Whether every view after this one has this member, or names it as one that it lets go (P9)."""
+        if member in self.inside:
+            return self.views.below(self.members[member][-1]) <= view
+        # Once no view names it, it comes in no more; so each view since the one that lets it go has named it.
+        moves = self.members.get(member, ())
+        since = moves[-2] if len(moves) > 1 else NO_VIEW
+        return member in self.leaving and self.views.below(since) <= view
 
     def let_go_by(self, member: str, view: ViewId) -> ViewId | None:
         """Returns the view that let this member go, which stood in that one; None if it is in, or was put out."""

@@ -26,6 +26,8 @@ from chaos_lightning.protocol.types import (
     Progress,
     Report,
     Settings,
+    Span,
+    View,
     ViewId,
     is_name,
 )
@@ -78,7 +80,8 @@ class Peer:
     step_time_s: float = 0.0
     """As it says; 0: not known yet."""
     head: str = ""
-    loaded: bool = False
+    parts: tuple[Span, ...] = ()
+    """Parts of the training state that it holds, as it said last."""
     leaving: str = ""
     finished: bool = False
     dead: str = ""
@@ -132,11 +135,16 @@ class Peer:
     def alive(self) -> bool:
         return not self.dead and not self.condemned
 
+    @property
+    def loaded(self) -> bool:
+        """Whether it holds any part of the training state."""
+        return bool(self.parts)
+
     def stands(self, position: Entered) -> None:
         """Takes over the position that the member tells."""
         self.known = True
         self.entered, self.seq, self.step = position.view, position.seq, position.step
-        self.head, self.loaded = position.head, position.loaded
+        self.head, self.parts = position.head, position.parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +205,11 @@ def difference(hello: Hello | JobTerms, reference: JobTerms | None) -> str:
     if len(named) > NAMED_DIFFERENCES:
         words.append(f"{len(named) - NAMED_DIFFERENCES} more differ")
     return f"{'; '.join(words)}: start all members with the same script, package and settings"
+
+
+def is_named(view: View, member: str) -> bool:
+    """Whether this view has the member, or lets it go and still needs what it holds (P9)."""
+    return view.find(member) is not None or any(m.id == member for m in view.leaving)
 
 
 def short(chain: str) -> str:

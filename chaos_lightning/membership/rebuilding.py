@@ -14,11 +14,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from chaos_lightning.errors import PlanError
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.effects import Chain, Close, TakeTerm
+from chaos_lightning.membership.parts import division
 from chaos_lightning.membership.past import LAST_VIEWS, REBUILT, Past
 from chaos_lightning.membership.peers import JobTerms, Peer, Standing, difference, first_incarnation, listed, short
+from chaos_lightning.membership.pipelining import Pipelining
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Roster, member_of
@@ -36,6 +39,7 @@ class Rebuild:
         book: Book,
         roster: Roster,
         recovery: Recovery,
+        pipelining: Pipelining,
         terms: Terms,
         topology: Topology,
         chain: Chain,
@@ -45,6 +49,7 @@ class Rebuild:
         self._book = book
         self._roster = roster
         self._recovery = recovery
+        self._pipelining = pipelining
         self._job_terms = terms
         self._topology = topology
         if chain.rebuild and desk.phase is SchedulerPhase.FOUNDING:
@@ -134,6 +139,10 @@ class Rebuild:
     def on_report(self, peer: Peer, message: RebuildReport) -> None:
         if not self.rebuilds:
             return  # the chain is begun: what was before counts no more
+        if wrong := _unreadable(message):
+            put_out = self._roster.condemn if peer.standing is Standing.MEMBER else self._roster.fence
+            put_out(peer, f"it reported {wrong}")
+            return
         self._recalled[peer.id] = message
         self._recalled_at.pop(peer.id, None)
         if self._first_at is None and (message.view is not None or message.waiting is not None):
@@ -252,7 +261,12 @@ class Rebuild:
         self._roster.incarnation = max(self._roster.incarnation, first_incarnation(term, self._book.past.incarnation))
 
     def _adopt(self, latest: View, here: list[Peer]) -> None:
-        """The last known view stands for the lost chain until the next one is decided."""
+        """The last known view stands for the lost chain until the next one is decided.
+
+        Raises:
+            ConfigurationError: It has pipelines and none are made here, or the other way round.
+        """
+        self._pipelining.goes_on_from(latest)
         told = [self._recalled[p.id] for p in self._reporters()]
         numbers = [r.promised.number for r in told]
         numbers += [v.id.number for r in told for v in (r.view, r.waiting) if v is not None]
@@ -271,6 +285,9 @@ class Rebuild:
                 self._roster.peers[member.id] = absent
             else:
                 self._roster.peers[member.id].standing = Standing.MEMBER
+        for member in latest.leaving:
+            if (leaver := self._roster.peers.get(member.id)) is not None and leaver.id in self._recalled:
+                leaver.standing = Standing.LEAVER
         self._topology.partners.seed([self._roster.peers[m] for m in latest.ids()], links_of(latest))
         self._desk.note("rebuild", view=str(latest.id), reporters=sorted(present), term=self._book.term)
 
@@ -284,7 +301,7 @@ class Rebuild:
         if known and self.enough(len(living), before):
             return False
         for peer in list(self._roster.peers.values()):
-            if peer.standing is Standing.MEMBER:
+            if peer.standing in (Standing.MEMBER, Standing.LEAVER):
                 peer.standing = Standing.REPORTER
                 if peer.conn is None or peer.condemned:  # the latter was told that it is out
                     self._roster.drop(peer)
@@ -324,3 +341,14 @@ class Rebuild:
             self._roster.fence(peer, f"the chain was rebuilt {late}, in view {view.id}")
         self._recalled.clear()
         self._recalled_at.clear()
+
+
+def _unreadable(message: RebuildReport) -> str:
+    """Returns words about a view in this report whose pipelines cannot be read; "" if there is none."""
+    for view in (message.view, message.waiting):
+        if view is not None and view.pipelines:
+            try:
+                division(view)
+            except PlanError as error:
+                return f"view {view.id}: {error}"
+    return ""

@@ -11,7 +11,7 @@ from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.peers import Peer
 from chaos_lightning.membership.roster import Roster
-from chaos_lightning.protocol.types import NO_VIEW, SMALL_JOB, Header, Prepare, Report, ViewId
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, SMALL_JOB, Header, Prepare, Report, ViewId
 
 
 class Recovery:
@@ -86,7 +86,7 @@ class Recovery:
         self.number, self.prepared_at = number, self._desk.now
         self.again = ""  # what was lost while the number was written is made up for, too
         self._book.decision = self._book.announced = None
-        living = self._roster.living()
+        living = self._roster.party()
         self.expected = frozenset(p.id for p in living)
         self.missing, self._whole, self._first = set(self.expected), self._tellers(living), {}
         self._briefly.clear()
@@ -123,7 +123,7 @@ class Recovery:
 
         Where nobody has told one of them, one of those that name it is asked for it. Until it answers: None.
         """
-        headers: dict[str, Header] = {}
+        headers: dict[str, Header] = {GENESIS.hash: GENESIS}
         reports = {p.id: p.report for p in reporters if p.report is not None}
         for report in reports.values():
             for name, header in ((report.head, report.last), (report.pending_hash, report.pending)):
@@ -132,7 +132,7 @@ class Recovery:
         asked, complete = set[str](), True
         for peer in reporters:
             report = reports[peer.id]
-            if not report.loaded:
+            if not report.loaded and report.head != GENESIS.hash:
                 continue  # nobody goes on from there
             lacking = [name for name in self._needs(report) if name not in headers]
             complete = complete and not lacking

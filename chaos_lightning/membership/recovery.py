@@ -9,6 +9,10 @@ highest entered view, then the highest slot. Three outcomes:
 - the base has committed a slot that others have not: the same, with the committed members as sources;
 - otherwise the open slot is reduced again from the gradients that everybody kept.
 
+Where the training state is in parts, each at some members only (P5), a header is the base only if each part is held
+there by a reporter: it stands on that header and has the part, or the header can be handed on to it. If some part is
+held by nobody, the header before is tried. Members that stand on the header that failed join again.
+
 Redo is always safe where it is chosen: a slot that not all reporters committed is stable for nobody (rule 4), the dead
 included, since its successor would have needed a contribution of every member (rule 1).
 
@@ -20,11 +24,12 @@ adds the borders of that scope as empty spans: ((0, 4096), (0, 0), (8192, 8192))
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from chaos_lightning.membership.parts import division
 from chaos_lightning.membership.past import Past
-from chaos_lightning.protocol.spans import union
-from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, Report, Source, Span, View
+from chaos_lightning.protocol.spans import subtract, union
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Report, Source, Span, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +48,20 @@ class Ruling:
     """Newcomers of a view that no header carried: they hold nothing and get into a later view."""
     rejoin: tuple[tuple[str, str], ...] = ()
     """Who cannot go on from the base, with the reason."""
+    leaving: tuple[str, ...] = ()
+    """Members that the latest view lets go, and that can serve their parts at the base (P9)."""
+    bound: tuple[str, ...] = ()
+    """Those of `leaving` that no header has let go."""
+    held: tuple[tuple[str, tuple[Span, ...]], ...] | None = None
+    """Parts that members and leavers hold at the base; None if it is GENESIS, where the oldest owners make them."""
+    lost: tuple[Span, ...] = ()
+    """Parts that nobody holds at a header that was tried; () if there is a base."""
     reason: str = ""
 
 
 def needs_bytes(header: Header) -> bool:
     """Whether committing this header takes reduced bytes beside it."""
-    return header.kind is Kind.STEP and not header.error
+    return header.kind is Kind.STEP and not header.error and not header.reduced
 
 
 def with_scope(held: Iterable[Span], scope: Iterable[Span]) -> tuple[Span, ...]:
@@ -103,26 +116,55 @@ def _sources(header: Header, reports: Mapping[str, Report]) -> tuple[Source, ...
     return tuple(p for p in parts if p.spans)
 
 
-def rule(latest: View, past: Past, reports: Mapping[str, Report]) -> Ruling:
+def _takes(header: Header, report: Report) -> bool:
+    """Whether the header can be handed on to this reporter: it stands right before it and, if nobody hands on bytes,
+    has reduced its own in that very attempt."""
+    before = report.head == header.prev_hash and report.seq == header.seq - 1
+    return before and (not header.reduced or report.entered == header.view)
+
+
+def _after(header: Header, report: Report) -> tuple[Span, ...]:
+    """Parts that a reporter holds once this header is handed on to it."""
+    return report.owns if header.kind is Kind.STEP and not header.error else report.parts
+
+
+def _lacking(header: Header, reports: Iterable[Report], whole: tuple[Span, ...]) -> tuple[Span, ...]:
+    """Parts that none of these reporters holds at this header (P5). At GENESIS each has its first owner (P14)."""
+    if header.hash == GENESIS.hash:
+        return ()
+    held: list[Span] = []
+    for report in reports:
+        if report.head == header.hash:
+            held += report.parts
+        elif _takes(header, report):
+            held += _after(header, report)
+    return subtract(whole, union(held))
+
+
+def rule(latest: View, past: Past, reports: Mapping[str, Report], told: Sequence[Report] = ()) -> Ruling:
     """Decide from the reports of the latest view's living members.
 
     Args:
         latest: The last decided view; it names the possible members.
         past: All decided views.
         reports: By member id; all answers to the same Prepare.
+        told: Where members stood that have written their parts down as the job parted (P13), and that are gone.
 
     Returns:
-        The ruling with its reason in words. `base` is None if nobody holds the state.
+        The ruling with its reason in words. `base` is None if some part of the training state is held by nobody.
     """
-    order = [m for m in latest.ids() if m in reports]
+    order = [m for m in (*latest.ids(), *(m.id for m in latest.leaving)) if m in reports]
     # A report counts only if its sender is in every decided view after the one that it entered (protocol.md 9).
     counting = frozenset(m for m in order if past.in_all_after(m, reports[m].entered))
-    able = {m: reports[m] for m in order if reports[m].loaded and m in counting}
+    able = {m: reports[m] for m in order if m in counting and _is_able(latest, reports[m])}
+    parts = division(latest)
+    whole = parts.everything
+    lost: list[Span] = []
     unusable: dict[str, str] = {}
     while able:
         best = max(able.values(), key=lambda r: (r.entered, r.seq))
         pending = _pending(able, best)
-        if pending is not None:
+        if pending is not None and not _lacking(pending, able.values(), whole):
             sources = _sources(pending, able)
             if sources is not None:
                 reason = f"header of slot {pending.seq} and all its bytes are held by the survivors: handed on"
@@ -130,19 +172,32 @@ def rule(latest: View, past: Past, reports: Mapping[str, Report]) -> Ruling:
         base = best.last
         assert base is not None, f"report without its last header: {best}"
         assert base.hash == best.head, f"report whose last header is not its head: {best}"
-        behind = [m for m, r in able.items() if r.head == base.prev_hash and r.seq == base.seq - 1]
-        if not behind:
+        missing = _lacking(base, (*able.values(), *told), whole)
+        behind = [m for m, r in able.items() if _takes(base, r)]
+        if not missing and not behind:
             reason = f"nobody holds all of slot {base.seq + 1}: reduced again from kept gradients"
             return _ruling(latest, counting, reports, base, False, (), unusable, reason)
-        sources = _sources(base, able)
+        sources = None if missing else _sources(base, able)
         if sources is not None:
             reason = f"slot {base.seq} is committed at some, not at {', '.join(behind)}: handed on"
             return _ruling(latest, counting, reports, base, True, sources, unusable, reason)
-        # Only joiners by pause hold this slot, without its raw bytes: they are no donors (rule 9).
+        lost += missing
+        # Else only joiners by pause hold this slot, without its raw bytes: they are no donors (rule 9).
+        why = "without its reduced bytes and others lack it"
+        if missing:
+            why = f"and {parts.words(missing)} of the state at it are held by nobody who answers"
         for member in [m for m, r in able.items() if r.head == base.hash]:
-            unusable[member] = f"holds slot {base.seq} without its reduced bytes and others lack it"
+            unusable[member] = f"holds slot {base.seq} {why}"
             del able[member]
-    return _ruling(latest, counting, reports, None, False, (), unusable, "no survivor holds the training state")
+    reason = f"no survivor holds {parts.words(union(lost))}" if lost else "no survivor holds the training state"
+    return replace(_ruling(latest, counting, reports, None, False, (), unusable, reason), lost=union(lost) or whole)
+
+
+def _is_able(latest: View, report: Report) -> bool:
+    """Whether somebody may go on from where this reporter stands: it has a part of the state, or stands at GENESIS,
+    where the first owners make theirs (P14)."""
+    makes = bool(latest.pipelines) and report.head == GENESIS.hash and report.entered != NO_VIEW
+    return bool(report.parts) or makes
 
 
 def _ruling(
@@ -155,19 +210,21 @@ def _ruling(
     unusable: Mapping[str, str],
     reason: str,
 ) -> Ruling:
-    """Sort every reporter into member, joiner, waiting newcomer or one that must join again."""
+    """Sort every reporter into member, joiner, waiting newcomer, leaver or one that must join again."""
     members: list[str] = []
     joiners: list[str] = []
     waiting: list[str] = []
     rejoin: list[tuple[str, str]] = []
+    leaving: list[str] = []
     admitted = base.view_change.joiners if base is not None and base.view_change is not None else ()
-    for member in latest.ids():
+    for member in (*latest.ids(), *(m.id for m in latest.leaving)):
         report = reports.get(member)
         if report is None:
             continue
+        goes_on = base is not None and (report.head == base.hash or (hand_on and _takes(base, report)))
         if member in unusable:
             rejoin.append((member, unusable[member]))
-        elif not report.loaded:
+        elif not _is_able(latest, report):
             # Before slot 1 the assignment is the founding view's function: who has heard of that one goes on loading.
             at_base = base is not None and (
                 report.head == base.hash if report.entered != NO_VIEW else member in admitted
@@ -179,13 +236,20 @@ def _ruling(
                 waiting.append(member)
             else:
                 rejoin.append((member, f"it was loading slot {report.seq}, which did not become the base"))
+        elif base is not None and report.head == base.hash and _loads(latest, member, report):
+            members.append(member)
+            joiners.append(member)
         elif base is None or member not in counting:
             rejoin.append((member, f"it entered {report.entered} and a later view excluded it"))
-        elif report.head == base.hash or (hand_on and report.head == base.prev_hash):
-            members.append(member)
+        elif goes_on and not _loads(latest, member, report):
+            (members if latest.find(member) is not None else leaving).append(member)
         else:
             rejoin.append((member, f"it stands on {report.head} at slot {report.seq}, the base is {base.hash}"))
-    here = frozenset(members)
+    here = frozenset((*members, *leaving))
+    held = None
+    if base is not None and base.hash != GENESIS.hash:
+        at = ((m, reports[m]) for m in (*members, *leaving))
+        held = tuple((m, r.parts if r.head == base.hash else _after(base, r)) for m, r in at)
     return Ruling(
         base=base,
         hand_on=hand_on,
@@ -194,5 +258,19 @@ def _ruling(
         joiners=tuple(joiners),
         waiting=tuple(waiting),
         rejoin=tuple(rejoin),
+        leaving=tuple(leaving),
+        held=held,
+        bound=tuple(m for m in leaving if base is not None and _is_bound(m, base, reports[m])),
         reason=reason,
     )
+
+
+def _loads(latest: View, member: str, report: Report) -> bool:
+    """Whether this joiner has some of its parts, and loads the others."""
+    return bool(subtract(report.owns, report.parts)) and member in latest.joiners
+
+
+def _is_bound(member: str, base: Header, report: Report) -> bool:
+    """Whether no header has let this leaver go: the base names no view without it, and it has entered none."""
+    let_go = base.view_change is not None and base.view_change.find(member) is None
+    return not let_go and base.next_view <= report.entered

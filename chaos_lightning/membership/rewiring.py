@@ -34,10 +34,10 @@ from chaos_lightning.membership.topology import (
     Net,
     Pair,
     Topology,
+    components,
     connected,
     in_words,
     pair,
-    parts,
     ranked,
 )
 from chaos_lightning.membership.views import Change
@@ -165,7 +165,7 @@ class Rewiring:
 
     def _awaits_mending(self, ids: list[str]) -> bool:
         """Whether the parts are to wait: a link between them is wanted, both its ends live, and it is not long down."""
-        groups = parts(ids, self._graph.pairs(ids))
+        groups = components(ids, self._graph.pairs(ids))
         place = {m: i for i, part in enumerate(groups) for m in part if self._roster.peers[m].conn is not None}
         if self._cut_at is None:
             self._cut_at, self._parts = self._desk.now, 1
@@ -189,21 +189,25 @@ class Rewiring:
         """
         assert self._book.latest is not None
         self.cut = {}
-        order = [m for m in self._book.latest.ids() if m in reports]
+        latest = self._book.latest
+        order = [m for m in (*latest.ids(), *(m.id for m in latest.leaving)) if m in reports]
         chosen = order
         while True:
-            groups = parts(chosen, self._graph.pairs(chosen))
+            groups = components(chosen, self._graph.pairs(chosen))
             if len(groups) > 1 and self._awaits_mending(chosen):
                 return None
             rulings = {part: rule({m: reports[m] for m in part}) for part in ranked(groups, order)}
             best = [part for part, ruling in rulings.items() if ruling.base is not None]
             best.sort(key=lambda part: not self.will_do(rulings[part]))
+            together = {m: reports[m] for m in chosen}
             if not best:
-                return {m: reports[m] for m in chosen}
-            members = rulings[best[0]].members
+                return None if len(groups) > 1 and self._waits_for_links(groups, rule(together)) else together
+            members, leaving = rulings[best[0]].members, rulings[best[0]].leaving
             if connected(members, self._graph.pairs(members)):
                 break
-            chosen = [m for m in chosen if m in members]  # somebody who cannot go on held them together
+            # Somebody who cannot go on, or leaves, held them together.
+            going = [m for m in chosen if m in members or m in leaving]
+            chosen = going if going != chosen else [m for m in chosen if m in members]
         for member in (m for m in order if m not in best[0]):
             whom = listed(best[0])
             self.cut[member] = f"no link leads to {whom} ({len(best[0])} of {len(order)} members)"
@@ -212,6 +216,15 @@ class Rewiring:
         for member in order:  # if too few are left, a newcomer that links them takes the place of one that is cut off
             self._roster.peers[member].stranded = member in self.cut
         return {m: reports[m] for m in best[0]}
+
+    def _waits_for_links(self, groups: list[tuple[str, ...]], ruling: Ruling) -> bool:
+        """Whether no side has all parts of the training state, and all sides together have (P6): all wait, and are
+        told."""
+        if ruling.base is None:
+            return False
+        text = f"no link between {in_words(groups)}, and none of these has all parts of the training state: all wait"
+        self._roster.tell(text, [self._roster.peers[m] for group in groups for m in group])
+        return True
 
     def able(self, ruling: Ruling) -> int:
         """How many nodes can go on by this ruling, with the newcomers that links lead to from them."""

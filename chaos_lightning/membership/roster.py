@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain, Close, Send
+from chaos_lightning.membership.parts import division
 from chaos_lightning.membership.peers import (
     NEWCOMER,
     UNKNOWN_LEARNERS,
@@ -19,6 +20,7 @@ from chaos_lightning.membership.peers import (
 )
 from chaos_lightning.membership.topology import Topology, links_of
 from chaos_lightning.protocol.limits import bounded
+from chaos_lightning.protocol.spans import subtract
 from chaos_lightning.protocol.types import (
     Fence,
     HeartbeatPace,
@@ -66,6 +68,8 @@ class Roster:
         if chain.views and not chain.finished:
             last = chain.views[-1]
             self.peers = {m.id: Peer(m, Standing.MEMBER, learners=UNKNOWN_LEARNERS) for m in last.members}
+            for member in last.leaving:
+                self.peers[member.id] = Peer(member, Standing.LEAVER, learners=UNKNOWN_LEARNERS)
             topology.partners.seed(list(self.peers.values()), links_of(last))
 
     def send(self, peer: Peer, message: ToMember) -> None:
@@ -110,6 +114,16 @@ class Roster:
     def living(self) -> list[Peer]:
         return [p for p in self.members() if p.alive]
 
+    def needed_leavers(self) -> list[Peer]:
+        """Leavers whose parts of the training state may still be needed: the latest view names them (P9)."""
+        leaving = self._book.latest.leaving if self._book.latest is not None else ()
+        found = [p for m in leaving if (p := self.peers.get(m.id)) is not None]
+        return [p for p in found if p.standing is Standing.LEAVER]
+
+    def party(self) -> list[Peer]:
+        """Whom a recovery asks for what they hold: living members, and leavers that are needed."""
+        return [*self.living(), *(p for p in self.needed_leavers() if p.alive)]
+
     def willing(self) -> list[Peer]:
         """Newcomers that can be let in now: ready, heard of lately, and wanted."""
         limit = self._desk.now - self._desk.pacing.timeout_s
@@ -127,14 +141,21 @@ class Roster:
 
     @property
     def settled(self) -> bool:
-        """All members of the latest view stand in it with the state loaded."""
+        """All members of the latest view stand in it and hold all parts of the training state that they own."""
         latest = self._book.latest
         if latest is None:
             return False
-        members = self.members()
+        members, holds = self.members(), self.holds_its_own(latest)
         return len(members) == len(latest.members) and all(
-            p.alive and p.entered == latest.id and p.loaded for p in members
+            p.alive and p.entered == latest.id and holds(p) for p in members
         )
+
+    def holds_its_own(self, view: View) -> Callable[[Peer], bool]:
+        """Returns the question whether somebody holds all parts of the training state that it owns in this view."""
+        if not view.pipelines:
+            return lambda peer: peer.loaded
+        parts = division(view)
+        return lambda peer: not subtract(parts.owned(peer.id), peer.parts)
 
     def take_over(self, peer: Peer, conn: int, hello: Hello) -> None:
         """It has said hello on this stream, which replaces the one that it had."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from heapq import nsmallest
+from types import MappingProxyType
 
 from chaos_lightning.membership.peers import Peer
+from chaos_lightning.protocol.types import Span
 
 WITNESSES = 2
 """Number of those that are asked about a suspect."""
@@ -21,13 +23,18 @@ def _nobody(member: str) -> Collection[str]:
     return ()
 
 
+def _told(peer: Peer) -> tuple[Span, ...]:
+    return peer.parts
+
+
 class Scene:
     """See the module; what is asked of many members at once is counted here once.
 
     Args:
         watched: Living members by id: who is judged.
         newcomers: Others with a stream; they are witnesses only.
-        holders: Members that may hold the training state, as far as anybody knows.
+        holders: Parts of the training state that each member may hold, as far as anybody knows.
+        known: Parts that a member is known to hold.
         neighbours: Tells whose denial of a member's life counts, if not everybody's does.
     """
 
@@ -35,10 +42,11 @@ class Scene:
         self,
         watched: Mapping[str, Peer],
         newcomers: Mapping[str, Peer] | None = None,
-        holders: Collection[str] = (),
+        holders: Mapping[str, tuple[Span, ...]] = MappingProxyType({}),
         neighbours: Callable[[str], Collection[str]] = _nobody,
+        known: Callable[[Peer], tuple[Span, ...]] = _told,
     ) -> None:
-        self.watched, self.newcomers, self.holders = watched, newcomers or {}, holders
+        self.watched, self.newcomers, self.holders, self.known = watched, newcomers or {}, holders, known
         self._neighbours = neighbours
 
     def everybody(self) -> Iterator[Peer]:

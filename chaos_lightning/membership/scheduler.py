@@ -60,7 +60,9 @@ from chaos_lightning.membership.judging import Deaths
 from chaos_lightning.membership.keeping import Keeper
 from chaos_lightning.membership.learners import Learners
 from chaos_lightning.membership.links import LinkRegistry
-from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing, listed, placed, process_of
+from chaos_lightning.membership.parts import division
+from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing, is_named, listed, placed, process_of
+from chaos_lightning.membership.pipelining import LEAVES_TOGETHER_S, Lineup, Pipelining, ViewPipeliner
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling, rule
@@ -70,8 +72,15 @@ from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.showing import Showing
 from chaos_lightning.membership.stimuli import MessageDigest
 from chaos_lightning.membership.terms import Terms
-from chaos_lightning.membership.topology import CUT_PATIENCE_S, Net, Topology, connected, in_words, parts
-from chaos_lightning.membership.views import Change, changed_view, founding_view, intended_change, recovered_view
+from chaos_lightning.membership.topology import CUT_PATIENCE_S, Net, Topology, components, connected, in_words
+from chaos_lightning.membership.views import (
+    Change,
+    changed_view,
+    founding_view,
+    in_pipelines,
+    intended_change,
+    recovered_view,
+)
 from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import (
     NO_VIEW,
@@ -101,13 +110,19 @@ class SchedulerMachine:
     Args:
         settings: The job's rules.
         chain: What the store holds.
+        pipeliner: Makes the pipelines of each view; None: all members own the whole training state.
+
+    Raises:
+        ConfigurationError: The last view has pipelines and there is no pipeliner, or the other way round.
     """
 
-    def __init__(self, settings: Settings, chain: Chain) -> None:
+    def __init__(self, settings: Settings, chain: Chain, pipeliner: ViewPipeliner | None = None) -> None:
         self.stimulus_log: deque[tuple[float, SchedulerEvent | MessageDigest]] = deque(maxlen=512)
         self.tick_interval_s = settings.heartbeat_interval_s / 2
         self._bridges_since: float | None = None
         """Since when members that would part the others by leaving have been kept for that."""
+        self._leaves_since: float | None = None
+        """Since when a leave that moves parts of the training state has waited for the leaves of others."""
         self.settings = settings
         self.desk = desk = Desk(settings)
         desk.phase = (
@@ -123,6 +138,9 @@ class SchedulerMachine:
         self.roster = roster = Roster(desk, book, detector, topology, chain)
         self.recovery = recovery = Recovery(desk, book, roster)
         self.graph = graph = Graph(desk, book, roster, topology)
+        self.pipelining = Pipelining(desk, book, roster, graph, pipeliner)
+        if book.latest is not None and not chain.finished:
+            self.pipelining.goes_on_from(book.latest)
         self.links = LinkRegistry(desk, book, roster, recovery, graph, topology, detector)
         self.showing = Showing(desk, book, roster, graph, topology)
         self.rewiring = Rewiring(desk, book, roster, recovery, graph, topology, detector)
@@ -131,7 +149,7 @@ class SchedulerMachine:
         self.learners = Learners(desk, book, roster, graph)
         self.keeper = Keeper(desk, book, roster, graph)
         self.terms = Terms(desk, roster, detector)
-        self.rebuild = Rebuild(desk, book, roster, recovery, self.terms, topology, chain)
+        self.rebuild = Rebuild(desk, book, roster, recovery, self.pipelining, self.terms, topology, chain)
         self.identity = Identity(desk, book, roster, recovery, self.rebuild, detector, chain)
         self.hearing = Hearing(
             desk, book, recovery, detector, self.deaths, self.links, self.learners, self.keeper, self.rebuild
@@ -225,10 +243,15 @@ class SchedulerMachine:
         for conn, member in self.roster.conns.items():
             assert not member or self.roster.peers[member].conn == conn, (conn, member)
         ids = latest.ids() if latest is not None else ()
+        leaving = frozenset(m.id for m in latest.leaving) if latest is not None else frozenset()
         assert self.book.past.inside == frozenset(ids), sorted(self.book.past.inside ^ frozenset(ids))
+        assert self.book.past.leaving == leaving, sorted(self.book.past.leaving ^ leaving)
+        assert latest is None or bool(latest.pipelines) == self.pipelining.wanted, "pipelines come or go"
         for peer in self.roster.peers.values():
             assert peer.conn is None or self.roster.conns.get(peer.conn) == peer.id, peer.id
             assert peer.standing is not Standing.MEMBER or peer.id in ids, f"{peer.id} is in no view"
+            named = peer.id in leaving and peer.standing is Standing.MEMBER
+            assert not named, f"{peer.id} is a member, and the last view lets it go"
             lost = self.desk.phase is SchedulerPhase.FOUNDING  # members that held nothing are newcomers again
             assert lost or peer.standing is Standing.MEMBER or peer.id not in ids, f"{peer.id} is in the last view"
         if self.desk.reserving:
@@ -239,7 +262,13 @@ class SchedulerMachine:
             assert not self.roster.living(), "somebody holds the state"
 
     def _change_view(self, latest: View, change: Change, net: Net) -> bool:
-        view = changed_view(latest, self.roster.next_number(), change, self.settings.plan, net)
+        going = tuple(m for m in latest.members if m not in change.members)
+        pipelines, why = self.pipelining.of(change.members, net.pairs, going)
+        if pipelines is None and change.members:
+            self.roster.tell(f"{change.reason}: this waits, as no pipelines fit then: {why}", self.roster.members())
+            return False
+        number = self.roster.next_number()
+        view = changed_view(latest, number, change, self.settings.plan, net, pipelines or latest.pipelines, why)
         return self._write(view, lambda: self._announce(view))
 
     @property
@@ -351,6 +380,8 @@ class SchedulerMachine:
             self.recovery.shift(gap)
             if self._bridges_since is not None:
                 self._bridges_since += gap
+            if self._leaves_since is not None:
+                self._leaves_since += gap
             self.identity.shift(gap)
             if self.book.entered_at is not None:
                 self.book.entered_at += gap
@@ -385,7 +416,7 @@ class SchedulerMachine:
             return True
         if self._turn_finish():
             return True
-        if not self.roster.living():
+        if not self.roster.party():
             if not self.deaths.take_back():
                 self._lose("all members of the last view are gone")
             return True
@@ -441,17 +472,23 @@ class SchedulerMachine:
         if self.recovery.paced(f"{len(ready)} newcomers are ready to found the job"):
             return False
         ready = self.keeper.first_by_state(ready)
-        base, state = self.keeper.founding_base(ready[0])
+        base, state = self.keeper.founding_base(ready)
+        members, net = [p.member for p in ready], self.graph.net([p.id for p in ready])
+        pipelines, why = self.pipelining.of(members, net.pairs)
+        if pipelines is None:
+            self.roster.tell(f"the job waits, as no pipelines fit those that are ready: {why}", ready)
+            return False
         view = founding_view(
             self.roster.next_number(),
-            [p.member for p in ready],
+            members,
             plan=self.settings.plan,
             accumulate=self.roster.reference.accumulate,
             chain=self.book.views,
-            net=self.graph.net([p.id for p in ready]),
+            net=net,
             chain_id=self.book.chain_id,
             state=state,
         )
+        view = in_pipelines(view, pipelines, self.keeper.holders(ready, base))
         ruling = Ruling(base=base, members=view.ids(), joiners=view.joiners, reason=view.reason)
         if written := self._write(view, lambda: self._decided(view, ruling), base):
             self.recovery.attempt()
@@ -471,8 +508,11 @@ class SchedulerMachine:
     def _turn_running(self) -> bool:
         latest = self.book.latest
         assert latest is not None
-        # A leaver is still needed for the slot whose header will let it go.
-        needed = (*self.roster.members(), *(self.roster.leavers() if self.book.announced is not None else ()))
+        if not latest.members and self.book.persisting is None:
+            return self._turn_parting(latest)
+        # A leaver is still needed for the slot whose header will let it go, and as long as it may have to serve a part.
+        leavers = self.roster.leavers() if self.book.announced is not None else self.roster.needed_leavers()
+        needed = (*self.roster.members(), *leavers)
         dead = [p for p in needed if not p.alive]
         settled = self.roster.settled
         if settled:
@@ -504,12 +544,28 @@ class SchedulerMachine:
         change = self.rewiring.turn_links(latest) or self.redrawing.turn(latest)
         return change is not None and self._change_view(latest, *change)
 
+    def _turn_parting(self, latest: View) -> bool:
+        """All have been let go by one header (P13): each tells that it has written its parts down, and stays until all
+        that live have; a death before that is a recovery, as what the dead told still counts."""
+        leavers = self.roster.needed_leavers()
+        if dead := [p for p in leavers if not p.alive and not self.keeper.has_told(p)]:
+            return self.recovery.begin(listed((f"{p.id}: {p.condemned or p.dead}" for p in dead), "; "), urgent=True)
+        if self.recovery.again:
+            return self.recovery.begin(self.recovery.again)
+        if self.recovery.returning:
+            return self._turn_returning(latest)
+        if not self.keeper.all_told(leavers):
+            return False
+        for peer in leavers:
+            self.roster.release(peer, "all leave, and what they hold of the training state is in files")
+        return True
+
     def _turn_returning(self, latest: View) -> bool:
-        members = self.roster.living()
+        members = self.roster.party()
         if not all(p.known and p.conn is not None for p in members):
             return False
         self.recovery.returning = False
-        if self.recovery.promised or any(p.entered != latest.id for p in members):
+        if self.recovery.promised or any(p.entered != latest.id for p in members if p.standing is Standing.MEMBER):
             return self.recovery.begin("the scheduler was restarted and not all members may move in the last view")
         self.rebuild.may_rebuild = False  # all are here and lack nothing: whoever knows more later is of another part
         self.desk.note("notice", text=f"all members of view {latest.id} are back")
@@ -522,7 +578,8 @@ class SchedulerMachine:
         if self.book.entered_at is None:
             return
         joiners, limit, spreads = frozenset(latest.joiners), self.settings.join_timeout_s, self.book.spreads
-        lacking = [p for p in self.roster.members() if p.id in joiners and not p.loaded and p.alive]
+        holds = self.roster.holds_its_own(latest)
+        lacking = [p for p in self.roster.members() if p.id in joiners and not holds(p) and p.alive]
         why = self.founders.late(lacking, latest.ids(), spreads=spreads)
         if self.desk.now - self.book.entered_at > limit:
             why = f"it did not load the state within join_timeout_s={limit:g}"
@@ -552,6 +609,8 @@ class SchedulerMachine:
     def _turn_change(self, latest: View, ready: list[Peer]) -> bool:
         leaving = self.graph.loose(latest.ids(), [p.id for p in self.roster.members() if p.leaving])
         fitting = self._near(ready, latest, leaving)
+        if latest.pipelines and not fitting and all(p.leaving for p in self.roster.members()):
+            return self._part(latest)
         out = set(leaving)
         staying = [m for m in latest.members if m.id not in out]
         places = nodes.within([p.member for p in fitting], staying, self.settings.max_nodes)
@@ -567,6 +626,8 @@ class SchedulerMachine:
                 self.keeper.let_keep(peer, "all members leave; the last one keeps the training state in a file")
             return bool(leaving)
         net = self.graph.net([m.id for m in change.members])
+        if leaving and self._waits_for_leaves(latest, change, net):
+            return False
         rest = [m.id for m in staying]
         if leaving and fitting and not connected(rest, self.graph.pairs(rest)):
             # Who leaves is a bridge for which newcomers may make up: they come in first, as they hold nothing yet.
@@ -577,8 +638,25 @@ class SchedulerMachine:
             net = self.graph.net([m.id for m in change.members])
         if not connected([m.id for m in change.members], net.pairs):
             return self._let_go(latest, leaving)
-        self._bridges_since = None
+        self._bridges_since = self._leaves_since = None
         return self._change_view(latest, change, net)
+
+    def _waits_for_leaves(self, latest: View, change: Change, net: Net) -> bool:
+        """Whether these leaves wait for those of others, since parts of the training state move with them (P13)."""
+        going = tuple(m for m in latest.members if m not in change.members)
+        text, _ = self.pipelining.of(change.members, net.pairs, going)
+        if not text or not self.pipelining.moves(latest, text, change.members):
+            return False
+        if self._leaves_since is None:
+            self._leaves_since = self.desk.now
+        return self.desk.now - self._leaves_since < LEAVES_TOGETHER_S
+
+    def _part(self, latest: View) -> bool:
+        """All members leave, each with some of the state: one header lets them all go (P13)."""
+        self._leaves_since = None
+        reason = f"{listed(latest.ids())} leave: all part at one header, and each keeps its parts in a file"
+        change = Change(members=(), joiners=(), reason=reason, plan=latest.plan)
+        return self._change_view(latest, change, self.graph.net([]))
 
     def _near(self, ready: list[Peer], latest: View, leaving: list[str]) -> list[Peer]:
         """Newcomers with a link to a member that stays, if any stays."""
@@ -591,15 +669,15 @@ class SchedulerMachine:
         ids = [m for m in latest.ids() if m not in out]
         if not leaving or not connected(latest.ids(), self.graph.pairs(latest.ids())):
             return False  # a link is down at the moment
-        sides = in_words(parts(ids, self.graph.pairs(ids)))
+        sides = in_words(components(ids, self.graph.pairs(ids)))
         why = f"{', '.join(leaving)} leave, and without them no link leads between {sides}"
         if self._bridges_since is None:
             self._bridges_since = self.desk.now
             text = f"{why}: they stay until there is one, {CUT_PATIENCE_S:g} s at most; then one side goes on alone"
             self.desk.note("notice", text=text)
             self.roster.tell(text, self.roster.members())
-        if self.desk.now - self._bridges_since < CUT_PATIENCE_S:
-            return False
+        if latest.pipelines or self.desk.now - self._bridges_since < CUT_PATIENCE_S:
+            return False  # with pipelines no side may hold the whole state
         self._bridges_since = None
         for member in leaving:
             peer = self.roster.peers[member]
@@ -608,19 +686,19 @@ class SchedulerMachine:
         return self.recovery.begin(why, urgent=True)
 
     def _turn_recovering(self) -> bool:
-        if self.desk.phase is SchedulerPhase.HOLDING:
+        if self.desk.phase is SchedulerPhase.HOLDING and not self.pipelining.wanted:
             for peer in self.roster.leavers():
                 self.roster.release(peer, "the others wait for members, and go on without it")
             for peer in [p for p in self.roster.living() if p.leaving]:
                 self.keeper.let_keep(peer, "the job waits for members; nobody needs this one meanwhile")
-        living = frozenset(p.id for p in self.roster.living())
+        living = frozenset(p.id for p in self.roster.party())
         if living != self.recovery.expected or self.recovery.again:
             gone = listed(sorted(self.recovery.expected - living)) or "nobody"
             why = self.recovery.again or f"{self.recovery.why}; gone since: {gone}"
             return self.recovery.begin(why, urgent=not living >= self.recovery.expected)
-        if any(p.report is None for p in self.roster.living()):
+        if any(p.report is None for p in self.roster.party()):
             return False
-        reports = self.recovery.with_headers(self.roster.living())
+        reports = self.recovery.with_headers(self.roster.party())
         if reports is None:
             return False
         side = self.rewiring.side(reports, self.rule)
@@ -628,10 +706,12 @@ class SchedulerMachine:
             return False
         ruling = self.rule(side)
         if ruling.base is None:
-            if self.deaths.take_back():
+            if self.deaths.take_back(ruling.lost):
                 return True
             if self.rebuild.before is not None:
                 return self.rebuild.turn_short(ruling)  # who holds the state may be among those that did not report
+            if self.pipelining.wanted and any(r.loaded for r in side.values()):
+                return self._wait_without(ruling)
             self._lose(ruling.reason, ruling)
             return True
         return self._turn_decide(ruling, ruling.base)
@@ -639,12 +719,16 @@ class SchedulerMachine:
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         """Base, hand-on or redo, and who goes on (protocol.md 9)."""
         assert self.book.latest is not None
-        return rule(self.book.latest, self.book.past, reports)
+        return rule(self.book.latest, self.book.past, reports, self.keeper.told_reports())
 
     def _turn_decide(self, ruling: Ruling, base: Header) -> bool:
         if self.rebuild.before is not None and not self.rebuild.enough(len(ruling.members), self.rebuild.before):
             return self.rebuild.turn_short(ruling)
-        if not self.rewiring.will_do(ruling):
+        latest = self.book.latest
+        assert latest is not None
+        lineup = self.pipelining.lineup(latest, ruling)
+        parts = isinstance(lineup, Lineup) and not lineup.members
+        if isinstance(lineup, str) or not (parts or self.rewiring.will_do(ruling)):
             rejoin = ruling.rejoin or self._bridged(ruling)
             for member, reason in rejoin:
                 # It would wait here in vain; as a newcomer it counts.
@@ -653,22 +737,25 @@ class SchedulerMachine:
             if rejoin:
                 return True
             text = f"training waits: {self.rewiring.able(ruling)} of min_nodes={self.settings.min_nodes} nodes are here"
+            if isinstance(lineup, str):
+                text = f"training waits, as no pipelines fit those that are here: {lineup}"
             text += "".join(f"; {m}: {words}" for m, words in self.rewiring.cut.items())
-            self.roster.tell(text, [*self.roster.living(), *self.graph.ready()])
-            if self.desk.phase is not SchedulerPhase.HOLDING:
-                self.desk.phase = SchedulerPhase.HOLDING
-                self.desk.note("notice", text=text)
-                return True
-            return False
-        latest = self.book.latest
-        assert latest is not None
+            return self._hold(text)
         out = (f"{m} is put out: {words}, who go on" for m, words in self.rewiring.cut.items())
         why = listed([self.recovery.why, *out], "; ")
-        view = recovered_view(
-            latest, self.recovery.number, ruling, self.settings.plan, why, self.graph.net(ruling.members)
-        )
+        net = self.graph.net([m.id for m in lineup.members])
+        view = recovered_view(latest, self.recovery.number, ruling, self.settings.plan, why, net, lineup)
         view = self.rebuild.begin_chain(view)
         return self._write(view, lambda: self._decided(view, ruling), base, hand_on=ruling.hand_on)
+
+    def _hold(self, text: str) -> bool:
+        """All that are here wait and are told why; True if they do so from now on."""
+        self.roster.tell(text, [*self.roster.party(), *self.graph.ready()])
+        if self.desk.phase is SchedulerPhase.HOLDING:
+            return False
+        self.desk.phase = SchedulerPhase.HOLDING
+        self.desk.note("notice", text=text)
+        return True
 
     def _bridged(self, ruling: Ruling) -> tuple[tuple[str, str], ...]:
         """Members without a link to those who go on, if newcomers link them and they are enough together.
@@ -677,7 +764,7 @@ class SchedulerMachine:
         they count, and come in after those that link them.
         """
         count = (*ruling.members, *ruling.waiting, *(p.id for p in self.roster.willing()), *self.rewiring.cut)
-        together = next((g for g in parts(count, self.graph.pairs(count)) if set(ruling.members) & set(g)), ())
+        together = next((g for g in components(count, self.graph.pairs(count)) if set(ruling.members) & set(g)), ())
         if (
             nodes.count([p.member for m in together if not (p := self.roster.peers[m]).leaving])
             < self.settings.min_nodes
@@ -690,7 +777,7 @@ class SchedulerMachine:
     def _decided(self, view: View, ruling: Ruling) -> None:
         """A founding or recovered view is in the chain: tell its members; all others of the old one are out."""
         assert ruling.base is not None
-        old = self.roster.members()
+        old = [*self.roster.members(), *self.roster.needed_leavers()]
         self.roster.vouched = True  # who is in this view says what the job is
         self._append(view)
         self.rebuild.chain_begun()
@@ -710,19 +797,20 @@ class SchedulerMachine:
             peer.standing = Standing.MEMBER
             peer.report = None
             self.roster.send(peer, self.book.decision)
+        for peer in (self.roster.peers[m.id] for m in view.leaving):
+            peer.standing, peer.report = Standing.LEAVER, None
+            self.roster.send(peer, self.book.decision)
 
     def _sort_out(self, old: Iterable[Peer], view: View | None, ruling: Ruling) -> None:
         reasons = dict(ruling.rejoin)
         for peer in old:
-            if (view is not None and view.find(peer.id) is not None) or (
-                view is None and peer in self.keeper.writing()
-            ):
+            if (view is not None and is_named(view, peer.id)) or (view is None and peer in self.keeper.writing()):
                 continue
             if peer.id in ruling.waiting and peer.alive and peer.conn is not None:
                 peer.standing, peer.report, peer.entered = Standing.READY, None, NO_VIEW
                 if peer.caught_up:
                     peer.standing, peer.observes_since = Standing.OBSERVING, self.desk.now
-            elif peer.standing is Standing.LEAVER:
+            elif peer.standing is Standing.LEAVER and (peer.alive or not self.pipelining.wanted):
                 self.roster.release(peer, "nobody is left who needs it")
             elif view is not None and peer.leaving and not peer.dead:
                 self.roster.release(
@@ -803,6 +891,19 @@ class SchedulerMachine:
             Answer(token, True, f"the job is ended; its last view had {', '.join(who) or 'nobody'} in it")
         )
         self.desk.out.append(SchedulerDone(reason, again=True))
+
+    def _wait_without(self, ruling: Ruling) -> bool:
+        """Parts of the training state are lost, and other parts are here: nobody guesses (P14).
+
+        All wait: members tell what they wrote down last, and an operator ends the job, or brings a machine back.
+        """
+        assert self.book.latest is not None
+        parts, step = division(self.book.latest), max((p.step for p in self.roster.party()), default=0)
+        text = (
+            f"training waits: {parts.words(ruling.lost)} of the training state (step {step} or later) are at no member "
+            "that lives; the newest checkpoint has them. End the job (`chaos-lightning reset`) and begin it from there"
+        )
+        return self._hold(text)
 
     def _lose(self, reason: str, ruling: Ruling | None = None) -> None:
         """Nobody holds the training state any more: the next newcomers found the job again."""

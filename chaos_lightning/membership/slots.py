@@ -5,12 +5,13 @@ view (protocol.md 1, 2), and all agree in what must be equal (4a, 20, 23). Who d
 by a view without it, in which the slot is closed anew from what the others contribute (6b). It is a pure function.
 Payloads that do not fit into one header (`too_large`), which nobody could send, and samples that were spent twice give
 a header whose `error` says so; nothing else in that header changes anything, so that all members raise the same words
-and none applies the slot. Otherwise weights, presence bits, spent sample ranges and payloads are
-folded in rank order, state hashes are put to the vote (24), and a waiting view is carried if the slot's kind allows it:
-`carried` holds that rule in one place. A member that leaves brings nothing and no longer follows the script, so its
-contribution may yield: whatever the others close, it goes along (`leading`). So may that of a member without samples:
-it runs no training step, so it cannot foresee a collective in the others'. Of two collectives by different
-names it goes along with the others', whose answers then miss what it had brought to its own.
+and none applies the slot. In a view with pipelines micro-batches that a layer's sums lack, or hold twice, are such an
+error, too (`miscounted`, P3). Otherwise weights, presence bits, spent sample ranges and payloads are folded in rank
+order, state hashes are put to the vote (24), and a waiting view is carried if the slot's kind allows it: `carried`
+holds that rule in one place. A member that leaves brings nothing and no longer follows the script, so its contribution
+may yield: whatever the others close, it goes along (`leading`). So may that of a member without samples: it runs no
+training step, so it cannot foresee a collective in the others'. Of two collectives by different names it goes along
+with the others', whose answers then miss what it had brought to its own.
 """
 
 from __future__ import annotations
@@ -19,22 +20,60 @@ import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from chaos_lightning.membership.parts import Division, division, numbers
 from chaos_lightning.planning.ledger import merge
 from chaos_lightning.protocol.limits import bounded
 from chaos_lightning.protocol.types import (
     MAX_GATHER_NBYTES,
     Contribution,
     Differs,
+    DriftedPart,
     Header,
     Kind,
     Spent,
     View,
+    ViewId,
     equal_shares,
 )
 
-EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper", "order", "lets_go")
+_OF_STEPS = ("reduced", "micro_batches")
+"""Fields that are set only in steps, and in rounds of evaluation, of a view with pipelines."""
+EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper", "order", "lets_go", *_OF_STEPS)
 """Fields in which all contributions to one slot must agree, in the order in which they are compared."""
 _equal_fields = operator.attrgetter(*EQUAL_FIELDS)
+
+
+def by_units(view: View, contribution: Contribution) -> bool:
+    """Returns whether units of micro-batches ran for this contribution: then it ends with its attempt (P4, P17)."""
+    return bool(view.pipelines) and (contribution.kind is Kind.STEP or bool(contribution.micro_batches))
+
+
+def follows(base: Header, last: Header, entered: ViewId) -> bool:
+    """Returns whether a member can commit a recovery's base next: if sums never travel, it must have made its own (P5).
+
+    Args:
+        base: The recovery's.
+        last: The header on which the member stands.
+        entered: Its view.
+    """
+    return last.hash == base.prev_hash and (not base.reduced or base.view == entered)
+
+
+def admitting(header: Header, member: str, entered: ViewId) -> View | None:
+    """Returns the view by which this header lets a newcomer in, which fetches the state at it (15, 17 "pause").
+
+    Args:
+        header: A header.
+        member: The newcomer.
+        entered: The view in which it stands already; `NO_VIEW` if there is none.
+    """
+    change = header.view_change
+    return change if change is not None and member in change.joiners and change.id > entered else None
+
+
+def carriable(waiting: View | None, ruling: View) -> View | None:
+    """Returns the waiting view if it follows the ruling one, so that a header of that may carry it."""
+    return waiting if waiting is not None and waiting.predecessor == ruling.id else None
 
 
 def differing(view: View, contributions: Mapping[str, Contribution]) -> tuple[Differs, ...]:
@@ -120,7 +159,7 @@ def _yielded(reference: Contribution, other: Contribution) -> tuple[str, ...]:
     if other.kind is Kind.GATHER:
         return ("name", "lets_go")
     same_kind = other.kind is reference.kind
-    return ("kind", "hyper", "order") if same_kind else ("kind", "hyper", "order", "name")
+    return ("kind", "hyper", "order") if same_kind else ("kind", "hyper", "order", "name", *_OF_STEPS)
 
 
 def leading(view: View, contributions: Mapping[str, Contribution]) -> Contribution:
@@ -179,15 +218,42 @@ def presence_of(contributions: Sequence[Contribution]) -> bytes:
     return bits.to_bytes(length, "little")
 
 
-def drifted(contributions: Sequence[Contribution]) -> tuple[str, ...]:
-    """Members whose state hash differs from the majority's; on a tie the oldest member's value counts (24)."""
-    votes = [c for c in contributions if c.state_hash]
-    if not votes:
-        return ()
-    counts = Counter(c.state_hash for c in votes)
-    top = max(counts.values())
-    winner = next(c.state_hash for c in votes if counts[c.state_hash] == top)
-    return tuple(c.member for c in votes if c.state_hash != winner)
+def drifted(parts: Division, contributions: Mapping[str, Contribution]) -> tuple[DriftedPart, ...]:
+    """Parts whose hash at an owner differs from most of its owners'; on a tie the oldest one's counts (24, P12)."""
+    hashes = {c.member: _hashes(parts, c) for c in contributions.values() if c.state_hashes}
+    found: list[DriftedPart] = []
+    for part, owners in enumerate(parts.owners if hashes else ()):
+        votes = [(m, hashes[m][part]) for m in owners if m in hashes]
+        counts = Counter(value for _, value in votes)
+        winner = max(votes, key=lambda vote: counts[vote[1]], default=("", ""))[1]  # the oldest of those with as many
+        found += [DriftedPart(member, part) for member, value in votes if value != winner]
+    return tuple(found)
+
+
+def _hashes(parts: Division, contribution: Contribution) -> dict[int, str]:
+    return dict(zip(numbers(parts.owned(contribution.member)), contribution.state_hashes, strict=True))
+
+
+def miscounted(parts: Division, first: Contribution, contributions: Mapping[str, Contribution]) -> str:
+    """Words about micro-batches that are not once in each layer's sums, or hashes that are not one for each part that
+    their member owns; "" if all is well (P3, P12).
+
+    Members of one attempt have one plan, so either can only be a bug.
+
+    Args:
+        parts: Those of the view.
+        first: The contribution that says what the slot is.
+        contributions: By member of the view.
+    """
+    wrong = ""
+    for member, said in contributions.items():
+        given = len(said.state_hashes)
+        if given and given != (owned := len(numbers(parts.owned(member)))):
+            wrong = f"{member} gives hashes of {given} parts, and owns {owned}"
+    if first.micro_batches or first.kind is Kind.STEP:
+        given_by = {member: c.coverage for member, c in contributions.items()}
+        wrong = wrong or parts.coverage_error(first.micro_batches, given_by)
+    return f"slot {first.seq}: {wrong}; please report this, with the logs of all members" if wrong else ""
 
 
 def carried(kind: Kind, waiting: View | None, *, lets_go: bool = False) -> tuple[View | None, bool]:
@@ -222,7 +288,8 @@ def close_slot(
         waiting: A decided view whose predecessor is `view`, not carried yet.
         learners: Newcomers that are served from this slot on.
     """
-    ordered = [contributions[m] for m in view.ids()]
+    contributions = {m: contributions[m] for m in view.ids()}
+    ordered = list(contributions.values())
     first, kind = leading(view, contributions), kind_of(view, prev, contributions)
     error, ledger = "", prev.ledger
     spent: list[Spent] = [s for c in ordered for s in c.spent]
@@ -230,8 +297,8 @@ def close_slot(
         ledger = merge(prev.ledger, spent) if spent else prev.ledger
     except ValueError as problem:
         error = f"slot {first.seq}: {problem}"
-    if not error:
-        error = too_large(ordered)
+    parts = division(view)
+    error = error or too_large(ordered) or miscounted(parts, first, contributions)
     if error:
         return Header(
             seq=prev.seq + 1,
@@ -264,6 +331,7 @@ def close_slot(
         hyper=first.hyper or prev.hyper,
         view_change=change,
         boundary=boundary,
-        drifted=drifted(ordered),
+        drifted=drifted(parts, contributions),
         learners=learners,
+        reduced=kind is Kind.STEP and first.reduced,
     )

@@ -8,6 +8,7 @@ are small and are remembered as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chaos_lightning.membership.effects import (
@@ -19,7 +20,10 @@ from chaos_lightning.membership.effects import (
     PlanDrawn,
     SchedulerEvent,
 )
-from chaos_lightning.protocol.types import Contribution, Decide, Header, Report
+from chaos_lightning.protocol.types import Contribution, Decide, Header, Report, Span
+
+_FEW = 8
+"""So many spans of parts are remembered of a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +57,18 @@ def of_scheduler(event: SchedulerEvent) -> SchedulerEvent | MessageDigest:
             named = in_words(report.pending) if report.pending is not None else report.pending_hash
             pending = f", pending {named}" if named else ""
             words = f"{conn}: report for {report.number}, entered {report.entered}, at {report.seq} ({report.head})"
-            return MessageDigest("MessageIn", f"{words}, loaded={report.loaded}, raw={report.raw}{pending}")
+            return MessageDigest("MessageIn", f"{words}, parts {_few(report.parts)}, raw={report.raw}{pending}")
         case PlanDrawn(token, plan, reason):
             drawn = f"{len(plan.trees)} trees" if plan is not None else "none"
             return MessageDigest("PlanDrawn", f"{token}: {drawn}, {reason}")
         case _:
             return event
+
+
+def _few(spans: Sequence[Span]) -> str:
+    """Returns the first of these spans, and how many more there are."""
+    more = f" and {len(spans) - _FEW} more" if len(spans) > _FEW else ""
+    return f"{tuple(spans[:_FEW])}{more}"
 
 
 def in_words(message: Contribution | Header) -> str:

@@ -93,7 +93,7 @@ def neighbours(view: View, me: str) -> tuple[str, ...]:
     return tuple(m for m in view.ids() if m in mine)
 
 
-def parts(ids: Sequence[str], pairs: Collection[Pair]) -> list[tuple[str, ...]]:
+def components(ids: Sequence[str], pairs: Collection[Pair]) -> list[tuple[str, ...]]:
     """The connected parts, each in the order of `ids`; the part of the first id comes first."""
     found = connected_parts(ids, links_by_member(ids, [(a, b) for a, b in pairs]))
     return [tuple(part) for part in found]
@@ -105,8 +105,8 @@ def thinned(ids: Sequence[str], pairs: Collection[Pair]) -> frozenset[Pair]:
     for rank, member in enumerate(ids):
         linked = (ends for other in (*ids[rank + 1 :], *ids[:rank]) if (ends := pair(member, other)) in pairs)
         few.update(islice(linked, THIN_DEGREE))
-    groups = parts(ids, few)
-    if len(groups) == len(parts(ids, pairs)):
+    groups = components(ids, few)
+    if len(groups) == len(components(ids, pairs)):
         return frozenset(few)
     part = {member: number for number, group in enumerate(groups) for member in group}
     for one, other in in_rank_order(ids, pairs):
@@ -118,7 +118,7 @@ def thinned(ids: Sequence[str], pairs: Collection[Pair]) -> frozenset[Pair]:
 
 
 def connected(ids: Sequence[str], pairs: Collection[Pair]) -> bool:
-    return len(parts(ids, pairs)) <= 1
+    return len(components(ids, pairs)) <= 1
 
 
 def ranked(groups: Iterable[tuple[str, ...]], order: Sequence[str]) -> list[tuple[str, ...]]:

@@ -9,11 +9,12 @@ made in milliseconds (planning/quick.py), and `replanned` looks for a better one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from chaos_lightning.membership.effects import DrawPlan
 from chaos_lightning.membership.peers import listed
+from chaos_lightning.membership.pipelining import Lineup
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.topology import Measured, Net
 from chaos_lightning.planning import overlay
@@ -56,6 +57,21 @@ def founding_view(
         links=net.specs([m.id for m in members]),
         chain=chain_id,
     )
+
+
+def in_pipelines(view: View, pipelines: str, holders: Collection[str]) -> View:
+    """The first view of a job with pipelines.
+
+    The oldest owner of each part makes it, so there are no joiners but those that lack a state which others have in
+    files (P13, P14).
+
+    Args:
+        view: As `founding_view` makes it.
+        pipelines: As text; "": the view stays as it is.
+        holders: Members that have parts of the base in files; nobody if it is GENESIS.
+    """
+    joiners = tuple(m for m in view.ids() if m not in holders) if holders else ()
+    return replace(view, pipelines=pipelines, joiners=joiners) if pipelines else view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,8 +185,20 @@ def _planned(
     return plan, reason if plan == before else f"{reason}; plan: {why}"
 
 
-def changed_view(view: View, number: ViewId, change: Change, plan: PlanSpec, net: Net) -> View:
-    """The view of an intended change."""
+def changed_view(
+    view: View, number: ViewId, change: Change, plan: PlanSpec, net: Net, pipelines: str = "", why: str = ""
+) -> View:
+    """The view of an intended change.
+
+    Args:
+        view: The one that it follows.
+        number: Its own.
+        change: What changes.
+        plan: As configured.
+        net: Links of its members.
+        pipelines: As text.
+        why: Reason of the pipelines in words, if they are others than before.
+    """
     plan, reason = (
         (change.plan, change.reason)
         if change.plan is not None
@@ -183,23 +211,28 @@ def changed_view(view: View, number: ViewId, change: Change, plan: PlanSpec, net
         members=change.members,
         joiners=change.joiners,
         plan=plan,
-        reason=bounded(reason),
+        reason=bounded(f"{reason}; pipelines: {why}" if why else reason),
         links=net.specs([m.id for m in change.members]),
+        pipelines=pipelines,
+        leaving=tuple(m for m in view.members if m not in change.members) if pipelines else (),
     )
 
 
-def recovered_view(view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, why: str, net: Net) -> View:
-    """The view after a failure: the ruling's members in the old rank order."""
-    going_on = set(ruling.members)
-    members = tuple(m for m in view.members if m.id in going_on)
-    plan, reason = _planned(plan, members, view.plan, f"{why}; {ruling.reason}", net)
+def recovered_view(
+    view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, why: str, net: Net, lineup: Lineup
+) -> View:
+    """The view after a failure: the ruling's members in the old rank order, and who else the pipelines need."""
+    reason = f"{why}; {ruling.reason}"
+    plan, reason = _planned(plan, lineup.members, view.plan, reason, net) if lineup.members else (view.plan, reason)
     return replace(
         view,
         id=number,
         predecessor=view.id,
-        members=members,
-        joiners=ruling.joiners,
+        members=lineup.members,
+        joiners=lineup.joiners,
         plan=plan,
-        reason=bounded(reason),
-        links=net.specs([m.id for m in members]),
+        reason=bounded(f"{reason}; {lineup.reason}" if lineup.reason else reason),
+        links=net.specs([m.id for m in lineup.members]),
+        pipelines=lineup.pipelines,
+        leaving=lineup.leaving,
     )

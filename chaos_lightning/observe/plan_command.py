@@ -340,14 +340,10 @@ def _options(
 
 def _decided(options: PlanOptions, policy: str, rate: float) -> Decision:
     """What to do where each device is lost `rate` times per hour, some of them together."""
-    from chaos_lightning.planning.pipelines.choice import THRESHOLD, Outlook, restart_worth
     from chaos_lightning.planning.pipelines.policies import decide
 
-    pauses, at_once = options.pauses, sum(size * share for size, share in options.size_shares.items())
-    of_fleet = len(options.left.devices) * rate / at_once / 3600
-    worth = restart_worth(of_fleet, pauses.checkpoint_s / 2 + pauses.reload_s + pauses.move_s)
-    threshold = 0.0 if options.lost else THRESHOLD
-    return decide(policy, options, Outlook(rate=of_fleet, restart_worth=worth, threshold=threshold))
+    at_once = sum(size * share for size, share in options.size_shares.items())
+    return decide(policy, options, options.outlook(len(options.left.devices) * rate / at_once / 3600))
 
 
 # ------------------------------------------------------------------------------------------------ as text

@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from chaos_lightning.errors import DeadlineError, WireError
-from chaos_lightning.pipeline.executor import AttemptOverError, SlotAttempt
+from chaos_lightning.errors import AttemptOverError, DeadlineError, WireError
+from chaos_lightning.pipeline.executor import SlotAttempt
 from chaos_lightning.pipeline.tensors import Border, BorderReader, write
 from chaos_lightning.planning.pipelines.units import BACKWARD, FORWARD, BorderKey, StepUnit
 from chaos_lightning.protocol.types import NO_VIEW, ViewId
@@ -121,6 +121,12 @@ class BorderExchange:
             self._dropped = max(self._dropped, view)
             self._here = {a: found for a, found in self._here.items() if not self._over(a)}
             self._changed.notify_all()
+
+    def restart(self) -> None:
+        """Forgets all attempts: this member joins again, and views of another chain may be older."""
+        with self._changed:
+            self._open, self._dropped = None, NO_VIEW
+            self._due, self._here = {}, {}
 
     def stop(self, error: BaseException) -> None:
         """Lets every wait end with this error: this member takes part no more."""

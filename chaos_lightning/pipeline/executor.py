@@ -24,23 +24,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
 
-from chaos_lightning.errors import ChaosError, ConfigurationError, StateError, UnsupportedError
+from chaos_lightning.errors import AttemptOverError, ConfigurationError, StateError, UnsupportedError
 from chaos_lightning.pipeline.base import BaseBuffers
 from chaos_lightning.pipeline.kept import KeptBytes
 from chaos_lightning.pipeline.tensors import Border
-from chaos_lightning.planning.pipelines.units import (
-    FORWARD,
-    BorderKey,
-    LayersCovered,
-    StepUnit,
-    closing,
-    coverage,
-)
-from chaos_lightning.protocol.types import ViewId
-
-
-class AttemptOverError(ChaosError):
-    """The attempt has ended at a recovery: nothing of it counts any more."""
+from chaos_lightning.planning.pipelines.units import FORWARD, BorderKey, StepUnit, closing, coverage
+from chaos_lightning.protocol.types import LayersCovered, ViewId
 
 
 class SlotAttempt(NamedTuple):

@@ -21,6 +21,8 @@ Kinds:
 
 Explicit trees name members, and members come and go: `plan_for` decides whether they fit the present members and links
 and falls back to `rotating`, or to one tree over the links that there are, with the reason.
+
+Where members own parts of the buffer, each section has trees of its owners alone (`expand_owned`).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from itertools import pairwise
 from types import MappingProxyType
+from typing import NamedTuple
 
 from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.graph import (
@@ -123,8 +126,64 @@ def expand(spec: PlanSpec, members: Sequence[str], nbytes: int, sections: Sequen
         PlanError: the plan does not fit; the message names the tree and what is wrong with it.
         ValueError: the sections do not tile the buffer (a mistake of the caller, not of the plan).
     """
-    names = _members(members)
-    borders = _sections(nbytes, sections)
+    return _expand(spec, _members(members), nbytes, _sections(nbytes, sections))
+
+
+class OwnedSpans(NamedTuple):
+    """Sections of a buffer that the same members own, and reduce among themselves."""
+
+    owners: tuple[str, ...]
+    sections: tuple[Span, ...]
+
+
+def expand_owned(
+    spec: PlanSpec, members: Sequence[str], nbytes: int, owned: Sequence[OwnedSpans], links: Collection[Pair] = ()
+) -> tuple[Tree, ...]:
+    """Returns all chunks of a buffer with the trees of their owners, in byte order.
+
+    Sections of the same owners share one plan: `spec` where it fits these owners (see `plan_for`), else another one.
+
+    Args:
+        spec: The view's plan.
+        members: Ids in rank order.
+        nbytes: Length of the buffer.
+        owned: Who owns what, in any order; all sections together tile [0, nbytes).
+        links: As in `misfit`.
+
+    Raises:
+        PlanError: Bytes have no owner, or links do not connect their owners; names them.
+        ValueError: As `expand`.
+    """
+    rank = {name: i for i, name in enumerate(_members(members))}
+    _sections(nbytes, sorted(span for one in owned for span in one.sections if span[0] < span[1]) or [(0, 0)])
+    spans: dict[tuple[str, ...], list[Span]] = {}
+    for owners, sections in owned:
+        if strangers := [name for name in owners if name not in rank]:
+            raise PlanError(f"bytes {sections[:1]} are owned by {strangers}, which are no members")
+        if not owners and any(start < stop for start, stop in sections):
+            raise PlanError(f"bytes {sections[0]} of the gradients have no owner among {len(rank)} members")
+        spans.setdefault(tuple(sorted(owners, key=rank.__getitem__)), []).extend(sections)
+    found: list[Tree] = []
+    for names, its in spans.items():
+        plan = spec if len(names) == len(rank) else plan_for(spec, names, among(names, links))[0]
+        found += _expand(plan, names, nbytes, [s for s in sorted(its) if s[0] < s[1]])
+    return tuple(sorted(found, key=lambda tree: tree.start))
+
+
+def among(names: Sequence[str], links: Collection[Pair]) -> tuple[Pair, ...]:
+    """Returns the links between these members; none if every pair has one.
+
+    Raises:
+        PlanError: There are none, so that no links would mean every pair.
+    """
+    here = frozenset(names)
+    found = tuple(pair for pair in links if here.issuperset(pair))
+    if links and not found and len(names) > 1:
+        raise PlanError(f"no link leads between {', '.join(names)}, which own the same layers; expected one")
+    return found
+
+
+def _expand(spec: PlanSpec, names: tuple[str, ...], nbytes: int, borders: list[Span]) -> tuple[Tree, ...]:
     arity = _arity(spec)
     if spec.chunk_nbytes and spec.chunk_nbytes < ALIGNMENT:
         raise PlanError(f"plan {spec.kind!r}: chunk_nbytes is {spec.chunk_nbytes}; expected 0 or at least {ALIGNMENT}")

@@ -1,4 +1,4 @@
-"""Tells a view by what it changes of the view before it: members and links that go and come, and another plan.
+"""Tells a view by what it changes of the view before it: members and links that go and come, another plan or pipelines.
 
 Theory of operation. A change is made only where it leads back to the very view: members that stay keep their order and
 those that come follow them, links are in rank order. It names the view that it changes by number and digest, and is
@@ -27,13 +27,16 @@ def change_to(before: View, view: View, digest: str) -> PackedChange | None:
     stay = sum(m.id in ids for m in before.members)
     links, known = frozenset(view.links), frozenset(before.links)
     same = view.plan == before.plan
+    keeps_pipelines = bool(view.pipelines) and view.pipelines == before.pipelines
+    said = replace(view, plan=PlanSpec() if same else view.plan, pipelines="" if keeps_pipelines else view.pipelines)
     come = tuple(link for link in view.links if link not in known)
     change = PackedChange(
         before=digest,
         gone=tuple(rank for rank, m in enumerate(before.members) if m.id not in ids),
         lost=tuple(n for n, link in enumerate(before.links) if link not in links and {link.a, link.b} <= ids),
         replans=not same,
-        view=pack_with(replace(view, links=come, plan=PlanSpec() if same else view.plan), view.members[stay:]),
+        view=pack_with(replace(said, links=come), view.members[stay:]),
+        keeps_pipelines=keeps_pipelines,
     )
     try:
         return change if view.predecessor == before.id and changed(before, change, digest) == view else None
@@ -60,12 +63,16 @@ def changed(before: View, change: PackedChange, digest: str) -> View:
         raise WireError("a change with a link of somebody who is no member")
     if made.plan == before.plan if change.replans else made.plan != PlanSpec():
         raise WireError("a change whose plan is none")
+    if (made.pipelines or not before.pipelines) if change.keeps_pipelines else made.pipelines == before.pipelines != "":
+        raise WireError("a change whose pipelines are none")
 
     def ends(link: LinkSpec) -> tuple[int, int]:
         return place[link.a], place[link.b]
 
     plan = made.plan if change.replans else before.plan
-    return replace(made, plan=plan, links=tuple(sorted(links, key=ends)) if change.lost or made.links else links)
+    pipelines = before.pipelines if change.keeps_pipelines else made.pipelines
+    made = replace(made, plan=plan, pipelines=pipelines)
+    return replace(made, links=tuple(sorted(links, key=ends)) if change.lost or made.links else links)
 
 
 def _positions(numbers: Iterable[int], count: int) -> frozenset[int]:

@@ -175,7 +175,8 @@ def _limited(message: str, name: str, hint: Any, get: Callable[[Any], Any]) -> C
     where, many = f"{message}.{name}", typing.get_args(hint)[-1:] == (Ellipsis,)
     inner = typing.get_args(hint)[0] if many else hint
     most_items, most_nbytes = limits.LISTS.get(name), limits.most_nbytes(message, name)
-    least, greatest = limits.NUMBERS.get(name, (-_INT64, _INT64))
+    in_range = limits.range_of(message, name)
+    least, greatest = in_range or (-_INT64, _INT64)
 
     def check(value: Any) -> None:
         if inner is str and len(value) > most_nbytes // 4 and (size := limits.nbytes(value)) > most_nbytes:
@@ -190,7 +191,7 @@ def _limited(message: str, name: str, hint: Any, get: Callable[[Any], Any]) -> C
             check(one)
         return get(value)
 
-    bounded = inner is str or name in limits.NUMBERS or (many and most_items is not None)
+    bounded = inner is str or in_range is not None or (many and most_items is not None)
     return limited if bounded else get
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from chaos_lightning.protocol.types import MAX_MEMBERS
+from chaos_lightning.protocol.types import MAX_MEMBERS, MAX_PARTS
 
 NAME_NBYTES = 64
 """Names of jobs and nodes, as in `types.NAME`."""
@@ -25,38 +25,41 @@ REASON_NBYTES = 16 << 10
 TEXT_NBYTES = 1 << 20
 """All other texts: hyperparameters, values of a fingerprint, and words for people about many members."""
 MESSAGE_NBYTES = 64 << 20
-"""Texts that are as long as a message: names of all members of a view, summaries of a chain."""
+"""Texts that are as long as a message: names of all members of a view, its pipelines, summaries of a chain."""
 
 _NAMES = ("job", "node", "neighbours", "role", "phase", "rule", "remote", "local", "Member.name", "Hello.name")
 _IDS = ("id", "member", "members", "parents", "joiners", "a", "b", "peer", "suspect", "resume", "ids", "gone", "void")
-_HASHES = ("chain", "head", "prev_hash", "layout_hash", "state_hash", "before", "hash", "job_id", "nonce", "manifest")
+_HASHES = ("chain", "head", "prev_hash", "layout_hash", "state_hashes", "before", "hash", "job_id", "nonce", "manifest")
 _PROCESSES = ("cluster", "follower", "followers")
 _PLACES = ("host", "address", "package", "place", "endpoint", "stream", "kind")
 _REASONS = ("by", "name", "evidence", "line", "order", "replay", "key_name", "digest", "digests")
 _OF_MEMBERS = ("Leave.reason", "CatchUp.reason", "LinkRequest.reason", "Differs.reason", "PackedView.reason")
 TEXTS: Mapping[str, int] = {
     **dict.fromkeys(_NAMES, NAME_NBYTES),
-    **dict.fromkeys((*_IDS, *_HASHES, "pending_hash", "drifted", "learners", "PackedView.words"), ID_NBYTES),
+    **dict.fromkeys((*_IDS, *_HASHES, "pending_hash", "learners", "PackedView.words"), ID_NBYTES),
     **dict.fromkeys(_PROCESSES, PROCESS_NBYTES),
     **dict.fromkeys(_PLACES, PLACE_NBYTES),
     **dict.fromkeys((*_REASONS, *_OF_MEMBERS), REASON_NBYTES),
-    **dict.fromkeys(("PackedMembers.texts", "Summary.state"), MESSAGE_NBYTES),
+    **dict.fromkeys(("PackedMembers.texts", "PackedView.pipelines", "Summary.state"), MESSAGE_NBYTES),
 }
 """Most bytes of these texts, by field or by message and field; of all others TEXT_NBYTES."""
-LISTS: Mapping[str, int] = dict.fromkeys(
-    ("neighbours", "learners", "drifted", "ids", "gone", "void", "sources", "peers"), MAX_MEMBERS
-)
+LISTS: Mapping[str, int] = {
+    **dict.fromkeys(("neighbours", "learners", "ids", "gone", "void", "sources", "peers"), MAX_MEMBERS),
+    **dict.fromkeys(("parts", "owns", "state_hashes", "drifted", "coverage", "micro_batches"), MAX_PARTS),
+}
 """Most items of these lists; all others have what fits into a message."""
 _COUNT = (0, 1 << 53)
 NUMBERS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("term", "number", "seq", "step", "attempt", "pid", "pid_start"), _COUNT),
     **dict.fromkeys(("quota", "accumulate"), (0, 1 << 31)),
     "workers": (0, MAX_MEMBERS),
+    **dict.fromkeys(("LayersCovered.first", "LayersCovered.end"), (0, MAX_PARTS)),
+    "DriftedPart.part": (0, MAX_PARTS - 1),
     "port": (0, (1 << 16) - 1),
     "latency_s": (0.0, 1e6),
     "rate_bps": (0.0, 1e18),
 }
-"""Least and greatest value of these numbers."""
+"""Least and greatest value of these numbers, by field or by message and field."""
 
 
 def nbytes(text: str) -> int:
@@ -67,6 +70,11 @@ def nbytes(text: str) -> int:
 def most_nbytes(message: str, field: str) -> int:
     """Returns the limit of a text."""
     return TEXTS.get(f"{message}.{field}") or TEXTS.get(field, TEXT_NBYTES)
+
+
+def range_of(message: str, field: str) -> tuple[float, float] | None:
+    """Returns the least and the greatest value of a number; None if it has no limit."""
+    return NUMBERS.get(f"{message}.{field}") or NUMBERS.get(field)
 
 
 def bounded(reason: str) -> str:

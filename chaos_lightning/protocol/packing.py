@@ -65,6 +65,9 @@ class PackedView:
     reason: str
     links: tuple[int, ...]
     chain: str
+    pipelines: str
+    leaving: PackedMembers | None
+    """None if it lets nobody go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class PackedChange:
         lost: Positions, in the view before, of links that are gone though both members stay.
         replans: Whether `view` has a plan of its own; else the plan before stays.
         view: The view, with new members and links alone.
+        keeps_pipelines: Whether the text of the pipelines stays, and `view` has none.
     """
 
     before: str
@@ -84,6 +88,7 @@ class PackedChange:
     lost: tuple[int, ...]
     replans: bool
     view: PackedView
+    keeps_pipelines: bool
 
 
 class _Table(dict[str, int]):
@@ -125,6 +130,8 @@ def pack_with(view: View, members: Sequence[Member]) -> PackedView:
         reason=view.reason,
         links=links,
         chain=view.chain,
+        pipelines=view.pipelines,
+        leaving=pack_members(view.leaving) if view.leaving else None,
     )
 
 
@@ -133,6 +140,7 @@ def _numbered(
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[PackedTree, ...]]:
     if len({0, *table.all(ids)}) <= len(ids):
         raise WireError(f"view {view.id} has two members of one id, or one without an id")
+    _check_leaving(ids, view.leaving)
     joiners = table.all(view.joiners)
     ends = [(table[link.a], table[link.b]) for link in view.links]
     links = (*_differences([a for a, _ in ends]), *(b - a for a, b in ends))
@@ -165,6 +173,7 @@ def unpack_with(packed: PackedView, members: tuple[Member, ...]) -> View:
     first = list(accumulate(packed.links[:count]))
     second = [a + b for a, b in zip(first, packed.links[count:], strict=True)]
     named = _namer(names)
+    leaving = _unpack_leaving(packed.leaving, ids)
     view = View(
         id=packed.id,
         predecessor=packed.predecessor,
@@ -175,9 +184,24 @@ def unpack_with(packed: PackedView, members: tuple[Member, ...]) -> View:
         reason=packed.reason,
         links=tuple(map(LinkSpec, named(first), named(second))),
         chain=packed.chain,
+        pipelines=packed.pipelines,
+        leaving=leaving,
     )
     _check_words(packed, first, second, len(ids))
     return view
+
+
+def _unpack_leaving(packed: PackedMembers | None, ids: tuple[str, ...]) -> tuple[Member, ...]:
+    leaving = unpack_members(packed) if packed is not None else ()
+    if packed is not None and not leaving:
+        raise WireError("View that lets nobody go, and says so")
+    _check_leaving(ids, leaving)
+    return leaving
+
+
+def _check_leaving(ids: tuple[str, ...], leaving: Sequence[Member]) -> None:
+    if len(frozenset(("", *ids, *(m.id for m in leaving)))) <= len(ids) + len(leaving):
+        raise WireError("View that lets go one of its members, somebody twice, or somebody without an id")
 
 
 def _tree(tree: PackedTree, ids: tuple[str, ...], named: Callable[[Sequence[int]], tuple[str, ...]]) -> TreeSpec:

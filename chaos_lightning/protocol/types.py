@@ -43,11 +43,16 @@ class ViewId:
 
 NO_VIEW = ViewId(0, 0)
 
-VERSION = 4
+VERSION = 5
 """Version of what members and schedulers say. It rises whenever old bytes would mean something else."""
 
 MAX_MEMBERS = 1 << 16
 """Members of a view at most: fields of messages that count members, or links on a way, have room for so many."""
+MAX_PARTS = 1 << 17
+"""Parts of the training state at most: twice as many as a model may have layers."""
+WHOLE: tuple[Span, ...] = ((0, 1),)
+"""All parts of the training state in a view without pipelines, as normal spans of part numbers: there is one part,
+which all members own (protocol.md P1)."""
 
 SMALL_JOB = 16
 """Up to so many members nothing is spared: all have links with each other, all are donors, the root sends headers to
@@ -128,6 +133,11 @@ class View:
     """The links among the members; empty: every pair has one."""
     chain: str = ""
     """Id of the chain that it is of (protocol.md 7): its number means something within that one only."""
+    pipelines: str = ""
+    """Which member runs which layers of which micro-batch, as JSON (planning/pipelines/units.py, ViewPipelines); "":
+    all members own the whole state, and reduce all of it."""
+    leaving: tuple[Member, ...] = ()
+    """Members that it lets go, which serve their parts until it is settled (protocol.md P9); only with pipelines."""
 
     def ids(self) -> tuple[str, ...]:
         return self._ids
@@ -137,9 +147,9 @@ class View:
 
     @cached_property
     def root(self) -> str:
-        """The commit root: the oldest member that is no joiner."""
+        """The commit root: the oldest member that is no joiner; "" if all members leave (protocol.md P13)."""
         joiners = frozenset(self.joiners)
-        return next((m for m in self._ids if m not in joiners), self.members[0].id)
+        return next((m for m in self._ids if m not in joiners), next(iter(self._ids), ""))
 
     @cached_property
     def _ids(self) -> tuple[str, ...]:
@@ -164,6 +174,15 @@ class Ledger:
     """What is committed of the current epoch, per stream (protocol.md 25, 27); arithmetic is in planning/ledger.py."""
 
     streams: tuple[Spent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayersCovered:
+    """Micro-batches, as normal spans, whose gradients a raw sum holds in each of the layers [first, end)."""
+
+    first: int
+    end: int
+    micro_batches: tuple[Span, ...]
 
 
 class Kind(enum.StrEnum):
@@ -199,8 +218,8 @@ class Contribution:
     layout_hash: str = ""
     hyper: str = ""
     """Hyperparameters in words, such as "opt0.lr=0.1;opt0.momentum=0.9"; compared at the root (protocol.md 23)."""
-    state_hash: str = ""
-    """Every n steps; empty otherwise (protocol.md 24)."""
+    state_hashes: tuple[str, ...] = ()
+    """Every n steps the hash of each part that the member owns, in the order of parts (protocol.md 24, P12)."""
     yields: bool = False
     """Whatever kind of slot the others close, this member goes along: it is on its way out, or has no samples."""
     lets_go: bool = False
@@ -209,6 +228,21 @@ class Contribution:
     """Line of the member's own code that asked for this slot, such as "save() at train.py:31"; not compared."""
     order: str = ""
     """Order of the epoch's samples, of which this member takes its own, in words; compared at the root."""
+    reduced: bool = False
+    """Of a STEP under pipelines: all bytes of all parts that the member owns are reduced there (protocol.md P4)."""
+    micro_batches: tuple[Span, ...] = ()
+    """Numbers of the step's micro-batches that have samples, as follows from the header before; compared at the root.
+    Only under pipelines."""
+    coverage: tuple[LayersCovered, ...] = ()
+    """Micro-batches in the raw sums that the member gave, by runs of layers (protocol.md P3); only under pipelines."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriftedPart:
+    """A part of the training state that is another at one of its owners than at most others (protocol.md 24, P12)."""
+
+    member: str
+    part: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,25 +284,28 @@ class Header:
     """Set when next_view differs from view."""
     boundary: bool = False
     """Asks all members for a BOUNDARY slot at the end of this accumulation: somebody waits to join."""
-    drifted: tuple[str, ...] = ()
-    """Members whose state hash differed from the majority; they pull the state again (protocol.md 24)."""
+    drifted: tuple[DriftedPart, ...] = ()
+    """Parts whose hash at a member differed from the majority's; that member pulls them again (protocol.md 24, P12)."""
     error: str = ""
     """Set when members disagree or gather too much: everybody raises DisagreementError with this text, nobody
     applies anything."""
     learners: tuple[str, ...] = ()
     """Newcomers that replay: members keep the state at the first header that names one of them, and a log from there
     on, until a header names it no more (protocol.md 15, 18)."""
+    reduced: bool = False
+    """Every member had reduced all that it owns before this was written: it commits without bytes (protocol.md P4)."""
 
     @cached_property
     def hash(self) -> str:
-        """16 hex digits over everything in the header."""
+        """16 hex digits over everything in the header; fields that older headers lack count only if they are set."""
 
         def plain(value: object) -> object:
             if isinstance(value, bytes):
                 return value.hex()
             if isinstance(value, EqualShares):
                 return (value.count, value.weight, value.coefficient)
-            return {f.name: getattr(value, f.name) for f in fields(value)}  # type: ignore[arg-type]
+            said = {f.name: getattr(value, f.name) for f in fields(value)}  # type: ignore[arg-type]
+            return {name: content for name, content in said.items() if content or name not in _ADDED}
 
         text = json.dumps(plain(self), sort_keys=True, default=plain, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -298,6 +335,8 @@ class Header:
         return "equal shares in two runs; expected one" if same else ""
 
 
+_ADDED = frozenset({"reduced", "pipelines", "leaving"})
+"""Fields of headers and views that older ones lack: those keep their hashes, by which checkpoints name them."""
 GENESIS = Header(seq=0, kind=Kind.BOUNDARY, step=0, view=NO_VIEW, prev_hash="", next_view=NO_VIEW)
 
 
@@ -313,6 +352,20 @@ class Kept:
     """Who kept it."""
     chain: str = ""
     """Id of the chain whose view it stood in."""
+    parts: tuple[Span, ...] = WHOLE
+    """Parts that lie in the file, as normal spans."""
+
+    def flaw(self) -> str:
+        """Returns what is wrong with the parts, or ""."""
+        return _odd_parts(self.parts)
+
+
+def _odd_parts(spans: tuple[Span, ...]) -> str:
+    """Returns what keeps these spans from being parts of a training state, or ""."""
+    apart = all(a[1] < b[0] for a, b in itertools.pairwise(spans))
+    if apart and all(0 <= start < stop <= MAX_PARTS for start, stop in spans):
+        return ""
+    return f"parts {spans[:9]}; expected spans apart from each other, in order, of numbers up to {MAX_PARTS}"
 
 
 def kept_header(last: Header, view: ViewId) -> Header:
@@ -401,8 +454,9 @@ class Report:
     """Last committed slot."""
     head: str
     """Hash of its header."""
-    loaded: bool = True
-    """False for a joiner that does not hold the state yet."""
+    parts: tuple[Span, ...] = WHOLE
+    """Parts of the training state that the member holds at `head`, as normal spans; none at a joiner that does not hold
+    the state yet (protocol.md P5)."""
     raw: bool = True
     """False if the reduced bytes of the last committed slot are not at hand (a joiner by pause)."""
     pending: Header | None = None
@@ -413,6 +467,18 @@ class Report:
     """Byte ranges of slot seq+1 that are completely reduced here."""
     pending_hash: str = ""
     """Hash of the pending header, which a brief report only names; "" if there is none."""
+    owns: tuple[Span, ...] = WHOLE
+    """Parts that the member owns in the view that it entered: those it holds at the header of a STEP that is handed on
+    to it (protocol.md P5)."""
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the member holds any part."""
+        return bool(self.parts)
+
+    def flaw(self) -> str:
+        """Returns what is wrong with the parts, or ""."""
+        return _odd_parts(self.parts) or _odd_parts(self.owns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,9 +489,19 @@ class Entered:
     seq: int
     step: int
     head: str
-    loaded: bool = True
+    parts: tuple[Span, ...] = WHOLE
+    """Parts of the training state that it holds at `head`, as normal spans."""
     chain: str = ""
     """Id of the chain that `view` is of."""
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the member holds any part."""
+        return bool(self.parts)
+
+    def flaw(self) -> str:
+        """Returns what is wrong with the parts, or ""."""
+        return _odd_parts(self.parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,15 @@ the donor's (optimizers create their state lazily, so a fresh one has none yet),
 into these tensors, then `adopt(manifest)` takes over what is no tensor. Both calls may be repeated.
 
 An optimizer is described by position, not by name: `optim0.3.exp_avg` is the `exp_avg` of the third parameter counted
-through the groups, as in `state_dict()`. Its manifest holds groups, and state values as a tree whose tensor leaves
-say type, shape and whether they lie beside their parameter or on the host (Adam's `step`), so the joiner may train on
-another kind of device than the donor. Tied parameters and buffers appear once.
+through the groups, as in `state_dict()`. Only where members own parts of the model it is by name (part_state.py). Its
+manifest holds groups, and state values as a tree whose tensor leaves say type, shape and whether they lie beside their
+parameter or on the host (Adam's `step`), so the joiner may train on another kind of device than the donor. Tied
+parameters and buffers appear once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -109,9 +110,16 @@ def _slots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
         yield f"state:{key}", optimizer.state[key]
 
 
-def optimizer_tensors(optimizer: Optimizer, prefix: str = "optim0") -> list[tuple[str, Tensor]]:
-    """State tensors (moments, step counters), then hyperparameters that are tensors, in fixed order."""
-    named = [leaf for key, value in _slots(optimizer) for leaf in _leaves(value, f"{prefix}.{key}")]
+def optimizer_tensors(optimizer: Optimizer, prefix: str = "optim0", *, rest: bool = False) -> list[tuple[str, Tensor]]:
+    """State tensors (moments, step counters), then hyperparameters that are tensors, in fixed order.
+
+    Args:
+        optimizer: Any.
+        prefix: Begins the names.
+        rest: Those that belong to no parameter alone.
+    """
+    slots = [(key, value) for key, value in _slots(optimizer) if not (rest and key.isdigit())]
+    named = [leaf for key, value in slots for leaf in _leaves(value, f"{prefix}.{key}")]
     for number, group in enumerate(optimizer.param_groups):
         for key in sorted(k for k in group if k != "params"):
             named += _leaves(group[key], f"{prefix}.group{number}.{key}")
@@ -157,19 +165,22 @@ def _rebuild(tree: Mapping[str, Any], current: Any, beside: Tensor | None, path:
     raise StateError(f"{path}: the donor describes this state value as {kind!r}, which this version does not know")
 
 
-def optimizer_manifest(optimizer: Optimizer) -> dict[str, Any]:
-    """Groups and state of an optimizer without its tensors' bytes."""
+def optimizer_manifest(optimizer: Optimizer, *, rest: bool = False) -> dict[str, Any]:
+    """Groups and state of an optimizer without its tensors' bytes; `rest`: without what it keeps for parameters."""
     params = _parameters(optimizer)
     groups = []
     for group in optimizer.param_groups:
         beside = group["params"][0] if group["params"] else None
         hyper = {k: _describe(v, beside) for k, v in group.items() if k != "params"}
         groups.append({"shapes": [list(p.shape) for p in group["params"]], "hyper": hyper})
-    state = {key: _describe(value, params[int(key)] if key.isdigit() else None) for key, value in _slots(optimizer)}
+    slots = [(key, value) for key, value in _slots(optimizer) if not (rest and key.isdigit())]
+    state = {key: _describe(value, params[int(key)] if key.isdigit() else None) for key, value in slots}
     return {"kind": type(optimizer).__qualname__, "groups": groups, "state": state}
 
 
-def restore_optimizer(optimizer: Optimizer, manifest: Mapping[str, Any], *, prefix: str = "optim0") -> None:
+def restore_optimizer(
+    optimizer: Optimizer, manifest: Mapping[str, Any], *, prefix: str = "optim0", rest: bool = False
+) -> None:
     """Make the optimizer match a manifest: hyperparameters, state values, and tensors of the right type and shape.
 
     Tensors that are new here hold zeros until somebody fills them.
@@ -178,6 +189,7 @@ def restore_optimizer(optimizer: Optimizer, manifest: Mapping[str, Any], *, pref
         optimizer: Of the same kind, with the same groups; its state may still be empty.
         manifest: From `optimizer_manifest`.
         prefix: Names this optimizer in messages and tensor names.
+        rest: What it keeps for parameters stays as it is.
     """
     _check_groups(optimizer, manifest, prefix)
     for number, (group, wanted) in enumerate(zip(optimizer.param_groups, manifest["groups"], strict=True)):
@@ -191,7 +203,7 @@ def restore_optimizer(optimizer: Optimizer, manifest: Mapping[str, Any], *, pref
         if f"state:{key}" not in manifest["state"]:
             del optimizer.state[key]
     for position, param in enumerate(params):
-        if str(position) not in manifest["state"]:
+        if not rest and str(position) not in manifest["state"]:
             optimizer.state.pop(param, None)
     for key, tree in manifest["state"].items():
         target = keys.get(key, key.removeprefix("state:") if key.startswith("state:") else None)
@@ -202,18 +214,90 @@ def restore_optimizer(optimizer: Optimizer, manifest: Mapping[str, Any], *, pref
         optimizer.state[target] = _rebuild(tree, current, beside, f"{prefix}.{key}")
 
 
-def restore_optimizers(optimizers: Sequence[Optimizer], given: Sequence[Mapping[str, Any]]) -> None:
+def restore_optimizers(
+    optimizers: Sequence[Optimizer], given: Sequence[Mapping[str, Any]], *, rest: bool = False
+) -> None:
     """`restore_optimizer` for all of a member's; they are called optim0, optim1, ..."""
+    _check_count(optimizers, given)
+    for number, (optimizer, manifest) in enumerate(zip(optimizers, given, strict=True)):
+        restore_optimizer(optimizer, manifest, prefix=f"optim{number}", rest=rest)
+
+
+# --- what an optimizer keeps for some parameters, by their names
+
+
+def _kept_for(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Those of the parameters that the optimizer steps."""
+    mine = {id(p) for p in _parameters(optimizer)}
+    return [(name, p) for name, p in parameters if id(p) in mine]
+
+
+def parameter_tensors(
+    optimizers: Sequence[Optimizer], parameters: Sequence[tuple[str, Tensor]]
+) -> list[tuple[str, Tensor]]:
+    """State tensors of these parameters, as `optim0.NAME.exp_avg`, in the order in which they are given."""
+    return [
+        leaf
+        for number, optimizer in enumerate(optimizers)
+        for name, p in _kept_for(optimizer, parameters)
+        if p in optimizer.state
+        for leaf in _leaves(optimizer.state[p], f"optim{number}.{name}")
+    ]
+
+
+def parameter_manifest(
+    optimizers: Sequence[Optimizer], parameters: Sequence[tuple[str, Tensor]]
+) -> list[dict[str, Any]]:
+    """By optimizer: what it keeps for these parameters, without the tensors' bytes."""
+    return [
+        {
+            "kind": type(o).__qualname__,
+            "state": {n: _describe(o.state[p], p) for n, p in _kept_for(o, parameters) if p in o.state},
+        }
+        for o in optimizers
+    ]
+
+
+def restore_parameters(
+    optimizers: Sequence[Optimizer], parameters: Sequence[tuple[str, Tensor]], given: Sequence[Mapping[str, Any]]
+) -> None:
+    """Makes what optimizers keep for these parameters match; that of others stays.
+
+    Args:
+        optimizers: Of the same kinds.
+        parameters: Named.
+        given: From `parameter_manifest`.
+
+    Raises:
+        StateError: They do not fit; says what.
+    """
+    _check_count(optimizers, given)
+    for number, (optimizer, manifest) in enumerate(zip(optimizers, given, strict=True)):
+        _check_kind(optimizer, manifest, f"optim{number}")
+        mine = dict(_kept_for(optimizer, parameters))
+        if unknown := sorted(set(manifest["state"]) - set(mine)):
+            raise StateError(f"optim{number}: the donor has state for {unknown[0]!r}, which is not stepped here")
+        for name, p in mine.items():
+            tree = manifest["state"].get(name)
+            if tree is None:
+                optimizer.state.pop(p, None)
+            else:
+                optimizer.state[p] = _rebuild(tree, optimizer.state.get(p), p, f"optim{number}.{name}")
+
+
+def _check_count(optimizers: Sequence[Optimizer], given: Sequence[Mapping[str, Any]]) -> None:
     if len(given) != len(optimizers):
         raise StateError(f"the donor has {len(given)} optimizers, this member {len(optimizers)}")
-    for number, (optimizer, manifest) in enumerate(zip(optimizers, given, strict=True)):
-        restore_optimizer(optimizer, manifest, prefix=f"optim{number}")
 
 
-def _check_groups(optimizer: Optimizer, manifest: Mapping[str, Any], prefix: str) -> None:
+def _check_kind(optimizer: Optimizer, manifest: Mapping[str, Any], prefix: str) -> None:
     kind = type(optimizer).__qualname__
     if manifest["kind"] != kind:
         raise StateError(f"{prefix}: the donor's optimizer is {manifest['kind']}, this member's is {kind}")
+
+
+def _check_groups(optimizer: Optimizer, manifest: Mapping[str, Any], prefix: str) -> None:
+    _check_kind(optimizer, manifest, prefix)
     theirs = [[tuple(s) for s in g["shapes"]] for g in manifest["groups"]]
     mine = [[tuple(p.shape) for p in g["params"]] for g in optimizer.param_groups]
     if len(theirs) != len(mine):
@@ -250,6 +334,8 @@ class ModuleState:
         module: nn.Module,
         optimizers: Optimizer | Sequence[Optimizer] = (),
         extra: Mapping[str, Stateful | nn.Module] | None = None,
+        *,
+        rest: Collection[str] | None = None,
     ) -> None:
         """Refer to the parts of the training state.
 
@@ -257,10 +343,17 @@ class ModuleState:
             module: The model.
             optimizers: In an order that is equal on all members.
             extra: Schedulers, scalers, averaged copies of the model (an `nn.Module` here is replicated like the model).
+            rest: Names of buffers that are of the rest, where members own parts of the model: this is the rest then
+                (part_state.py), and the model has no copies.
         """
         self.module = module
         self.optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
         self.extra = dict(extra or {})
+        self._rest = None if rest is None else frozenset(rest)
+        if rest is not None and self._copies():
+            raise StateError(
+                f"{min(self._copies())!r} is a copy of the model, of which each member has some layers only"
+            )
         for name, value in self.extra.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise StateError(f"extra state {name!r} ({type(value).__qualname__}) lacks state_dict/load_state_dict")
@@ -269,7 +362,12 @@ class ModuleState:
         return {name: value for name, value in self.extra.items() if isinstance(value, nn.Module)}
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        return state_tensors(self.module, self._copies(), self.optimizers)
+        if self._rest is None:
+            return state_tensors(self.module, self._copies(), self.optimizers)
+        named = [(n, t) for n, t in module_tensors(self.module) if n.partition(".")[2] in self._rest]
+        for number, optimizer in enumerate(self.optimizers):
+            named += optimizer_tensors(optimizer, f"optim{number}", rest=True)
+        return unique(named)
 
     def volatile(self) -> list[str]:
         """Names of tensors that a forward pass may write: a donor that goes on has to publish copies of these."""
@@ -280,16 +378,19 @@ class ModuleState:
     def manifest(self) -> dict[str, object]:
         modules = {"": self.module, **self._copies()}
         return {
-            "optimizers": [optimizer_manifest(o) for o in self.optimizers],
+            "optimizers": [optimizer_manifest(o, rest=self._rest is not None) for o in self.optimizers],
             "extra": {n: v.state_dict() for n, v in self.extra.items() if not isinstance(v, nn.Module)},
             "modules": {name: module_extra(module) for name, module in modules.items()},
         }
 
     def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
-        restore_optimizers(self.optimizers, manifest["optimizers"])
+        self._restore(manifest["optimizers"])
+
+    def _restore(self, given: Sequence[Mapping[str, Any]]) -> None:
+        restore_optimizers(self.optimizers, given, rest=self._rest is not None)
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        restore_optimizers(self.optimizers, manifest["optimizers"])
+        self._restore(manifest["optimizers"])
         for name, state in manifest["extra"].items():
             target = self.extra.get(name)
             if target is None:

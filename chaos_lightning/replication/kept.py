@@ -4,15 +4,21 @@ Theory of operation. The bytes are written as a checkpoint for a newcomer is (ch
 flushed and renamed into place. Beside it, and after it, comes a *record*: one JSON document with the table of tensors
 and piece hashes, the manifest, and what the caller says of the state. A record without its bytes, bytes without
 a record, and bytes that do not have their hashes are no state. Nothing here is unpickled.
+
+A member of a pipeline keeps the parts of the state that it holds. Each has a folder of its own with a record as above,
+and these are written before the record of the rest, which names them: so what that record names is there, of the same
+header, and parts without it are none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +26,7 @@ import torch
 
 from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.bulk import head_bytes
 from chaos_lightning.replication.checkpoint import CheckpointWriter
 from chaos_lightning.replication.landing import Landing
 from chaos_lightning.replication.manifest import encode_manifest
@@ -31,7 +38,8 @@ from chaos_lightning.replication.pull import StateSink
 from chaos_lightning.replication.table import StateTable, build_table, decode_table
 
 RECORD = "kept.json"
-_VERSION = 1
+_VERSION, _VERSION_WITH_PARTS = 1, 2
+"""A release that does not know of parts must not take the rest for the whole."""
 MAX_ATTACHED_NBYTES = 8 << 30
 """Limit for tensors that only the manifest refers to (bytes)."""
 
@@ -47,6 +55,8 @@ class StateOnDisk:
     nbytes: int
     table: str
     manifest: str
+    parts: Mapping[str, StateOnDisk] = field(default_factory=dict)
+    """By name: parts of the state beside the rest, each as a state."""
 
     @property
     def path(self) -> Path:
@@ -59,19 +69,50 @@ class StateOnDisk:
         return decode_table(self.table.encode()).state_hash
 
 
-def write(folder: Path, head: str, seq: int, state: StateAccess, said: Mapping[str, Any]) -> StateOnDisk:
+def write(
+    folder: Path,
+    head: str,
+    seq: int,
+    state: StateAccess,
+    said: Mapping[str, Any],
+    parts: Mapping[str, StateAccess] | None = None,
+) -> StateOnDisk:
     """Keeps the state, which must be still, in this folder.
 
     Args:
         folder: Holds one state; made if it is not there.
         head: Hash of the header that the state is founded on.
         seq: Its slot.
-        state: The training state.
+        state: The training state, or the rest of it where there are parts.
         said: Goes into the record.
+        parts: Parts of the state that are held here, by name.
 
     Raises:
         StateError: It cannot be written; the message says why.
     """
+    at = {"head": head, "seq": seq}
+    written = {}
+    for name, part in (parts or {}).items():
+        written[name] = _write(folder / _part_folder(head, name), head, seq, part, {"part": name, **at}, {})
+    record = _write(folder, head, seq, state, said, written)
+    _remove_parts(folder, but={part.folder for part in written.values()})
+    return record
+
+
+def _part_folder(head: str, part: str) -> str:
+    head_bytes(head)
+    return f"part-{head}-{hashlib.blake2b(part.encode(), digest_size=8).hexdigest()}"
+
+
+def _remove_parts(folder: Path, but: set[Path]) -> None:
+    for path in folder.glob("part-*"):
+        if path not in but:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _write(
+    folder: Path, head: str, seq: int, state: StateAccess, said: Mapping[str, Any], parts: Mapping[str, StateOnDisk]
+) -> StateOnDisk:
     tensors = state.tensors()
     synchronize(t for _, t in tensors)
     encoded = encode_manifest(state.manifest(), tensors)
@@ -82,16 +123,19 @@ def write(folder: Path, head: str, seq: int, state: StateAccess, said: Mapping[s
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         done = json.loads(CheckpointWriter(folder).save(item, lambda: None))
         text = encoded.data.decode("utf-8", "surrogatepass")
-        record = StateOnDisk(folder, said, done["name"], done["nbytes"], table.encode().decode(), text)
-        document = {"version": _VERSION, "said": dict(said), "name": record.name, "nbytes": record.nbytes}
-        _replace(folder / RECORD, json.dumps({**document, "table": record.table, "manifest": text}).encode())
+        record = StateOnDisk(folder, said, done["name"], done["nbytes"], table.encode().decode(), text, parts)
+        version = _VERSION_WITH_PARTS if parts else _VERSION
+        document = {"version": version, "said": dict(said), "name": record.name, "nbytes": record.nbytes}
+        named = {"parts": [*parts], "head": head} if parts else {}
+        document |= {**named, "table": record.table, "manifest": text}
+        _replace(folder / RECORD, json.dumps(document).encode())
     except OSError as error:
         raise StateError(f"the training state could not be kept in {folder}: {error}") from error
     return record
 
 
 def read(folder: Path) -> StateOnDisk:
-    """The record in this folder, if its bytes are there in their length.
+    """The record in this folder, if its bytes are there in their length, and those of all its parts.
 
     Raises:
         StateError: There is none that can be used; the message says why.
@@ -99,20 +143,34 @@ def read(folder: Path) -> StateOnDisk:
     path = folder / RECORD
     try:
         document = json.loads(path.read_bytes())
-        if document["version"] != _VERSION:
-            raise StateError(f"{path} has version {document['version']!r}, this release reads {_VERSION}")
+        version, known = document["version"], (_VERSION, _VERSION_WITH_PARTS)
+        if version not in known:
+            raise StateError(f"{path} has version {version!r}, this release reads {known[0]} and {known[1]}")
+        if (version == _VERSION_WITH_PARTS) != bool(document.get("parts")):
+            raise StateError(f"{path} has version {version} and parts {document.get('parts', [])}, which do not fit")
         said, name, nbytes = document["said"], document["name"], document["nbytes"]
-        table, manifest = document["table"], document["manifest"]
-        if not (isinstance(said, dict) and all(isinstance(t, str) for t in (name, table, manifest))):
+        table, manifest, parts = document["table"], document["manifest"], document.get("parts", [])
+        if not (isinstance(said, dict) and all(isinstance(t, str) for t in (name, table, manifest, *parts))):
             raise StateError(f"{path} is no record of a training state")
-        record = StateOnDisk(folder, said, Path(name).name, int(nbytes), table, manifest)
+        found = {part: _read_part(folder, part, document["head"]) for part in parts}
+        record = StateOnDisk(folder, said, Path(name).name, int(nbytes), table, manifest, found)
         size = record.path.stat().st_size
     except OSError as error:
         raise StateError(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{path} is no record of a training state ({error!r})") from error
     if size != record.nbytes:
         raise StateError(f"{record.path} has {size} bytes, its record says {record.nbytes}")
+    return record
+
+
+def _read_part(folder: Path, part: str, head: str) -> StateOnDisk:
+    record = read(folder / _part_folder(head, part))
+    if (record.said.get("part"), record.said.get("head")) != (part, head):
+        raise StateError(
+            f"{record.folder} has part {record.said.get('part')!r} at header {record.said.get('head')}; expected "
+            f"{part!r} at {head}"
+        )
     return record
 
 
@@ -146,7 +204,10 @@ def _fill(record: StateOnDisk, table: StateTable, sink: StateSink) -> None:
 
 def remove(folder: Path) -> None:
     """Nothing is kept there any more; the record goes first."""
-    for path in [folder / RECORD, *folder.glob("*.state")]:
+    with contextlib.suppress(OSError):
+        (folder / RECORD).unlink(missing_ok=True)
+    _remove_parts(folder, but=set())
+    for path in folder.glob("*.state"):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
     sweep(folder)

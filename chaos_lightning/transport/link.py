@@ -2,10 +2,10 @@
 
 Theory of operation. Received payloads go where the owner says before they arrive (`target`): straight into result
 memory, into a scratch buffer, or - when their view is over - into a bin. Sent payloads are not copied: the owner
-guarantees that the memory is still until the frame's view is over (protocol.md 3). Between processes of one machine
-that can read each other's memory, chunks are sent as references (transport/reference.py). A link that breaks says so
-once, with the evidence, and is then dead for good; a new connection makes a new link. One that is not wanted any more
-is finished: what is queued still goes, then a BYE, and only the peer closes it.
+guarantees that the memory is still until the frame's view is over (protocol.md 3), which `purge` says. Between
+processes of one machine that can read each other's memory, chunks are sent as references (transport/reference.py). A
+link that breaks says so once, with the evidence, and is then dead for good; a new connection makes a new link. One that
+is not wanted any more is finished: what is queued still goes, then a BYE, and only the peer closes it.
 
 On a protected connection (transport/sealing.py) a frame is sealed when its turn to leave has come, so that frames may
 still overtake and be purged before, and its header opens before anything that it says is believed.
@@ -237,8 +237,14 @@ class Link:
         return [entry[3] for entry in self._queue if entry[3] is not None]
 
     def purge(self, older_or_equal: ViewId) -> None:
-        """Forgets queued chunks and borders of this and older views, but for one that is already half on the wire."""
+        """Forgets queued chunks and borders of this and older views, but for one that is already half on the wire.
+
+        The rest of that one is copied: the memory that it was sent from may change from now on.
+        """
         first = 1 if self._started and self._queue else 0
+        if first and self._queue[0][1] and self._queue[0][0] <= older_or_equal:
+            parts = self._queue[0][2]
+            parts[:] = [memoryview(bytes(part)) for part in parts]
         self._queue = deque(e for i, e in enumerate(self._queue) if i < first or not e[1] or e[0] > older_or_equal)
         self._sealed = self._sealer.kept(self._sealed) if self._sealer is not None else []
 

@@ -22,23 +22,46 @@ DEADLINE_S = 20.0
 
 
 class Node:
-    """A reducer with links, in its own loop."""
+    """A reducer with links, in its own loop.
+
+    Args:
+        parts: By tensor: its part; none: there is one part.
+        owners: By part: its owners.
+    """
 
     def __init__(
-        self, me: str, shapes: list[tuple[int, ...]], dtype: torch.dtype, chunk: int, *, by_reference: bool = False
+        self,
+        me: str,
+        shapes: list[tuple[int, ...]],
+        dtype: torch.dtype,
+        chunk: int,
+        *,
+        by_reference: bool = False,
+        parts: tuple[str, ...] = (),
+        owners: dict[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.me = me
+        self.broken_links: list[tuple[str, str]] = []
         self.generation = Generation() if by_reference else None
         self.crash: list[BaseException] = []
         self.done: dict[tuple[ViewId, int], threading.Event] = {}
         self.loop = IoLoop(me, self.crash.append)
         params = [(f"p{i}", torch.zeros(s, dtype=dtype)) for i, s in enumerate(shapes)]
-        self.layout = Layout([Section("all", params)])
-        self.memory = Memory(self.layout, chunk)
+        part_of = {f"p{i}": part for i, part in enumerate(parts)} if parts else None
+        self.layout = Layout([Section("all", params)], part_of=part_of)
+        self.owners = owners
+        self.memory = Memory(self.layout, chunk, self.owned())
         self.links: dict[str, Link] = {}
-        self.reducer = Reducer(self.memory, self.send, self.on_done)
+        self.reducer = Reducer(
+            self.memory, self.send, self.on_done, lambda _: self.layout.owned(self.owners) if self.owners else None
+        )
         self.reducer.restart(me)
         self.loop.start()
+
+    def owned(self) -> tuple[tuple[int, int], ...] | None:
+        if self.owners is None:
+            return None
+        return self.layout.spans_of([part for part, names in self.owners.items() if self.me in names])
 
     def send(self, peer, kind, view, seq, start, payload) -> None:
         self.links[peer].send(kind, view, seq, start, payload)
@@ -54,7 +77,7 @@ class Node:
         self.reducer.arrived(peer, frame, payload)
 
     def broken(self, peer, link, evidence) -> None:
-        pass
+        self.broken_links.append((peer, evidence))
 
     def attach(self, peer: str, sock: socket.socket) -> None:
         self.loop.call(lambda: self.links.__setitem__(peer, Link(self.loop, sock, peer, self, self.generation)))
@@ -79,7 +102,9 @@ class Node:
 
     def fill(self, value: float) -> torch.Tensor:
         generator = torch.Generator().manual_seed(int(value * 1000))
-        for i in range(len(self.layout.slots)):
+        for i, slot in enumerate(self.layout.slots):
+            if not self.memory.holds(slot.start):
+                continue
             view = self.memory.view(self.memory.own, i)
             view.copy_(torch.randn(view.shape, generator=generator))
         return self.memory.own.clone()
@@ -108,9 +133,9 @@ def a_view(ids: list[str], plan: PlanSpec, number: int = 1) -> View:
 def cluster():
     nodes: list[Node] = []
 
-    def build(count: int, dtype=torch.float32, chunk=4096, by_reference=False) -> list[Node]:
+    def build(count: int, dtype=torch.float32, chunk=4096, by_reference=False, **more) -> list[Node]:
         shapes = [(37, 41), (5,), (1000, 11), (3, 3, 3), (611, 307)]
-        nodes.extend(Node(f"n{i}", shapes, dtype, chunk, by_reference=by_reference) for i in range(count))
+        nodes.extend(Node(f"n{i}", shapes, dtype, chunk, by_reference=by_reference, **more) for i in range(count))
         for i in range(count):
             for j in range(i):
                 a, b = socket.socketpair()

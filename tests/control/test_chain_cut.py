@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from chain_support import BASE, decide, finish, link, reserve, view
+from chain_support import BASE, MEMBERS, decide, finish, link, reserve, view
 from large_views import sparse_view
 from store_support import Open
 
@@ -16,10 +16,10 @@ from chaos_lightning.control.chain import SUMMARY, JobChain, Tip, entry_bytes, e
 from chaos_lightning.control.chain_writer import ChainWriter
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.store import End, StoreRecord
-from chaos_lightning.control.summing import summed
+from chaos_lightning.control.summing import as_document, from_document, summed
 from chaos_lightning.errors import OversizeError, StoreError
-from chaos_lightning.membership.effects import Persist
-from chaos_lightning.membership.past import MOST_GONE
+from chaos_lightning.membership.effects import Chain, Persist
+from chaos_lightning.membership.past import MOST_GONE, Past
 from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
 
 FEW = 8
@@ -315,3 +315,15 @@ def test_the_last_views_of_a_chain_that_was_cut_are_what_they_were(chains: Chain
     assert chain.cut()
     last = ViewId(1, FEW), ViewId(1, FEW + 1)
     assert chains().load().views == (view(last[0], ViewId(1, FEW - 1)), view(last[1], last[0]))
+
+
+def test_a_record_tells_whom_the_last_view_that_it_sums_up_lets_go() -> None:
+    """Who is let go and comes in again with the next view was needed all the time (membership/past.py)."""
+    first, second = view(ViewId(1, 1)), view(ViewId(1, 2), ViewId(1, 1))
+    past = Past.of([first, replace(second, members=MEMBERS[:1], joiners=(), leaving=MEMBERS[1:])])
+    chain = Chain(0, second.id, past=past)
+    read = from_document(json.loads(json.dumps(as_document(chain))), ())
+    assert read.past == past
+    for one in (past, read.past):
+        one.add(view(ViewId(1, 3), second.id))
+        assert one.in_all_after("b~2", ViewId(1, 1))

@@ -13,7 +13,7 @@ from torch import Tensor
 from chaos_lightning.errors import DepartedError, FencedError, UnsupportedError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.drift import StateComparison
-from chaos_lightning.protocol.types import GENESIS, Header, Kind, ViewId
+from chaos_lightning.protocol.types import GENESIS, DriftedPart, Header, Kind, ViewId
 
 
 class Held:
@@ -55,7 +55,13 @@ class Meeting:
 def header(step: int, *drifted: str) -> Header:
     number = ViewId(1, 1)
     return Header(
-        seq=step, kind=Kind.STEP, step=step, view=number, prev_hash=GENESIS.hash, next_view=number, drifted=drifted
+        seq=step,
+        kind=Kind.STEP,
+        step=step,
+        view=number,
+        prev_hash=GENESIS.hash,
+        next_view=number,
+        drifted=tuple(DriftedPart(m, 0) for m in drifted),
     )
 
 

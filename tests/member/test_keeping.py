@@ -24,6 +24,7 @@ from chaos_lightning.member.keeping import MAX_CHECKPOINTS, Keeping, LoadedCheck
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Hello, Kept, Kind, Member, Settings, View, ViewId
 from chaos_lightning.replication import ModuleState, StateAccess
+from chaos_lightning.replication import kept as files
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.trainer import has_stepped
 
@@ -297,3 +298,25 @@ def test_a_final_state_goes_when_nobody_is_told_of_the_end_any_more(monkeypatch:
 def test_no_final_state_is_kept_where_nobody_would_be_told() -> None:
     assert Keeping(EngineConfig(endpoint=ENDPOINT, finished_s=0.0), EventLog(None)).final_lock() is None
     assert Keeping(EngineConfig(endpoint=ENDPOINT, on_last_exit="none"), EventLog(None)).final_lock() is None
+
+
+IN_PARTS = View(ViewId(1, 1), NO_VIEW, (MEMBER,), chain="chain", pipelines="{}")
+
+
+def test_a_state_in_parts_is_not_kept_as_a_whole_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert keeping().keep(GENESIS, IN_PARTS, "a~1", said(), state(1)) is None
+        keeping().keep_final(CLOSING, IN_PARTS, "a~1", said(), state(1))
+    assert caplog.text.count("each member holds parts of it, which this release does not keep in files") == 2
+    assert not folder().exists() or not list(folder().glob("*/kept.json"))
+
+
+def test_a_kept_state_with_parts_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = files.write
+    monkeypatch.setattr(files, "write", lambda *given: write(*given, {"layer.0": state(2)}))
+    assert keep(state(1)) is not None
+    with caplog.at_level(logging.WARNING):
+        assert keeping().offer(said()) is None
+    assert "has parts (layer.0), which this release does not load" in caplog.text

@@ -11,16 +11,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from membership_words import message_words, view_words
+from membership_words import message_words, parts_words, view_words
 
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import with_scope
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.slots import close_slot
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
+from chaos_lightning.planning.pipelines.units import ViewPipelines, coverage
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
+    WHOLE,
     CatchUp,
     Contribution,
     Decide,
@@ -77,6 +80,10 @@ def number(text: str) -> ViewId:
 
 def contribution(view: View, prev: Header, kind: str, who: str, **fields: object) -> Contribution:
     """What a well-behaved member brings to the slot after `prev`."""
+    if view.pipelines and kind == "step":
+        pipelines = ViewPipelines.from_json(view.pipelines)
+        ran = {"micro_batches": ((0, pipelines.plan.micro_batches),), "coverage": coverage(pipelines.units(who))}
+        fields = {"reduced": True, **ran, **fields}
     return Contribution(
         member=who,
         view=view.id,
@@ -100,6 +107,23 @@ def header_after(
     return close_slot(view=view, prev=prev, contributions=box, waiting=waiting, learners=named)
 
 
+def pipelines_of(text: str, shared: str = "") -> str:
+    """Text of a view's pipelines, each with one micro-batch: "a~1:2+b~2:2,c~3:4" are two, and a~1 has two layers.
+
+    `shared`: parameters that several layers use, such as "wte:0.3".
+    """
+    rows = []
+    for row in text.split(","):
+        at, stages = 0, []
+        for stage in row.split("+"):
+            name, _, count = stage.partition(":")
+            stages.append(PlanStage(name, at, at := at + int(count)))
+        rows.append(Pipeline(tuple(stages), 1))
+    users = (word.split(":") for word in shared.split(",") if word)
+    named = {name: map(int, layers.split(".")) for name, layers in users}
+    return ViewPipelines.of(PipelinePlan(rows[0].cut[-1], tuple(rows)), shared=named).to_json()
+
+
 class Names:
     """Views and headers that a script has named."""
 
@@ -108,10 +132,12 @@ class Names:
         self.headers: dict[str, Header] = {"genesis": GENESIS}
 
     def define(self, words: list[str]) -> bool:
-        """`view NAME ID PREDECESSOR MEMBER MEMBER*... A-B...` (a star: joiner; links, if not every pair has one),
+        """`view NAME ID PREDECESSOR MEMBER MEMBER*... A-B...` (a star: joiner; links, if not every pair has one; for
+        `pipelines=` and `shared=` see `pipelines_of`; `leaving=MEMBER,...`),
         `header NAME PREV VIEW KIND [WAITING] [for=LEARNER,...]` (`for=` alone: nobody observes any more)."""
         match words:
             case ["view", name, view_id, predecessor, *members]:
+                members, keys = told(members)
                 links = [word for word in members if "-" in word]
                 members = [word for word in members if "-" not in word]
                 self.views[name] = View(
@@ -121,6 +147,8 @@ class Names:
                     joiners=tuple(m.rstrip("*") for m in members if m.endswith("*")),
                     reason=f"as {name}",
                     links=tuple(LinkSpec(*link.split("-")) for link in links),
+                    pipelines=pipelines_of(keys["pipelines"], keys.get("shared", "")) if "pipelines" in keys else "",
+                    leaving=tuple(member(m) for m in keys["leaving"].split(",")) if "leaving" in keys else (),
                 )
             case ["header", name, prev, view, kind, *more]:
                 waiting, keys = told(more)
@@ -140,6 +168,7 @@ class Names:
             words += f", then {header.view_change.id}"
         words += ", boundary please" if header.boundary else ""
         words += f", for {' and '.join(header.learners)}" if header.learners else ""
+        words += "".join(f", part {d.part} of {d.member} drifted" for d in header.drifted)
         words += f", error: {header.error}" if header.error else ""
         return words + ")"
 
@@ -155,6 +184,11 @@ def told(words: list[str]) -> tuple[list[str], dict[str, str]]:
 
 def spans(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(a), int(b)) for a, b in (part.split("-") for part in text.split(",") if part))
+
+
+def hashes(keys: dict[str, str]) -> tuple[str, ...]:
+    """State hashes of the parts that a member owns: `hashes=x,y`."""
+    return tuple(filter(None, keys.get("hashes", "").split(",")))
 
 
 class MemberScript:
@@ -182,12 +216,15 @@ class MemberScript:
             case ["own", kind]:
                 assert self.machine.view is not None
                 mine = contribution(self.machine.view, self.machine.header, kind, self.machine.member_id)
-                return fx.Contribute(replace(mine, view=NO_VIEW, prev_hash=keys.get("prev", mine.prev_hash)))
+                ran = self.names.views[keys["view"]].id if "view" in keys else mine.view
+                mine = replace(mine, reduced=False, view=ran if mine.coverage else NO_VIEW)
+                mine = replace(mine, state_hashes=hashes(keys))
+                return fx.Contribute(replace(mine, prev_hash=keys.get("prev", mine.prev_hash)))
             case ["peer", who, "contributes", kind]:
                 view = self.names.views[keys["view"]]
                 prev = self.names.headers[keys["prev"]]
-                fields = {k: v for k, v in keys.items() if k not in ("view", "prev")}
-                return fx.PeerIn(who, contribution(view, prev, kind, who, **fields))
+                fields = {k: v for k, v in keys.items() if k not in ("view", "prev", "hashes")}
+                return fx.PeerIn(who, contribution(view, prev, kind, who, state_hashes=hashes(keys), **fields))
             case ["peer", who, "header", name]:
                 return fx.PeerIn(who, self.names.headers[name])
             case ["ranges", view, seq]:
@@ -195,7 +232,9 @@ class MemberScript:
             case ["pulled", seq]:
                 return fx.ResultPulled(int(seq))
             case ["loaded", name]:
-                return fx.StateLoaded(self.names.headers[name].hash)
+                came = spans(keys["parts"]) if "parts" in keys else WHOLE
+                view_id = self.names.views[keys["view"]].id if "view" in keys else NO_VIEW
+                return fx.StateLoaded(self.names.headers[name].hash, came, view_id)
             case ["link", peer, state, *evidence]:
                 return fx.LinkChanged(peer, state == "up", " ".join(evidence) or "connected")
             case ["leave"]:
@@ -249,9 +288,17 @@ class MemberScript:
                 return f"commits {names.of_header(header)}; it names view {view.id}"
             case fx.PullResult(header, sources):
                 return f"pulls bytes of {names.of_header(header)} from {','.join(s.member for s in sources)}"
-            case fx.PullState(header, view):
+            case fx.PullState(header, view, parts):
                 donors = [m for m in view.ids() if m not in view.joiners]
-                return f"pulls the state at {names.of_header(header)} from {','.join(donors)}"
+                what = "the state" if parts == WHOLE else parts_words(parts)
+                return f"pulls {what} at {names.of_header(header)} from {','.join(donors)}"
+            case fx.PullParts(header, view, parts):
+                donors = [m.id for m in (*view.members, *view.leaving) if m.id != self.machine.member_id]
+                return f"pulls {parts_words(parts)} at {names.of_header(header)} from {','.join(donors)}"
+            case fx.DropParts(parts):
+                return f"drops {parts_words(parts)}"
+            case fx.Rerun(view, seq):
+                return f"begins slot {seq} anew in view {view.id}"
             case fx.Observe(header, view):
                 donors = [m for m in view.ids() if m not in view.joiners]
                 return f"observes from {names.of_header(header)} on, served by {','.join(donors)}"
@@ -421,7 +468,7 @@ class SchedulerScript:
             case ["entered", view, *rest]:
                 header = names.headers[keys["on"]]
                 self.at[name] = (header.seq, header.step)
-                return Entered(number(view), header.seq, header.step, header.hash, loaded="loading" not in rest)
+                return Entered(number(view), header.seq, header.step, header.hash, () if "loading" in rest else WHOLE)
             case ["reports", promised, *rest]:
                 header = names.headers[keys["on"]]
                 return Report(
@@ -429,7 +476,7 @@ class SchedulerScript:
                     entered=number(keys["entered"]),
                     seq=header.seq,
                     head=header.hash,
-                    loaded="loading" not in rest,
+                    parts=() if "loading" in rest else WHOLE,
                     raw="loading" not in rest,
                     pending=names.headers[keys["pending"]] if "pending" in keys else None,
                     last=header,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from chaos_lightning.protocol.types import (
+    WHOLE,
     Contribution,
     Decide,
     Differs,
@@ -24,6 +25,7 @@ from chaos_lightning.protocol.types import (
     Released,
     Report,
     ServeLearners,
+    Span,
     Verdict,
     View,
     Welcome,
@@ -41,10 +43,11 @@ def message_words(names: Names, message: object) -> str:
             return f"contribution {message.seq} {message.kind} of {message.view}{votes}"
         case Header():
             return f"header {names.of_header(message)}"
-        case Entered(view, seq, _, head, loaded):
-            return f"entered {view} at {seq} on {names.of_hash(head)}{'' if loaded else ', not loaded'}"
+        case Entered(view, seq, _, head, parts):
+            return f"entered {view} at {seq} on {names.of_hash(head)}{_holds(parts)}"
         case Report():
-            flags = ("" if message.loaded else ", not loaded") + ("" if message.raw else ", no raw bytes")
+            flags = _holds(message.parts) + ("" if message.raw else ", no raw bytes")
+            flags += "" if message.owns in (WHOLE, ()) else f", owns {parts_words(message.owns)}"
             pending = f", pending {names.of_header(message.pending)}" if message.pending else ""
             held = f", holds {[s for s in message.held if s[0] < s[1]]}" if message.held else ""
             where = f"entered {message.entered} at {message.seq} on {names.of_hash(message.head)}"
@@ -90,7 +93,17 @@ def message_words(names: Names, message: object) -> str:
             return repr(message)
 
 
+def parts_words(parts: tuple[Span, ...]) -> str:
+    """Parts of the state in words."""
+    return "parts " + ",".join(f"{start}-{stop}" for start, stop in parts)
+
+
+def _holds(parts: tuple[Span, ...]) -> str:
+    return "" if parts == WHOLE else f", holds {parts_words(parts)}" if parts else ", not loaded"
+
+
 def view_words(view: View) -> str:
     marks = [m + "*" if m in view.joiners else m for m in view.ids()]
     links = f" over {','.join(f'{link.a}-{link.b}' for link in view.links)}" if view.links else ""
-    return f"view {view.id} after {view.predecessor} [{' '.join(marks)}]{links}"
+    lets_go = f" without {','.join(m.id for m in view.leaving)}" if view.leaving else ""
+    return f"view {view.id} after {view.predecessor} [{' '.join(marks)}]{links}{lets_go}"

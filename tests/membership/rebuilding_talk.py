@@ -9,6 +9,7 @@ from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
+    WHOLE,
     Entered,
     FromMember,
     Header,
@@ -109,7 +110,7 @@ class Talk:
     def promises(self, name: str, entered: View | None, *, loaded: bool = True, last: Header = HEAD) -> None:
         number = self.machine.recovery.number
         stands = entered.id if entered is not None else NO_VIEW
-        self.says(name, Report(number, stands, last.seq, last.hash, loaded=loaded, last=last))
+        self.says(name, Report(number, stands, last.seq, last.hash, WHOLE if loaded else (), last=last))
 
     def passes(self, seconds: float) -> None:
         """Ticks; everybody who is connected is heard of."""

@@ -305,7 +305,7 @@ def test_a_member_leaves_its_headers_out_where_it_may_and_tells_them_when_it_is_
     for brief, last in ((True, None), (False, GENESIS), (True, None)):
         effects = machine.on(2.0, fx.ControlIn(Prepare(ViewId(1, 5), "somebody died", brief), ((0, 8),)))
         said = [e.message for e in effects if isinstance(e, fx.ToScheduler)]
-        assert said == [Report(ViewId(1, 5), ViewId(), 0, GENESIS.hash, False, False, last=last, held=((0, 8),))]
+        assert said == [Report(ViewId(1, 5), ViewId(), 0, GENESIS.hash, (), False, last=last, held=((0, 8),), owns=())]
     machine.pending = header = replace(GENESIS, seq=1, prev_hash=GENESIS.hash)
     for brief, pending in ((True, None), (False, header)):
         effects = machine.on(3.0, fx.ControlIn(Prepare(ViewId(1, 5), "somebody died", brief)))

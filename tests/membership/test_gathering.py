@@ -7,7 +7,7 @@ from test_membership_terms import Job, hello
 
 from chaos_lightning.membership.effects import MessageIn, Opened, SchedulerTick
 from chaos_lightning.membership.peers import Standing
-from chaos_lightning.protocol.types import CatchUp, Entered, Progress, View
+from chaos_lightning.protocol.types import WHOLE, CatchUp, Entered, Progress, View
 
 PATIENT = {"heartbeat_interval_s": 5.0, "heartbeat_timeout_s": 20.0, "max_nodes": 200}
 SETTLES_S = 0.1
@@ -39,7 +39,7 @@ class Wave:
     def _stand(self, view: View) -> None:
         for member in view.members:
             if conn := self.job.conns.get(member.name):
-                self.job.feed(MessageIn(conn, Entered(view.id, 5, 5, "h", loaded=True)))
+                self.job.feed(MessageIn(conn, Entered(view.id, 5, 5, "h")))
 
     def come(self, numbers: range) -> None:
         for i in numbers:
@@ -148,7 +148,7 @@ def founding(members: int) -> tuple[Job, View]:
         job.feed(SchedulerTick())
     (founded,) = job.views
     for i, member in enumerate(founded.members):
-        job.says(member.name, Entered(founded.id, 0, 0, "h", loaded=i == 0))
+        job.says(member.name, Entered(founded.id, 0, 0, "h", WHOLE if i == 0 else ()))
     job.machine.validate_state = lambda: None  # type: ignore[method-assign]  # it looks at all pairs
     return job, founded
 
@@ -161,7 +161,7 @@ def test_a_large_founding_has_time_as_long_as_somebody_loads_the_state(members: 
         job.passes(6.0)
         if len(job.views) > 1:
             break
-        job.says(member.name, Entered(founded.id, 0, 0, "h", loaded=True))
+        job.says(member.name, Entered(founded.id, 0, 0, "h"))
     assert (len(job.views) == 1 and not job.machine.desk.reserving) == later
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks.scale.machine import rules
 from benchmarks.scale.standins import Stage
+from chaos_lightning.membership import judging, roster
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.peers import Peer
-from chaos_lightning.protocol.types import LinkEvent
+from chaos_lightning.protocol.types import LinkEvent, View
 
 DEGREE = 8
 
@@ -105,3 +106,15 @@ def test_neighbours_that_stay_out_of_reach_are_replaced() -> None:
     job.machine.validate_state()
     assert not set(lost) & set(job.machine.topology.partners.of(one.id))
     assert job.put_out == []
+
+
+def test_views_with_one_part_are_not_divided_when_all_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a division is kept by are the ids of all members: each look at it goes through all of them."""
+    asked: list[View] = []
+    for module in (judging, roster):
+        monkeypatch.setattr(module, "division", asked.append)
+    job = stage(40)
+    for member in job.view.ids()[:10]:
+        job.kill(job.members[member])
+    job.wait(lambda: job.settled(30), "a view of those who live")
+    assert not asked

@@ -11,7 +11,7 @@ from chaos_lightning.membership.detector import Death, Detector, Findings
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.scene import Scene
 from chaos_lightning.protocol.pace import Pacing
-from chaos_lightning.protocol.types import Member, Settings, Verdict, ViewId
+from chaos_lightning.protocol.types import WHOLE, Member, Settings, Verdict, ViewId
 
 SETTINGS = Settings(
     heartbeat_timeout_s=0.3,
@@ -35,9 +35,9 @@ class Look:
             who = member(f"{name}~{number}")
             host = (hosts or {}).get(name, who.host)
             standing = Standing.MEMBER if name in members else Standing.READY
-            held = name in members and name not in empty
+            held = WHOLE if name in members and name not in empty else ()
             peer = Peer(
-                Member(who.id, name, host, who.address, who.port), standing, conn=number, known=True, loaded=held
+                Member(who.id, name, host, who.address, who.port), standing, conn=number, known=True, parts=held
             )
             peer.entered = ViewId(1, 1)
             self.peers[name] = peer
@@ -61,7 +61,7 @@ class Look:
                 self.detector.heard(peer.id)
         of = {s: {p.id: p for p in self.peers.values() if p.standing is s and p.alive} for s in Standing}
         watched = of[Standing.MEMBER]
-        holders = {i for i, p in watched.items() if p.loaded or not p.known}
+        holders = {i: p.parts if p.known else WHOLE for i, p in watched.items()}
         scene = Scene(watched, of[Standing.READY], holders, self.neighbours)
         findings = self.detector.judge(now, scene)
         for death in findings.deaths:

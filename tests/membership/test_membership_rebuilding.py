@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from membership_script import header_after
+from membership_script import header_after, pipelines_of
 from rebuilding_talk import ABC, ABCD, GRACE_S, HEAD, NAMES, Talk, half_promised, hello, view
 
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.identity import KNOCKS_S
@@ -388,3 +389,26 @@ def test_a_hello_tells_the_id_of_who_waits_for_its_first_view() -> None:
     )  # fmt: skip
     machine.on(1.0, fx.ControlIn(welcome))
     assert machine.knowledge() == {**nothing, "resume": "d~4", "term": 3}
+
+
+def test_who_reports_pipelines_that_cannot_be_read_is_put_out_and_the_others_go_on() -> None:
+    talk = Talk()
+    for name in "ab":
+        talk.reports(name, ABC)
+    talk.reports("c", replace(ABC, pipelines="nonsense"))
+    (fence,) = talk.heard("c", Fence)
+    assert isinstance(fence, Fence)
+    assert fence.reason.startswith("c~3 is out of the job: it reported view 1.3: a view's pipelines cannot be read")
+    talk.passes(1.1 * GRACE_S)
+    for name in "ab":
+        talk.promises(name, ABC)
+    assert talk.views()[-1].ids() == ("a~1", "b~2")
+
+
+def test_no_chain_of_views_with_pipelines_is_rebuilt_by_who_makes_none() -> None:
+    talk = Talk()
+    staged = replace(ABC, pipelines=pipelines_of("a~1:2+b~2:2,c~3:4"))
+    for name in "ab":
+        talk.reports(name, staged)
+    with pytest.raises(ConfigurationError, match=r"view 1\.3, .* has pipelines, .* this scheduler makes none"):
+        talk.reports("c", staged)

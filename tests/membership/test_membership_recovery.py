@@ -115,7 +115,7 @@ def test_joiner_by_pause_alone_holds_a_step_so_it_joins_again() -> None:
 def test_joiner_in_flight_stays_if_its_header_is_the_base() -> None:
     v2 = view(2, 1, "a~1", "b~2", "c~3", "d~4", "e~5", joiners=("e~5",))
     rest = header_after(V1, H1, "boundary", v2)
-    reports = {"b~2": report(rest, entered=v2), "e~5": report(rest, entered=v2, loaded=False, raw=False)}
+    reports = {"b~2": report(rest, entered=v2), "e~5": report(rest, entered=v2, parts=(), raw=False)}
     ruling = rule([V1, v2], reports)
     assert (ruling.members, ruling.joiners) == (("b~2", "e~5"), ("e~5",))
 
@@ -123,7 +123,7 @@ def test_joiner_in_flight_stays_if_its_header_is_the_base() -> None:
 def test_joiner_in_flight_joins_again_if_its_header_is_lost() -> None:
     v2 = view(2, 1, "a~1", "b~2", "c~3", "d~4", "e~5", joiners=("e~5",))
     rest = header_after(V1, H1, "boundary", v2)
-    reports = {"b~2": report(H1), "e~5": report(rest, entered=v2, loaded=False, raw=False)}
+    reports = {"b~2": report(H1), "e~5": report(rest, entered=v2, parts=(), raw=False)}
     ruling = rule([V1, v2], reports)
     assert (ruling.base, ruling.members) == (H1, ("b~2",))
     assert [m for m, _ in ruling.rejoin] == ["e~5"]
@@ -131,13 +131,13 @@ def test_joiner_in_flight_joins_again_if_its_header_is_lost() -> None:
 
 def test_newcomer_whose_view_no_header_carried_waits_for_another() -> None:
     v2 = view(2, 1, "a~1", "b~2", "c~3", "d~4", "e~5", joiners=("e~5",))
-    nothing = Report(ViewId(1, 9), NO_VIEW, 0, GENESIS.hash, loaded=False, raw=False, last=GENESIS)
+    nothing = Report(ViewId(1, 9), NO_VIEW, 0, GENESIS.hash, parts=(), raw=False, last=GENESIS)
     ruling = rule([V1, v2], {"b~2": report(H1), "e~5": nothing})
     assert (ruling.members, ruling.waiting) == (("b~2",), ("e~5",))
 
 
 def test_nobody_holds_the_state() -> None:
-    loading = report(GENESIS, loaded=False, raw=False)
+    loading = report(GENESIS, parts=(), raw=False)
     ruling = rule([replace(V1, joiners=("b~2", "c~3", "d~4"))], {"b~2": loading})
     assert ruling.base is None
     assert [m for m, _ in ruling.rejoin] == ["b~2"]
@@ -146,7 +146,7 @@ def test_nobody_holds_the_state() -> None:
 def test_founders_that_load_when_a_recovery_comes_load_on() -> None:
     """Also before slot 1. Who never heard of the founding view cannot tell how that slot is assigned, and waits."""
     founded = view(1, 0, "a~1", "b~2", "c~3", "d~4", joiners=("b~2", "c~3", "d~4"))
-    loading = report(GENESIS, founded, loaded=False, raw=False)
+    loading = report(GENESIS, founded, parts=(), raw=False)
     ruling = rule(
         [founded], {"a~1": report(GENESIS, founded), "b~2": loading, "c~3": replace(loading, entered=NO_VIEW)}
     )
@@ -195,7 +195,7 @@ def cuts(draw: st.DrawFn) -> dict[str, Report]:
         if what == "ahead":
             reports[name] = report(H2, raw=draw(st.booleans()))
         elif what == "loading":
-            reports[name] = report(H1, loaded=False, raw=False)
+            reports[name] = report(H1, parts=(), raw=False)
         else:
             pending = H2 if what == "pending" else None
             reports[name] = report(H1, pending=pending, held=with_scope(held, SCOPE))

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from membership_script import contribution, header_after, member
+from membership_script import contribution, header_after, member, pipelines_of
 
 from chaos_lightning.membership import slots
-from chaos_lightning.membership.slots import carried, close_slot, differing, drifted, fitting, presence_of
+from chaos_lightning.membership.slots import carried, close_slot, differing, fitting, presence_of
 from chaos_lightning.protocol.codec import encode_peer
-from chaos_lightning.protocol.types import GENESIS, MAX_GATHER_NBYTES, NO_VIEW, Kind, Ledger, Spent, View, ViewId
+from chaos_lightning.protocol.types import (
+    GENESIS,
+    MAX_GATHER_NBYTES,
+    NO_VIEW,
+    Kind,
+    LayersCovered,
+    Ledger,
+    Spent,
+    View,
+    ViewId,
+)
 
 IDS = ("a~1", "b~2", "c~3")
 VIEW = View(id=ViewId(1, 1), predecessor=NO_VIEW, members=tuple(member(m) for m in IDS))
@@ -267,12 +278,81 @@ def test_error_header_carries_no_view() -> None:
     assert header.view_change is None
 
 
+def drifted_at(view: View, hashes: dict[str, tuple[str, ...]]) -> list[tuple[str, int]]:
+    """Members and parts that the header of a step with these hashes names."""
+    box = {m: contribution(view, GENESIS, "step", m, state_hashes=hashes.get(m, ())) for m in view.ids()}
+    header = close_slot(view=view, prev=GENESIS, contributions=box)
+    assert not header.error
+    return [(d.member, d.part) for d in header.drifted]
+
+
 def test_minority_of_state_hashes_has_drifted_and_the_oldest_decides_a_tie() -> None:
-    hashes = {"a~1": "x", "b~2": "y", "c~3": "y"}
-    assert drifted([contribution(VIEW, GENESIS, "step", m, state_hash=h) for m, h in hashes.items()]) == ("a~1",)
-    pair = [contribution(VIEW, GENESIS, "step", m, state_hash=h) for m, h in (("a~1", "x"), ("b~2", "y"))]
-    assert drifted(pair) == ("b~2",)
-    assert drifted([contribution(VIEW, GENESIS, "step", "a~1")]) == ()
+    assert drifted_at(VIEW, {"a~1": ("x",), "b~2": ("y",), "c~3": ("y",)}) == [("a~1", 0)]
+    assert drifted_at(VIEW, {"a~1": ("x",), "b~2": ("y",)}) == [("b~2", 0)]
+    assert drifted_at(VIEW, {}) == []
+
+
+def test_each_part_is_compared_among_its_owners() -> None:
+    """a and b own both layers, c owns layer 1 alone; part 2 is the rest (P12)."""
+    view = replace(VIEW, pipelines=pipelines_of("a~1:2,b~2:2,d~4:1+c~3:1"), members=(*VIEW.members, member("d~4")))
+    alike = {"a~1": ("0", "1", "r"), "b~2": ("0", "1", "r"), "c~3": ("1", "r"), "d~4": ("0", "r")}
+    assert drifted_at(view, alike) == []
+    assert drifted_at(view, alike | {"c~3": ("x", "r")}) == [("c~3", 1)]
+    assert drifted_at(view, alike | {"a~1": ("x", "y", "r"), "d~4": ("0", "z")}) == [("a~1", 0), ("a~1", 1), ("d~4", 2)]
+    tie = {"b~2": ("0", "1", "r"), "c~3": ("2", "r")}
+    assert drifted_at(view, tie) == [("c~3", 1)]
+
+
+PIPED = replace(VIEW, pipelines=pipelines_of("a~1:1+b~2:2,c~3:3"))
+
+
+@pytest.mark.parametrize(
+    ("who", "change", "words"),
+    [
+        ("b~2", {"coverage": ()}, "layers 1 to 2: micro-batches [0, 1) are in the sum of no member"),
+        ("b~2", {"coverage": (LayersCovered(1, 3, ((0, 2),)),)}, "micro-batches [1, 2) are in the sums of b~2 and c~3"),
+        ("b~2", {"coverage": (LayersCovered(1, 9, ((0, 1),)),)}, "layers 3 to 8: none of this model's 3 layers"),
+        ("c~3", {"state_hashes": ("x", "y")}, "c~3 gives hashes of 2 parts, and owns 4"),
+    ],
+)
+def test_sums_that_lack_or_repeat_a_micro_batch_are_an_error(who: str, change: dict[str, Any], words: str) -> None:
+    good = {m: contribution(PIPED, GENESIS, "step", m) for m in PIPED.ids()}
+    header = close_slot(view=PIPED, prev=GENESIS, contributions=good)
+    assert not header.error
+    assert header.reduced
+    found = close_slot(view=PIPED, prev=GENESIS, contributions=good | {who: replace(good[who], **change)})
+    assert words in found.error
+    assert (found.step, found.shares, found.reduced) == (0, (), False)
+
+
+def test_an_empty_micro_batch_needs_no_cover() -> None:
+    at_the_end = {
+        m: replace(c, micro_batches=((1, 2),), coverage=c.coverage if m == "c~3" else ())
+        for m in PIPED.ids()
+        for c in [contribution(PIPED, GENESIS, "step", m)]
+    }
+    assert not close_slot(view=PIPED, prev=GENESIS, contributions=at_the_end).error
+    odd = at_the_end | {"b~2": replace(at_the_end["b~2"], micro_batches=((0, 2),))}
+    assert [who.member for who in differing(PIPED, odd)] == ["b~2"]
+
+
+def test_a_round_of_evaluation_is_covered_as_a_step_is() -> None:
+    said = {m: contribution(PIPED, GENESIS, "step", m) for m in PIPED.ids()}
+    rounds = {m: replace(c, kind=Kind.GATHER, weight=0.0, coefficient=0.0, reduced=False) for m, c in said.items()}
+    header = close_slot(view=PIPED, prev=GENESIS, contributions=rounds)
+    assert (header.error, header.reduced) == ("", False)
+    lacking = rounds | {"b~2": replace(rounds["b~2"], coverage=())}
+    assert "in the sum of no member" in close_slot(view=PIPED, prev=GENESIS, contributions=lacking).error
+    plain = {m: replace(c, micro_batches=(), coverage=()) for m, c in rounds.items()}
+    assert not close_slot(view=PIPED, prev=GENESIS, contributions=plain).error
+
+
+def test_who_has_not_reduced_differs_unless_it_yields_to_another_kind() -> None:
+    good = {m: contribution(PIPED, GENESIS, "step", m) for m in PIPED.ids()}
+    odd = good | {"b~2": replace(good["b~2"], reduced=False)}
+    assert [who.member for who in differing(PIPED, odd)] == ["b~2"]
+    yields = good | {"b~2": replace(contribution(PIPED, GENESIS, "boundary", "b~2"), yields=True)}
+    assert differing(PIPED, yields) == ()
 
 
 @given(st.lists(st.binary(max_size=5), min_size=1, max_size=4))

@@ -13,6 +13,7 @@ from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.slots import close_slot
 from chaos_lightning.protocol.types import (
     GENESIS,
+    MAX_PARTS,
     NO_VIEW,
     Contribution,
     Decide,
@@ -89,3 +90,13 @@ def test_a_scheduler_keeps_no_payload_of_reports() -> None:
         tracemalloc.stop()
     assert kept_nbytes < 6 * MIB
     assert f"report for 1.{SLOTS + 1}, entered 1.1, at 0 ({GENESIS.hash})" in str(scheduler.stimulus_log[-1])
+
+
+def test_of_a_report_with_many_parts_a_scheduler_remembers_a_few() -> None:
+    scheduler = SchedulerMachine(Settings(), fx.Chain(1, ViewId(1, 0)))
+    parts = tuple((part, part + 1) for part in range(0, MAX_PARTS, 2))
+    scheduler.on(0.0, fx.MessageIn(1, Report(ViewId(1, 2), VIEW.id, 0, GENESIS.hash, parts)))
+    (_, digest) = scheduler.stimulus_log[-1]
+    assert "parts ((0, 1), (2, 3), " in str(digest)
+    assert f" and {len(parts) - 8} more, raw=True" in str(digest)
+    assert len(str(digest)) < 500

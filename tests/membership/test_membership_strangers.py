@@ -80,7 +80,7 @@ def test_where_nobody_came_back_a_member_of_another_program_does_not_vouch() -> 
 
 
 @pytest.mark.parametrize(
-    ("version", "spoken"), [(0, "a version before 4"), (3, "version 3"), (VERSION + 1, "version 5")]
+    ("version", "spoken"), [(0, "a version before 4"), (4, "version 4"), (VERSION + 1, "version 6")]
 )
 @pytest.mark.parametrize("view", [NO_VIEW, ViewId(1, 1)])
 def test_a_process_of_another_version_is_refused_by_name_before_anything_that_it_says_counts(

@@ -108,7 +108,7 @@ class Job:
 
     def enters(self, name: str) -> None:
         """It stands in the last view, with the state."""
-        self.says(name, Entered(self.views[-1].id, 0, 0, GENESIS.hash, loaded=True))
+        self.says(name, Entered(self.views[-1].id, 0, 0, GENESIS.hash))
 
     def closes(self, name: str, *, abrupt: bool = True) -> None:
         self.feed(Closed(self.conns.pop(name), abrupt))

@@ -21,12 +21,12 @@ from chaos_lightning.membership.topology import (
     Fact,
     Net,
     Topology,
+    components,
     connected,
     every_pair,
     links_of,
     neighbours,
     pair,
-    parts,
     ranked,
     specs,
 )
@@ -73,7 +73,7 @@ def graphs(draw: st.DrawFn) -> tuple[tuple[str, ...], frozenset[frozenset[str]]]
 @given(graphs())
 def test_parts_are_what_paths_connect(graph: tuple[tuple[str, ...], frozenset[frozenset[str]]]) -> None:
     ids, pairs = graph
-    found = parts(ids, pairs)
+    found = components(ids, pairs)
     assert sorted(m for part in found for m in part) == sorted(ids)
     assert all(any(set(link) <= set(part) for part in found) for link in pairs)
     for part in found:  # no smaller part is closed
@@ -86,10 +86,10 @@ def test_parts_are_what_paths_connect(graph: tuple[tuple[str, ...], frozenset[fr
 def test_one_part_goes_on_and_never_two(graph: tuple[tuple[str, ...], frozenset[frozenset[str]]]) -> None:
     """More members first; of equal ones the one with the oldest member, so that there are no ties."""
     ids, pairs = graph
-    best, *others = ranked(parts(ids, pairs), ids)
+    best, *others = ranked(components(ids, pairs), ids)
     for other in others:
         assert (len(best), -ids.index(best[0])) > (len(other), -ids.index(other[0]))
-    assert ranked(reversed(parts(ids, pairs)), ids)[0] == best
+    assert ranked(reversed(components(ids, pairs)), ids)[0] == best
 
 
 @given(graphs())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from membership_script import member
 
 from chaos_lightning.membership.peers import listed
+from chaos_lightning.membership.pipelining import Lineup
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.topology import Net, every_pair
 from chaos_lightning.membership.views import Change, changed_view, founding_view, intended_change, recovered_view
@@ -34,7 +35,8 @@ def changed(view: View, ids: str) -> View:
 
 def recovered(view: View, ids: str) -> View:
     ruling = Ruling(base=GENESIS, members=tuple(ids.split()), reason="redo")
-    return recovered_view(view, ViewId(1, 3), ruling, PLAN, "a death", complete(ids))
+    lineup = Lineup(members=tuple(m for m in view.members if m.id in ruling.members))
+    return recovered_view(view, ViewId(1, 3), ruling, PLAN, "a death", complete(ids), lineup)
 
 
 def test_founders_that_fit_go_by_the_users_trees() -> None:

@@ -9,7 +9,7 @@ from test_membership_terms import Job, hello
 
 from chaos_lightning.membership import topology
 from chaos_lightning.membership.effects import ChangeLink, Drain, Note
-from chaos_lightning.membership.topology import every_pair, pair, parts, thinned
+from chaos_lightning.membership.topology import components, every_pair, pair, thinned
 from chaos_lightning.protocol.types import GENESIS, LinkEvent, LinkSpec, Notice, Prepare, Report
 
 NAMES = "abcdef"
@@ -102,5 +102,5 @@ def test_a_few_links_hold_those_together_whom_all_do(pairs: set[frozenset[str]],
     finally:
         topology.THIN_DEGREE = before
     assert few <= pairs
-    assert parts(NAMES, few) == parts(NAMES, pairs)
+    assert components(NAMES, few) == components(NAMES, pairs)
     assert len(few) < (degree + 1) * len(NAMES)

@@ -100,3 +100,41 @@ def test_a_copy_does_not_change_with_its_original(views: list[View]) -> None:
 def test_numbers_without_gaps_are_one_run() -> None:
     numbers = Numbers.of([ViewId(1, 1), ViewId(1, 2), ViewId(1, 2), ViewId(1, 4), ViewId(2, 5), ViewId(1, 2)])
     assert numbers.runs == [(1, 1, 2), (1, 4, 4), (2, 5, 5)]
+
+
+def view(number: int, ids: str, leaving: str = "") -> View:
+    members, gone = (tuple(Member(m, m, "host", "127.0.0.1", 7000) for m in names.split()) for names in (ids, leaving))
+    return View(ViewId(1, number), ViewId(1, number - 1) if number > 1 else NO_VIEW, members, leaving=gone)
+
+
+def test_whom_a_view_lets_go_counts_while_later_views_name_it() -> None:
+    past = Past.of([view(1, "a b c"), view(2, "b c", "a"), view(3, "b", "a")])
+    assert past.leaving == {"a"}
+    assert past.in_all_after("a", ViewId(1, 1))
+    assert not past.in_all_after("c", ViewId(1, 1))
+    past.add(view(4, "b"))
+    assert not past.in_all_after("a", ViewId(1, 1))
+
+
+def test_a_leaver_that_stays_counts_as_if_it_had_never_gone() -> None:
+    past = Past.of([view(1, "a b"), view(2, "b", "a"), view(3, "b a")])
+    assert past.in_all_after("a", ViewId(1, 1))
+    assert past.stood_in("a", ViewId(1, 3))
+    past.add(view(4, "b"), carried=True)
+    assert past.let_go_by("a", ViewId(1, 1)) == ViewId(1, 4)
+
+
+def test_a_leaver_that_has_gone_is_known_to_have_been_let_go() -> None:
+    """Also by the decision of a recovery, if that puts nobody else out."""
+    past = Past.of([view(1, "a b c"), view(2, "", "a b c")])
+    assert past.let_go_by("a", ViewId(1, 1)) == ViewId(1, 2)
+    assert Past.of([view(1, "a b c"), view(2, "b", "a")]).let_go_by("c", ViewId(1, 1)) is None
+
+
+def test_a_leaver_whose_views_as_a_member_are_lost_counts() -> None:
+    """A rebuilt chain begins with a view that lets it go."""
+    past = Past.of([view(2, "b", "a")])
+    assert past.in_all_after("a", ViewId(1, 1))
+    past.add(view(3, "b a"))
+    assert past.stood_in("a", ViewId(1, 3))
+    assert past.in_all_after("a", ViewId(1, 2))

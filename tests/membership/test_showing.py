@@ -12,7 +12,7 @@ from chaos_lightning.membership.past import Numbers
 from chaos_lightning.membership.peers import Standing
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.showing import PAGE, SHOWN
-from chaos_lightning.protocol.types import NO_VIEW, Settings
+from chaos_lightning.protocol.types import NO_VIEW, WHOLE, Settings
 
 
 def settled(count: int) -> SchedulerMachine:
@@ -24,7 +24,7 @@ def settled(count: int) -> SchedulerMachine:
     machine.on(0.0, fx.SchedulerTick())
     for conn, member in enumerate(view.members):
         peer = machine.roster.peers[member.id]
-        peer.conn, peer.standing, peer.entered, peer.loaded = conn, Standing.MEMBER, view.id, True
+        peer.conn, peer.standing, peer.entered, peer.parts = conn, Standing.MEMBER, view.id, WHOLE
         machine.roster.conns[conn] = member.id
     return machine
 

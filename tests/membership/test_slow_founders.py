@@ -139,7 +139,7 @@ def test_one_that_was_left_behind_is_waited_for_no_more(left: bool) -> None:
     """It comes again before the first step is committed, and learns by replay what others get by a pause."""
     job, founded = founding(32)
     for member in founded.members:
-        job.says(member.name, Entered(founded.id, 0, 0, GENESIS.hash, loaded=True))
+        job.says(member.name, Entered(founded.id, 0, 0, GENESIS.hash))
     again = hello("late", pid=7, replay="")
     if left:
         job.machine.roster.left_behind.add(process_of(again))

@@ -18,6 +18,7 @@ class BorderNode:
 
     Attributes:
         exchange: For an executor.
+        chunks: Takes chunks of gradients; None: there are none.
         broken: (peer, evidence) of links that stand no more.
     """
 
@@ -30,6 +31,7 @@ class BorderNode:
         self.loop = IoLoop(member_id, self._crashes.append)
         self.links = Links(self.loop, "job", b"token", lambda line: None)
         self.exchange = BorderExchange(self._send, limit_nbytes)
+        self.chunks = None
         self.links.listen("127.0.0.1", Takers(self, self, lambda sock, peer: None, self.exchange))
         self.links.me = member_id
         self.loop.start()
@@ -76,6 +78,8 @@ class BorderNode:
     def undelivered(self, to: str, source: str, reason: str) -> None: ...
 
     def target(self, peer, frame):
-        raise AssertionError("no chunks here")
+        assert self.chunks is not None, "no chunks here"
+        return self.chunks.target(peer, frame)
 
-    arrived = target
+    def arrived(self, peer, frame, payload):
+        self.chunks.arrived(peer, frame, payload)

@@ -11,7 +11,8 @@ from itertools import pairwise
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from chaos_lightning.pipeline.executor import AttemptOverError, PipelineExecutor, SlotAttempt, StepWork
+from chaos_lightning.errors import AttemptOverError
+from chaos_lightning.pipeline.executor import PipelineExecutor, SlotAttempt, StepWork
 from chaos_lightning.planning.pipelines.plan import Detour, Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.schedules import Instruction
 from chaos_lightning.planning.pipelines.units import FORWARD, ViewPipelines

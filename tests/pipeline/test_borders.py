@@ -9,9 +9,9 @@ import pytest
 import torch
 from border_nodes import BorderNode
 
-from chaos_lightning.errors import DeadlineError, FencedError, WireError
+from chaos_lightning.errors import AttemptOverError, DeadlineError, FencedError, WireError
 from chaos_lightning.pipeline.borders import BorderExchange
-from chaos_lightning.pipeline.executor import AttemptOverError, SlotAttempt
+from chaos_lightning.pipeline.executor import SlotAttempt
 from chaos_lightning.pipeline.tensors import Border, write
 from chaos_lightning.planning.pipelines.units import BACKWARD, FORWARD, BorderKey, StepUnit
 from chaos_lightning.protocol.types import ViewId
@@ -193,6 +193,18 @@ def test_what_waits_is_bounded():
         deliver(exchange, "a~1", NEXT, BorderKey(FORWARD, 2, 1), write(a_border(1.0, 150)))
     with pytest.raises(WireError, match="would have more than 1000 bytes"):
         deliver(exchange, "a~1", NEXT, BorderKey(FORWARD, 0, 1), write(a_border(1.0, 200), 128)[:1])
+
+
+def test_who_joins_again_begins_with_any_view():
+    """Views of another chain begin anew, and are older than those that were dropped."""
+    exchange = opened()
+    deliver(exchange, "a~1", NEXT, KEY, write(a_border()))
+    exchange.drop(LATER.view)
+    exchange.restart()
+    assert exchange.nbytes == 0
+    exchange.open(OLD, TAKES)
+    assert deliver(exchange, "a~1", OLD, KEY, write(a_border()))
+    assert exchange.take(OLD, KEY).specs == "specs"
 
 
 # ------------------------------------------------------------------------------------------------ over links

@@ -13,7 +13,8 @@ from border_nodes import BorderNode
 from executor_support import FIRST, SECOND, SequentialLayers, one_process, plan_of, vacant
 from torch import nn
 
-from chaos_lightning.pipeline.executor import AttemptOverError, PipelineExecutor, StepWork
+from chaos_lightning.errors import AttemptOverError
+from chaos_lightning.pipeline.executor import PipelineExecutor, StepWork
 from chaos_lightning.planning.pipelines.units import ViewPipelines, coverage_error
 
 WIDTH, ROWS = 256, 1024

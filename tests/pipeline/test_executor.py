@@ -26,8 +26,8 @@ from executor_support import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from chaos_lightning.errors import ConfigurationError, StateError, UnsupportedError
-from chaos_lightning.pipeline.executor import AttemptOverError, loss_of
+from chaos_lightning.errors import AttemptOverError, ConfigurationError, StateError, UnsupportedError
+from chaos_lightning.pipeline.executor import loss_of
 from chaos_lightning.planning.pipelines.units import ViewPipelines, coverage_error
 
 WIDTH = 6

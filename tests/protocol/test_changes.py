@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -73,6 +74,22 @@ def test_a_death_among_1024_takes_less_than_10_kb() -> None:
     after = replace(without(replace(view, plan=other), dead), links=without(view, dead).links[5:])
     assert len(codec.encode(told(view, after))) < 9_000, "all four trees were drawn anew"
     assert len(codec.encode(told(view, replace(after, plan=view.plan)))) < 500
+
+
+def test_pipelines_are_told_where_they_change_and_leavers_always() -> None:
+    view = sparse_view(8)
+    text = json.dumps({"plan": "x" * 4000})
+    first = replace(without(view, view.members[3].id), pipelines=text, leaving=(view.members[3],))
+    assert told(view, first).view.pipelines == text
+    second = without(first, view.members[5].id)
+    assert len(codec.encode(told(first, second))) < 1000
+    for other in ("", "{}"):
+        assert told(first, replace(second, pipelines=other)).view.pipelines == other
+    odd = replace(told(first, second), keeps_pipelines=False)
+    odd = replace(odd, view=replace(odd.view, pipelines=text))
+    for before, change in ((first, odd), (view, replace(told(view, first), keeps_pipelines=True))):
+        with pytest.raises(WireError, match="whose pipelines are none"):
+            changed(before, change, "0")
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,19 @@ from chaos_lightning.protocol.limits import (
 )
 from chaos_lightning.protocol.types import (
     MAX_MEMBERS,
+    MAX_PARTS,
+    NO_VIEW,
     Contribution,
     Differs,
+    DriftedPart,
     Heartbeat,
     Hello,
     Kind,
+    LayersCovered,
     Leave,
     LinkEvent,
     LinkReport,
+    View,
     ViewId,
 )
 
@@ -68,6 +73,9 @@ CONTRIBUTION = Contribution("a~1", ViewId(1, 1), 1, Kind.STEP, 0, "00")
         (Differs("a~1", "\u00e9" * 10_000), r"Differs\.reason has 20000 bytes"),
         (replace(CONTRIBUTION, member="m" * 129), r"Contribution\.member has 129 bytes"),
         (replace(CONTRIBUTION, hyper="h" * (TEXT_NBYTES + 1)), r"Contribution\.hyper has 1048577 bytes"),
+        (LayersCovered(MAX_PARTS + 1, 0, ()), r"LayersCovered\.first is \d+; expected 0 to"),
+        (LayersCovered(0, MAX_PARTS + 1, ()), r"LayersCovered\.end is \d+; expected 0 to"),
+        (DriftedPart("a~1", MAX_PARTS), r"DriftedPart\.part is \d+; expected 0 to"),
     ],
 )
 def test_what_is_beyond_its_limit_is_refused_by_name(message: Any, words: str) -> None:
@@ -86,6 +94,17 @@ def test_a_leader_of_outer_sync_has_the_same_limits() -> None:
     hello = outer_messages.ClusterHello("c" * 101, "", "", 0, None, NO_VERSION, NO_VERSION, Agreement(()))
     with pytest.raises(WireError, match=r"ClusterHello\.cluster has 101 bytes; expected 100 at most"):
         FROM_CLUSTER.decode(FROM_CLUSTER.encode(hello))
+
+
+def test_numbers_of_layers_are_limited_and_numbers_of_pushes_are_not() -> None:
+    """A chain has the pushes of clusters that join for good; both messages have a field of the same name."""
+    joined = outer_types.Joined(outer_types.IncarnationId("c", 1), "host", 1 << 40)
+    assert OUTER.decode(outer_types.Joined, body_bytes(joined)) == joined
+
+
+def test_pipelines_that_can_be_written_can_be_read() -> None:
+    view = View(ViewId(1, 1), NO_VIEW, (), pipelines="p" * (TEXT_NBYTES + 1))
+    assert codec.decode(View, codec.encode(view)) == view
 
 
 def test_what_is_made_of_a_clusters_name_fits_into_its_own_limit() -> None:

@@ -36,6 +36,14 @@ def test_bytes_grow_with_members() -> None:
     assert sizes[512] < 8 * 1.35 * sizes[64], sizes
 
 
+LEAVING = replace(SMALL, pipelines="{}", leaving=(Member("c~3", "c", "host", "10.0.0.3", 4002),))
+
+
+def test_a_view_with_pipelines_and_leavers_comes_back() -> None:
+    assert codec.decode(View, codec.encode(LEAVING)) == LEAVING
+    assert len(codec.encode(SMALL)) == len(codec.encode(replace(LEAVING, pipelines="", leaving=())))
+
+
 def packed(view: View = SMALL) -> Any:
     return chaos_pb2.PackedView.FromString(codec.encode(view))
 
@@ -68,6 +76,8 @@ def test_odd_names_travel_too() -> None:
         (lambda v: setattr(v.members, "texts", v.members.texts + "x"), "cut off"),
         (lambda v: v.members.lengths.__setitem__(1, 9), "shares 9 characters"),
         (lambda v: v.ClearField("members"), "without members"),
+        (lambda v: v.leaving.SetInParent(), "lets nobody go"),
+        (lambda v: v.leaving.CopyFrom(v.members), "lets go one of its members"),
     ],
 )
 def test_what_is_no_views_packed_form_is_refused(change: Any, words: str) -> None:
@@ -104,5 +114,10 @@ def test_members_without_an_id_of_their_own_are_refused() -> None:
         members = (SMALL.members[0], replace(SMALL.members[1], id=member_id))
         with pytest.raises(WireError, match="two members of one id, or one without"):
             codec.encode(replace(SMALL, members=members))
+    for member_id in ("a~1", ""):
+        with pytest.raises(WireError, match="lets go one of its members, somebody twice, or somebody without an id"):
+            codec.encode(replace(LEAVING, leaving=(replace(LEAVING.leaving[0], id=member_id),)))
+    with pytest.raises(WireError, match="somebody twice"):
+        codec.encode(replace(LEAVING, leaving=LEAVING.leaving * 2))
     with pytest.raises(TypeError, match="expected integers"):
         codec.encode(replace(SMALL, members=(replace(SMALL.members[0], port=1.0),)))  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from chaos_lightning.protocol import packing
 from chaos_lightning.protocol import types as vocabulary
-from chaos_lightning.protocol.limits import NUMBERS
+from chaos_lightning.protocol.limits import range_of
+from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Member, View
 
 _TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
@@ -27,6 +28,9 @@ _SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     tuple[int, int]: _SPANS,
     tuple[str, str]: st.tuples(_TEXT, _TEXT),
 }
+
+
+_PARTS = st.sets(st.integers(0, vocabulary.MAX_PARTS - 1), max_size=9).map(lambda n: union((i, i + 1) for i in n))
 
 
 @functools.cache
@@ -43,8 +47,10 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(hint)
     hints = typing.get_type_hints(hint)
     parts = {f.name: values(hints[f.name]) for f in dataclasses.fields(hint)}
-    ranges = {int: st.integers, float: st.floats}
-    parts |= {name: ranges[hints[name]](*NUMBERS[name]) for name in parts if name in NUMBERS and hints[name] in ranges}
+    kinds = {int: st.integers, float: st.floats}
+    ranges = {name: range_of(hint.__name__, name) for name in parts if hints[name] in kinds}
+    parts |= {name: kinds[hints[name]](*limits) for name, limits in ranges.items() if limits is not None}
+    parts |= {name: _PARTS for name in ("parts", "owns") if name in parts}
     if hint is View:
         return _views(parts)
     if hint is vocabulary.Header:
@@ -55,9 +61,14 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 
 def _views(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
     """Views whose members have ids of their own; links and trees name members or anything."""
-    members = st.lists(values(Member), max_size=3, unique_by=lambda m: m.id)
-    members = members.filter(lambda found: all(m.id for m in found))
-    return st.builds(View, **fields | {"members": members.map(tuple)})
+    all_named = st.lists(values(Member), max_size=5, unique_by=lambda m: m.id)
+    all_named = all_named.filter(lambda found: all(m.id for m in found))
+
+    def view(named: tuple[list[Member], dict[str, Any]]) -> View:
+        found, rest = named
+        return View(**rest | {"members": tuple(found[:3]), "leaving": tuple(found[3:])})
+
+    return st.tuples(all_named, st.fixed_dictionaries(fields)).map(view)
 
 
 PACKED = [packing.PackedMembers, packing.PackedTree, packing.PackedView, packing.PackedChange]

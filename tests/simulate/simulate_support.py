@@ -38,6 +38,8 @@ SHOWED = {
         "1-mixed": 23,
         "4-hasty": 21,
         "7-lax": 5,
+        "P5-strict": 43,
+        "P14-generous": 13,
         "7-misapplied": 12,
         "7-reissued": 51,
         "7-unfenced": 34,

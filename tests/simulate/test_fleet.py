@@ -88,10 +88,11 @@ def test_equal_seeds_give_equal_bytes(fleet: EqualFleet) -> None:
 
 def test_move_pauses_for_half_a_step_and_the_transition(fleet: EqualFleet) -> None:
     out, decisions = told(fleet, losing((HOUR_S, (3,))), "dynamic")
-    moved = decisions[1].chosen
+    before, moved = decisions[0].chosen, decisions[1].chosen
+    assert before is not None
     assert moved is not None
     assert out.seconds["move"] == pytest.approx(100.0)
-    assert out.seconds["redo"] == pytest.approx(moved.step_s / 2)
+    assert out.seconds["redo"] == pytest.approx(before.step_s / 2)
     assert [s.throughput > 0 for s in out.history] == [True, False, True]
     assert [s.devices for s in out.history] == [16, 15, 15]
 

@@ -7,7 +7,7 @@ import inspect
 import pytest
 from simulate_support import BOUND, showing
 
-from chaos_lightning.lab.simulate.bugs import BUGS, learners, links, members, schedulers
+from chaos_lightning.lab.simulate.bugs import BUGS, learners, links, members, schedulers, staged
 from chaos_lightning.lab.simulate.world import Hooks, simulate
 
 STARRED = {"1", "2", "3", "4", "4a", "7", "8", "9", "10", "12", "12a", "12b", "14a", "15", "19", "25", "28", "31"}
@@ -29,7 +29,7 @@ def test_without_the_bug_the_same_jobs_are_well(name: str) -> None:
         assert outcome.violation == "", f"seed {seed}"
 
 
-@pytest.mark.parametrize("module", [members, learners, links, schedulers])
+@pytest.mark.parametrize("module", [members, learners, links, schedulers, staged])
 def test_each_planted_behaviour_replaces_one_that_is_there(module: object) -> None:
     """A method that was renamed in the machines is replaced no more, and nothing is planted."""
     own = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == getattr(module, "__name__", "")]

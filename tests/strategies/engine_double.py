@@ -18,6 +18,7 @@ from chaos_lightning.planning import ledger
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
+    DriftedPart,
     Header,
     Kind,
     Member,
@@ -157,7 +158,7 @@ class EngineDouble:
             ledger=ledger.merge(before.ledger, spent),
             answers=answers,
             boundary=before.seq + 1 == self.boundary_at,
-            drifted=(self.member_id,) if before.seq + 1 == self.drift_at and not self.rejoined else (),
+            drifted=(DriftedPart(self.member_id, 0),) if before.seq + 1 == self.drift_at and not self.rejoined else (),
         )
         self.contributors = (self.member_id,)
         self.log.append(self.header)

@@ -194,7 +194,7 @@ def test_what_the_texts_are_read_with_leaves_logging_as_it_was() -> None:
 
 
 def test_a_member_that_tells_of_a_later_term_ends_the_fuzzed_scheduler_and_the_next_input_has_another() -> None:
-    claims = Entered(ViewId(2, 3), 0, 1000, "", True)
+    claims = Entered(ViewId(2, 3), 0, 1000, "")
     said = [wrapped(FromMember, message) for message in (hello("x", 9), Ready(), claims)]
     for _ in range(2):
         TARGETS["server"].run(mutate.joined([(0, part) for part in said]))

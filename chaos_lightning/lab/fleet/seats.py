@@ -40,6 +40,8 @@ class Now:
     """A loss asks for the decision."""
     size_shares: Mapping[int, float]
     void_samples: float
+    running_s: float
+    """A step of the plan that was in force."""
 
 
 class EqualSeats:
@@ -79,6 +81,7 @@ class EqualSeats:
             slow=slow,
             slow_idle=slow_idle,
             lost=now.lost,
+            running_s=now.running_s,
             size_shares=now.size_shares,
             void_samples=now.void_samples,
         )

@@ -233,7 +233,7 @@ class FleetRun:
         if not self.there:
             self._wait("nobody is there")
             return
-        now = Now(frozenset(self.there), dict(self.slow), lost, self.learnt.size_shares, self._open[1])
+        now = Now(frozenset(self.there), dict(self.slow), lost, self.learnt.size_shares, self._open[1], self.step_s)
         decision = decide(self.policy, self.seats.options(now), outlook)
         if self.told:
             self.told(self.kernel.now / HOUR_S, decision)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
+from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import View, ViewId
 
 NUMBERS = (0, 1, -1, 2, 3, 127, 255, 256, 1 << 16, (1 << 31) - 1, 1 << 32, 1 << 62, (1 << 63) - 1, -(1 << 63))
@@ -187,7 +188,12 @@ def value_of(hint: Any, rng: Random) -> Any:
     hints = typing.get_type_hints(hint)
     made = {f.name: value_of(hints[f.name], rng) for f in dataclasses.fields(hint)}
     if hint is View:  # what no view is made of: a member twice, or one without an id
-        made["members"] = tuple({m.id: m for m in made["members"] if m.id}.values())
+        named = {m.id: m for m in (*made["leaving"], *made["members"]) if m.id}
+        inside = {m.id for m in made["members"]}
+        made["members"] = tuple(m for m in named.values() if m.id in inside)
+        made["leaving"] = tuple(m for m in named.values() if m.id not in inside)
+        made["pipelines"] = made["pipelines"] if rng.randint(0, 3) == 0 else ""
+    made |= {name: union(made[name]) for name in ("parts", "owns") if name in made}
     return hint(**made)
 
 

@@ -148,6 +148,7 @@ def _plan_seeds() -> list[bytes]:
     shared = ViewPipelines(
         PipelinePlan(4, rows, (Detour(1, 0, 2, "c~3"),)),
         {name: tuple(map(read_instruction, row.split())) for name, row in lists.items()},
+        {"wte.weight": (0, 3)},
     )
     shared.check()
     return [alone.to_json().encode(), shared.to_json().encode()]

@@ -11,6 +11,7 @@ import sqlite3
 import tempfile
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -24,12 +25,15 @@ from chaos_lightning.lab.fuzz.target import FindingError, Target
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
+from chaos_lightning.planning.pipelines.units import ViewPipelines
 from chaos_lightning.protocol import chaos_pb2, codec
 from chaos_lightning.protocol.changes import change_to, changed
 from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
+    Decide,
     Entered,
     FromMember,
     Header,
@@ -176,7 +180,7 @@ def _tick() -> tuple[int, bytes]:
 def _scheduler_seeds() -> list[bytes]:
     joined = [_opened(0), (0, wrapped(FromMember, hello("a", 1))), (0, wrapped(FromMember, Ready())), _tick(), _tick()]
     first = ViewId(1, 1)
-    stands = Entered(first, 0, 0, "", True)
+    stands = Entered(first, 0, 0, "")
     joined += [(0, wrapped(FromMember, stands)), _tick()]
     two = [_opened(1), (1, wrapped(FromMember, hello("b", 2))), (1, wrapped(FromMember, Ready())), _tick(), _tick()]
     links = [(0, wrapped(FromMember, LinkEvent("b~2", True, "connected")))]
@@ -236,7 +240,14 @@ def _member_seeds() -> list[bytes]:
     welcomed = [(1, wrapped(ToMember, Welcome(me, 1, "founder", "", 0.1, 0.5)))]
     rng = Random(2)
     chatter = [(tag, said) for kind, tag in ((ToMember, 1), (PeerMessage, 2)) for said in each(kind, rng)]
-    return [mutate.joined(welcomed), *(mutate.joined([*welcomed, part]) for part in chatter)]
+    staged = PipelinePlan(2, (Pipeline((PlanStage("a~1", 0, 1), PlanStage("b~2", 1, 2)), 1),))
+    text = ViewPipelines.of(staged, shared={"wte.weight": (0, 1)}).to_json()
+    view = View(ViewId(1, 1), NO_VIEW, (replace(me, id="a~1", name="a"), me), pipelines=text)
+    founded = [*welcomed, (1, wrapped(ToMember, Decide(view, GENESIS)))]
+    return [
+        mutate.joined(welcomed),
+        *(mutate.joined([*begun, part]) for begun in (welcomed, founded) for part in chatter),
+    ]
 
 
 def _feed_member(data: bytes) -> None:

@@ -11,6 +11,7 @@ from chaos_lightning.lab.simulate.bugs import BUGS
 from chaos_lightning.lab.simulate.outer_ranks import OuterHooks
 from chaos_lightning.lab.simulate.plan import Outcome, Plan
 from chaos_lightning.lab.simulate.plans.families import FAMILIES
+from chaos_lightning.lab.simulate.staged_hooks import StagedHooks
 from chaos_lightning.lab.simulate.world import Hooks, simulate
 
 T = TypeVar("T")
@@ -26,7 +27,8 @@ def behaviour(bug: str, family: str = "any") -> tuple[Callable[[int], Plan], Cal
         family: Of plans (plans.FAMILIES), without a bug.
     """
     if not bug:
-        return FAMILIES[family], OuterHooks if family in ("outer", "waiting") else Hooks
+        hooks: dict[str, type[Hooks]] = {"outer": OuterHooks, "waiting": OuterHooks, "pipelines": StagedHooks}
+        return FAMILIES[family], hooks.get(family, Hooks)
     return BUGS[bug].plan, BUGS[bug].hooks
 
 

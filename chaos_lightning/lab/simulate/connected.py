@@ -39,7 +39,8 @@ class Trap:
     """Stops the process before the `skip`+1-th effect of a kind, from slot `seq` on."""
 
     kind: str
-    """"header", "greeting" (to a learner), "contribution", "committed", "entered", "report", "observe" or "pull"."""
+    """"header", "greeting" (to a learner), "contribution", "committed", "entered", "report", "observe" or "pull"; with
+    pipelines also "forward" and "backward": a unit begins."""
     seq: int
     skip: int
     spring: Callable[[], None]
@@ -53,7 +54,7 @@ class Trap:
                 return self.kind == "header" or (self.kind == "greeting" and greeting)
             case fx.Observe():
                 return self.kind == "observe"
-            case fx.PullState():
+            case fx.PullState() | fx.PullParts():
                 return self.kind == "pull"
             case fx.ToPeer(_, Contribution()):
                 return self.kind == "contribution"

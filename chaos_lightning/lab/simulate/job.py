@@ -19,7 +19,7 @@ from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.membership.effects import MemberEffect
 from chaos_lightning.membership.leader_search import Conversation
-from chaos_lightning.protocol.types import Report, Settings
+from chaos_lightning.protocol.types import Report, Settings, View
 
 
 class Job(Protocol):
@@ -57,6 +57,8 @@ class Job(Protocol):
     def next_uid(self) -> int: ...
 
     def founds(self, founder: Endpoint) -> None: ...
+
+    def founding_of(self, view: View) -> str: ...
 
     def look(self) -> None: ...
 

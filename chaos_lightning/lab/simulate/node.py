@@ -396,7 +396,7 @@ class Node(Connected):
     def beside(self, before: Header, header: Header, contributors: tuple[str, ...]) -> None:
         """What else of the state a slot changes that is committed."""
 
-    def _contribute(self, kind: Kind, **fields: object) -> None:
+    def _contribute(self, kind: Kind, view: ViewId = NO_VIEW, **fields: object) -> None:
         if self.outcome or self.machine.phase is not MemberPhase.ACTIVE:
             return
         seq = self.header.seq + 1
@@ -405,7 +405,7 @@ class Node(Connected):
             self.world.oracle.parted.add((self.machine.member_id, seq))
         contribution = Contribution(
             member=self.machine.member_id,
-            view=NO_VIEW,
+            view=view,
             seq=seq,
             kind=kind,
             step=self.header.step,

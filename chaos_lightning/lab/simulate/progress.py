@@ -22,7 +22,7 @@ from chaos_lightning.lab.simulate.oracle import Violation
 from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.membership.member import MemberPhase
-from chaos_lightning.membership.topology import pair, parts
+from chaos_lightning.membership.topology import components, pair
 from chaos_lightning.protocol.types import NO_VIEW
 
 AT_ONCE = 16
@@ -100,7 +100,7 @@ class Progress:
             return False
         holders = {n.name for n in here if n.training}
         links = frozenset(pair(a.name, b.name) for a in here for b in here if a is not b and may_link(a, b))
-        groups = [g for g in parts([n.name for n in here], links) if not holders or holders & set(g)]
+        groups = [g for g in components([n.name for n in here], links) if not holders or holders & set(g)]
         enough = [g for g in groups if len(g) >= world.settings.min_nodes]
         return not enough and all(n.machine.notice for n in here)
 

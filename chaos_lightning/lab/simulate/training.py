@@ -30,7 +30,13 @@ class Program:
         length: Samples per epoch.
         gather_every: A collective follows each so many steps; 0: none.
         ranges: Ranges of a step's result.
-        work_s: Mean duration of one member's work for a step, in seconds.
+        work_s: Mean duration of one member's work for a step, in seconds; with layers, of all micro-batches together.
+        layers: Of the model, if members run it in pipelines; 0: each member runs all of it.
+        stages: Of each pipeline.
+        micro_batches: Of a step.
+        micro_batch_size: Samples of each.
+        most: Layers that a member has room for; 0: all.
+        least: Members with which a plan fits at least.
     """
 
     epochs: int = 2
@@ -38,6 +44,12 @@ class Program:
     gather_every: int = 3
     ranges: int = 3
     work_s: float = 0.02
+    layers: int = 0
+    stages: int = 2
+    micro_batches: int = 4
+    micro_batch_size: int = 1
+    most: int = 0
+    least: int = 1
 
     def epoch(self, ledger: Ledger) -> int:
         """The epoch of the next step; `epochs` when all are spent."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,15 +20,16 @@ from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.lab.simulate.node import Node, Trap
 from chaos_lightning.lab.simulate.oracle import Oracle, Violation, check_chain
 from chaos_lightning.lab.simulate.outer_leader import ScriptedLeader
+from chaos_lightning.lab.simulate.pipelines import RoundRobin
 from chaos_lightning.lab.simulate.plan import Fault, Outcome, Plan
 from chaos_lightning.lab.simulate.progress import Patience, Progress
 from chaos_lightning.lab.simulate.schedulers import SCHEDULER_FAULTS, Schedulers
 from chaos_lightning.lab.simulate.store import Store
-from chaos_lightning.membership.effects import Drain, MemberEffect, Note, Persist
+from chaos_lightning.membership.effects import Chain, Drain, MemberEffect, Note, Persist
 from chaos_lightning.membership.leader_search import Conversation
 from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import NO_VIEW, Hello, Kind, Report, ViewId, Welcome
+from chaos_lightning.protocol.types import NO_VIEW, Hello, Kind, Report, Settings, View, ViewId, Welcome
 
 NOTICED_S = 0.05
 """The scheduler has heard of a newcomer's being ready by then."""
@@ -40,6 +42,7 @@ class Hooks:
     scheduler_class: type[SchedulerMachine] = SchedulerMachine
     host_class: type[SchedulerHost] = SchedulerHost
     store_class: type[Store] = Store
+    oracle_class: type[Oracle] = Oracle
 
 
 @dataclass(slots=True)
@@ -65,7 +68,7 @@ class World:
             self.fabric.block(one, other, float("inf"))
         self.rates = {frozenset((one, other)): rate_bps for one, other, rate_bps in plan.rates}
         self.store = self.hooks.store_class()
-        self.oracle = Oracle(plan.program, lambda: self.store.views)
+        self.oracle = self.hooks.oracle_class(plan.program, lambda: self.store.views)
         self.progress = Progress(self)
         self.store.on_write, self.oracle.on_slot = self.progress.wrote, self.progress.committed
         self._counters = _Counters()
@@ -102,13 +105,24 @@ class World:
             StoreError: Its store does not answer.
         """
         host = self.hooks.host_class(
-            self.kernel, self.store, self.settings, self.hooks.scheduler_class, self.plan.store_s,
+            self.kernel, self.store, self.settings, self._scheduler_class(), self.plan.store_s,
             SchedulerMachine.validate_state if self.validate else None, lambda member: self.gone(place, member),
             candidacy,
         )  # fmt: skip
         host.on_note = lambda note: self.heed(host, note)
         host.on_answer = lambda token, granted: self.edges.answered(token, granted)
         return host
+
+    def _scheduler_class(self) -> Callable[[Settings, Chain], SchedulerMachine]:
+        """The machine of a scheduler, with what makes pipelines if the job has any."""
+        program = self.program
+        if not program.layers:
+            return self.hooks.scheduler_class
+        return partial(self.hooks.scheduler_class, pipeliner=RoundRobin(program, self.plan.seed))
+
+    def founding_of(self, view: View) -> str:
+        """The last founding up to this view."""
+        return str(max(v.id for v in self.store.views if v.id <= view.id and v.reason.startswith("founded")))
 
     def heed(self, host: SchedulerHost, note: Note) -> None:
         """A scheduler says something for the event log."""
@@ -345,7 +359,7 @@ class World:
         violation = ""
         try:
             ended = self.kernel.run(self.plan.limit_s, self._over) or self._came_too_late()
-            if not ended and not self.progress.explained(self.edges.may_link):
+            if not ended and not self.progress.explained(self.edges.may_link) and not self.oracle.lost():
                 violation = f"stuck after {self.kernel.now:.1f} s: {self.describe()}"
             elif ended:
                 self._final()

@@ -49,7 +49,7 @@ class PlanCandidate:
     transition_s: float = 0.0
     """From the decision until work goes on."""
     redo_s: float = 0.0
-    """Of the open step, what is done again."""
+    """Of the open step, what is done again: it is run again as a whole, so half of it on average."""
     risk: float = 0.0
     """Probability that the next loss takes the last owner of some layer."""
     devices: int = 0
@@ -152,18 +152,6 @@ class Outlook:
 def restart_worth(rate: float, lost_s: float) -> float:
     """R where a restart costs `lost_s` seconds of training: what is left of the mean time between two losses."""
     return max(0.0, 1.0 - rate * lost_s)
-
-
-def repaired_s(step_s: float, micro_batches: int, stages: int, peers: int) -> float:
-    """What peers do again of the open step when a device dies at a random moment: a part of its pipeline's share.
-
-    Args:
-        step_s: A step of the plan that goes on.
-        micro_batches: Of the pipeline that lost the device.
-        stages: Of that pipeline.
-        peers: The fewest owners that a layer has left.
-    """
-    return step_s * micro_batches / (2 * max(1, peers) * (stages + micro_batches - 1))
 
 
 def choose(candidates: Iterable[PlanCandidate], outlook: Outlook, failed: tuple[tuple[str, str], ...] = ()) -> Decision:

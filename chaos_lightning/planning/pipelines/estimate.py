@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from chaos_lightning.planning.pipelines.cuts import reduce_s
 from chaos_lightning.planning.pipelines.job import LinkRate, MemoryUse, TrainingJob, stage_memory
-from chaos_lightning.planning.pipelines.lists import CAPS, coupled, kept_nbytes, run_coupled
+from chaos_lightning.planning.pipelines.lists import CAPS, Fleet, Ran, coupled, kept_nbytes, run_coupled
 from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePlan
 from chaos_lightning.planning.pipelines.schedules import Instruction, in_flight, one_f_one_b
 from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes, ScheduleRun, pipeline_timeline
@@ -44,6 +44,8 @@ class StepEstimate:
     """By group."""
     ends_s: Mapping[str, float] = field(default_factory=dict)
     """By device: when its last backward unit ends."""
+    run: tuple[Fleet, Ran] | None = field(default=None, repr=False, compare=False)
+    """The run of the pipelines that share micro-batches; `plan_lists` writes its lists."""
 
     def over(self, job: TrainingJob) -> dict[str, int]:
         """By device: bytes that it lacks."""
@@ -90,19 +92,21 @@ def _ends(times: PipelineTimes, micro_batches: int, extra: int) -> tuple[float, 
     return tuple(OneFOneB(times, micro_batches, extra).ends_s)
 
 
-def estimate(job: TrainingJob, plan: PipelinePlan, *, caps: Sequence[int] = CAPS) -> StepEstimate:
+def estimate(job: TrainingJob, plan: PipelinePlan, *, caps: Sequence[int] = CAPS, quick: bool = False) -> StepEstimate:
     """Runs one step of a plan.
 
     Args:
         job: The job; it has all devices of the plan.
         plan: Checked. Detours are followed.
         caps: Where there are detours: in flight beyond 1F1B's, as memory allows; the best is taken.
+        quick: Where there are detours: try few orders of their units, as a running job does that waits for an answer.
     """
     ends: dict[str, float] = {}
     memory: dict[str, MemoryUse] = {}
     together = coupled(plan)
-    if together:
-        fleet, ran = run_coupled(job, plan, together, caps=caps)
+    run = run_coupled(job, plan, together, caps=caps, quick=quick) if together else None
+    if run is not None:
+        fleet, ran = run
         ends.update(zip(fleet.names, ran.ends_s, strict=True))
         memory.update(fleet.memory(ran))
     shared = set(together)
@@ -113,7 +117,7 @@ def estimate(job: TrainingJob, plan: PipelinePlan, *, caps: Sequence[int] = CAPS
             ends[s.device] = end
             flight = in_flight(len(p.stages), k, m, plan.in_flight_extra)
             memory[s.device] = stage_memory(job, s.first, s.end, flight, m)
-    return finish(job, plan, ends, memory)
+    return replace(finish(job, plan, ends, memory), run=run)
 
 
 def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory: dict[str, MemoryUse]) -> StepEstimate:

@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
-from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, PlanCandidate, repaired_s
+from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, PlanCandidate
 from chaos_lightning.planning.pipelines.equal import PlanShape, Shapes
 from chaos_lightning.planning.pipelines.history import fatal_risk
 from chaos_lightning.planning.pipelines.job import Layer, TrainingJob
@@ -332,7 +332,9 @@ class EqualOptions:
     """By place: the speed of its device where it is below 1."""
     slow_idle: int = 0
     lost: bool = True
-    """A loss asks for the decision, so that the open step is done again, all of it or in part."""
+    """A loss asks for the decision, so that the open step is run again."""
+    running_s: float | None = None
+    """A step of the plan that was in force; None: as long as without vacant places."""
     size_shares: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
     """By devices that one loss takes: its probability."""
     void_samples: float = 0.0
@@ -371,12 +373,12 @@ class EqualOptions:
         f = self.before
         return f is not None and min(self.fleet.live(f)) == 0
 
-    def _repaired_s(self, f: Formation, step_s: float) -> float:
-        """What is done again of the open step; the lost device counts as one of a longest pipeline."""
-        if not self.lost or not f.vacant:
+    @property
+    def _redo_s(self) -> float:
+        """Of the open step, which is run again whatever is chosen: the mean over the moment of the loss."""
+        if not self.lost or self.before is None:
             return 0.0
-        r = f.shape.rows[0]
-        return repaired_s(step_s, r.micro_batches, r.stages, min(self.fleet.live(f)))
+        return (self.before.shape.charged_s if self.running_s is None else self.running_s) / 2
 
     def keep(self) -> PlanCandidate | None:
         """Goes on: the micro-batches of the lost go to the owners of the same layers."""
@@ -385,7 +387,7 @@ class EqualOptions:
             return None
         step_s = self.fleet.step_s(f, self.slow)
         pause = self.fleet.pauses.reroute_s if self.lost and f.vacant else 0.0
-        return self._candidate(f, KEEP, pause, self._repaired_s(f, step_s), step_s)
+        return self._candidate(f, KEEP, pause, self._redo_s, step_s)
 
     def fill(self) -> PlanCandidate | None:
         """Seats idle devices in vacant places."""
@@ -394,7 +396,7 @@ class EqualOptions:
             return None
         after = f.filled(self.idle)
         step_s = self.fleet.step_s(after, self.slow)
-        return self._candidate(after, FILL, self.fleet.pauses.fill_s, self._repaired_s(f, step_s), step_s)
+        return self._candidate(after, FILL, self.fleet.pauses.fill_s, self._redo_s, step_s)
 
     def avoid(self) -> PlanCandidate | None:
         """Puts slow devices out of the plan as if they were lost, and seats idle ones there."""
@@ -405,7 +407,7 @@ class EqualOptions:
         if min(self.fleet.live(after)) == 0:
             return None
         step_s = self.fleet.step_s(after)
-        return self._candidate(after, FILL, self.fleet.pauses.fill_s, self._repaired_s(f, step_s), step_s)
+        return self._candidate(after, FILL, self.fleet.pauses.fill_s, self._redo_s, step_s)
 
     def move(self, kind: str = "best") -> PlanCandidate | None:
         """Moves layers, so that all devices that are not slow train by a plan of this kind."""
@@ -417,10 +419,8 @@ class EqualOptions:
     def _moved(self, after: Formation) -> PlanCandidate:
         f, step_s = self.before, self.fleet.step_s(after)
         if f is not None and not f.vacant and not self.slow and f.shape.rows == after.shape.rows:
-            return self._candidate(f, KEEP, 0.0, 0.0, step_s)
-        begun = f is not None
-        redo = after.shape.charged_s / 2 if begun and self.lost else 0.0
-        return self._candidate(after, MOVE, self.fleet.pauses.move_s if begun else 0.0, redo, step_s)
+            return self._candidate(f, KEEP, 0.0, self._redo_s, step_s)
+        return self._candidate(after, MOVE, self.fleet.pauses.move_s if f else 0.0, self._redo_s, step_s)
 
     def shadow(self) -> PlanCandidate | None:
         """Goes on where the device before each lost one takes over its stage; None where two neighbours are lost."""
@@ -433,7 +433,7 @@ class EqualOptions:
                 return None
         step_s = self.fleet.step_s(f)
         pause = self.fleet.pauses.reroute_s if self.lost and f.vacant else 0.0
-        return self._candidate(f, KEEP, pause, self._repaired_s(f, step_s), step_s)
+        return self._candidate(f, KEEP, pause, self._redo_s, step_s)
 
     def restart(self, kind: str = "best") -> PlanCandidate | None:
         """Goes back to the newest checkpoint."""

@@ -199,7 +199,7 @@ class MemoryRules:
 
     flat_buffers: int = 2
     """Copies of the gradients in flat memory: the own sum, and one result."""
-    boundaries: bool = True
+    boundaries: bool = False
     """Boundary tensors that were sent are kept until the step is committed; those of the next step may be there."""
     in_flight_extra: int = 0
     """Micro-batches in flight beyond those of 1F1B, at each stage; plans without memory for them do not fit."""

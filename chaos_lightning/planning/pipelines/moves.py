@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -42,6 +42,8 @@ LEVELS = 64
 
 Layers = int
 """A set of layers: bit l is layer l."""
+Held = Mapping[str, Collection[int]]
+"""By device: numbers of the layers whose state it has."""
 Class = tuple[tuple[float, int], Layers]
 """Kind of device, and the layers that it holds or needs."""
 
@@ -145,9 +147,16 @@ def _bits(layers: Layers) -> Iterator[int]:
 
 
 class _Change:
-    """From one plan to another: what survivors hold and places need, by device."""
+    """From one plan to another: what survivors hold and places need, by device.
 
-    def __init__(self, job: TrainingJob, old: PipelinePlan, new: PipelinePlan) -> None:
+    Args:
+        job: It has all devices of the new plan and all that hold layers.
+        old: Its owners and keepers hold their layers, if they are devices of the new plan.
+        new: The plan that is to run.
+        held: By device: the layers that it holds; None: as `old` says. Devices outside of the new plan serve, too.
+    """
+
+    def __init__(self, job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held | None = None) -> None:
         if not old.layer_count == new.layer_count == job.costs.count:
             raise PlanError(
                 f"the old plan has {old.layer_count} layers, the new one {new.layer_count}, the job {job.costs.count}; "
@@ -159,16 +168,21 @@ class _Change:
         self.job = job
         self.state = [job.costs.state(x, x + 1) for x in range(job.costs.count)]
         sized = sum(1 << x for x, nbytes in enumerate(self.state) if nbytes)
-        self.holds = {name: sized & _mask(old.stages.get(name, ())) for name in new.devices}
+        if held is None:
+            serves = {name: sized & _mask(old.stages.get(name, ())) for name in new.devices}
+        else:
+            serves = {name: sized & sum(1 << x for x in set(layers)) for name, layers in held.items()}
+        self.serves = {**dict.fromkeys(new.devices, 0), **serves}
+        self.holds = {name: self.serves[name] for name in new.devices}
         self.needs = {name: sized & _mask(new.stages.get(name, ())) for name in new.devices}
         there = 0
-        for held in self.holds.values():
-            there |= held
+        for layers in self.serves.values():
+            there |= layers
         lost = list(_bits(sized & ~there))
         if lost:
             raise FatalLossError(lost)
-        self.sources = Counter(self.holds.values())
-        """By set of layers: how many survivors hold just that."""
+        self.sources = Counter(self.serves.values())
+        """By set of layers: how many devices hold just that."""
         self._sizes: dict[Layers, int] = {}
 
     def nbytes(self, layers: Layers) -> int:
@@ -238,19 +252,21 @@ def _balance(demand: Mapping[int, int], sources: Mapping[Layers, int]) -> _Share
     )
 
 
-def move_list(job: TrainingJob, old: PipelinePlan, new: PipelinePlan) -> Moves:
+def move_list(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held | None = None) -> Moves:
     """What has to move so that the devices of a new plan have their layers.
 
     Args:
-        job: It has all devices of the new plan.
+        job: It has all devices of the new plan, and all that hold layers.
         old: Its owners and keepers hold their layers, if they are devices of the new plan.
         new: With its devices in their places (`assign`).
+        held: By device: the layers that it holds and serves, also if it is no device of the new plan; None: as `old`
+            says.
 
     Raises:
-        FatalLossError: No device of the new plan holds some layer.
+        FatalLossError: Nobody holds some layer.
         PlanError: The plans and the job do not belong together.
     """
-    change = _Change(job, old, new)
+    change = _Change(job, old, new, held)
     missing = {name: need & ~change.holds[name] for name, need in change.needs.items()}
     shares = _balance(change.demand(Counter(missing.values())), change.sources)
     pieces = _pieces(change, shares)
@@ -274,8 +290,8 @@ def _pieces(change: _Change, shares: _Shares) -> dict[int, dict[str, int]]:
     loads: Counter[Layers] = Counter()
     for (_, mask), nbytes in shares.sent.items():
         loads[mask] += nbytes
-    for name in sorted(change.holds):
-        mask = change.holds[name]
+    for name in sorted(change.serves):
+        mask = change.serves[name]
         if loads[mask]:
             of[mask].append(name)
             left[name] = -(-loads[mask] // change.sources[mask])
@@ -318,19 +334,21 @@ Pairs = dict[tuple[Class, Class], int]
 """How many devices of a class take places of another."""
 
 
-def assign(job: TrainingJob, old: PipelinePlan, new: PipelinePlan) -> PipelinePlan:
+def assign(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held | None = None) -> PipelinePlan:
     """The new plan with its devices in the places to which the fewest bytes have to move.
 
     Args:
-        job: It has all devices of the new plan.
+        job: It has all devices of the new plan, and all that hold layers.
         old: Its owners and keepers hold their layers.
         new: Its devices, idle ones among them, are those that are left.
+        held: By device: the layers that it holds and serves, also if it is no device of the new plan; None: as `old`
+            says.
 
     Raises:
-        FatalLossError: No device of the new plan holds some layer.
+        FatalLossError: Nobody holds some layer.
         PlanError: The plans and the job do not belong together.
     """
-    change = _Change(job, old, new)
+    change = _Change(job, old, new, held)
     rows, columns = change.classes(change.holds), change.classes(change.needs)
     names = _Seats(job, new, rows, columns, _pairs(change, rows, columns)).taken()
     _part_hosts(job, new, change.holds, names)

@@ -6,24 +6,36 @@ the fewest bytes move. `restart` takes the same plan from a checkpoint: nothing 
 any more. `avoid` takes slow devices for lost. Each is estimated in full. Other kinds of plans than the best are for
 devices of one kind. Redundant stages are not planned for, so `shadow` is not possible here: fleets of equal devices
 (`formation`) have them.
+
+After a loss the open step is run again from its start, whatever is chosen. While layers move, their old owners keep
+them until the first step of the new plan is committed, so a device needs memory for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, RESTART, PlanCandidate, repaired_s
+from chaos_lightning.planning.pipelines.choice import (
+    FILL,
+    KEEP,
+    MOVE,
+    RESTART,
+    THRESHOLD,
+    Outlook,
+    PlanCandidate,
+    restart_worth,
+)
 from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
 from chaos_lightning.planning.pipelines.formation import Pauses
 from chaos_lightning.planning.pipelines.history import fatal_risk
-from chaos_lightning.planning.pipelines.job import TrainingJob
-from chaos_lightning.planning.pipelines.moves import Moves, assign, move_list
+from chaos_lightning.planning.pipelines.job import Device, TrainingJob
+from chaos_lightning.planning.pipelines.moves import Held, Moves, assign, move_list
 from chaos_lightning.planning.pipelines.paper import algorithm1
 from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import NoPlanError, PlannedPipelines, Planner
-from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute, without
+from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute
 from chaos_lightning.planning.pipelines.templates import oobleck, symmetric
 
 FAULTS = 1
@@ -42,6 +54,11 @@ class PlanOptions:
         pauses: What changes cost; a move takes at least as long as its bytes.
         size_shares: By loss units that one loss takes: its probability.
         first: Take first answers instead of the best: of the planner, and an even spread of rerouted micro-batches.
+        held: By device: the layers that it holds and serves; None: those that are left hold what they own in `before`.
+        serving: Devices that are in `lost` and hold layers until others have them: they leave.
+        running_s: A step of the plan in force, in seconds; None: as it is estimated.
+        live: Of a running job: finds the plan for those that are left. Such a job has no way back to a checkpoint, and
+            no time for plans of templates.
     """
 
     planner: Planner
@@ -51,6 +68,10 @@ class PlanOptions:
     pauses: Pauses = field(default_factory=Pauses)
     size_shares: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
     first: bool = False
+    held: Held | None = None
+    serving: tuple[Device, ...] = ()
+    running_s: float | None = None
+    live: Callable[[], PlannedPipelines] | None = None
     _costs: dict[PipelinePlan, StepEstimate] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -63,7 +84,16 @@ class PlanOptions:
     @cached_property
     def left(self) -> TrainingJob:
         """The job on the devices that are left."""
-        return self.job.without(self.lost) if self.lost else self.job
+        known = self.job.by_name
+        gone = [name for name in self.lost if name in known]
+        return self.job.without(gone) if gone else self.job
+
+    @cached_property
+    def _holding(self) -> TrainingJob:
+        """The job on all that hold layers or may get some."""
+        there = self.left.by_name
+        more = [d for d in self.serving if d.name not in there]
+        return self.left.with_devices([*self.left.devices, *more]) if more else self.left
 
     @cached_property
     def healthy(self) -> list[str]:
@@ -79,16 +109,29 @@ class PlanOptions:
     @cached_property
     def planned(self) -> PlannedPipelines:
         """The plan for those that are left, its devices in any places."""
+        if self.live is not None:
+            return self.live()
         return self.planner.first(self.healthy) if self.first else self.planner.exact(self.healthy)
 
     @cached_property
+    def lost_layers(self) -> tuple[int, ...]:
+        """Layers that nobody holds any more."""
+        held = set[int]().union(*(self._held.values()))
+        return tuple(x for x in range(self.before.layer_count) if x not in held)
+
+    @property
     def fatal(self) -> str:
-        """Which layers have no owner left, in words; "": none."""
-        try:
-            reroute(self.left, self.before, self.lost, search=False)
-        except FatalLossError as error:
-            return str(error)
-        return ""
+        """Which layers nobody holds any more, in words; "": none."""
+        return str(FatalLossError(self.lost_layers)) if self.lost_layers else ""
+
+    @cached_property
+    def _held(self) -> Held:
+        if self.held is not None:
+            return self.held
+        there = self.left.by_name
+        return {
+            name: [x for s in stages for x in s.layers] for name, stages in self.before.stages.items() if name in there
+        }
 
     def moves(self, plan: PipelinePlan) -> Moves:
         """What has to move before a plan can run.
@@ -96,30 +139,45 @@ class PlanOptions:
         Raises:
             FatalLossError: Nobody who is left holds some layer.
         """
-        return move_list(self.left, self.before, plan)
+        return move_list(self._holding, self.before, plan, self.held)
+
+    def outlook(self, rate: float, returns: float = 0.0) -> Outlook:
+        """How candidates are compared: a change of what is whole has to be better by a threshold.
+
+        Args:
+            rate: Losses per second of all devices that are left.
+            returns: Devices per second that come back.
+        """
+        p = self.pauses
+        worth = restart_worth(rate, p.checkpoint_s / 2 + p.reload_s + p.move_s)
+        return Outlook(rate=rate, returns=returns, restart_worth=worth, threshold=0.0 if self.lost else THRESHOLD)
 
     def cost(self, plan: PipelinePlan) -> StepEstimate:
         """Of a step; a plan is estimated once."""
         if plan not in self._costs:
-            self._costs[plan] = estimate(self.left, plan)
+            self._costs[plan] = estimate(self.left, plan, quick=self.first)
         return self._costs[plan]
 
     # ------------------------------------------------------------------------------------------------ the ways
 
     def keep(self) -> PlanCandidate | None:
         """The micro-batches of the lost go to the owners of the same layers."""
-        if self.fatal:
+        plan = self.before
+        try:
+            if self.lost or self.slow:
+                plan = reroute(self.left, plan, self.lost, search=not self.first)
+            moves_s = 0.0 if self.held is None else self.moves(plan).seconds
+        except FatalLossError:
             return None
-        plan = reroute(self.left, self.before, self.lost, search=not self.first)
-        return self._candidate(plan, KEEP, 0.0 if self.whole else self.pauses.reroute_s, self._repaired_s(plan))
+        broken = not self.before.stages.keys().isdisjoint(self.lost)
+        return self._candidate(plan, KEEP, max(self.pauses.reroute_s if broken else 0.0, moves_s))
 
     def fill(self) -> PlanCandidate | None:
         """Seats idle devices in all vacant places."""
         seated = None if self.fatal or self.whole else self._seated()
         if seated is None:
             return None
-        pause_s = max(self.pauses.fill_s, self.moves(seated).seconds)
-        return self._candidate(seated, FILL, pause_s, self._repaired_s(seated))
+        return self._candidate(seated, FILL, max(self.pauses.fill_s, self.moves(seated).seconds))
 
     def avoid(self) -> PlanCandidate | None:
         """Takes slow devices for lost: idle ones take their places, or else peers their micro-batches."""
@@ -133,8 +191,7 @@ class PlanOptions:
                 return None
             plan = kept.plan
         plan = self._with_all(plan)
-        pause_s = max(self.pauses.fill_s, self.moves(plan).seconds)
-        return self._candidate(plan, FILL, pause_s, self._repaired_s(plan))
+        return self._candidate(plan, FILL, max(self.pauses.fill_s, self.moves(plan).seconds))
 
     def move(self, kind: str = "best") -> PlanCandidate | None:
         """Moves layers to the plan of this kind for those that are left."""
@@ -142,21 +199,20 @@ class PlanOptions:
         if found is None:
             return None
         try:
-            plan = assign(self.left, self.before, found)
+            plan = assign(self._holding, self.before, found, self.held)
         except FatalLossError:
             return None
-        pause_s = max(self.pauses.move_s, self.moves(plan).seconds)
-        return self._candidate(plan, MOVE, pause_s, self._redo_s)
+        return self._candidate(plan, MOVE, max(self.pauses.move_s, self.moves(plan).seconds))
 
     def shadow(self) -> None:
         """No stage is redundant."""
 
     def restart(self, kind: str = "best") -> PlanCandidate | None:
         """The plan of this kind, from the newest checkpoint: half of what lies between two is lost."""
-        plan, p = self._plan(kind), self.pauses
+        plan, p = None if self.live is not None else self._plan(kind), self.pauses
         if plan is None:
             return None
-        found = self._candidate(plan, RESTART, p.move_s + p.reload_s, self._redo_s)
+        found = self._candidate(plan, RESTART, p.move_s + p.reload_s)
         return replace(found, void_samples=self._samples * p.checkpoint_s / 2 / self.before_s)
 
     # ------------------------------------------------------------------------------------------------ parts
@@ -168,20 +224,12 @@ class PlanOptions:
     @cached_property
     def before_s(self) -> float:
         """A step of the plan in force, before the loss."""
-        return estimate(self.job, self.before).step_s
+        return estimate(self.job, self.before).step_s if self.running_s is None else self.running_s
 
     @property
     def _redo_s(self) -> float:
-        """Of the open step, which is run again: the mean over the moment of the loss."""
-        return 0.0 if self.whole else self.before_s / 2
-
-    def _repaired_s(self, plan: PipelinePlan) -> float:
-        """Of the open step, which peers of the lost do again; the pipeline counts that has most to do again."""
-        gone = set(self.lost)
-        hit = [p for p in self.before.pipelines if any(s.device in gone for s in p.stages)]
-        peers = min(map(len, without(self.before, self.lost).owners))
-        step_s = self.cost(plan).step_s
-        return max((repaired_s(step_s, p.micro_batches, len(p.stages), peers) for p in hit), default=0.0)
+        """Of the open step, which is run again whatever is chosen: the mean over the moment of the loss."""
+        return self.before_s / 2 if self.lost else 0.0
 
     def _plan(self, kind: str) -> PipelinePlan | None:
         if kind == "best":
@@ -189,7 +237,7 @@ class PlanOptions:
                 return self._with_all(self.planned.plan)
             except NoPlanError:
                 return None
-        if not self.planner.job.alike:
+        if self.live is not None or not self.planner.job.alike:
             return None
         shapes, count = self.planner.shapes, len(self.healthy)
         if kind == "oobleck":
@@ -213,7 +261,7 @@ class PlanOptions:
             stages = []
             for s in p.stages:
                 if s.device in gone or s.device == VACANT:
-                    kind = by_name[s.device].kind if s.device else None
+                    kind = by_name[s.device].kind if s.device in by_name else None
                     fits = (x for x in idle if kind is None or by_name[x].kind == kind)
                     name = next(fits, None)
                     if name is None:
@@ -226,9 +274,18 @@ class PlanOptions:
         keepers = tuple(k for k in self.before.keepers if k.device not in gone)
         return replace(self.before, pipelines=tuple(pipelines), detours=(), keepers=keepers, idle=tuple(idle))
 
-    def _candidate(self, plan: PipelinePlan, kind: str, transition_s: float, redo_s: float) -> PlanCandidate:
-        cost = self.cost(plan)
-        over = cost.over(self.left)
+    def _lacking(self, plan: PipelinePlan, kind: str) -> dict[str, int]:
+        """By device: bytes that it lacks for a plan, and for layers that it hands over, which it still keeps."""
+        c, use = self.left.costs, {name: x.nbytes for name, x in self.cost(plan).memory.items()}
+        for name, layers in self._held.items() if kind != RESTART else ():
+            if name in self.left.by_name:
+                kept = set(layers).difference(*(s.layers for s in plan.stages.get(name, ())))
+                use[name] = use.get(name, 0) + sum(c.state(x, x + 1) for x in kept)
+        by_name = self.left.by_name
+        return {name: x - by_name[name].memory_nbytes for name, x in use.items() if x > by_name[name].memory_nbytes}
+
+    def _candidate(self, plan: PipelinePlan, kind: str, transition_s: float) -> PlanCandidate:
+        cost, over = self.cost(plan), self._lacking(plan, kind)
         worst = max(over, key=lambda name: over[name], default="")
         return PlanCandidate(
             policy="",
@@ -236,7 +293,7 @@ class PlanOptions:
             step_s=cost.step_s,
             samples=self._samples,
             transition_s=transition_s,
-            redo_s=redo_s,
+            redo_s=self._redo_s,
             risk=self._risk(plan),
             devices=len(plan.stages),
             lacks=f"{worst} lacks {over[worst]} bytes of memory" if over else "",

@@ -157,14 +157,6 @@ class PipelinePlan:
                 found[layer].update(owners)
         return found
 
-    def sole_owners(self) -> dict[str, list[int]]:
-        """By device: the layers that nobody else holds."""
-        found: dict[str, list[int]] = defaultdict(list)
-        for layer, owners in enumerate(self.holders()):
-            if len(owners) == 1:
-                found[next(iter(owners))].append(layer)
-        return dict(found)
-
     # ------------------------------------------------------------------------------------------------ as text
 
     def to_dict(self) -> dict[str, Any]:

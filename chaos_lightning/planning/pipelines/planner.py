@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from chaos_lightning.planning.pipelines.at_once import plan_at_once
 from chaos_lightning.planning.pipelines.cuts import Cutter
 from chaos_lightning.planning.pipelines.equal import COUNTED, PlanShape, Shapes
 from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
@@ -136,6 +137,44 @@ class Planner:
             NoPlanError: None fits.
         """
         return self._answer(devices, exact=False)
+
+    def at_once(self) -> PlannedPipelines:
+        """A plan in milliseconds: a first answer, or for devices or links that are not alike the best of few starts.
+
+        Raises:
+            NoPlanError: None fits.
+        """
+        if self.job.alike and (shape := self.shapes.first(len(self.job.devices))) is not None:
+            first = self.seated(shape, self.job.by_name)
+            if self._enough(first.plan):
+                return first
+        found = plan_at_once(self.job, self.copies)
+        if found is None:
+            plan = tightest(self.job) if self.copies == 1 else None
+            if plan is None:
+                raise NoPlanError(nearest(self.job) if self.copies == 1 else self._lacks())
+            found = estimate(self.job, plan), plan
+        cost, plan = found
+        work_s = self.job.micro_batches * (self.job.costs.forward[-1] + self.job.costs.backward[-1])
+        gap = max(0.0, 1 - work_s / sum(d.speed for d in self.job.devices) / cost.step_s)
+        return PlannedPipelines(plan, cost, False, gap, f"{_rows(plan)}; the best of few starts, {_at_most(gap)}")
+
+    def on(self, job: TrainingJob) -> Planner:
+        """Returns this planner for another fleet of the same job; tables of times that hold there are kept."""
+        found = Planner(job, copies=self.copies, hosts=self.hosts)
+        if "shapes" in self.__dict__ and found._tables_of == self._tables_of:
+            found.__dict__["shapes"] = self.shapes
+        return found
+
+    @property
+    def _tables_of(self) -> tuple[object, ...]:
+        """All that the times of `shapes` depend on."""
+        job = self.job
+        longest = 0 if self.copies == 1 else len(job.devices) // self.copies
+        return (
+            job.alike, job.devices[0].kind, self._per_host, self._usual, job.within_host, job.layers, job.micro_batches,
+            job.overheads, job.memory, job.tied_nbytes, longest,
+        )  # fmt: skip
 
     def exact(self, devices: Collection[str] | None = None) -> PlannedPipelines:
         """The best plan; for devices or links that are not alike, the best one that a longer search finds.

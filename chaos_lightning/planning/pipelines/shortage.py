@@ -1,4 +1,4 @@
-"""The pipeline that comes closest to fitting, and why no plan fits where that one does not."""
+"""The pipeline that comes closest to fitting, why no plan fits where that one does not, and what it would take."""
 
 from __future__ import annotations
 
@@ -41,6 +41,41 @@ def tightest(job: TrainingJob) -> PipelinePlan | None:
     idle = tuple(sorted({d.name for d in job.devices} - {d.name for d in devices}))
     row = Pipeline(stages, job.micro_batches)
     return PipelinePlan(job.costs.count, (row,), idle=idle, in_flight_extra=job.memory.in_flight_extra)
+
+
+def least_devices(job: TrainingJob, device: Device) -> int | None:
+    """Returns the smallest number of devices like this one that some plan fits; None: no number does.
+
+    Args:
+        job: The job; its own devices do not matter.
+        device: What all devices are like.
+    """
+    layers, least = job.costs.count, None
+    for pipelines in range(1, job.micro_batches + 1):
+        m = -(-job.micro_batches // pipelines)
+        # More pipelines help only where they have fewer micro-batches in flight.
+        if least is not None and (pipelines >= least or m >= layers + job.memory.in_flight_extra):
+            continue
+        stages = next((p for p in range(1, layers + 1) if _holds(job, device, p, m)), None)
+        if stages is not None and (least is None or pipelines * stages < least):
+            least = pipelines * stages
+    return least
+
+
+def _holds(job: TrainingJob, device: Device, stages: int, m: int) -> bool:
+    """Whether a pipeline of so many devices like this one fits: the longest stages that fit hold all layers."""
+    first, count = 0, job.costs.count
+    for k in range(stages):
+        flight = min(stages - k + job.memory.in_flight_extra, m)
+        end = first
+        while end < count - (stages - 1 - k) and (
+            stage_memory(job, first, end + 1, flight, m).nbytes <= device.memory_nbytes
+        ):
+            end += 1
+        if end == first:
+            return False
+        first = end
+    return first == count
 
 
 def _tightest(job: TrainingJob) -> tuple[Sequence[Device], list[int], list[int]]:

@@ -31,7 +31,7 @@ from chaos_lightning.planning.pipelines.schedules import (
     read_instruction,
 )
 from chaos_lightning.protocol.spans import in_words, subtract, union
-from chaos_lightning.protocol.types import Span
+from chaos_lightning.protocol.types import LayersCovered, Span
 
 MAX_LAYERS = 1 << 16
 """A model has at most so many layers, and a step so many micro-batches."""
@@ -87,17 +87,27 @@ class ViewPipelines:
     plan: PipelinePlan
     lists: Mapping[str, tuple[Instruction, ...]] = field(default_factory=dict)
     """By member of the coupled pipelines, if it has any instructions."""
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By the name of a parameter that several layers use, in the order of names: these layers."""
 
     @staticmethod
-    def of(plan: PipelinePlan, made: PlanLists | None = None) -> ViewPipelines:
+    def of(
+        plan: PipelinePlan, made: PlanLists | None = None, shared: Mapping[str, Iterable[int]] | None = None
+    ) -> ViewPipelines:
         """Returns the plan with lists that `plan_lists` made; a plan without coupled pipelines needs none.
 
+        Args:
+            plan: By member ids.
+            made: The lists.
+            shared: By the name of a parameter that several layers use: these layers.
+
         Raises:
-            PlanError: The lists do not run the plan.
+            PlanError: The lists do not run the plan, or a parameter is not used by several of its layers.
         """
-        shared = _shared_by(plan)
+        together = _shared_by(plan)
         rows = zip(made.workers, made.lists, strict=True) if made is not None else ()
-        found = ViewPipelines(plan, {name: row for name, row in rows if name in shared and row})
+        users = {name: tuple(sorted(layers)) for name, layers in sorted((shared or {}).items())}
+        found = ViewPipelines(plan, {name: row for name, row in rows if name in together and row}, users)
         found.check()
         return found
 
@@ -108,6 +118,8 @@ class ViewPipelines:
         about: dict[str, Any] = {"plan": self.plan.to_dict()}
         if self.lists:
             about["lists"] = {name: " ".join(map(str, row)) for name, row in self.lists.items()}
+        if self.shared:
+            about["shared"] = {name: list(layers) for name, layers in self.shared.items()}
         return json.dumps(about, separators=(",", ":"), sort_keys=True)
 
     @staticmethod
@@ -119,8 +131,8 @@ class ViewPipelines:
         """
         try:
             about = json.loads(text)
-            if not isinstance(about, dict) or not {"plan"} <= set(about) <= {"plan", "lists"}:
-                raise ValueError("expected an object with `plan` and, if need be, `lists`")
+            if not isinstance(about, dict) or not {"plan"} <= set(about) <= {"plan", "lists", "shared"}:
+                raise ValueError("expected an object with `plan` and, if need be, `lists` and `shared`")
             lists = about.get("lists", {})
             if not isinstance(lists, dict) or not all(isinstance(row, str) for row in lists.values()):
                 raise ValueError("`lists` is no object of texts")
@@ -128,6 +140,7 @@ class ViewPipelines:
             found = ViewPipelines(
                 PipelinePlan.from_dict(about["plan"]),
                 {name: tuple(map(read_instruction, row.split())) for name, row in lists.items()},
+                {name: tuple(layers) for name, layers in sorted(about.get("shared", {}).items())},
             )
         except PlanError as error:
             raise PlanError(f"a view's pipelines cannot be read: {error}") from error
@@ -140,8 +153,17 @@ class ViewPipelines:
         """Refuses lists that do not run every unit of the coupled pipelines once, in an order that comes to its end.
 
         Raises:
-            PlanError: They do not; says which member, and which instruction.
+            PlanError: They do not; says which member, and which instruction. Or a shared parameter has odd layers.
         """
+        if len(self.shared) >= MAX_LAYERS:
+            raise PlanError(f"{len(self.shared)} parameters are shared by layers; expected fewer than {MAX_LAYERS}")
+        for name, layers in self.shared.items():
+            known = all(type(layer) is int and 0 <= layer < self.plan.layer_count for layer in layers)
+            if not known or len(layers) < 2 or list(layers) != sorted(frozenset(layers)):
+                raise PlanError(
+                    f"parameter {name!r} is shared by layers {list(layers)[:9]}; expected two or more of the "
+                    f"{self.plan.layer_count} layers, each once, in order"
+                )
         shared = _shared_by(self.plan)
         for name, row in self.lists.items():
             if name not in shared:
@@ -224,14 +246,6 @@ def _check_bounds(about: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ what sums cover
 
 
-class LayersCovered(NamedTuple):
-    """Micro-batches, as normal spans, whose gradients a raw sum holds in each of the layers [first, end)."""
-
-    first: int
-    end: int
-    micro_batches: tuple[Span, ...]
-
-
 def coverage(units: Iterable[StepUnit]) -> tuple[LayersCovered, ...]:
     """Returns what the raw sums hold once these units have run, by runs of layers; layers without any are left out."""
     backward = [u for u in units if u.kind == BACKWARD]
@@ -256,6 +270,10 @@ def coverage_error(
         micro_batches: Those of the step that have samples.
         given: By member: what its contribution names.
     """
+    most = 2 * layer_count + 1
+    for name, found in given.items():  # each row is looked at once for each border between layers
+        if len(found) > most:
+            return f"{name} names {len(found)} runs of layers; expected at most {most} of {layer_count} layers"
     due = union(micro_batches)
     rows = [(name, row) for name, found in given.items() for row in found]
     cuts = {0, layer_count, *(c for _, row in rows for c in (row.first, row.end))}

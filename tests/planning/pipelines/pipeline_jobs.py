@@ -79,6 +79,6 @@ def random_job(random):
         devices=devices,
         micro_batches=sum(micro_batches),
         overheads=Overheads(hop_s=random.choice([0.0, 0.0, 0.3]), unit_s=random.choice([0.0, 0.1])),
-        memory=random.choice([MemoryRules(), PLAIN_MEMORY]),
+        memory=random.choice([MemoryRules(boundaries=True), PLAIN_MEMORY]),
     )
     return job, plan_of(job, cuts, micro_batches)

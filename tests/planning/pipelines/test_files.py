@@ -299,7 +299,7 @@ def test_what_is_written_is_read_as_the_same_job(
         links=(NamedLink(a=ends[0], b=ends[-1], rate_bps=5.0),) if more else (),
         samples=samples,
         overheads=Overheads(hop_s=0.5) if more else Overheads(),
-        memory=MemoryRules(flat_buffers=0, boundaries=False) if more else MemoryRules(),
+        memory=MemoryRules(flat_buffers=0, boundaries=True) if more else MemoryRules(),
     )
     assert job_of(json.loads(json.dumps(to_dict(job)))) == job
 

@@ -215,6 +215,24 @@ def test_a_copy_that_a_keeper_has_is_not_sent_again() -> None:
     assert move_list(job, old, assign(job, old, kept)).nbytes == 60
 
 
+def test_who_leaves_serves_and_who_has_not_got_a_layer_yet_does_not() -> None:
+    job = job_of({"a": "", "b": "", "c": ""})
+    old = PipelinePlan(4, (row(4, ("a", 0, 2), ("b", 2, 4)),), idle=("c",))
+    new = PipelinePlan(4, (row(4, ("a", 0, 2), ("c", 2, 4)),))
+    with pytest.raises(FatalLossError, match="layers 2, 3"):
+        move_list(job, old, new)
+    held = {"a": (0, 1), "b": (2, 3)}
+    placed = assign(job, old, new, held)
+    assert placed == new, "b serves, and takes no place"
+    assert {(m.layer, m.source, m.target) for m in move_list(job, old, placed, held).moves} == {
+        (2, "b", "c"),
+        (3, "b", "c"),
+    }
+    # By the old plan a has both of its layers; the second one has not come yet.
+    found = move_list(job, old, new, {"a": (0,), "b": (1, 2, 3)})
+    assert {(m.layer, m.source, m.target) for m in found.moves} == {(1, "b", "a"), (2, "b", "c"), (3, "b", "c")}
+
+
 def test_rank_order_moves_what_the_best_need_not() -> None:
     job = job_of(dict.fromkeys("bcdefgh", ""), layers=8)
     pairs = ("ab", "cd", "ef", "gh")

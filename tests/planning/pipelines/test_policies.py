@@ -157,7 +157,7 @@ def test_dynamic_keeps_a_plan_of_which_nobody_is_lost() -> None:
     f = fleet()
     best = f.formation("best", 15)
     found = chosen("dynamic", options(best, f, devices=15))
-    assert (found.kind, found.pause_s) == (KEEP, 0)
+    assert (found.kind, found.transition_s) == (KEEP, 0)
 
 
 @pytest.mark.parametrize(("move_s", "kind"), [(1.0, MOVE), (1e5, KEEP)])

@@ -247,7 +247,7 @@ def test_memory_gives_room_for_more_in_flight():
 
 
 def test_boundary_tensors_of_guests_are_counted():
-    job = replace(equal_job(2, 2, 3), memory=MemoryRules())
+    job = replace(equal_job(2, 2, 3), memory=MemoryRules(boundaries=True))
     plan = equal_plan(job, 2)
     before, after = estimate(job, plan), estimate(job, reroute(job, plan, [at(0, 1)]))
     assert before.memory[at(1, 1)].boundaries == 3 * 2

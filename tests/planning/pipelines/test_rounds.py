@@ -12,10 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from pipeline_changes import PLENTY, Change, changes, layer, row
 
-from chaos_lightning.planning.pipelines.estimate import all_reduces, estimate
-from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob
-from chaos_lightning.planning.pipelines.plan import PipelinePlan, PlanStage
-from chaos_lightning.planning.pipelines.rounds import (
+from benchmarks.rounds import (
     Vertex,
     at_once,
     colour,
@@ -25,6 +22,9 @@ from chaos_lightning.planning.pipelines.rounds import (
     step_s,
     vertices,
 )
+from chaos_lightning.planning.pipelines.estimate import all_reduces, estimate
+from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob
+from chaos_lightning.planning.pipelines.plan import PipelinePlan, PlanStage
 
 
 def shortest_s(all_of: list[Vertex]) -> float:

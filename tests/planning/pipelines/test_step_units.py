@@ -13,13 +13,13 @@ from chaos_lightning.planning.pipelines.units import (
     BACKWARD,
     FORWARD,
     BorderKey,
-    LayersCovered,
     StepUnit,
     ViewPipelines,
     closing,
     coverage,
     coverage_error,
 )
+from chaos_lightning.protocol.types import LayersCovered
 
 
 def members(view):
@@ -220,6 +220,7 @@ def test_coverage_joins_layers_and_micro_batches():
         ({"a": [(0, 2, [(0, 3)])]}, "layers 0 to 1: a names micro-batches [2, 3), which this step does not have"),
         ({"a": [(0, 3, [(0, 2)])]}, "layer 2: none of this model's 2 layers"),
         ({"a": [(0, 2, [(0, 2), (1, 2)])]}, ""),
+        ({"a": [(0, 2, [(0, 2)])] * 6}, "a names 6 runs of layers; expected at most 5 of 2 layers"),
     ],
 )
 def test_coverage_errors_name_layers_micro_batches_and_members(given, words):

@@ -103,7 +103,9 @@ def test_more_pipelines_than_micro_batches_are_avoided():
 @pytest.mark.parametrize(("micro_batches", "fits"), [(2, True), (3, False)])
 def test_memory_limits_what_a_template_takes(micro_batches, fits):
     """A second stage of 4 bytes keeps 2 for each micro-batch's boundary, so that 6 bytes are enough for one of them."""
-    job = replace(job_of(4, micro_batches, 8, room=6, output_nbytes=1), memory=MemoryRules(flat_buffers=0))
+    job = replace(
+        job_of(4, micro_batches, 8, room=6, output_nbytes=1), memory=MemoryRules(flat_buffers=0, boundaries=True)
+    )
     assert (oobleck(Planner(job).shapes, 4, 1) is not None) == fits
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.mixed_fleets import fleets
+from chaos_lightning.planning.pipelines.at_once import plan_at_once
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, TrainingJob
 from chaos_lightning.planning.pipelines.places import on_one_host
@@ -109,3 +113,58 @@ def test_copies_that_no_plan_has_are_refused() -> None:
     one = [replace(d, host="one") for d in job.devices]
     with pytest.raises(NoPlanError, match="owners on two hosts"):
         Planner(job.with_devices(one), hosts=True).exact()
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=100)
+def test_plans_at_once_fit_and_none_is_shorter_than_the_bound(random: Random) -> None:
+    layers = tuple(
+        Layer(
+            name=f"l{i}",
+            forward_s=random.uniform(0.5, 2),
+            backward_s=random.uniform(1, 4),
+            parameter_nbytes=random.randint(0, 9),
+            gradient_nbytes=random.randint(0, 9),
+            activation_nbytes=random.randint(0, 9),
+            workspace_nbytes=random.randint(0, 9),
+        )
+        for i in range(random.randint(1, 6))
+    )
+    devices = tuple(
+        Device(name=f"d{i}", memory_nbytes=random.choice([40, 80, 200]), speed=random.choice([1.0, 2.0, 3.0]))
+        for i in range(random.randint(1, 9))
+    )
+    job = TrainingJob(layers=layers, devices=devices, micro_batches=random.randint(1, 9))
+    copies = random.randint(1, 2)
+    found = plan_at_once(job, copies)
+    if found is None:
+        return
+    cost, plan = found
+    plan.check()
+    assert plan.devices == tuple(sorted(job.by_name))
+    assert plan.micro_batches == job.micro_batches
+    assert estimate(job, plan) == cost
+    assert cost.over(job) == {}
+    assert min(map(len, plan.owners)) >= copies
+    assert cost.step_s >= Mixed(job).bound_s() * (1 - 1e-9)
+    assert Planner(job, copies=copies).at_once().estimate.step_s > 0
+
+
+def unlike(micro_batches: int, *devices: tuple[float, int]) -> TrainingJob:
+    """Eight layers of 10 bytes that take 1 s forward and 2 s back; devices by speed and bytes."""
+    return TrainingJob(
+        layers=tuple(Layer(name=f"l{i}", forward_s=1.0, backward_s=2.0, parameter_nbytes=10) for i in range(8)),
+        devices=tuple(Device(name=f"d{i}", speed=v, memory_nbytes=nbytes) for i, (v, nbytes) in enumerate(devices)),
+        micro_batches=micro_batches,
+    )
+
+
+def test_plans_at_once_share_work_by_speed_and_cut_by_memory() -> None:
+    for job in (
+        unlike(24, (1.0, 1000), (0.5, 1000), (0.25, 1000)),
+        unlike(24, *[(1.0, 45), (0.5, 45)] * 3),
+        unlike(24, (1.0, 20), (0.5, 65), (1.0, 20), (0.5, 65)),
+    ):
+        found = plan_at_once(job)
+        assert found is not None
+        assert found[0].step_s <= 1.1 * Planner(job).first().estimate.step_s

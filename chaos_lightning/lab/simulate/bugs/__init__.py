@@ -16,6 +16,7 @@ from chaos_lightning.lab.simulate.bugs.links import LINK_BUGS
 from chaos_lightning.lab.simulate.bugs.members import MEMBER_BUGS
 from chaos_lightning.lab.simulate.bugs.outer import OUTER_BUGS
 from chaos_lightning.lab.simulate.bugs.schedulers import SCHEDULER_BUGS
+from chaos_lightning.lab.simulate.bugs.staged import STAGED_BUGS
 
-BUGS: dict[str, Bug] = {**MEMBER_BUGS, **SCHEDULER_BUGS, **LEARNER_BUGS, **LINK_BUGS, **OUTER_BUGS}
+BUGS: dict[str, Bug] = {**MEMBER_BUGS, **SCHEDULER_BUGS, **LEARNER_BUGS, **LINK_BUGS, **OUTER_BUGS, **STAGED_BUGS}
 """By name."""

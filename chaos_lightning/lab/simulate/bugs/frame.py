@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from chaos_lightning.lab.simulate.dataplane import DataPlane
 from chaos_lightning.lab.simulate.node import Node
@@ -13,10 +13,11 @@ from chaos_lightning.lab.simulate.plan import Plan
 from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.lab.simulate.world import Hooks
 from chaos_lightning.membership.book import Book
-from chaos_lightning.membership.effects import Chain
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import Settings, ViewId
+from chaos_lightning.protocol.types import ViewId
+
+Machine = TypeVar("Machine", MemberMachine, SchedulerMachine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +57,22 @@ def hooks_of(
     return type("BugHooks", (Hooks,), {"node_class": node_with, "scheduler_class": scheduler, "store_class": store})
 
 
-def with_parts(base: type[SchedulerMachine] = SchedulerMachine, **parts: type[Any]) -> type[SchedulerMachine]:
-    """A scheduler some of whose parts behave otherwise.
+def with_parts(**parts: type[Any]) -> type[SchedulerMachine]:
+    """A scheduler some of whose parts behave otherwise. See `planted`."""
+    return planted(SchedulerMachine, **parts)
+
+
+def planted(base: type[Machine], **parts: type[Any]) -> type[Machine]:
+    """A machine some of whose parts behave otherwise.
 
     Args:
         base: The others are this one's.
-        parts: By the scheduler's attribute: a class derived from the part's own, without state of its own.
+        parts: By the machine's attribute: a class derived from the part's own, without state of its own.
     """
 
     class Planted(base):  # type: ignore[valid-type, misc]
-        def __init__(self, settings: Settings, chain: Chain) -> None:
-            super().__init__(settings, chain)
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
             for name, kind in parts.items():
                 part = getattr(self, name)
                 new = {m for m in vars(kind) if not m.startswith("__")} - set(dir(type(part)))

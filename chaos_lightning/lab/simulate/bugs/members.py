@@ -32,7 +32,7 @@ from chaos_lightning.membership.peers import Peer
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.membership.slots import close_slot
+from chaos_lightning.membership.slots import carriable, close_slot
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
@@ -63,7 +63,7 @@ class SubsetMachine(MemberMachine):
 
     def _make_header(self, view: View, box: Mapping[str, Contribution]) -> Header:
         part = replace(view, members=tuple(m for m in view.members if m.id in box))
-        return close_slot(view=part, prev=self.header, contributions=box, waiting=self._carriable())
+        return close_slot(view=part, prev=self.header, contributions=box, waiting=carriable(self.waiting_view, view))
 
 
 class MixedPlane(DataPlane):

@@ -44,7 +44,7 @@ from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.silences import Silences
 from chaos_lightning.membership.terms import Terms
 from chaos_lightning.protocol.packing import PackedChange
-from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Member, Settings, Verdict, View
+from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Member, Settings, Span, Verdict, View
 
 
 class RashDetector(Detector):
@@ -72,14 +72,14 @@ class HastyJudge(SchedulerMachine):
 class ImpatientDetector(Detector):
     """The last one that holds the state is judged like everybody else."""
 
-    def _is_last_holder(self, member: str, scene: Scene, answers: bool) -> bool:
+    def _is_last_holder(self, member: str, scene: Scene, answered: tuple[Span, ...]) -> bool:
         return False
 
 
 class StubbornDeaths(Deaths):
     """Never takes a death back, whoever died since."""
 
-    def take_back(self) -> bool:
+    def take_back(self, lost: tuple[Span, ...] | None = None) -> bool:
         return False
 
 

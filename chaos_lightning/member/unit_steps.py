@@ -1,0 +1,190 @@
+"""Steps that run as units of micro-batches: what the I/O thread tells of attempts, and the loop over them.
+
+Theory of operation (protocol.md P4, P7). A unit waits for tensors of other members, so a recovery ends an attempt in
+its middle, and the step runs again under the recovery's view. The I/O thread posts each attempt that it opens. It ends
+the one under way when this member promises to leave its view; whatever waits in it then raises `AttemptOverError`. The
+training thread first pulls parts that it lacks. Then it runs the units of an attempt, contributes once all that it owns
+is reduced, and waits for the header or for another attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from chaos_lightning.collectives.layout import Layout
+from chaos_lightning.errors import AttemptOverError
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.membership.effects import Committed, PullParts
+from chaos_lightning.membership.parts import division
+from chaos_lightning.planning.trees import OwnedSpans
+from chaos_lightning.protocol.types import Header, LayersCovered, Span, Spent, View, ViewId
+from chaos_lightning.transport.link import Chunks
+
+
+class UnitStep(Protocol):
+    """A member's part of such steps (pipeline/step.py)."""
+
+    @property
+    def borders(self) -> Chunks:
+        """Takes frames with border tensors; in the loop's thread."""
+
+    def reduced(self, view: ViewId, seq: int) -> None:
+        """All that this member owns is reduced; in the loop's thread."""
+
+    def end(self, view: ViewId) -> None:
+        """Attempts of this and older views are over; in the loop's thread."""
+
+    def remember_base(self) -> None:
+        """The model is what the last header has committed."""
+
+    def drop(self) -> None:
+        """Undoes what an attempt has done here."""
+
+    def commit(self, header: Header) -> None:
+        """Puts averages of a committed step into `.grad`."""
+
+    def restart(self) -> None:
+        """This member joins again, maybe another chain: no attempt is known; in the loop's thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitsDone:
+    """Results of an attempt at this member, all of whose parts are reduced here.
+
+    Attributes:
+        weight: Sum of the weights of micro-batches whose last layers ran here.
+        presence: Bit of each parameter that has a gradient here.
+        micro_batches: Those of the step that have samples.
+        coverage: Micro-batches in this member's own sums, by layers.
+        spent: Positions of micro-batches whose first layers ran here.
+        payload: What this member says beside its gradients, norms of parts among it.
+    """
+
+    weight: float
+    presence: bytes
+    micro_batches: tuple[Span, ...]
+    coverage: tuple[LayersCovered, ...]
+    spent: tuple[Spent, ...] = ()
+    payload: bytes = b""
+
+
+Attempt = Callable[[View, int], UnitsDone]
+"""Runs the units of this member in a view, for a slot; raises `AttemptOverError` if the attempt ends meanwhile."""
+
+
+def owned_spans(layout: Layout, view: View) -> Sequence[OwnedSpans] | None:
+    """Returns who owns which bytes of the layout in a view; None: it has no pipelines, and all own all of them."""
+    if not view.pipelines:
+        return None
+    parts = division(view)
+    return layout.owned(dict(zip(parts.names, parts.owners, strict=True)))
+
+
+class MovesParts(Protocol):
+    """Moves parts of the state between members (member/part_moves.py)."""
+
+    def serve(self, header: Header, view: View) -> None:
+        """Serves what is held at the header, if somebody in this view may lack it."""
+
+    def pull(self, wanted: PullParts, deadline: float) -> bool:
+        """Pulls parts until the deadline, by `time.monotonic()`; False if something else is wanted meanwhile."""
+
+
+def run_attempts(
+    step: UnitStep,
+    attempt: Attempt,
+    moves: MovesParts,
+    mail: Mailbox,
+    header: Header,
+    contribute: Callable[[View, UnitsDone], None],
+    deadline_s: Callable[[], float],
+) -> Committed:
+    """Runs attempts at the slot after a header until it is committed.
+
+    Args:
+        step: Runs units.
+        attempt: Runs the units of one.
+        moves: Gives and takes parts before they do.
+        mail: Where the I/O thread says which attempt is open.
+        header: The one that this member stands on.
+        contribute: Brings what an attempt has made.
+        deadline_s: Until when, by `time.monotonic()`, an attempt or its header is waited for from now on.
+
+    Raises:
+        FencedError, DisagreementError, DeadlineError: As `Mailbox.wait`; the last attempt was dropped.
+    """
+    tried: View | None = None
+    seq = header.seq + 1
+    step.remember_base()
+
+    def fresh() -> bool:
+        found = mail.attempt
+        return found is not None and found[1] == seq and (tried is None or found[0].id > tried.id)
+
+    while True:
+        with mail.changed:
+            what = f"the commit of slot {seq} (step)" if tried is not None else f"an attempt at slot {seq} (step)"
+            try:
+                mail.wait(lambda: bool(mail.commits) or mail.parts is not None or fresh(), what, deadline_s())
+                if mail.commits:
+                    return mail.commits.popleft()
+                mail.check()  # the wait does not look where parts are wanted, and who is out gets none
+            except Exception:
+                step.drop()
+                raise
+            wanted, opened = mail.parts, mail.attempt
+        if wanted is not None:
+            if tried is not None:  # what is served, pulled into and remembered is the state at the header
+                step.drop()
+            moves.serve(header, wanted.view)
+            moves.pull(wanted, deadline_s())
+            step.remember_base()
+            continue
+        assert opened is not None
+        view = opened[0]
+        if tried is not None:
+            step.drop()
+        tried = view
+        moves.serve(header, view)
+        try:
+            contribute(view, attempt(view, seq))
+        except AttemptOverError:
+            continue
+
+
+def await_commit(moves: MovesParts, mail: Mailbox, header: Header, what: str, deadline: float) -> Committed:
+    """Waits for the slot after a header, which runs no units; parts move meanwhile as they do in a step.
+
+    Args:
+        moves: Gives and takes parts in each view that is entered.
+        mail: Where the I/O thread says which view that is.
+        header: The one that this member stands on, and that its state is of.
+        what: What is waited for, in words.
+        deadline: By `time.monotonic()`.
+
+    Raises:
+        FencedError, DisagreementError, DeadlineError: As `Mailbox.wait`.
+        StateError: Nobody gives a part.
+    """
+    entered: ViewId | None = None
+
+    def fresh() -> bool:
+        found = mail.attempt
+        return found is not None and found[1] == header.seq + 1 and (entered is None or found[0].id > entered)
+
+    while True:
+        with mail.changed:
+            mail.wait(lambda: bool(mail.commits) or mail.parts is not None or fresh(), what, deadline)
+            if mail.commits:
+                return mail.commits.popleft()
+            mail.check()
+            wanted, opened = mail.parts, mail.attempt
+        if wanted is not None:
+            moves.serve(header, wanted.view)
+            moves.pull(wanted, deadline)
+        else:
+            assert opened is not None
+            entered = opened[0].id
+            moves.serve(header, opened[0])

@@ -1,0 +1,153 @@
+"""Divides the training state of a view into parts: which there are, who owns them, and what a step's sums must cover.
+
+Theory of operation (protocol.md P1, P3, P14, P15). In a view without pipelines the state is one part, number 0, which
+all members own. With pipelines each layer is a part and has the layer's number. Behind the layers come parameters that
+several layers use, in the order of their names; the owners of any of these layers own them. The last part is the *rest*
+(counters, schedulers, callbacks, the ledger), which all members own, those without layers included. All views of a job
+number parts alike. Who owns what follows from the view's text and its members, so each text is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
+
+from chaos_lightning.errors import PlanError
+from chaos_lightning.planning.graph import connected_parts, neighbours
+from chaos_lightning.planning.pipelines.units import ViewPipelines, coverage_error
+from chaos_lightning.protocol.spans import subtract, union
+from chaos_lightning.protocol.types import LayersCovered, Span, View
+
+REST = "rest"
+"""Name of the part that all members own."""
+_VIEWS = 8
+"""Number of views whose divisions are kept: the latest few are asked for."""
+
+
+def division(view: View) -> Division:
+    """Returns the division of the state in this view.
+
+    Raises:
+        PlanError: The view's pipelines cannot be read, or name somebody who is no member.
+    """
+    return _division(view.pipelines, view.ids())
+
+
+@lru_cache(maxsize=_VIEWS)
+def _division(text: str, members: tuple[str, ...]) -> Division:
+    return Division(members, ViewPipelines.from_json(text) if text else None)
+
+
+def common(these: Sequence[Span], those: Sequence[Span]) -> tuple[Span, ...]:
+    """Returns what is in both; all spans are normal."""
+    return subtract(these, subtract(these, those))
+
+
+def numbers(spans: Iterable[Span]) -> tuple[int, ...]:
+    """Returns the parts in these spans, one by one."""
+    return tuple(part for start, stop in spans for part in range(start, stop))
+
+
+class Division:
+    """Parts of the training state in one view, by number.
+
+    Args:
+        members: Ids, in rank order.
+        pipelines: Those of the view; None: it has none.
+
+    Raises:
+        PlanError: The pipelines name somebody who is no member, or nobody owns a layer.
+
+    Attributes:
+        members: See the arguments.
+        pipelines: See the arguments.
+        names: Name of each part; one name if there are no pipelines.
+    """
+
+    def __init__(self, members: tuple[str, ...], pipelines: ViewPipelines | None = None) -> None:
+        self.members, self.pipelines = members, pipelines
+        self.names: tuple[str, ...] = ("state",)
+        if pipelines is not None:
+            if members:  # nobody owns anything once all have parted (P13)
+                self._check(pipelines)
+            layers = (f"layer.{layer}" for layer in range(pipelines.plan.layer_count))
+            self.names = (*layers, *(f"shared.{name}" for name in sorted(pipelines.shared)), REST)
+
+    def _check(self, pipelines: ViewPipelines) -> None:
+        if strangers := sorted(frozenset(pipelines.plan.devices).difference(self.members)):
+            raise PlanError(f"a view's pipelines name {strangers[0]!r}, who is no member of that view")
+        if vacant := [layer for layer, owners in enumerate(pipelines.plan.holders()) if not owners]:
+            raise PlanError(f"a view's pipelines give layer {vacant[0]} to nobody; expected an owner of each layer")
+
+    @property
+    def layer_count(self) -> int:
+        """Number of layers; 0 without pipelines."""
+        return self.pipelines.plan.layer_count if self.pipelines is not None else 0
+
+    @property
+    def everything(self) -> tuple[Span, ...]:
+        """All parts."""
+        return ((0, len(self.names)),)
+
+    @cached_property
+    def owners(self) -> tuple[tuple[str, ...], ...]:
+        """By part: ids of its owners, the oldest first."""
+        if self.pipelines is None:
+            return (self.members,)
+        layers = [tuple(m for m in self.members if m in held) for held in self.pipelines.plan.holders()]
+        shared = []
+        for _, users in sorted(self.pipelines.shared.items()):
+            theirs = frozenset(member for layer in users for member in layers[layer])
+            shared.append(tuple(m for m in self.members if m in theirs))
+        return (*layers, *shared, self.members)
+
+    @cached_property
+    def _owned(self) -> Mapping[str, tuple[Span, ...]]:
+        return self._spans(range(len(owners)) for owners in self.owners)
+
+    @cached_property
+    def _made(self) -> Mapping[str, tuple[Span, ...]]:
+        return self._spans(range(min(1, len(owners))) for owners in self.owners)
+
+    def _spans(self, ranks: Iterable[range]) -> dict[str, tuple[Span, ...]]:
+        """Returns, by member, the parts of whose owners it is one of these."""
+        found: dict[str, list[Span]] = {}
+        for part, (owners, these) in enumerate(zip(self.owners, ranks, strict=True)):
+            for rank in these:
+                found.setdefault(owners[rank], []).append((part, part + 1))
+        return {member: union(spans) for member, spans in found.items()}
+
+    def owned(self, member: str) -> tuple[Span, ...]:
+        """Returns the parts that this member owns, as normal spans; none of somebody who is no member."""
+        return self._owned.get(member, ())
+
+    def made(self, member: str) -> tuple[Span, ...]:
+        """Returns the parts whose oldest owner this member is: at GENESIS it makes them (P14)."""
+        return self._made.get(member, ())
+
+    def apart(self, links: Iterable[tuple[str, str]]) -> str:
+        """Returns in words which owners of a part these links do not connect; "" if they connect all."""
+        pairs = tuple(links)
+        for owners, name in dict(zip(reversed(self.owners), reversed(self.names), strict=True)).items():
+            if len(connected_parts(owners, neighbours(owners, pairs))) > 1:
+                return f"no links connect {', '.join(owners)} with each other, which own {name}"
+        return ""
+
+    def words(self, parts: Iterable[Span]) -> str:
+        """Returns these parts for people."""
+        found = []
+        for start, stop in parts:
+            if stop - start > 2 and stop <= self.layer_count:
+                found.append(f"{self.names[start]} to {self.names[stop - 1]}")
+            else:
+                found += self.names[start:stop]
+        return ", ".join(found) or "nothing"
+
+    def coverage_error(self, micro_batches: Iterable[Span], given: Mapping[str, Sequence[LayersCovered]]) -> str:
+        """Returns in words where members' sums do not hold each micro-batch once in each layer (P3); "" if they do.
+
+        Args:
+            micro_batches: Numbers of those that have samples.
+            given: By member: what its contribution names.
+        """
+        return coverage_error(self.layer_count, micro_batches, given) if self.pipelines is not None else ""

@@ -1,0 +1,370 @@
+"""The pipelines of each view: at a founding, after each change of members, and when a better plan is found.
+
+Theory of operation. A `Pipeliner` knows the job's profile: what layers cost, what devices and links can do, how many
+micro-batches a step has. It answers in the scheduler's turn, within milliseconds. After a loss it takes the ways to go
+on that a policy proposes (`policies`) of those that there are (`options`): micro-batches of the lost go to the owners
+of the same layers, idle members take vacant places, or layers move to a plan that is found at once. `choice` takes the
+one that trains most samples until the next loss. There is no way back to a checkpoint inside a running job, so an
+answer may be that no pipelines are possible: because a layer has no holder left, or no plan fits into memory.
+
+The best plan takes seconds to find. It is asked for by a `PlanWish`, found in another process (`search_plan`), and
+taken by `better` if the members are still the same and the gain outweighs the transition.
+
+An answer is a text (`ViewPipelines`) with the instruction lists of pipelines that share micro-batches. It is made once,
+here: members with different measurements would make lists that wait for each other. Answers depend on the arguments
+and the profile, and on the losses that the pipeliner was told of; not on earlier answers, so that another scheduler
+goes on where this one stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from chaos_lightning.errors import PlanError
+from chaos_lightning.planning.pipelines import policies
+from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, Decision, Outlook, PlanCandidate, choose
+from chaos_lightning.planning.pipelines.estimate import StepEstimate
+from chaos_lightning.planning.pipelines.files import job_of, to_dict
+from chaos_lightning.planning.pipelines.formation import Pauses
+from chaos_lightning.planning.pipelines.history import LossHistory
+from chaos_lightning.planning.pipelines.job import Device, JobError, NamedLink, TrainingJob
+from chaos_lightning.planning.pipelines.lists import plan_lists
+from chaos_lightning.planning.pipelines.moves import Held, Moves
+from chaos_lightning.planning.pipelines.options import PlanOptions
+from chaos_lightning.planning.pipelines.plan import PipelinePlan
+from chaos_lightning.planning.pipelines.planner import NoPlanError, PlannedPipelines, Planner
+from chaos_lightning.planning.pipelines.shortage import least_devices
+from chaos_lightning.planning.pipelines.units import ViewPipelines
+
+PIPELINE_POLICIES = ("adaptive", "reroute", "dynamic", "restart")
+"""Policies of a running job. `restart` ends the pipelines at a loss, so that the job begins again from a checkpoint."""
+PAUSES = Pauses(reroute_s=0.15, fill_s=0.6, move_s=0.6)
+"""What changes cost a running job, where bytes do not take longer; in seconds."""
+_NAMES = {KEEP: "reroute", FILL: "fill", MOVE: "move"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineAnswer:
+    """The pipelines of the next view, or why there are none."""
+
+    text: str | None
+    """What the view carries (`ViewPipelines.to_json`); None: there are no pipelines for these members."""
+    reason: str
+    """In a sentence, for the log."""
+    candidates: tuple[PlanCandidate, ...] = ()
+    """What it was chosen among."""
+    chosen: PlanCandidate | None = None
+    horizon_s: float = math.inf
+    """Seconds until the next loss or return of a member, on average."""
+    moves: Moves | None = None
+    """Which bytes of which layers go from whom to whom."""
+    lost_layers: tuple[str, ...] = ()
+    """Names of layers that nobody holds any more."""
+    least_members: int | None = None
+    """Where no plan fits: the smallest number of members like the roomiest one with which one does; None: no number."""
+
+    def facts(self) -> dict[str, Any]:
+        """The fields of an event: numbers, texts, and lists of them."""
+        return {
+            "reason": self.reason,
+            "candidates": [
+                {
+                    "name": f"{c.policy}: {_NAMES[c.kind]}",
+                    "step_s": c.step_s,
+                    "transition_s": c.transition_s,
+                    "samples": c.value * self.horizon_s if math.isfinite(self.horizon_s) else None,
+                    "lacks": c.lacks,
+                }
+                for c in self.candidates
+            ],
+            "chosen": None if self.chosen is None else self.candidates.index(self.chosen),
+            "moved_nbytes": self.moves.nbytes if self.moves else 0,
+            "lost_layers": list(self.lost_layers),
+            "least_members": self.least_members,
+        }
+
+
+@dataclass(frozen=True)
+class PlanWish:
+    """Asks another process for the best plan of some members."""
+
+    job: TrainingJob
+    """On these members."""
+    copies: int
+    """Owners that each layer is to have, as far as memory allows."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A value of JSON; `from_dict` makes it the wish again."""
+        return {"job": to_dict(self.job), "copies": self.copies}
+
+    @staticmethod
+    def from_dict(about: Mapping[str, Any]) -> PlanWish:
+        """The wish that `to_dict` wrote.
+
+        Raises:
+            JobError: It is none.
+        """
+        copies = about.get("copies")
+        if type(copies) is not int or copies < 1:
+            raise JobError(f"a wish for a plan: copies is {copies!r}; expected a whole number of at least 1")
+        return PlanWish(job_of(about.get("job"), "a wish for a plan"), copies)
+
+
+def search_plan(wish: PlanWish) -> PipelinePlan | None:
+    """Returns the best plan; None if none fits. Takes seconds, so it runs in a process of its own."""
+    try:
+        return _safe(wish.copies, lambda copies: Planner(wish.job, copies=copies).exact()).plan
+    except NoPlanError:
+        return None
+
+
+def _safe(copies: int, planned: Callable[[int], PlannedPipelines]) -> PlannedPipelines:
+    """The plan with so many owners of each layer, or with as many as fit.
+
+    Raises:
+        NoPlanError: None fits.
+    """
+    for least in range(copies, 1, -1):
+        try:
+            return planned(least)
+        except NoPlanError:
+            continue
+    return planned(1)
+
+
+class Pipeliner:
+    """Chooses the pipelines of each view.
+
+    Args:
+        profile: Layers, links, micro-batches, and the devices that members run on: a member is on the device of its
+            name, else on one of its host, else on one like the first.
+        policy: One of `PIPELINE_POLICIES`.
+        copies: Owners that each layer is to have, as far as memory allows, so that a loss does not take it along.
+        pauses: What changes cost.
+
+    Attributes:
+        history: Losses of this job. Whoever has a clock tells it what it sees.
+
+    Raises:
+        PlanError: There is no such policy.
+    """
+
+    def __init__(
+        self, profile: TrainingJob, policy: str = "adaptive", *, copies: int = 2, pauses: Pauses = PAUSES
+    ) -> None:
+        if policy not in PIPELINE_POLICIES:
+            raise PlanError(
+                f"policy {policy!r} is not for running jobs; expected one of {', '.join(PIPELINE_POLICIES)}"
+            )
+        self.profile, self.policy, self.copies, self.pauses = profile, policy, copies, pauses
+        self.history = LossHistory()
+        self._planners: dict[int, Planner] = {}
+        self._last: tuple[str, PipelinePlan] | None = None
+        if policy in ("adaptive", "restart"):
+            policies.installed()  # looks for entry points on the disk, once
+
+    # ------------------------------------------------------------------------------------------------ devices
+
+    def device(self, member: str, host: str = "", unit: str = "") -> Device:
+        """Returns the device of a member.
+
+        Args:
+            member: Its id, "NAME~INCARNATION"; the profile may know the name.
+            host: The machine that it is on.
+            unit: Members with the same one die together; "": it dies alone.
+        """
+        devices, name = self.profile.devices, member.partition("~")[0]
+        like = self.profile.by_name.get(member) or self.profile.by_name.get(name)
+        like = like or next((d for d in devices if host and d.host == host), devices[0])
+        return replace(like, name=member, host=host, unit=unit)
+
+    def _job(self, members: Iterable[Device]) -> TrainingJob:
+        """The profile on these members; links of devices are those of the members that run there."""
+        devices = sorted(members, key=lambda d: d.name)
+        ends: dict[str, set[str]] = {}
+        for d in devices if self.profile.links else ():
+            ends.setdefault(d.name.partition("~")[0], set()).add(d.name)
+            ends.setdefault(d.name, set()).add(d.name)
+            ends.setdefault(d.host, set()).add(d.host)
+        links: dict[frozenset[str], NamedLink] = {}
+        for x in self.profile.links:
+            for a in sorted(ends.get(x.a, ())):
+                for b in sorted(ends.get(x.b, ())):
+                    if a != b or x.a == x.b:
+                        links.setdefault(frozenset((a, b)), replace(x, a=a, b=b))
+        return replace(self.profile, devices=tuple(devices), links=tuple(links.values()))
+
+    def _planner(self, job: TrainingJob, copies: int) -> Planner:
+        last = self._planners.get(copies)
+        found = self._planners[copies] = last.on(job) if last else Planner(job, copies=copies)
+        return found
+
+    def _planned(self, job: TrainingJob) -> PlannedPipelines:
+        return _safe(self.copies, lambda copies: self._planner(job, copies).at_once())
+
+    # ------------------------------------------------------------------------------------------------ answers
+
+    def first(self, members: Collection[Device]) -> PipelineAnswer:
+        """Returns the pipelines of a founding.
+
+        Args:
+            members: Those who found the job.
+        """
+        job = self._job(members)
+        try:
+            planned = self._planned(job)
+        except NoPlanError as error:
+            return self._none(job, str(error))
+        options = self._options(job, planned.plan)
+        found = options.keep()
+        assert found is not None, "a new plan has an owner of each layer"
+        chosen = replace(found, policy="first", kind=MOVE, value=self._outlook(options).value(found))
+        return self._answer(options, Decision((chosen,), chosen, f"first plan: {planned.why}"))
+
+    def after(
+        self, text: str, members: Collection[Device], leaving: Collection[Device] = (), held: Held | None = None
+    ) -> PipelineAnswer:
+        """Returns the pipelines of the next view, whose members are others than those of the view before.
+
+        Members of the view before that are in neither list are lost. Members that are new own nothing yet.
+
+        Args:
+            text: The pipelines of the view before.
+            members: Of the next view.
+            leaving: Members that are let go: they run nothing, and hold what they own until others have it.
+            held: By member: numbers of the layers that it holds, where that is known; None: what `text` says it owns.
+
+        Raises:
+            PlanError: The text is none of this job's.
+        """
+        before, job = self._read(text), self._job(members)
+        there = set(job.by_name)
+        serving = tuple(d for d in leaving if d.name not in there)
+        lost = set(before.devices) - there - {d.name for d in serving}
+        options = self._options(job, before, serving, held)
+        if options.lost_layers:
+            names = [self.profile.layers[x].name for x in options.lost_layers]
+            return self._none(job, f"nobody who is left holds {_few('layer', names)}", tuple(names))
+        restarts = self.policy == "restart"
+        if restarts and not lost.isdisjoint(before.stages):
+            reason = f"policy restart: {_few('member', sorted(lost))} lost, so begin from a checkpoint"
+            return PipelineAnswer(text=None, reason=reason)
+        decision = policies.decide("adaptive" if restarts else self.policy, options, self._outlook(options))
+        if decision.chosen is None:
+            return self._none(job, decision.reason, decision=decision)
+        return self._answer(options, decision)
+
+    def better(self, text: str, members: Collection[Device], plan: PipelinePlan | None) -> PipelineAnswer:
+        """Returns the pipelines of the members that are there, with a plan that was searched for them if it pays.
+
+        Args:
+            text: The pipelines of the view that rules.
+            members: Of that view.
+            plan: What `search_plan` found for members, maybe for others than these.
+
+        Returns:
+            An answer whose text is the one given if the plan does not pay, is stale or is no plan.
+
+        Raises:
+            PlanError: The text is none of this job's.
+        """
+        before, job = self._read(text), self._job(members)
+        if plan is None:
+            return PipelineAnswer(text=text, reason="the plan stays: no other plan fits")
+        same_job = (plan.layer_count, plan.micro_batches) == (before.layer_count, before.micro_batches)
+        if not same_job or not tuple(job.by_name) == plan.devices == before.devices:
+            return PipelineAnswer(text=text, reason="the plan stays: the other one is of other members")
+        searched = PlannedPipelines(plan, StepEstimate(0.0, 0.0, 0.0, 0.0, 0.0, {}), False, 0.0, "")
+        options = replace(self._options(job, before), live=lambda: searched)
+        ways = [replace(c, policy="searched") for c in (options.keep(), options.move()) if c is not None]
+        decision = choose(ways, self._outlook(options))
+        stays = decision.chosen is None or decision.chosen.kind == KEEP
+        return self._answer(options, decision, text if stays else None)
+
+    def wish(self, members: Collection[Device]) -> PlanWish | None:
+        """Returns what to ask another process for; None: the policy never moves layers to a better plan.
+
+        Args:
+            members: Of the view that rules.
+        """
+        return PlanWish(self._job(members), self.copies) if self.policy in ("adaptive", "dynamic") else None
+
+    # ------------------------------------------------------------------------------------------------ parts
+
+    def _read(self, text: str) -> PipelinePlan:
+        if self._last is None or self._last[0] != text:
+            plan = ViewPipelines.from_json(text).plan
+            if (plan.layer_count, plan.micro_batches) != (self.profile.costs.count, self.profile.micro_batches):
+                raise PlanError(
+                    f"the view's pipelines have {plan.layer_count} layers and {plan.micro_batches} micro-batches; "
+                    f"expected the profile's {self.profile.costs.count} and {self.profile.micro_batches}"
+                )
+            self._last = text, plan
+        return self._last[1]
+
+    def _options(
+        self, job: TrainingJob, before: PipelinePlan, serving: tuple[Device, ...] = (), held: Held | None = None
+    ) -> PlanOptions:
+        there, known = job.by_name, set(before.devices)
+        newcomers = there.keys() - known
+        if held is not None or serving:
+            own = {name: [x for s in stages for x in s.layers] for name, stages in before.stages.items()}
+            names = [*there, *(d.name for d in serving)]
+            held = {name: (held or {}).get(name, own.get(name, ())) for name in names}
+        return PlanOptions(
+            planner=self._planner(job, self.copies),
+            before=replace(before, idle=tuple(sorted({*before.idle, *newcomers}))),
+            lost=tuple(sorted(known - there.keys())),
+            pauses=self.pauses,
+            size_shares=self.history.size_shares,
+            first=True,
+            held=held,
+            serving=serving,
+            running_s=0.0,  # half a step is lost with each way alike
+            live=lambda: self._planned(job),
+        )
+
+    def _outlook(self, options: PlanOptions) -> Outlook:
+        count = len(options.left.devices)
+        return options.outlook(count * self.history.rate, self.history.return_rate(count))
+
+    def _answer(self, options: PlanOptions, decision: Decision, text: str | None = None) -> PipelineAnswer:
+        """Makes a decision an answer, with the lists of the pipelines that share micro-batches."""
+        chosen, outlook = decision.chosen, self._outlook(options)
+        if text is None and chosen is not None:
+            plan: PipelinePlan = chosen.plan
+            run = options.cost(plan).run
+            view = ViewPipelines.of(plan, plan_lists(options.left, plan, run=run) if run else None)
+            text = view.to_json()
+            self._last = text, plan
+        changes = outlook.rate + outlook.returns
+        return PipelineAnswer(
+            text=text,
+            reason=decision.reason,
+            candidates=decision.candidates,
+            chosen=chosen,
+            horizon_s=1 / changes if changes else math.inf,
+            moves=options.moves(chosen.plan) if chosen is not None else None,
+        )
+
+    def _none(
+        self, job: TrainingJob, reason: str, lost_layers: tuple[str, ...] = (), decision: Decision | None = None
+    ) -> PipelineAnswer:
+        """Says that there are no pipelines, and how many members there would have to be."""
+        roomy = max(job.devices, key=lambda d: (d.memory_nbytes, d.name))
+        return PipelineAnswer(
+            text=None,
+            reason=reason,
+            candidates=decision.candidates if decision else (),
+            lost_layers=lost_layers,
+            least_members=None if lost_layers else least_devices(job, roomy),
+        )
+
+
+def _few(word: str, names: Sequence[str]) -> str:
+    """Names in words, the first few of them."""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{word}{'s' if len(names) > 1 else ''} {', '.join(names[:8])}{more}"

@@ -1,0 +1,404 @@
+"""Views with pipelines at the scheduler: who is let go when, who comes in with a decision, how all part (P8-P14)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from membership_script import member, pipelines_of
+
+from chaos_lightning.lab.simulate.pipelines import RoundRobin
+from chaos_lightning.lab.simulate.training import Program
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.desk import SchedulerPhase
+from chaos_lightning.membership.parts import division
+from chaos_lightning.membership.pipelining import Pipelining
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol.spans import union
+from chaos_lightning.protocol.types import (
+    GENESIS,
+    NO_VIEW,
+    Decide,
+    Entered,
+    FromMember,
+    Header,
+    Heartbeat,
+    Hello,
+    Kept,
+    Kind,
+    Leave,
+    Member,
+    NextView,
+    Notice,
+    Prepare,
+    Ready,
+    Released,
+    Report,
+    Settings,
+    Span,
+    View,
+    ViewId,
+    Welcome,
+    kept_header,
+)
+
+PROGRAM = Program(layers=4, stages=2, micro_batches=4)
+
+
+class Talk:
+    """A scheduler, and members that say what a test has them say."""
+
+    def __init__(self, *names: str, program: Program = PROGRAM, min_nodes: int = 1) -> None:
+        settings = Settings(min_nodes=min_nodes)
+        self.machine = SchedulerMachine(settings, fx.Chain(1, NO_VIEW, id="c"), RoundRobin(program))
+        self.now = 0.0
+        self.conns: dict[str, int] = {}
+        self.ids: dict[str, str] = {}
+        self.heard: dict[str, list[object]] = {}
+        self.head: Header = GENESIS
+        for name in names:
+            self.come(name)
+        while set(self.names(self.view.ids()).split()) != set(names):  # the first one founds it, the others join
+            self.all_stand()
+            self.wait(0.1)
+        self.all_stand()
+
+    def feed(self, event: fx.SchedulerEvent) -> None:
+        for effect in self.machine.on(self.now, event):
+            match effect:
+                case fx.Send(conn, message):
+                    name = next(n for n, c in self.conns.items() if c == conn)
+                    self.heard[name].append(message)
+                    if isinstance(message, Welcome):
+                        self.ids[name] = message.member.id
+                case fx.Persist(token):
+                    self.feed(fx.Stored(token, True))
+        self.machine.validate_state()
+
+    def say(self, name: str, message: FromMember) -> None:
+        self.feed(fx.MessageIn(self.conns[name], message))
+
+    def wait(self, seconds: float) -> None:
+        """All that have a stream say that they live."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.05
+            for name in list(self.conns):
+                view = self.machine.book.latest
+                self.say(name, Heartbeat(view.id if view is not None else NO_VIEW, self.head.seq, self.head.step))
+            self.feed(fx.SchedulerTick())
+
+    def come(self, name: str, kept: Kept | None = None) -> None:
+        conn = self.conns[name] = 1 + max(self.conns.values(), default=0)
+        self.heard[name] = []
+        said = Hello(
+            "default",
+            name,
+            f"host-{name}",
+            "127.0.0.1",
+            1,
+            conn,
+            1,
+            1,
+            1,
+            "0",
+            (),
+            kept=kept,
+            chain="c" if kept else "",
+        )
+        self.feed(fx.Opened(conn))
+        self.say(name, said)
+        self.say(name, Ready())
+
+    def die(self, name: str) -> None:
+        """The process table of the scheduler's machine says so."""
+        conn = self.conns.pop(name)
+        self.feed(fx.Closed(conn))
+        self.feed(fx.Gone(self.ids[name], "no such process"))
+
+    def last(self, name: str, kind: type) -> object:
+        return next((m for m in reversed(self.heard[name]) if isinstance(m, kind)), None)
+
+    @property
+    def view(self) -> View:
+        view = self.machine.book.latest
+        assert view is not None
+        return view
+
+    def owned(self, name: str, view: View | None = None) -> tuple[Span, ...]:
+        return division(view or self.view).owned(self.ids[name])
+
+    def all_stand(self) -> None:
+        for name in self.names(self.view.ids()).split():
+            self.stand(name)
+
+    def stand(self, name: str, parts: tuple[Span, ...] | None = None) -> None:
+        """It has entered the latest view with these parts; by default with all that it owns there."""
+        held = self.owned(name) if parts is None else parts
+        self.say(name, Entered(self.view.id, self.head.seq, self.head.step, self.head.hash, held))
+
+    def commit(self, change: View | None = None) -> None:
+        """A step is committed at all, under the view that ruled."""
+        closed = self.view if change is None else self.machine.book.views[-2]
+        self.head = Header(
+            self.head.seq + 1, Kind.STEP, self.head.step + 1, closed.id, self.head.hash,
+            change.id if change is not None else closed.id, view_change=change, reduced=True,
+        )  # fmt: skip
+
+    def reports(self, name: str, entered: View, parts: tuple[Span, ...]) -> None:
+        prepare = self.last(name, Prepare)
+        assert isinstance(prepare, Prepare)
+        owns = division(entered).owned(self.ids[name])
+        at = self.head
+        self.say(name, Report(prepare.number, entered.id, at.seq, at.hash, parts, last=at, owns=owns))
+
+    def names(self, members: tuple[str, ...]) -> str:
+        return " ".join(sorted(m.partition("~")[0] for m in members))
+
+
+def everything(talk: Talk, *names: str) -> tuple[Span, ...]:
+    return union(span for name in names for span in talk.owned(name))
+
+
+def test_founders_make_the_state_together_and_each_owns_a_part() -> None:
+    talk = Talk("a", "b", "c", "d", min_nodes=4)
+    assert (talk.view.joiners, talk.names(talk.view.ids())) == ((), "a b c d")
+    assert everything(talk, "a", "b", "c", "d") == ((0, 5),)
+    assert talk.owned("a") != ((0, 5),)
+    assert talk.machine.roster.settled
+
+
+def test_a_view_is_settled_when_its_members_hold_what_they_own() -> None:
+    talk = Talk("a", "b", "c", "d", min_nodes=4)
+    talk.stand("b", ((4, 5),))
+    assert not talk.machine.roster.settled
+    talk.stand("b")
+    assert talk.machine.roster.settled
+
+
+def leave(talk: Talk, name: str) -> tuple[View, View]:
+    """The views before and after this member has asked to leave and has been let go by a header."""
+    before = talk.view
+    talk.say(name, Leave("Ctrl+C"))
+    talk.wait(1.2)
+    after = talk.view
+    assert after.id > before.id
+    assert isinstance(talk.last(name, NextView), NextView)
+    talk.commit(after)
+    return before, after
+
+
+def test_a_leaver_serves_until_all_members_hold_what_they_own() -> None:
+    talk = Talk("a", "b")
+    before, after = leave(talk, "a")
+    assert (talk.names(after.ids()), [m.id for m in after.leaving]) == ("b", [talk.ids["a"]])
+    talk.stand("b", talk.owned("b", before))
+    talk.wait(10.0)
+    assert talk.last("a", Released) is None
+    talk.stand("b")
+    talk.wait(0.1)
+    assert isinstance(talk.last("a", Released), Released)
+    assert talk.machine.roster.leavers() == []
+
+
+def test_a_leave_that_moves_parts_waits_for_the_leaves_of_others() -> None:
+    talk = Talk("a", "b", "c", program=replace(PROGRAM, stages=3))
+    first = talk.view
+    talk.say("a", Leave("Ctrl+C"))
+    talk.wait(0.5)
+    talk.say("b", Leave("Ctrl+C"))
+    assert talk.view is first
+    talk.wait(0.6)
+    assert talk.names(talk.view.ids()) == "c"
+    assert talk.names(tuple(m.id for m in talk.view.leaving)) == "a b"
+
+
+def test_a_decision_asks_leavers_and_names_them_again() -> None:
+    talk = Talk("a", "b", "c", program=replace(PROGRAM, stages=3))
+    before, after = leave(talk, "a")
+    held = {name: talk.owned(name, before) for name in "abc"}
+    talk.stand("b", held["b"])
+    talk.stand("c", held["c"])
+    talk.say("b", Leave("Ctrl+C"))
+    talk.feed(fx.Closed(talk.conns.pop("b")))
+    talk.feed(fx.Gone(talk.ids["b"], "no such process"))
+    assert isinstance(talk.last("a", Prepare), Prepare)
+    talk.reports("a", before, union((*held["a"], *held["b"])))  # it had the other's, too, from a view before
+    talk.reports("c", after, held["c"])
+    decision = talk.last("a", Decide)
+    assert isinstance(decision, Decide)
+    assert talk.names(decision.view.ids()) == "c"
+    assert talk.names(tuple(m.id for m in decision.view.leaving)) == "a"
+    assert talk.last("a", Released) is None
+    talk.stand("c")
+    talk.wait(0.1)
+    assert isinstance(talk.last("a", Released), Released)
+
+
+def test_newcomers_come_in_with_a_decision_where_no_plan_fits_those_who_go_on() -> None:
+    talk = Talk("a", "b", "c", program=replace(PROGRAM, stages=1, least=3))
+    talk.commit()
+    whole = talk.owned("a")
+    talk.die("c")
+    for name in "ab":
+        talk.reports(name, talk.view, whole)
+    notice = talk.last("a", Notice)
+    assert isinstance(notice, Notice)
+    assert "no pipelines fit those that are here: 2 members are here, and a plan needs 3" in notice.text
+    assert talk.machine.phase is SchedulerPhase.HOLDING
+    talk.come("d")
+    decision = talk.last("d", Decide)
+    assert isinstance(decision, Decide)
+    assert (talk.names(decision.view.ids()), decision.view.joiners) == ("a b d", (talk.ids["d"],))
+    assert decision.base == talk.head
+
+
+def parted(talk: Talk) -> View:
+    """All members of the job leave."""
+    before = talk.view
+    first, *_ = talk.conns
+    talk.stand(first, ((4, 5),))  # nobody is let go before the view is settled
+    for name in list(talk.conns):
+        talk.say(name, Leave("Ctrl+C"))
+    talk.stand(first)
+    assert (talk.view.ids(), len(talk.view.leaving)) == ((), len(before.members))
+    talk.commit(talk.view)
+    return before
+
+
+def tells(talk: Talk, name: str, before: View) -> Kept:
+    """It has written its parts down."""
+    kept = Kept(kept_header(talk.head, before.id), talk.ids[name], "c", talk.owned(name, before))
+    talk.say(name, kept)
+    return kept
+
+
+def test_all_part_at_one_header_and_stay_until_all_have_told() -> None:
+    talk = Talk("a", "b")
+    before = parted(talk)
+    tells(talk, "a", before)
+    talk.wait(0.5)
+    assert talk.last("a", Released) is None
+    tells(talk, "b", before)
+    talk.wait(0.1)
+    assert isinstance(talk.last("a", Released), Released)
+    assert isinstance(talk.last("b", Released), Released)
+    assert talk.machine.phase is SchedulerPhase.FOUNDING
+
+
+def test_a_death_while_all_part_begins_a_recovery_unless_its_parts_are_written_down() -> None:
+    talk = Talk("a", "b")
+    before = parted(talk)
+    tells(talk, "a", before)
+    talk.die("a")
+    assert talk.last("b", Prepare) is None
+    talk = Talk("a", "b", "c", "d", min_nodes=4)
+    before = parted(talk)
+    tells(talk, "b", before)
+    talk.die("b")
+    talk.die("a")
+    for name in "cd":
+        talk.reports(name, before, talk.owned(name, before))
+    decision = talk.last("c", Decide)
+    assert isinstance(decision, Decide)
+    assert (decision.view.ids(), talk.names(tuple(m.id for m in decision.view.leaving))) == ((), "c d")
+
+
+def test_a_founding_takes_the_newest_header_at_which_files_have_every_part() -> None:
+    talk = Talk("a", "b")
+    before = parted(talk)
+    kept = {name: tells(talk, name, before) for name in "ab"}
+    talk.wait(0.1)
+    for name in list(talk.conns):
+        talk.feed(fx.Closed(talk.conns.pop(name), abrupt=False))
+    talk.come("a", kept["a"])
+    talk.come("c")
+    talk.wait(0.5)
+    notice = talk.last("a", Notice)
+    assert isinstance(notice, Notice)
+    assert f"kept by {talk.ids['b']}" in notice.text
+    assert talk.last("a", Decide) is None
+    talk.come("b", kept["b"])
+    decision = talk.last("a", Decide)
+    assert isinstance(decision, Decide)
+    assert decision.base == kept["a"].header
+    assert decision.view.joiners == (talk.ids["c"],)
+
+
+def test_lost_parts_are_named_and_nobody_guesses() -> None:
+    talk = Talk("a", "b")
+    talk.commit()
+    talk.die("a")
+    talk.reports("b", talk.view, talk.owned("b"))
+    notice = talk.last("b", Notice)
+    assert isinstance(notice, Notice)
+    assert "layer." in notice.text
+    assert "are at no member that lives" in notice.text
+    assert talk.machine.phase is SchedulerPhase.HOLDING
+    talk.come("c")
+    talk.wait(1.0)
+    assert talk.last("c", Decide) is None
+
+
+def test_an_only_holder_of_a_part_is_waited_for_though_others_hold_the_rest() -> None:
+    talk = Talk("a", "b")
+    talk.commit()
+    conn = talk.conns.pop("a")
+    talk.feed(fx.Closed(conn))
+    talk.wait(3.0)
+    assert talk.last("b", Prepare) is None
+    assert talk.machine.detector.suspicions[talk.ids["a"]].last
+
+
+def test_brief_reports_from_before_slot_1_have_its_header() -> None:
+    """Members that make no part hold none there, and go on from there all the same (P14)."""
+    talk = Talk("a", "b")
+    reporters = talk.machine.roster.living()
+    for peer in reporters:
+        peer.report = Report(ViewId(1, 9), talk.view.id, 0, GENESIS.hash, ())
+    told = talk.machine.recovery.with_headers(reporters)
+    assert told is not None
+    assert [report.last for report in told.values()] == [GENESIS, GENESIS]
+
+
+def test_a_joiner_that_gets_some_of_its_parts_and_not_the_others_goes_out_again() -> None:
+    rest = ((4, 5),)
+    for name in "cdefgh":
+        talk = Talk("a", "b", program=replace(PROGRAM, stages=3))
+        talk.come(name)
+        talk.wait(0.1)
+        if talk.owned(name) != rest:
+            break
+    assert talk.view.joiners == (talk.ids[name],)
+    talk.machine.settings = replace(talk.machine.settings, join_timeout_s=1.0)
+    for other in "ab":
+        talk.stand(other)
+    talk.stand(name, rest)
+    talk.wait(0.9)
+    assert talk.last("a", Prepare) is None
+    talk.wait(0.3)
+    prepare = talk.last("a", Prepare)
+    assert isinstance(prepare, Prepare)
+    assert f"{talk.ids[name]}: it did not load the state within join_timeout_s=1" in prepare.reason
+
+
+class Careless:
+    """Gives the same text, whatever links there are."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reroute(self, before: str, members: Sequence[Member], **more: object) -> tuple[str, str]:
+        return self._text, "as always"
+
+
+def test_pipelines_whose_owners_of_a_layer_no_links_connect_do_not_fit() -> None:
+    machine = Talk("a").machine
+    them = tuple(map(member, ("a~1", "b~2", "c~3")))
+    made = Careless(pipelines_of("a~1:2+c~3:2,b~2:4"))
+    asked = Pipelining(machine.desk, machine.book, machine.roster, machine.graph, made)
+    ab, ac, bc = (frozenset(ends) for ends in (("a~1", "b~2"), ("a~1", "c~3"), ("b~2", "c~3")))
+    text, why = asked.of(them, frozenset({ac, bc}))
+    assert text is None
+    assert why == "no links connect a~1, b~2 with each other, which own layer.0"
+    assert asked.of(them, frozenset({ab, bc}))[0]
