@@ -258,11 +258,18 @@ class Partners:
 
     def validate(self) -> None:
         """Asserts that what was kept step by step is what everybody's names, wishes and gifts come to."""
-        for (one, a), (other, b) in itertools.combinations(self._peers.items(), 2):
-            wanted = self.wants(a, b)
-            assert (other in self._near[one]) is wanted, f"{one} and {other}: wanted {wanted}, kept is another"
-            assert (one in self._near[other]) is wanted, f"{other} and {one}: wanted {wanted}, kept is another"
-            assert (other in self._given[one]) is (one in self._given[other]), (one, other)
+        nodes: dict[str, set[str]] = {}
+        for member, peer in self._peers.items():
+            nodes.setdefault(node_of(peer.member.name), set()).add(member)
+        named = frozenset().union(*self.added, *self.removed)
+        told = {member for member, peer in self._peers.items() if peer.neighbours or peer.member.name in named}
+        for one, a in self._peers.items():
+            asked = self._peers.keys() if one in told else told  # the others have the given pairs and those of their node
+            wanted = self._given[one].keys() | nodes[node_of(a.member.name)]
+            wanted = (wanted - asked) | {other for other in asked if self.wants(a, self._peers[other])}
+            wanted.discard(one)
+            assert self._near[one].keys() == wanted, f"{one}: kept and wanted differ in {self._near[one].keys() ^ wanted}"
+            assert all(one in self._given[other] for other in self._given[one]), one
         for one, other in itertools.combinations(self._open, 2) if not self.sparse else ():
             assert other in self._given[one], f"{one} and {other} are not given to each other in a small job"
         assert sorted(self._open) == sorted(m for m, names in self._names.items() if not names), self._open
