@@ -129,7 +129,7 @@ def test_a_proof_that_is_half_a_character_is_no_text_at_all() -> None:
         (Greeting("other", "a~1", "b~2", "link"), "job 'other'"),
         (Greeting("j", "a~1", "c~3", "link"), "looks for 'c~3'"),
         (Greeting("j", "a~1", "b~2", "coffee"), "purpose 'coffee'"),
-        (Greeting("j", "a~1", "b~2", "link", version=3), "speaks version 3 of the protocol, and this side 4: install"),
+        (Greeting("j", "a~1", "b~2", "link", version=3), "speaks version 3 of the protocol, and this side 5: install"),
     ],
 )
 def test_wrong_greetings_are_refused_by_name(greeting, words):
