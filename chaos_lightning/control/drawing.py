@@ -1,9 +1,9 @@
-"""Draws plans in another process, so that no decision waits for one.
+"""Draws plans in another process, so that no decision waits for one: trees of reductions, and pipelines.
 
 Theory of operation. A planner computes for seconds or minutes, and a thread that does so keeps the interpreter's lock
 from the scheduler's loop. So each request goes to a process of its own, which runs this module: JSON in, JSON out, at
-low priority. There is one at a time: a newer request ends the process of the one before, and so does the end of the
-scheduler, whichever way it comes. A process that dies, says nothing sensible or takes too long is an answer, too:
+low priority. A `Drawing` has one at a time: a newer request ends the process of the one before, and so does the end of
+the scheduler, whichever way it comes. A process that dies, says nothing sensible or takes too long is an answer, too:
 there is no better plan, and why.
 """
 
@@ -20,14 +20,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from chaos_lightning.machine.orphan import die_with_parent
-from chaos_lightning.membership.effects import DrawPlan, PlanDrawn
+from chaos_lightning.membership.effects import DrawPlan, PipelinesFound, PlanDrawn, SearchPipelines
+from chaos_lightning.membership.searching import searched
 from chaos_lightning.membership.views import replanned
+from chaos_lightning.planning.pipelines.plan import PipelinePlan
 from chaos_lightning.protocol.types import Member, PlanSpec, TreeSpec
 
 LIMIT_S = 600.0
 """Seconds after which a planner is ended."""
 _NICE = 10
 _COMMAND = (sys.executable, "-m", "chaos_lightning.control.drawing")
+Request = DrawPlan | SearchPipelines
+Drawn = PlanDrawn | PipelinesFound
 
 
 class Drawing:
@@ -41,7 +45,7 @@ class Drawing:
 
     def __init__(
         self,
-        answered: Callable[[PlanDrawn], None],
+        answered: Callable[[Drawn], None],
         command: tuple[str, ...] = _COMMAND,
         limit_s: float = LIMIT_S,
     ) -> None:
@@ -50,7 +54,7 @@ class Drawing:
         self._limit_s = limit_s
         self._task: asyncio.Task[None] | None = None
 
-    def draw(self, wish: DrawPlan) -> None:
+    def draw(self, wish: Request) -> None:
         """Begins to draw; what was asked for before is given up."""
         before, self._task = self._task, None
         if before is not None:
@@ -64,18 +68,18 @@ class Drawing:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _draw(self, wish: DrawPlan, before: asyncio.Task[None] | None) -> None:
+    async def _draw(self, wish: Request, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.wait([before])
         try:
-            plan, reason = await self._asked(wish)
+            answer = await self._asked(wish)
         except TimeoutError:
-            plan, reason = None, f"the planner was ended after {self._limit_s:g} s"
+            answer = _none(wish, f"the planner was ended after {self._limit_s:g} s")
         except (OSError, ValueError, TypeError, KeyError) as error:
-            plan, reason = None, f"the process that draws plans failed: {type(error).__name__}: {error}"
-        self._answered(PlanDrawn(wish.token, plan, reason))
+            answer = _none(wish, f"the process that draws plans failed: {type(error).__name__}: {error}")
+        self._answered(answer)
 
-    async def _asked(self, wish: DrawPlan) -> tuple[PlanSpec | None, str]:
+    async def _asked(self, wish: Request) -> Drawn:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # a planner may be anywhere
         process = await asyncio.create_subprocess_exec(
             *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment
@@ -87,14 +91,25 @@ class Drawing:
                 process.kill()
                 await process.wait()
         if process.returncode:
-            return None, f"the process that draws plans ended with code {process.returncode}"
+            return _none(wish, f"the process that draws plans ended with code {process.returncode}")
         answer = json.loads(said)
-        return answer["plan"] and _plan(answer["plan"]), str(answer["reason"])
+        plan, reason = answer["plan"], str(answer["reason"])
+        if isinstance(wish, DrawPlan):
+            return PlanDrawn(wish.token, plan and _plan(plan), reason)
+        return PipelinesFound(wish.token, PipelinePlan.from_json(plan).to_json() if plan else None, reason)
 
 
-def request(wish: DrawPlan) -> bytes:
+def _none(wish: Request, reason: str) -> Drawn:
+    """Returns the answer that there is no other plan."""
+    made = PlanDrawn if isinstance(wish, DrawPlan) else PipelinesFound
+    return made(wish.token, None, reason)
+
+
+def request(wish: Request) -> bytes:
     """A request as the process takes it."""
-    return _written({**_fields(wish), "links": list(wish.links.items())})
+    if isinstance(wish, SearchPipelines):
+        return _written({"pipelines": wish})
+    return _written({"trees": {**_fields(wish), "links": list(wish.links.items())}})
 
 
 def _written(value: object) -> bytes:
@@ -110,20 +125,28 @@ def _plan(said: Mapping[str, Any]) -> PlanSpec:
     return PlanSpec(str(said["kind"]), int(said["chunk_nbytes"]), tuple(trees))
 
 
+def _answer(said: dict[str, Any]) -> Drawn:
+    """Returns the answer to a request, as `request` wrote it."""
+    if (asked := said.get("pipelines")) is not None:
+        return searched(SearchPipelines(**asked))
+    said = said["trees"]
+    said["spec"], said["present"] = _plan(said["spec"]), _plan(said["present"])
+    said["members"] = tuple(Member(**member) for member in said["members"])
+    said["links"] = {tuple(ends): tuple(values) for ends, values in said["links"]}
+    wish = DrawPlan(**said)
+    return PlanDrawn(wish.token, *replanned(wish))
+
+
 def main() -> None:
     """Takes a request from stdin and writes the answer to stdout; what a planner prints goes to stderr."""
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     die_with_parent(signal.SIGKILL)
     os.nice(_NICE)
-    said = json.load(sys.stdin)
-    said["spec"], said["present"] = _plan(said["spec"]), _plan(said["present"])
-    said["members"] = tuple(Member(**member) for member in said["members"])
-    said["links"] = {tuple(ends): tuple(values) for ends, values in said["links"]}
-    plan, reason = replanned(DrawPlan(**said))
+    answer = _answer(json.load(sys.stdin))
     # A scheduler that died while this process began is no parent by whose death it could end.
     with contextlib.suppress(BrokenPipeError), open(answers, "wb") as out:
-        out.write(_written({"plan": plan, "reason": reason}))
+        out.write(_written(answer))
 
 
 if __name__ == "__main__":

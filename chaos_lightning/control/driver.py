@@ -88,7 +88,8 @@ class Driver:
         self._answers: dict[int, asyncio.Future[tuple[bool, str]]] = {}
         self._count = 0
         self._over = False
-        self._drawing = Drawing(self.feed)
+        self._drawing, self._search = Drawing(self.feed), Drawing(self.feed)
+        """They draw trees, and pipelines."""
 
     def feed(self, event: fx.SchedulerEvent) -> None:
         """Takes whatever happens; ticks do not pile up, and a heartbeat of a large job waits for what comes next."""
@@ -127,6 +128,7 @@ class Driver:
                     pending += [[outcome] for outcome in await self._on(pending.pop(0), streams)]
         finally:
             await self._drawing.close()
+            await self._search.close()
 
     async def _batch(self) -> list[fx.SchedulerEvent]:
         """What lies there, and at least one event.
@@ -156,8 +158,8 @@ class Driver:
         for effect in effects:
             match effect:
                 case fx.Persist():
-                    # All members are done: nobody could decide it again. (An operator asks again.)
-                    final = effect.kind == "finish" and not isinstance(events[0], fx.Reset)
+                    # All members are done: nobody could decide it again.
+                    final = effect.kind == "finish" and not effect.again
                     outcomes.append(await self._persist(effect, final))
                 case fx.Send(number, message):
                     streams.send(number, message)
@@ -168,6 +170,8 @@ class Driver:
                     self._noted(name)
                 case fx.DrawPlan():
                     self._drawing.draw(effect)
+                case fx.SearchPipelines():
+                    self._search.draw(effect)
                 case fx.Look(member):
                     outcomes += _looked(member)
                 case fx.TakeTerm(above, chain):

@@ -11,6 +11,7 @@ EVENTS = (
         note="fault injected: {kind} {phase}",
     ),
     Event("loss", "a validation of the demo is over", {"epoch": "which", "loss": "mean"}),
+    Event("step_loss", "a step of the demo is committed", {"step": "which", "loss": "mean over its samples"}),
     Event(
         "final_weights",
         "a cluster of the demo has ended",

@@ -27,6 +27,7 @@ from chaos_lightning.membership.peers import (
     refusal,
     same_process,
 )
+from chaos_lightning.membership.pipelining import misfit, unreadable
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.roster import Roster, member_of
@@ -41,6 +42,7 @@ from chaos_lightning.protocol.types import (
     Leave,
     Notice,
     Released,
+    Saved,
     ViewId,
     other_version,
 )
@@ -81,6 +83,8 @@ class Admission:
         self.deaths.revive(peer)
         if isinstance(message, Leave):
             self._on_leave(peer, message.reason)
+        elif isinstance(message, Saved):
+            self.book.told_saved(message)
         else:
             self.hearing.hear(peer, message)
 
@@ -90,6 +94,9 @@ class Admission:
             if hello.view != NO_VIEW and hello.job == self.desk.settings.job:
                 self._trains_on(hello)
             self.roster.refuse(conn, hello, f"{hello.name} {words}", retry=hello.view != NO_VIEW)
+            return
+        if hello.pipelines and (words := unreadable(hello.pipelines)):
+            self.roster.refuse(conn, hello, f"{hello.name}: {words}", retry=hello.view != NO_VIEW)
             return
         admitted = self.identity.judge(conn, hello)
         if admitted is not None:
@@ -111,7 +118,7 @@ class Admission:
             return
         # After a restart a newcomer may be heard before any member: what the job is, a member says.
         vouches = not self.roster.vouched and self.roster.was_member(hello.resume)
-        reason = refusal(hello, self.desk.settings)
+        reason = refusal(hello, self.desk.settings) or misfit(self.book.latest, hello)
         differs = "" if vouches else difference(hello, self.roster.reference)
         if differs and (hello.view != NO_VIEW or self.terms.authorities()):
             reason = reason or differs
@@ -201,6 +208,7 @@ class Admission:
         peer.kept, peer.workers = hello.kept, hello.workers
         self.roster.peers[peer.id] = peer
         self.roster.conns[conn] = peer.id
+        self.roster.hears(peer.id, hello)
         if differs:
             self.roster.greet(peer, "standby", "it is of another program than the job, whose members do not answer")
             text = (

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from chaos_lightning.membership.desk import Desk
-from chaos_lightning.membership.effects import Chain, LinkWish, Persist, RecordedEnd
+from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.membership.past import LAST_VIEWS, Past
-from chaos_lightning.protocol.types import NO_VIEW, SMALL_JOB, Decide, Header, NextView, View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, SMALL_JOB, Decide, NextView, Saved, View, ViewId
 
 
 class Book:
@@ -40,6 +40,8 @@ class Book:
         self.ended = chain.ended
         self.reached = chain.step
         """Optimizer steps that the job is known to have committed."""
+        self.saved: Saved | None = None
+        """The newest checkpoint that a member told of."""
         self.decision: Decide | None = None
         self.announced: NextView | None = None
         self.entered_at: float | None = None
@@ -61,22 +63,12 @@ class Book:
         """Returns the view of this number, if it is one of the last two."""
         return next((v for v in self.views if v.id == number), None)
 
-    def persist(
-        self,
-        kind: str,
-        number: ViewId,
-        then: Callable[[], None],
-        *,
-        view: View | None = None,
-        base: Header | None = None,
-        hand_on: bool = False,
-        wish: LinkWish | None = None,
-        ending: RecordedEnd | None = None,
-    ) -> None:
+    def persist(self, entry: Persist, then: Callable[[], None]) -> None:
+        """Has this written down, under a token of its own; `then` follows once it is."""
         self.token += 1
-        self.persisting, self.writing = (self.token, then), view
-        self.numbers.add(number)
-        self._desk.out.append(Persist(self.token, kind, number, view, base, hand_on, wish, ending))
+        self.persisting, self.writing = (self.token, then), entry.view
+        self.numbers.add(entry.number)
+        self._desk.out.append(replace(entry, token=self.token))
 
     def refuse(self, view: View) -> None:
         """No store takes this view: it is not written again."""
@@ -130,6 +122,16 @@ class Book:
         """
         if self.latest is not None and self.spreads and self.entered_at is not None and member in self.latest.joiners:
             self.entered_at = now
+
+    def told_saved(self, saved: Saved | None) -> None:
+        """A member tells of a checkpoint."""
+        if saved is not None and (self.saved is None or saved.step >= self.saved.step):
+            self.saved = saved
+
+    @property
+    def saved_words(self) -> str:
+        """The newest checkpoint for people."""
+        return f"the newest checkpoint is {self.saved}" if self.saved else "no member has told of a checkpoint"
 
     def restart(self, past: Past, views: Sequence[View]) -> None:
         """Other views count as decided from now on: the last ones of them, and all of them as `past`."""

@@ -215,6 +215,8 @@ class Ejected:
 
     reason: str
     rejoin: bool
+    over: bool = False
+    """The whole job has ended so, and may be started again from a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,8 +353,28 @@ class PlanDrawn:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class PipelinesFound:
+    """Answer to the `SearchPipelines` with this token: the best plan as JSON (PipelinePlan), or None; and why none."""
+
+    token: int
+    plan: str | None
+    reason: str = ""
+
+
 SchedulerEvent = (
-    Opened | MessageIn | Closed | Stored | Drain | ChangeLink | Reset | Gone | TermTaken | PlanDrawn | SchedulerTick
+    Opened
+    | MessageIn
+    | Closed
+    | Stored
+    | Drain
+    | ChangeLink
+    | Reset
+    | Gone
+    | TermTaken
+    | PlanDrawn
+    | PipelinesFound
+    | SchedulerTick
 )
 
 # ================================================ scheduler machine: effects
@@ -411,6 +433,8 @@ class Persist:
     wish: LinkWish | None = None
     ending: RecordedEnd | None = None
     """With kind "finish": who comes now is told of it."""
+    again: bool = False
+    """With kind "finish": members are not done, so that it can be decided again if it is not written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +493,19 @@ class DrawPlan:
     """The present plan was drawn in a hurry, whatever planner is configured."""
 
 
-SchedulerEffect = Send | Close | Persist | TakeTerm | Look | DrawPlan | Answer | SchedulerDone | Note
+@dataclass(frozen=True, slots=True)
+class SearchPipelines:
+    """Look for the best plan with `searching.searched` while the job goes on, then feed PipelinesFound with this token.
+
+    A newer request replaces it: no answer to an older one is waited for.
+    """
+
+    token: int
+    wish: str
+    """As JSON (planning/pipelines/pipeliner.py, PlanWish)."""
+
+
+SchedulerEffect = Send | Close | Persist | TakeTerm | Look | DrawPlan | SearchPipelines | Answer | SchedulerDone | Note
 
 
 @dataclass(frozen=True, slots=True)

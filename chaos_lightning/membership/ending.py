@@ -54,7 +54,7 @@ class JobEnd:
         if not self._book.past.together or reference is None or tells_s <= 0:
             return None
         self._tells_s = tells_s
-        self._ending = RecordedEnd(reference.digest, max((p.step for p in self._roster.members()), default=0))
+        self._ending = RecordedEnd(reference.digest, max((p.step for p in self._roster.party()), default=0))
         return self._ending
 
     def finished(self) -> None:

@@ -164,8 +164,8 @@ class Identity:
         return self._heard(conn, hello)
 
     def _turn_home(self, conn: int, chain: str) -> None:
-        """Its stream was down when an operator ended its job."""
-        words = f"an operator has ended the job that it was in, chain {short(chain)}"
+        """Its stream was down when its job ended."""
+        words = f"the job that it was in is ended, by an operator or as it could not go on, chain {short(chain)}"
         self._desk.out.append(Send(conn, Released(words, asked=True)))
         self._desk.out.append(Close(conn, words))
 

@@ -55,7 +55,7 @@ class Keeper:
         self._without = ""
         """Who on that machine does not go on from it, in words."""
         self._parted: dict[str, Kept] = {}
-        """What each member told that it wrote down when all parted."""
+        """What each member told that it wrote down when all parted; no parts: nothing."""
         self._parting_since: float | None = None
         """Since when (s) all have been parting."""
         self._parts_since: dict[str, float] = {}
@@ -114,6 +114,7 @@ class Keeper:
         return [
             Report(NO_VIEW, k.header.view, k.header.seq - 1, k.header.prev_hash, parts=k.parts, raw=False, owns=k.parts)
             for k in self._parted.values()
+            if k.parts
         ]
 
     def holders(self, founders: Sequence[Peer], base: Header) -> tuple[str, ...]:
@@ -129,7 +130,7 @@ class Keeper:
 
     def _wait_for_parts(self, newcomers: Sequence[Peer]) -> str | None:
         """As `wait_for_kept`, where each founder may have some parts in a file."""
-        told = [k for k in self._parted.values() if self._is_of_this_chain(k)]
+        told = [k for k in self._parted.values() if k.parts and self._is_of_this_chain(k)]
         offers, ready = self._offers(newcomers), self._graph.ready()
         newest = max([*told, *(k for _, k in offers)], key=_age, default=None)
         if newest is None or self._book.latest is None:
@@ -242,15 +243,16 @@ class Keeper:
         offers = self._offers(founders)
         return next((k.header for _, k in offers if not self._missing(k.header, offers)), None)
 
-    def founding_base(self, founders: Sequence[Peer]) -> tuple[Header, str]:
+    def founding_base(self, founders: Sequence[Peer], *, divided: bool) -> tuple[Header, str]:
         """What the job is founded on, and what becomes of the state that it had, in words.
 
         Args:
             founders: As `first_by_state` orders them.
+            divided: Each of them is to hold parts of the state.
         """
         lost = f"the state that it had{self._reached_words()} is lost{self._without}" if self._book.views else ""
         kept = founders[0].kept
-        if self._is_divided() and self._whole_at(founders) is None:
+        if self._is_divided() is not divided or (divided and self._whole_at(founders) is None):
             return GENESIS, lost
         if kept is None or not self._is_of_this_chain(kept):
             return GENESIS, lost

@@ -21,7 +21,7 @@ from functools import partial
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
-from chaos_lightning.membership.effects import Answer, LinkWish
+from chaos_lightning.membership.effects import Answer, LinkWish, Persist
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.partners import node_of
 from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing
@@ -200,7 +200,8 @@ class LinkRegistry:
                 if not refusal:
                     why = asked.why if asked.add else f"removed, {asked.why}"
                     wish = LinkWish(one.member.name, other.member.name, asked.add, why)
-                    self._book.persist("link", NO_VIEW, partial(self._granted, wish, one.id, other.id), wish=wish)
+                    then = partial(self._granted, wish, one.id, other.id)
+                    self._book.persist(Persist(0, "link", NO_VIEW, wish=wish), then)
                     return True
                 self._note_wish(asked, one.id, other.id, refusal)
                 found = refusal

@@ -328,8 +328,8 @@ class MemberMachine:
                 self.serving.told(self.member_id, message)
                 if self.phase is MemberPhase.WAITING:
                     self._emit(*self.learning.told(view if self.member_id in ids else None))
-            case Fence(reason, rejoin):
-                self._eject(reason, rejoin=rejoin)
+            case Fence(reason, rejoin, ended):
+                self._eject(reason, rejoin=rejoin, over=ended)
             case Notice(text):
                 self.notice = text
             case Recall():  # a scheduler that is to rebuild a lost chain
@@ -541,6 +541,7 @@ class MemberMachine:
         if entering is not None:
             self._emit(commit)
             if entering.view.find(self.member_id) is None:
+                self._emit(Viewed(entering.view))
                 self._let_go(entering.view, entering.reason)
             else:
                 self._enter(entering.view, entering.reason)
@@ -560,8 +561,13 @@ class MemberMachine:
         self._open_next()
 
     def _let_go(self, view: View, reason: str) -> None:
-        """This view goes on without this member, which had asked for it or was drained."""
-        self.phase, self._lingers_since = MemberPhase.LEAVING, self._now
+        """This view goes on without this member, which had asked for it or was drained; or the job is finished."""
+        over = self.header.kind is Kind.CLOSING and not self.header.error
+        self.phase, self._lingers_since = MemberPhase.CLOSED if over else MemberPhase.LEAVING, self._now
+        if over:
+            self._finish_reason = "the job is finished"
+            self._emit(ToScheduler(Finished(self.seq, self.step)))
+            return
         self._finish_reason = self.pending_leave or reason
         self.parts.serves = is_let_go(self.member_id, view)
 
@@ -607,9 +613,7 @@ class MemberMachine:
             return
         assert self.view is not None
         if self.header.kind is Kind.CLOSING and not self.header.error:
-            self.phase, self._lingers_since = MemberPhase.CLOSED, self._now
-            self._finish_reason = "the job is finished"
-            self._emit(ToScheduler(Finished(self.seq, self.step)))
+            self._let_go(self.view, self.view.reason)
             return
         self._emit(OpenAttempt(self.view, self.seq + 1))
         self._offer()
@@ -764,14 +768,14 @@ class MemberMachine:
         self.phase = MemberPhase.GONE
         self._emit(Left(reason, asked))
 
-    def _eject(self, reason: str, *, rejoin: bool) -> None:
+    def _eject(self, reason: str, *, rejoin: bool, over: bool = False) -> None:
         if rejoin and (self.pending_leave or self.phase is MemberPhase.LEAVING):
             self._leave_now(reason, asked=True)  # a scheduler that was restarted in between does not know
             return
         if self.view is not None:
             self._emit(DropAttempt(self.view.id))
         self.phase, self.parts.held = MemberPhase.GONE, ()
-        self._emit(Ejected(reason, rejoin))
+        self._emit(Ejected(reason, rejoin, over))
 
     def _refuses(self, view: View) -> bool:
         """Nobody can train in a view whose pipelines cannot be read or lack links, and no other view follows."""

@@ -199,6 +199,12 @@ class Partners:
         for member in list(self._by_word.get(wish.a, ())):
             self._renew(member)
 
+    def link_all(self) -> None:
+        """Gives each member all others from now on: stages of pipelines may come to lie on any of them."""
+        sparse, self._degree = self.sparse, 0
+        for member in list(self._at) if sparse else ():
+            self._refill(member)
+
     def replace(self, member: str, lost: Iterable[str]) -> bool:
         """Gives this one others for given partners that it does not reach, once; False if there are none to give."""
         if not self.sparse or member in self._replaced:
@@ -264,11 +270,12 @@ class Partners:
         named = frozenset().union(*self.added, *self.removed)
         told = {member for member, peer in self._peers.items() if peer.neighbours or peer.member.name in named}
         for one, a in self._peers.items():
-            asked = self._peers.keys() if one in told else told  # the others have the given pairs and those of their node
+            asked = self._peers.keys() if one in told else told  # others have given pairs and those of their node
             wanted = self._given[one].keys() | nodes[node_of(a.member.name)]
             wanted = (wanted - asked) | {other for other in asked if self.wants(a, self._peers[other])}
             wanted.discard(one)
-            assert self._near[one].keys() == wanted, f"{one}: kept and wanted differ in {self._near[one].keys() ^ wanted}"
+            odd = self._near[one].keys() ^ wanted
+            assert not odd, f"{one}: kept and wanted differ in {odd}"
             assert all(one in self._given[other] for other in self._given[one]), one
         for one, other in itertools.combinations(self._open, 2) if not self.sparse else ():
             assert other in self._given[one], f"{one} and {other} are not given to each other in a small job"

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from chaos_lightning.planning.pipelines.request import read_request
 from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import (
     NO_VIEW,
@@ -155,15 +156,24 @@ class JobTerms:
     package: str
     accumulate: int
     fingerprint: tuple[tuple[str, str], ...]
+    pipelines: str = ""
+    """As the hello asks for them; members must agree in the terms of that."""
 
     @classmethod
     def of(cls, hello: Hello) -> JobTerms:
-        return cls(name=hello.name, package=hello.package, accumulate=hello.accumulate, fingerprint=hello.fingerprint)
+        return cls(
+            name=hello.name,
+            package=hello.package,
+            accumulate=hello.accumulate,
+            fingerprint=hello.fingerprint,
+            pipelines=hello.pipelines,
+        )
 
     @property
     def digest(self) -> str:
         """Equal for members of the same program in the same fit."""
-        words = repr((self.package, self.accumulate, sorted(self.fingerprint)))
+        terms = read_request(self.pipelines).terms if self.pipelines else ()
+        words = repr((self.package, self.accumulate, sorted(self.fingerprint), *terms))
         return hashlib.sha256(words.encode()).hexdigest()
 
 
@@ -186,6 +196,7 @@ def difference(hello: Hello | JobTerms, reference: JobTerms | None) -> str:
     ]
     mine, theirs = dict(hello.fingerprint), dict(reference.fingerprint)
     pairs += [(k, mine.get(k, _MISSING), theirs.get(k, _MISSING)) for k in sorted({*mine, *theirs})]
+    pairs += _of_pipelines(hello.pipelines, reference.pipelines)
     differing = [pair for pair in pairs if pair[1] != pair[2]]
     if not differing:
         return ""
@@ -205,6 +216,16 @@ def difference(hello: Hello | JobTerms, reference: JobTerms | None) -> str:
     if len(named) > NAMED_DIFFERENCES:
         words.append(f"{len(named) - NAMED_DIFFERENCES} more differ")
     return f"{'; '.join(words)}: start all members with the same script, package and settings"
+
+
+def _of_pipelines(given: str, expected: str) -> list[tuple[str, str, str]]:
+    """Returns (name, value, the job's value) of what members must agree in, if these ask for pipelines."""
+    if given == expected:
+        return []
+    mine, theirs = (read_request(text) if text else None for text in (given, expected))
+    if mine is None or theirs is None:
+        return [("pipelines", str(mine or "none"), str(theirs or "none"))]
+    return [(name, a, b) for (name, a), (_, b) in zip(mine.terms, theirs.terms, strict=True)]
 
 
 def is_named(view: View, member: str) -> bool:

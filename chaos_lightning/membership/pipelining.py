@@ -1,40 +1,46 @@
 """Pipelines of the views that the scheduler makes, and who else must come into a view so that some fit (P1, P9, P10).
 
-Theory of operation. A `ViewPipeliner` turns the pipelines of the view before and the members of the next one into the
-next one's, in no more time than a decision has. The scheduler asks it for each view that it makes. It knows nothing of
-reports: a member that is to own a part that it lacks pulls it (P8), so any text that it gives may rule.
+Theory of operation. Members ask for pipelines in their hellos (planning/pipelines/request.py); all of them ask alike,
+as they must agree in everything that says what the job is (peers.py). A `ViewPipeliner` turns the pipelines of the view
+before and the members of the next one into the next one's, in no more time than a decision has. The scheduler asks it
+for each view that it makes. It knows nothing of reports: a member that is to own a part that it lacks pulls it (P8), so
+any text that it gives may rule.
 
 After a death too few members may be left for any plan. Then leavers that no header has let go stay on as members, and
 newcomers that are ready come in with the Decide, as joiners on its base: the job waits for them all the same, and no
-boundary can come before. Where even that is not enough, the survivors hold and are told what a plan lacks.
+boundary can come before. Where even that is not enough, the survivors hold and are told what a plan lacks, or the job
+ends, if that is what members asked for. After the closing header nothing runs, and all go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.book import Book
-from chaos_lightning.membership.desk import Desk
+from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.graph import Graph
-from chaos_lightning.membership.parts import Division, division
+from chaos_lightning.membership.parts import Division, division, numbers
 from chaos_lightning.membership.peers import listed
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.topology import Pair, connected
+from chaos_lightning.planning.pipelines.job import JobError
+from chaos_lightning.planning.pipelines.request import PipelineRequest, read_request
 from chaos_lightning.planning.pipelines.units import ViewPipelines
 from chaos_lightning.protocol.spans import subtract
-from chaos_lightning.protocol.types import Member, Span, View
+from chaos_lightning.protocol.types import NO_VIEW, Hello, Kind, Member, Span, View
 
 LEAVES_TOGETHER_S = 1.0
 """A leave that moves parts waits so long for the leaves of others, which may make another move of it (P13)."""
+_ANSWERS = 8
+"""Number of answers that are kept: a decision that waits asks again and again."""
 
 
 Held = tuple[tuple[str, tuple[Span, ...]], ...] | None
 """Parts that each member holds; None: nobody has told."""
-_Question = tuple[str, tuple[Member, ...], tuple[Member, ...], Held, frozenset[Pair]]
 
 
 def _of(text: str, members: Sequence[Member]) -> Division:
@@ -42,9 +48,38 @@ def _of(text: str, members: Sequence[Member]) -> Division:
     return Division(tuple(m.id for m in members), ViewPipelines.from_json(text))
 
 
-class ViewPipeliner(Protocol):
-    """Makes the pipelines of a view."""
+def _plan_facts(pipelines: ViewPipelines) -> dict[str, object]:
+    """Returns what the event log tells of a plan."""
+    plan = pipelines.plan
+    return {
+        "shape": plan.shape,
+        "layers": {m: [(s.first, s.end) for s in stages] for m, stages in plan.stages.items()},
+        "routes": [[s.device for s in p.stages] for p in plan.pipelines],
+        "detours": len(plan.detours),
+    }
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineChoice:
+    """The pipelines of a view, or why there are none.
+
+    Attributes:
+        text: As the view carries it; "" if no plan fits its members.
+        reason: In words.
+        facts: What it was chosen among, and what moves, for the event log.
+        ends: The job is to end, and begin again from a checkpoint.
+    """
+
+    text: str
+    reason: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    ends: bool = False
+
+
+class ViewPipeliner(ABC):
+    """Makes the pipelines of views."""
+
+    @abstractmethod
     def reroute(
         self,
         before: str,
@@ -53,18 +88,67 @@ class ViewPipeliner(Protocol):
         leaving: Sequence[Member],
         held: Mapping[str, tuple[Span, ...]] | None,
         links: Collection[Pair],
-    ) -> tuple[str, str]:
-        """Returns the text of the pipelines of a view, "" if no plan fits its members, and the reason in words.
+    ) -> PipelineChoice:
+        """Returns the pipelines of a view.
 
         Args:
-            before: The text of the view before; "" if there is none.
+            before: The text of the view before; "" if the job is founded.
             members: Of the new view, in rank order.
             leaving: Members that it lets go, and that serve what they hold until others have it.
             held: Parts that each of them holds, as normal spans of part numbers (parts.py); None: what they own in the
-                view before.
+                view before, or at GENESIS whatever they come to own.
             links: Pairs of members that have a link.
         """
-        ...
+
+    def wish(self, members: Sequence[Member]) -> str | None:
+        """Returns what to ask another process for, so that it finds the best plan of these members (searching.py)."""
+        return None
+
+    def better(self, before: str, members: Sequence[Member], plan: str, links: Collection[Pair]) -> PipelineChoice:
+        """Returns the pipelines of the same members by the plan that was found, or the text before if it does not pay.
+
+        Args:
+            before: The text of the view that rules.
+            members: Of that view.
+            plan: As JSON.
+            links: Pairs of members that have a link.
+        """
+        return PipelineChoice(text=before, reason="nobody has asked for another plan")
+
+    def followed(self, before: View | None, after: View, now: float) -> None:
+        """A view is decided, or a scheduler has just begun to look at the job.
+
+        Args:
+            before: The view that it follows; None if there is none, or it was not looked at.
+            after: The view.
+            now: The time (s).
+        """
+        return
+
+
+PipelinerFactory = Callable[[Mapping[str, PipelineRequest]], ViewPipeliner]
+"""Makes a ViewPipeliner; given what members ask of pipelines, by id, which changes as members come and go."""
+
+
+def unreadable(text: str) -> str:
+    """Returns in words why this is no request for pipelines; "" if it is one."""
+    try:
+        read_request(text)
+    except JobError as error:
+        return str(error)
+    return ""
+
+
+def misfit(latest: View | None, hello: Hello) -> str:
+    """Returns in words why a member cannot go on in the last view with what it asks of pipelines; "" if it can."""
+    if latest is None or hello.view == NO_VIEW:
+        return ""
+    ruling = division(latest).pipelines if latest.pipelines else None
+    has = "none"
+    if ruling is not None:
+        has = f"{ruling.plan.layer_count} layers in {ruling.plan.micro_batches} micro-batches"
+    asks = str(read_request(hello.pipelines)) if hello.pipelines else "none"
+    return "" if has == asks else f"pipelines of {hello.name} are {asks}, those of view {latest.id} are {has}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +161,7 @@ class Lineup:
         joiners: Those of them that must get the state.
         leaving: Members that are let go and serve their parts meanwhile.
         reason: In words, if the pipelines are others than before.
+        ends: Why there is no such view, and the job ends.
     """
 
     pipelines: str = ""
@@ -84,6 +169,7 @@ class Lineup:
     joiners: tuple[str, ...] = ()
     leaving: tuple[Member, ...] = ()
     reason: str = ""
+    ends: str = ""
 
 
 class Pipelining:
@@ -94,67 +180,165 @@ class Pipelining:
         book: The chain.
         roster: Everybody.
         graph: Which links a view may use.
-        pipeliner: None: all members of each view own the whole state.
+        pipeliner_for: Makes what makes pipelines, once somebody asks for them.
     """
 
-    def __init__(self, desk: Desk, book: Book, roster: Roster, graph: Graph, pipeliner: ViewPipeliner | None) -> None:
+    def __init__(self, desk: Desk, book: Book, roster: Roster, graph: Graph, pipeliner_for: PipelinerFactory) -> None:
         self._desk = desk
         self._book = book
         self._roster = roster
         self._graph = graph
-        self._pipeliner = pipeliner
-        self._known: dict[_Question, tuple[str, str]] = {}
-        """Last answers: a decision that waits asks again and again."""
+        self._pipeliner_for = pipeliner_for
+        self._made: ViewPipeliner | None = None
+        self._known: dict[tuple[object, ...], PipelineChoice] = {}
+        """The last answers."""
+        self._lack = ""
+        """Why no pipelines fit, as it was told last."""
+        self._step_s: object = None
+        """Estimate of a step of the last view, if it is known (s)."""
+
+    @property
+    def _pipeliner(self) -> ViewPipeliner:
+        if self._made is None:
+            self._made = self._pipeliner_for(self._roster.requests)
+        return self._made
 
     @property
     def wanted(self) -> bool:
-        """Whether views have pipelines."""
-        return self._pipeliner is not None
+        """Whether views have pipelines: as the last one has, or as those ask who found the job."""
+        latest, founders = self._book.latest, self._roster.reference
+        if latest is None or self._desk.phase is SchedulerPhase.FOUNDING:
+            return founders is not None and bool(founders.pipelines)
+        return bool(latest.pipelines)
 
-    def goes_on_from(self, view: View) -> None:
-        """Refuses to go on from a view that has pipelines if none are made here, or the other way round.
+    @property
+    def _request(self) -> PipelineRequest | None:
+        """Request of the oldest member that has told one."""
+        latest, requests = self._book.latest, self._roster.requests
+        known = (*latest.members, *latest.leaving) if latest is not None else ()
+        return next((requests[m.id] for m in known if m.id in requests), None)
 
-        Members of one view would own the whole training state, and those of the next one parts of it.
+    @property
+    def ends_without_parts(self) -> bool:
+        """Whether the job ends when parts of the training state are lost; else all wait."""
+        asked = self._request
+        return asked is not None and (asked.on_lost_parts == "end" or asked.policy == "restart")
 
-        Raises:
-            ConfigurationError: So it is; says what to do.
-        """
-        if bool(view.pipelines) is self.wanted:
-            return
-        has, makes = ("pipelines", "none") if view.pipelines else ("no pipelines", "some for each view")
-        raise ConfigurationError(
-            f"view {view.id}, from which the job is to go on, has {has}, and this scheduler makes {makes}; start it "
-            "as the one before it was started, or end that job (`chaos-lightning reset`)"
-        )
+    def names(self, parts: Sequence[Span]) -> str:
+        """Returns these parts for people, layers by the model's own names."""
+        asked, latest = self._request, self._book.latest
+        assert latest is not None
+        names = list(division(latest).names)
+        if asked is not None and asked.layer_count == division(latest).layer_count:
+            names[: asked.layer_count] = [layer.name for layer in asked.job.layers]
+        return listed(names[part] for part in numbers(parts))
+
+    # ------------------------------------------------------------------ questions
 
     def of(
         self,
         members: Sequence[Member],
         pairs: frozenset[Pair],
         leaving: Sequence[Member] = (),
-        held: Held = None,
+        *,
+        anew: bool = False,
     ) -> tuple[str | None, str]:
-        """Returns the pipelines of a view, None if no plan fits; and the reason in words. See `ViewPipeliner`."""
-        if self._pipeliner is None:
+        """Returns the pipelines of a view, None if no plan fits; and the reason in words. See `ViewPipeliner`.
+
+        Args:
+            members: In rank order.
+            pairs: Those of them that have a link.
+            leaving: Members that the view lets go.
+            anew: The job is founded.
+        """
+        if not self.wanted:
             return "", ""
+        before = self._book.latest.pipelines if self._book.latest is not None and not anew else ""
+        choice = self._chosen(before, members, pairs, leaving, None)
+        unchanged = bool(choice.text) and choice.text == before
+        return (choice.text or None), ("" if unchanged else choice.reason)
+
+    def _chosen(
+        self, before: str, members: Sequence[Member], pairs: frozenset[Pair], leaving: Sequence[Member], held: Held
+    ) -> PipelineChoice:
         if not members:
-            return None, "nobody is left who runs anything"
-        before = self._book.latest.pipelines if self._book.latest is not None else ""
-        key = (before, tuple(members), tuple(leaving), held, pairs)
+            return PipelineChoice(text="", reason="nobody is left who runs anything")
+        told = tuple(m.id in self._roster.requests for m in (*members, *leaving))
+        key = (before, tuple(members), tuple(leaving), held, pairs, told)
         if key not in self._known:
-            told = None if held is None else dict(held)
-            self._known = dict(list(self._known.items())[-7:])
-            text, why = self._pipeliner.reroute(before, members, leaving=leaving, held=told, links=pairs)
-            apart = _of(text, members).apart((a, b) for a, b in pairs) if text else ""
-            self._known[key] = ("", apart) if apart else (text, why)
-        text, why = self._known[key]
-        return (text or None), ("" if text == before else why)
+            holds = None if held is None else dict(held)
+            choice = self._pipeliner.reroute(before, members, leaving=leaving, held=holds, links=pairs)
+            self._remember(key, self._linked(choice, members, pairs))
+        return self._known[key]
+
+    @staticmethod
+    def _linked(choice: PipelineChoice, members: Sequence[Member], pairs: frozenset[Pair]) -> PipelineChoice:
+        """Returns the choice; none if links do not connect the owners of a part."""
+        apart = _of(choice.text, members).apart((a, b) for a, b in pairs) if choice.text else ""
+        return PipelineChoice(text="", reason=apart) if apart else choice
+
+    def _remember(self, key: tuple[object, ...], choice: PipelineChoice) -> None:
+        self._known = {**dict(list(self._known.items())[1 - _ANSWERS :]), key: choice}
 
     def moves(self, before: View, text: str, members: Sequence[Member]) -> bool:
         """Whether these members get parts under these pipelines that they do not own in the view before."""
         old = division(before)
         new = _of(text, members)
         return any(subtract(new.owned(m.id), old.owned(m.id)) for m in members)
+
+    # ------------------------------------------------------------------ a better plan
+
+    def wish(self, latest: View) -> str | None:
+        """Returns what to ask another process for, for the members of this view; None if nothing."""
+        return self._pipeliner.wish(latest.members)
+
+    def better(self, latest: View, plan: str) -> tuple[str, str] | None:
+        """Returns the pipelines by a plan that was found for the members of this view, and why; None if it stays."""
+        pairs = self._graph.of_view(latest)
+        choice = self._pipeliner.better(latest.pipelines, latest.members, plan, pairs)
+        choice = self._linked(choice, latest.members, pairs)
+        if choice.text in ("", latest.pipelines):
+            self._note(latest, choice)
+            return None
+        self._remember((latest.pipelines, latest.members, plan), choice)
+        return choice.text, choice.reason
+
+    # ------------------------------------------------------------------ what is told
+
+    def followed(self, before: View | None, after: View) -> None:
+        """A view is decided, or this scheduler has just begun, and that is the last one."""
+        if not after.pipelines:
+            return
+        self._pipeliner.followed(before, after, self._desk.now)
+        choices = (c for c in reversed(self._known.values()) if c.text == after.pipelines)
+        if before is None or before.pipelines != after.pipelines:
+            choice = next(choices, None)
+            self._step_s = choice.facts.get("step_s") if choice is not None else None
+            if choice is not None:
+                self._note(after, choice)
+        self._lack = ""
+
+    def lack(self, why: str) -> None:
+        """No pipelines fit, so members wait: it is noted once for each reason."""
+        choice = next((c for c in reversed(self._known.values()) if not c.text and c.reason == why), None)
+        if choice is not None and why != self._lack:
+            self._lack = why
+            self._note(None, choice)
+
+    def _note(self, view: View | None, choice: PipelineChoice) -> None:
+        number = str(view.id) if view is not None else ""
+        found = division(view).pipelines if view is not None else None
+        plan = {} if found is None else _plan_facts(found)
+        self._desk.note("pipelines", **{"view": number, "reason": choice.reason, **plan, **choice.facts})
+
+    def facts(self) -> dict[str, object]:
+        """Returns the pipelines of the last view, as in "3 x 2", and how long a step is estimated to take (s)."""
+        latest = self._book.latest
+        pipelines = division(latest).pipelines if latest is not None and latest.pipelines else None
+        if pipelines is None:
+            return {}
+        known = {"estimated_step_s": self._step_s} if self._step_s is not None else {}
+        return {"pipelines": pipelines.plan.shape, **known}
 
     # ------------------------------------------------------------------ after a failure
 
@@ -163,7 +347,7 @@ class Pipelining:
         known = {m.id: m for m in (*latest.members, *latest.leaving)}
         members = [known[m] for m in ruling.members]
         leaving = tuple(known[m] for m in ruling.leaving)
-        if self._pipeliner is None:
+        if not self.wanted:
             return Lineup(members=tuple(members), joiners=ruling.joiners)
         if self._parts(latest, members, leaving):
             return Lineup(pipelines=latest.pipelines, leaving=(*members, *leaving))
@@ -176,18 +360,24 @@ class Pipelining:
             if not connected([m.id for m in chosen], pairs):
                 continue
             going = tuple(m for m in leaving if m not in stay)
-            text, why = self.of(chosen, pairs, going, ruling.held)
-            if text is not None:
+            choice = self._chosen(latest.pipelines, chosen, pairs, going, ruling.held)
+            if choice.ends:
+                return Lineup(ends=choice.reason)
+            if choice.text:
                 words = [f"{listed(m.id for m in stay)} stay"] if stay else []
                 words += [f"{listed(m.id for m in join)} join at once"] if join else []
+                words += [f"pipelines: {choice.reason}"] if choice.text != latest.pipelines else []
                 return Lineup(
-                    pipelines=text,
+                    pipelines=choice.text,
                     members=tuple(chosen),
                     joiners=(*ruling.joiners, *(m.id for m in join)),
                     leaving=going,
-                    reason="; ".join([*words, *([f"pipelines: {why}"] if why else [])]),
+                    reason="; ".join(words),
                 )
-            lacks = lacks or why
+            lacks = lacks or choice.reason
+        base = ruling.base
+        if members and base is not None and base.kind is Kind.CLOSING and not base.error:
+            return Lineup(pipelines=latest.pipelines, leaving=tuple(members), reason="the job is finished")
         return lacks or "nobody is left who runs anything"
 
     def _parts(self, latest: View, members: Sequence[Member], leaving: Sequence[Member]) -> bool:

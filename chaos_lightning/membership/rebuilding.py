@@ -21,7 +21,6 @@ from chaos_lightning.membership.effects import Chain, Close, TakeTerm
 from chaos_lightning.membership.parts import division
 from chaos_lightning.membership.past import LAST_VIEWS, REBUILT, Past
 from chaos_lightning.membership.peers import JobTerms, Peer, Standing, difference, first_incarnation, listed, short
-from chaos_lightning.membership.pipelining import Pipelining
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Roster, member_of
@@ -39,7 +38,6 @@ class Rebuild:
         book: Book,
         roster: Roster,
         recovery: Recovery,
-        pipelining: Pipelining,
         terms: Terms,
         topology: Topology,
         chain: Chain,
@@ -49,7 +47,6 @@ class Rebuild:
         self._book = book
         self._roster = roster
         self._recovery = recovery
-        self._pipelining = pipelining
         self._job_terms = terms
         self._topology = topology
         if chain.rebuild and desk.phase is SchedulerPhase.FOUNDING:
@@ -103,6 +100,7 @@ class Rebuild:
         peer = Peer(member_of(hello, hello.resume), Standing.REPORTER, conn=conn, heard=self._desk.now)
         peer.neighbours, peer.no_replay, peer.entered = hello.neighbours, hello.replay, hello.view
         peer.chain = hello.chain
+        self._roster.hears(peer.id, hello)
         peer.said = JobTerms.of(hello) if newcomer else None
         self._roster.peers[peer.id], self._roster.conns[conn] = peer, peer.id
         self._terms, self._topology.news = max(self._terms, hello.term), True
@@ -261,12 +259,7 @@ class Rebuild:
         self._roster.incarnation = max(self._roster.incarnation, first_incarnation(term, self._book.past.incarnation))
 
     def _adopt(self, latest: View, here: list[Peer]) -> None:
-        """The last known view stands for the lost chain until the next one is decided.
-
-        Raises:
-            ConfigurationError: It has pipelines and none are made here, or the other way round.
-        """
-        self._pipelining.goes_on_from(latest)
+        """The last known view stands for the lost chain until the next one is decided."""
         told = [self._recalled[p.id] for p in self._reporters()]
         numbers = [r.promised.number for r in told]
         numbers += [v.id.number for r in told for v in (r.view, r.waiting) if v is not None]

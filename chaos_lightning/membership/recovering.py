@@ -9,6 +9,7 @@ from dataclasses import replace
 from chaos_lightning.membership.backoff import LONGEST_S, Backoff
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
+from chaos_lightning.membership.effects import Persist
 from chaos_lightning.membership.peers import Peer
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, SMALL_JOB, Header, Prepare, Report, ViewId
@@ -63,7 +64,7 @@ class Recovery:
         self.attempt()
         number = self._roster.next_number()
         self.why, self.again, self.returning = why, "", False
-        self._book.persist("reserve", number, lambda: self._prepare(number))
+        self._book.persist(Persist(0, "reserve", number), lambda: self._prepare(number))
         return True
 
     def attempt(self) -> None:

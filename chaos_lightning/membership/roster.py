@@ -19,6 +19,7 @@ from chaos_lightning.membership.peers import (
     first_incarnation,
 )
 from chaos_lightning.membership.topology import Topology, links_of
+from chaos_lightning.planning.pipelines.request import PipelineRequest, read_request
 from chaos_lightning.protocol.limits import bounded
 from chaos_lightning.protocol.spans import subtract
 from chaos_lightning.protocol.types import (
@@ -63,10 +64,14 @@ class Roster:
         """Whom a founding did not wait for. They come in by replay, so that nobody waits for them again."""
         self.reference: JobTerms | None = None
         """What every member must equal."""
+        self.requests: dict[str, PipelineRequest] = {}
+        """Requests of members for pipelines, by id."""
         self.vouched = not chain.views
         """The reference is that of somebody who holds the state, or nobody does: a newcomer's is only for now."""
         if chain.views and not chain.finished:
             last = chain.views[-1]
+            if last.pipelines:
+                topology.partners.link_all()
             self.peers = {m.id: Peer(m, Standing.MEMBER, learners=UNKNOWN_LEARNERS) for m in last.members}
             for member in last.leaving:
                 self.peers[member.id] = Peer(member, Standing.LEAVER, learners=UNKNOWN_LEARNERS)
@@ -165,13 +170,22 @@ class Roster:
         self.conns[conn] = peer.id
         peer.conn, peer.heard, peer.linked = conn, self._desk.now, None
         peer.neighbours, peer.kept = hello.neighbours, hello.kept
+        self.hears(peer.id, hello)
         if peer.id in self._topology.partners:
             self._topology.partners.add(peer)
         self._topology.news = True
 
+    def hears(self, member: str, hello: Hello) -> None:
+        """Takes what this member asks of pipelines, and which checkpoint it tells of."""
+        self._book.told_saved(hello.saved)
+        if hello.pipelines:
+            self.requests[member] = read_request(hello.pipelines)
+            self._topology.partners.link_all()
+
     def drop(self, peer: Peer) -> None:
         """Forgets a peer for good."""
         self.peers.pop(peer.id, None)
+        self.requests.pop(peer.id, None)
         self._detector.forget(peer.id)
         if peer.conn is not None:
             self.conns.pop(peer.conn, None)
@@ -184,6 +198,7 @@ class Roster:
             self._detector.forget(member)
             self._topology.forget(member)
         self.peers.clear()
+        self.requests.clear()
 
     def newcomers(self) -> list[Peer]:
         """Who is not in the job yet, standbys included."""

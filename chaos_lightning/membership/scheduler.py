@@ -42,6 +42,8 @@ from chaos_lightning.membership.effects import (
     Look,
     MessageIn,
     Opened,
+    Persist,
+    PipelinesFound,
     PlanDrawn,
     Reset,
     SchedulerDone,
@@ -60,15 +62,21 @@ from chaos_lightning.membership.judging import Deaths
 from chaos_lightning.membership.keeping import Keeper
 from chaos_lightning.membership.learners import Learners
 from chaos_lightning.membership.links import LinkRegistry
-from chaos_lightning.membership.parts import division
 from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing, is_named, listed, placed, process_of
-from chaos_lightning.membership.pipelining import LEAVES_TOGETHER_S, Lineup, Pipelining, ViewPipeliner
+from chaos_lightning.membership.pipelining import (
+    LEAVES_TOGETHER_S,
+    Lineup,
+    PipelinerFactory,
+    Pipelining,
+    ViewPipeliner,
+)
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling, rule
 from chaos_lightning.membership.redrawing import Redrawing
 from chaos_lightning.membership.rewiring import Rewiring
 from chaos_lightning.membership.roster import Roster
+from chaos_lightning.membership.searching import PipelineSearch
 from chaos_lightning.membership.showing import Showing
 from chaos_lightning.membership.stimuli import MessageDigest
 from chaos_lightning.membership.terms import Terms
@@ -81,7 +89,9 @@ from chaos_lightning.membership.views import (
     intended_change,
     recovered_view,
 )
+from chaos_lightning.planning.pipelines.request import PipelineRequest
 from chaos_lightning.protocol import nodes
+from chaos_lightning.protocol.limits import bounded
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     SMALL_JOB,
@@ -96,6 +106,7 @@ from chaos_lightning.protocol.types import (
     Released,
     Report,
     Settings,
+    ToMember,
     Verdict,
     View,
 )
@@ -104,19 +115,23 @@ _PRESSING = (Verdict, Differs, Kept, LinkRequest)
 """What members say that is looked at at once, however many they are."""
 
 
+def planned(requests: Mapping[str, PipelineRequest]) -> ViewPipeliner:
+    """Returns the planner's pipelines; it is loaded when a job first asks for some."""
+    from chaos_lightning.membership.planned import PlannedPipeliner
+
+    return PlannedPipeliner(requests)
+
+
 class SchedulerMachine:
     """See the module. The shell feeds a SchedulerTick every `tick_interval_s` (or more often).
 
     Args:
         settings: The job's rules.
         chain: What the store holds.
-        pipeliner: Makes the pipelines of each view; None: all members own the whole training state.
-
-    Raises:
-        ConfigurationError: The last view has pipelines and there is no pipeliner, or the other way round.
+        pipeliner_for: Makes what makes the pipelines of views, if members ask for some.
     """
 
-    def __init__(self, settings: Settings, chain: Chain, pipeliner: ViewPipeliner | None = None) -> None:
+    def __init__(self, settings: Settings, chain: Chain, pipeliner_for: PipelinerFactory = planned) -> None:
         self.stimulus_log: deque[tuple[float, SchedulerEvent | MessageDigest]] = deque(maxlen=512)
         self.tick_interval_s = settings.heartbeat_interval_s / 2
         self._bridges_since: float | None = None
@@ -138,18 +153,17 @@ class SchedulerMachine:
         self.roster = roster = Roster(desk, book, detector, topology, chain)
         self.recovery = recovery = Recovery(desk, book, roster)
         self.graph = graph = Graph(desk, book, roster, topology)
-        self.pipelining = Pipelining(desk, book, roster, graph, pipeliner)
-        if book.latest is not None and not chain.finished:
-            self.pipelining.goes_on_from(book.latest)
+        self.pipelining = Pipelining(desk, book, roster, graph, pipeliner_for)
         self.links = LinkRegistry(desk, book, roster, recovery, graph, topology, detector)
         self.showing = Showing(desk, book, roster, graph, topology)
         self.rewiring = Rewiring(desk, book, roster, recovery, graph, topology, detector)
         self.redrawing = Redrawing(desk, graph, topology)
+        self.search = PipelineSearch(desk, self.pipelining)
         self.deaths = Deaths(desk, book, roster, recovery, graph, detector)
         self.learners = Learners(desk, book, roster, graph)
         self.keeper = Keeper(desk, book, roster, graph)
         self.terms = Terms(desk, roster, detector)
-        self.rebuild = Rebuild(desk, book, roster, recovery, self.pipelining, self.terms, topology, chain)
+        self.rebuild = Rebuild(desk, book, roster, recovery, self.terms, topology, chain)
         self.identity = Identity(desk, book, roster, recovery, self.rebuild, detector, chain)
         self.hearing = Hearing(
             desk, book, recovery, detector, self.deaths, self.links, self.learners, self.keeper, self.rebuild
@@ -207,7 +221,7 @@ class SchedulerMachine:
         """Has a view written down; False if it is known that no store takes it."""
         if self.book.refuses(view):
             return False
-        self.book.persist("view", view.id, then, view=view, base=base, hand_on=hand_on)
+        self.book.persist(Persist(0, "view", view.id, view, base, hand_on), then)
         return True
 
     def snapshot(self, page: int = 0) -> dict[str, object]:
@@ -229,6 +243,7 @@ class SchedulerMachine:
             or self.recovery.pause_words()
             or usual,
             "plan": self.rewiring.plan_facts(),
+            **self.pipelining.facts(),
             **self.showing.facts(page),
         }
 
@@ -246,7 +261,6 @@ class SchedulerMachine:
         leaving = frozenset(m.id for m in latest.leaving) if latest is not None else frozenset()
         assert self.book.past.inside == frozenset(ids), sorted(self.book.past.inside ^ frozenset(ids))
         assert self.book.past.leaving == leaving, sorted(self.book.past.leaving ^ leaving)
-        assert latest is None or bool(latest.pipelines) == self.pipelining.wanted, "pipelines come or go"
         for peer in self.roster.peers.values():
             assert peer.conn is None or self.roster.conns.get(peer.conn) == peer.id, peer.id
             assert peer.standing is not Standing.MEMBER or peer.id in ids, f"{peer.id} is in no view"
@@ -261,10 +275,12 @@ class SchedulerMachine:
         if self.desk.phase is SchedulerPhase.FOUNDING and self.book.persisting is None:
             assert not self.roster.living(), "somebody holds the state"
 
-    def _change_view(self, latest: View, change: Change, net: Net) -> bool:
+    def _change_view(self, latest: View, change: Change, net: Net, found: tuple[str | None, str] | None = None) -> bool:
+        """Has a view of this change written down; `found`: with these pipelines, for this reason."""
         going = tuple(m for m in latest.members if m not in change.members)
-        pipelines, why = self.pipelining.of(change.members, net.pairs, going)
+        pipelines, why = found or self.pipelining.of(change.members, net.pairs, going)
         if pipelines is None and change.members:
+            self.pipelining.lack(why)
             self.roster.tell(f"{change.reason}: this waits, as no pipelines fit then: {why}", self.roster.members())
             return False
         number = self.roster.next_number()
@@ -343,6 +359,8 @@ class SchedulerMachine:
                 self.deaths.on_gone(event)
             case PlanDrawn():
                 self.redrawing.on_drawn(event)
+            case PipelinesFound():
+                self.search.on_found(event)
             case TermTaken(term):
                 self.rebuild.on_term(term)
             case SchedulerTick():
@@ -366,6 +384,8 @@ class SchedulerMachine:
         gap = now - before
         if first:
             self.identity.begin()
+            if self.book.latest is not None and self.desk.phase is SchedulerPhase.RUNNING:
+                self.pipelining.followed(None, self.book.latest)
             self.roster.keep_pace()
             self.detector.grace_until = now + self.settings.reconnect_grace_s if self.recovery.returning else now
             for peer in self.roster.peers.values():
@@ -472,10 +492,11 @@ class SchedulerMachine:
         if self.recovery.paced(f"{len(ready)} newcomers are ready to found the job"):
             return False
         ready = self.keeper.first_by_state(ready)
-        base, state = self.keeper.founding_base(ready)
+        base, state = self.keeper.founding_base(ready, divided=self.pipelining.wanted)
         members, net = [p.member for p in ready], self.graph.net([p.id for p in ready])
-        pipelines, why = self.pipelining.of(members, net.pairs)
+        pipelines, why = self.pipelining.of(members, net.pairs, anew=True)
         if pipelines is None:
+            self.pipelining.lack(why)
             self.roster.tell(f"the job waits, as no pipelines fit those that are ready: {why}", ready)
             return False
         view = founding_view(
@@ -495,15 +516,20 @@ class SchedulerMachine:
         return written
 
     def _turn_finish(self) -> bool:
-        """Over once every living member that holds the state has committed the closing header."""
-        holders = [p for p in self.roster.living() if not p.known or (p.entered != NO_VIEW and p.loaded)]
+        """Over once every living member that holds the state has committed the closing header, also if a view lets all
+        of them go with it."""
+        latest = self.book.latest
+        gone = latest is not None and not latest.members
+        here = [p for p in self.roster.needed_leavers() if p.alive] if gone else self.roster.living()
+        holders = [p for p in here if not p.known or (p.entered != NO_VIEW and p.loaded)]
         if not holders or not all(p.finished for p in holders):
             return False
         self._persist_end()
         return True
 
     def _persist_end(self) -> None:
-        self.book.persist("finish", self.roster.next_number(), self.end.finished, ending=self.end.decided())
+        finish = Persist(0, "finish", self.roster.next_number(), ending=self.end.decided())
+        self.book.persist(finish, self.end.finished)
 
     def _turn_running(self) -> bool:
         latest = self.book.latest
@@ -542,7 +568,18 @@ class SchedulerMachine:
         ):
             return True
         change = self.rewiring.turn_links(latest) or self.redrawing.turn(latest)
-        return change is not None and self._change_view(latest, *change)
+        return self._change_view(latest, *change) if change is not None else self._turn_better(latest)
+
+    def _turn_better(self, latest: View) -> bool:
+        """Better pipelines for the same members ride on the next header (P8), unless somebody is about to leave."""
+        if any(p.leaving for p in self.roster.members()):
+            return False
+        found = self.search.turn(latest)
+        if found is None:
+            return False
+        reason = "better pipelines were found for the same members"
+        change = Change(members=latest.members, joiners=(), reason=reason, plan=latest.plan)
+        return self._change_view(latest, change, Net(self.graph.of_view(latest)), found)
 
     def _turn_parting(self, latest: View) -> bool:
         """All have been let go by one header (P13): each tells that it has written its parts down, and stays until all
@@ -711,7 +748,7 @@ class SchedulerMachine:
             if self.rebuild.before is not None:
                 return self.rebuild.turn_short(ruling)  # who holds the state may be among those that did not report
             if self.pipelining.wanted and any(r.loaded for r in side.values()):
-                return self._wait_without(ruling)
+                return self._go_without(ruling)
             self._lose(ruling.reason, ruling)
             return True
         return self._turn_decide(ruling, ruling.base)
@@ -727,6 +764,8 @@ class SchedulerMachine:
         latest = self.book.latest
         assert latest is not None
         lineup = self.pipelining.lineup(latest, ruling)
+        if isinstance(lineup, Lineup) and lineup.ends:
+            return self._end(f"{lineup.ends}; {self.book.saved_words}")
         parts = isinstance(lineup, Lineup) and not lineup.members
         if isinstance(lineup, str) or not (parts or self.rewiring.will_do(ruling)):
             rejoin = ruling.rejoin or self._bridged(ruling)
@@ -738,6 +777,7 @@ class SchedulerMachine:
                 return True
             text = f"training waits: {self.rewiring.able(ruling)} of min_nodes={self.settings.min_nodes} nodes are here"
             if isinstance(lineup, str):
+                self.pipelining.lack(lineup)
                 text = f"training waits, as no pipelines fit those that are here: {lineup}"
             text += "".join(f"; {m}: {words}" for m, words in self.rewiring.cut.items())
             return self._hold(text)
@@ -825,8 +865,10 @@ class SchedulerMachine:
                 )
 
     def _append(self, view: View, *, carried: bool = False) -> None:
-        self.links.follow(self.book.latest, view)
+        before = self.book.latest
+        self.links.follow(before, view)
         self.book.append(view, carried=carried)
+        self.pipelining.followed(before, view)
 
     def _announce(self, view: View) -> None:
         """A view that a header will carry."""
@@ -876,34 +918,48 @@ class SchedulerMachine:
         if why:
             self.desk.out.append(Answer(token, False, why))
             return
-        self.book.persist("finish", self.roster.next_number(), lambda: self._reset(token))
+        self.book.persist(Persist(0, "finish", self.roster.next_number(), again=True), lambda: self._reset(token))
 
     def _reset(self, token: int) -> None:
         """Who is in the job is let go, whatever it does; newcomers come again, and found the next one."""
         reason = "an operator has ended the job"
-        who = [p.id for p in self.roster.members()]
-        self.desk.phase = SchedulerPhase.FINISHED
-        for peer in self.roster.peers.values():
-            if peer.standing in (Standing.MEMBER, Standing.LEAVER):
-                self.roster.send(peer, Released(reason, asked=True))
+        who = self._over_for_good(Released(reason, asked=True))
         self.desk.note("reset", members=who, view=str(self.book.views[-1].id))
         self.desk.out.append(
             Answer(token, True, f"the job is ended; its last view had {', '.join(who) or 'nobody'} in it")
         )
         self.desk.out.append(SchedulerDone(reason, again=True))
 
-    def _wait_without(self, ruling: Ruling) -> bool:
+    def _over_for_good(self, words: ToMember) -> list[str]:
+        """The job is over without being finished: tells all that are in it, and returns its members."""
+        who = [p.id for p in self.roster.members()]
+        self.desk.phase = SchedulerPhase.FINISHED
+        for peer in self.roster.peers.values():
+            if peer.standing in (Standing.MEMBER, Standing.LEAVER):
+                self.roster.send(peer, words)
+        return who
+
+    def _end(self, reason: str) -> bool:
+        """The job ends, as it cannot go on and is not to wait; whoever is started again begins it anew."""
+        self.book.persist(Persist(0, "finish", self.roster.next_number(), again=True), lambda: self._ended(reason))
+        return True
+
+    def _ended(self, reason: str) -> None:
+        who = self._over_for_good(Fence(bounded(reason), rejoin=False, over=True))
+        self.desk.note("ended", members=who, view=str(self.book.views[-1].id), reason=reason)
+        self.desk.out.append(SchedulerDone(reason, again=True))
+
+    def _go_without(self, ruling: Ruling) -> bool:
         """Parts of the training state are lost, and other parts are here: nobody guesses (P14).
 
-        All wait: members tell what they wrote down last, and an operator ends the job, or brings a machine back.
+        The job ends, or all wait until an operator ends it, or brings a machine back: as members ask.
         """
-        assert self.book.latest is not None
-        parts, step = division(self.book.latest), max((p.step for p in self.roster.party()), default=0)
-        text = (
-            f"training waits: {parts.words(ruling.lost)} of the training state (step {step} or later) are at no member "
-            "that lives; the newest checkpoint has them. End the job (`chaos-lightning reset`) and begin it from there"
-        )
-        return self._hold(text)
+        step, lost = max((p.step for p in self.roster.party()), default=0), self.pipelining.names(ruling.lost)
+        text = f"{lost} of the training state (step {step} or later) are at no member that lives"
+        if self.pipelining.ends_without_parts:
+            return self._end(f"{text}, so the job ends; {self.book.saved_words}")
+        advice = "end the job (`chaos-lightning reset`) and begin it from a checkpoint"
+        return self._hold(f"training waits: {text}: {advice}; {self.book.saved_words}")
 
     def _lose(self, reason: str, ruling: Ruling | None = None) -> None:
         """Nobody holds the training state any more: the next newcomers found the job again."""

@@ -15,6 +15,7 @@ from itertools import combinations
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.graph import Graph
+from chaos_lightning.membership.parts import division
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.topology import Fact, Topology, pair
@@ -78,6 +79,17 @@ class Showing:
         here = member.conn is not None and member.loaded and member.alive
         return bool(behind or silent or not here or member.leaving)
 
+    def _runs(self, peer: Peer) -> dict[str, object]:
+        """Returns which layers a member of a view with pipelines runs, in words."""
+        latest = self._book.latest
+        pipelines = division(latest).pipelines if latest is not None and latest.pipelines else None
+        if pipelines is None or peer.standing is not Standing.MEMBER:
+            return {}
+        mine = pipelines.plan.stages.get(peer.id, ())
+        runs = ", ".join(f"{s.first}-{s.end - 1}" if s.end - s.first > 1 else str(s.first) for s in mine)
+        one = sum(s.end - s.first for s in mine) == 1
+        return {"runs": f"layer{'' if one else 's'} {runs}" if runs else "stands by"}
+
     def _described(self, peer: Peer) -> dict[str, object]:
         return {
             "id": peer.id,
@@ -94,6 +106,7 @@ class Showing:
             "leaving": peer.leaving,
             "dead": peer.condemned or peer.dead,
             "silent_s": round(self._desk.now - peer.heard, 3) if self._desk.clock is not None else 0.0,
+            **self._runs(peer),
         }
 
     # ------------------------------------------------------------------ links

@@ -9,7 +9,7 @@ are small and are remembered as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chaos_lightning.membership.effects import (
     Contribute,
@@ -17,10 +17,11 @@ from chaos_lightning.membership.effects import (
     MemberEvent,
     MessageIn,
     PeerIn,
+    PipelinesFound,
     PlanDrawn,
     SchedulerEvent,
 )
-from chaos_lightning.protocol.types import Contribution, Decide, Header, Report, Span
+from chaos_lightning.protocol.types import Contribution, Decide, Header, Hello, Report, Span
 
 _FEW = 8
 """So many spans of parts are remembered of a report."""
@@ -61,6 +62,10 @@ def of_scheduler(event: SchedulerEvent) -> SchedulerEvent | MessageDigest:
         case PlanDrawn(token, plan, reason):
             drawn = f"{len(plan.trees)} trees" if plan is not None else "none"
             return MessageDigest("PlanDrawn", f"{token}: {drawn}, {reason}")
+        case MessageIn(conn, Hello(pipelines=asked) as hello) if asked:
+            return MessageIn(conn, replace(hello, pipelines=f"({len(asked)} bytes)"))
+        case PipelinesFound(token, plan, reason):
+            return MessageDigest("PipelinesFound", f"{token}: {'a plan' if plan else 'none'}, {reason}")
         case _:
             return event
 

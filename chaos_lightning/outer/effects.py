@@ -178,7 +178,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class StateSaved:
     """This version is on disk, synced, renamed and read back."""
 
     version: VersionId
@@ -210,7 +210,7 @@ FollowerEvent = (
     | Progressed
     | NotFetched
     | Computed
-    | Saved
+    | StateSaved
     | DiskTrouble
     | Loaded
     | TimePassed
@@ -256,7 +256,7 @@ class Empty:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a copy of the state, which is this version's, then `Saved`."""
+    """Write a copy of the state, which is this version's, then `StateSaved`."""
 
     version: VersionId
 

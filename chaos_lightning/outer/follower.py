@@ -44,8 +44,8 @@ from chaos_lightning.outer.effects import (
     OuterNote,
     Progressed,
     Save,
-    Saved,
     Say,
+    StateSaved,
     Told,
     TurnedAway,
 )
@@ -194,7 +194,7 @@ class FollowerMachine:
             case Computed(version, momentum, differs):
                 self._differs = version if differs and self._differs == NO_VERSION else self._differs
                 self._stand(version, momentum)
-            case Saved(version, digest):
+            case StateSaved(version, digest):
                 self._saving = NO_VERSION
                 self.disk.add(ShardFile(version, digest))
                 self._say(Written(self.name, version, digest))

@@ -51,8 +51,8 @@ from chaos_lightning.outer.effects import (
     NotFetched,
     OuterNote,
     Save,
-    Saved,
     Say,
+    StateSaved,
     Told,
     TurnedAway,
 )
@@ -208,7 +208,7 @@ class _Saver(threading.Thread):
         seconds, nbytes = time.monotonic() - self._began, copy.state.shard.nbytes(4) * len(copy.state.tensors)
         self._note("version_saved", version=str(copy.version), seconds=round(seconds, 4), nbytes=nbytes, digest=digest)
         self._waiting = None
-        self._post(Saved(copy.version, digest))
+        self._post(StateSaved(copy.version, digest))
 
 
 QUIET_S = 3.0

@@ -14,6 +14,9 @@ drop_last. If the user's loader drops incomplete batches, a member that would ge
 in that micro-batch, and what no member's quota fits into any more is *dropped*: the view's first member marks it
 spent in that step. So at most min(quota)-1 positions of an epoch are unused, and "the epoch is spent" stays a
 question to the ledger.
+
+Pipelines. Members of a job with pipelines share the M numbered micro-batches of a step by layers, not by samples. So
+the assignment is that of a view with one member, which accumulates M micro-batches (`step_view`), whoever is there.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 
 from chaos_lightning.planning.ledger import SHARED, announced_length, remaining
 from chaos_lightning.protocol.spans import count
-from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, Member, Span, View
+from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, Member, Span, View, ViewId
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,50 @@ def assign_step(
         member.id: Assignment(member.id, tuple(parts[i]), samples[i], stream, epoch, left if i == 0 else ())
         for i, member in enumerate(members)
     }
+
+
+def step_view(micro_batches: int, quota: int, view_id: ViewId = NO_VIEW, member: str = "") -> View:
+    """Returns the view whose one member takes all numbered micro-batches of a step (see the module).
+
+    Args:
+        micro_batches: Micro-batches of a step.
+        quota: Positions of a micro-batch.
+        view_id: Number of the view in whose place it stands.
+        member: Id of its member.
+    """
+    return View(view_id, NO_VIEW, (Member(member, member, "", "", 0, quota=quota),), accumulate=micro_batches)
+
+
+def assign_micro_batches(
+    ledger: Ledger,
+    *,
+    micro_batches: int,
+    quota: int,
+    epoch: int,
+    length: int,
+    ahead: int = 0,
+    drop_last: bool = False,
+    least: int = 1,
+) -> Assignment:
+    """Returns the positions of the numbered micro-batches of the next step of a job with pipelines (protocol.md P2).
+
+    They are those of plain Lightning with `accumulate_grad_batches=micro_batches` in one process.
+
+    Args:
+        ledger: See `assign_step`, as for the others.
+        micro_batches: Micro-batches of a step; at the end of an epoch some may be short or empty.
+        quota: Positions of a micro-batch.
+        epoch: See there.
+        length: See there.
+        ahead: See there.
+        drop_last: See there.
+        least: See there.
+
+    Raises:
+        ValueError: See there.
+    """
+    view = step_view(micro_batches, quota)
+    return assign_step(view, ledger, epoch=epoch, length=length, ahead=ahead, drop_last=drop_last, least=least)[""]
 
 
 def steps_left(

@@ -23,7 +23,8 @@ PLACE_NBYTES = 255
 REASON_NBYTES = 16 << 10
 """Reasons that a member gives, and names of collectives and parameters. `bounded` cuts reasons to a quarter of it."""
 TEXT_NBYTES = 1 << 20
-"""All other texts: hyperparameters, values of a fingerprint, and words for people about many members."""
+"""All other texts: hyperparameters, values of a fingerprint, requests for pipelines, and words for people about many
+members."""
 MESSAGE_NBYTES = 64 << 20
 """Texts that are as long as a message: names of all members of a view, its pipelines, summaries of a chain."""
 
@@ -33,7 +34,14 @@ _HASHES = ("chain", "head", "prev_hash", "layout_hash", "state_hashes", "before"
 _PROCESSES = ("cluster", "follower", "followers")
 _PLACES = ("host", "address", "package", "place", "endpoint", "stream", "kind")
 _REASONS = ("by", "name", "evidence", "line", "order", "replay", "key_name", "digest", "digests")
-_OF_MEMBERS = ("Leave.reason", "CatchUp.reason", "LinkRequest.reason", "Differs.reason", "PackedView.reason")
+_OF_MEMBERS = (
+    "Leave.reason",
+    "CatchUp.reason",
+    "LinkRequest.reason",
+    "Differs.reason",
+    "PackedView.reason",
+    "Saved.path",
+)
 TEXTS: Mapping[str, int] = {
     **dict.fromkeys(_NAMES, NAME_NBYTES),
     **dict.fromkeys((*_IDS, *_HASHES, "pending_hash", "learners", "PackedView.words"), ID_NBYTES),

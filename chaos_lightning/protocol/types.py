@@ -425,6 +425,23 @@ class Hello:
     """Number of workers of its node, which are started together."""
     version: int = VERSION
     """0: of a release whose hello did not tell it yet."""
+    pipelines: str = ""
+    """Request for pipelines, as JSON (planning/pipelines/request.py, PipelineRequest); "": all members own the whole
+    state."""
+    saved: Saved | None = None
+    """The newest checkpoint that it has written; only with pipelines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The member has written a checkpoint, from which the job can begin again."""
+
+    step: int
+    """Number of optimizer steps in its state."""
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.path} (step {self.step})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -732,6 +749,8 @@ class Probe:
 class Fence:
     reason: str
     rejoin: bool = True
+    over: bool = False
+    """The job has ended for all, and not by being finished: it begins again from a checkpoint, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -832,6 +851,7 @@ FromMember = (
     | RebuildReport
     | Kept
     | Differs
+    | Saved
 )
 _Told = Notice | Released | ServeLearners | Pulse | Recall | LinkKeys | ToldEnd | HeartbeatPace
 ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | _Told

@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 from until_support import until
 
-from chaos_lightning.control.drawing import Drawing, request
-from chaos_lightning.membership.effects import DrawPlan, PlanDrawn
+from chaos_lightning.control.drawing import Drawing, Drawn, request
+from chaos_lightning.membership.effects import DrawPlan, PipelinesFound, PlanDrawn, SearchPipelines
+from chaos_lightning.membership.searching import searched
 from chaos_lightning.membership.views import replanned
+from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob
+from chaos_lightning.planning.pipelines.pipeliner import PlanWish
+from chaos_lightning.planning.pipelines.plan import PipelinePlan
 from chaos_lightning.planning.quick import quick
 from chaos_lightning.planning.trees import misfit
 from chaos_lightning.protocol.types import SMALL_JOB, Member, PlanSpec
@@ -37,14 +41,14 @@ class Answers:
     """What was answered, and an event when something was."""
 
     def __init__(self) -> None:
-        self.all: list[PlanDrawn] = []
+        self.all: list[Drawn] = []
         self.came = asyncio.Event()
 
-    def take(self, answer: PlanDrawn) -> None:
+    def take(self, answer: Drawn) -> None:
         self.all.append(answer)
         self.came.set()
 
-    async def first(self) -> PlanDrawn:
+    async def first(self) -> Drawn:
         await asyncio.wait_for(self.came.wait(), DEADLINE_S)
         return self.all[0]
 
@@ -153,5 +157,58 @@ def test_the_newest_request_ends_the_one_before_and_the_end_ends_all(tmp_path: P
         assert not runs(second)
         assert answers.all == []
         await drawing.close()  # nothing is left to end
+
+    asyncio.run(play())
+
+
+# ------------------------------------------------------------------ pipelines
+
+
+def search(token: int = 1) -> SearchPipelines:
+    """For three members, of which one is twice as fast."""
+    layers = tuple(Layer(name=f"block.{i}", forward_s=1.0, backward_s=2.0, parameter_nbytes=10) for i in range(4))
+    devices = tuple(Device(name=f"m{i}~{i}", memory_nbytes=1000, speed=1.0 + (i == 0)) for i in range(3))
+    return SearchPipelines(
+        token, json.dumps(PlanWish(TrainingJob(layers=layers, devices=devices, micro_batches=6), 2).to_dict())
+    )
+
+
+def test_another_process_searches_for_pipelines_beside_one_that_draws_trees() -> None:
+    async def play() -> None:
+        trees, pipelines = Answers(), Answers()
+        drawing, searching = Drawing(trees.take), Drawing(pipelines.take)
+        drawing.draw(wish(7))
+        searching.draw(search(9))
+        found, drawn = await pipelines.first(), await trees.first()
+        await drawing.close()
+        await searching.close()
+        assert found == searched(search(9))
+        assert isinstance(found, PipelinesFound)
+        assert found.plan is not None
+        assert PipelinePlan.from_json(found.plan).devices == ("m0~0", "m1~1", "m2~2")
+        assert isinstance(drawn, PlanDrawn)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "ended with code -9"),
+        ("print('no JSON')", "failed: JSONDecodeError"),
+        ('print(\'{"plan": "x", "reason": ""}\')', "failed: PlanError"),
+        (HANGING, "was ended after 2 s"),
+    ],
+)
+def test_a_search_that_fails_is_an_answer(code: str, words: str, tmp_path: Path) -> None:
+    async def play() -> None:
+        answers = Answers()
+        searching = Drawing(answers.take, command(code, tmp_path / "pid"), limit_s=2.0)
+        searching.draw(search(5))
+        answer = await answers.first()
+        assert (answer.token, answer.plan) == (5, None)
+        assert isinstance(answer, PipelinesFound)
+        assert words in answer.reason
+        await searching.close()
 
     asyncio.run(play())

@@ -9,10 +9,9 @@ from typing import Any, cast
 import pytest
 
 from chaos_lightning.control import driver
-from chaos_lightning.control.driver import Driver, real_machine
-from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.control.driver import Driver
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.protocol.types import NO_VIEW, Heartbeat, Settings, View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, Heartbeat
 
 EVENTS = 200
 
@@ -114,10 +113,3 @@ def test_a_heartbeat_does_not_overtake_what_waits() -> None:
 
     asyncio.run(feed_and_drive())
     assert taken == fed
-
-
-def test_no_machine_is_made_that_would_take_members_with_parts_of_the_state_for_whole_ones() -> None:
-    view = View(ViewId(1, 1), NO_VIEW, (), pipelines="{}")
-    with pytest.raises(ConfigurationError, match=r"view 1\.1, .* has pipelines, .*`chaos-lightning reset`"):
-        real_machine(Settings(), fx.Chain(2, view.id, (view,)))
-    real_machine(Settings(), fx.Chain(2, view.id, (view,), finished=True))

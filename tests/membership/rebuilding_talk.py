@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from membership_script import header_after
 
 from chaos_lightning.membership import effects as fx
@@ -62,6 +64,8 @@ class Talk:
         self.conns: dict[str, int] = {}
         self.streams = 0
         self.term_granted = True
+        self.asks = ""
+        """Request of each member for pipelines."""
         self.feed(fx.SchedulerTick())
 
     def feed(self, event: fx.SchedulerEvent) -> None:
@@ -98,7 +102,7 @@ class Talk:
 
     def reports(self, name: str, stands: View | None, waiting: View | None = None, promised: int = 0) -> None:
         """It comes back and tells what it knows."""
-        self.comes(hello(name, stands))
+        self.comes(replace(hello(name, stands), pipelines=self.asks))
         assert self.heard(name, Recall)
         if stands is not None:
             self.says(name, Entered(stands.id, HEAD.seq, HEAD.step, HEAD.hash))

@@ -24,6 +24,7 @@ from chaos_lightning.protocol.types import (
     WHOLE,
     Contribution,
     Decide,
+    Finished,
     Header,
     Kept,
     Kind,
@@ -427,3 +428,32 @@ def test_a_founder_holds_what_lies_in_its_file() -> None:
     parts.stand_in("a~1", view, base.seq)
     assert (parts.held, parts.missing) == (((0, 1), (4, 5)), ((1, 2),))
     assert parts.pull(base, view) == [fx.PullParts(base, view, ((1, 2),))]
+
+
+def alone_at(base: Header, view: View) -> MemberMachine:
+    """A member that stands on this header, in a view of its own."""
+    machine = MemberMachine()
+    machine.on(0.0, fx.ControlIn(Welcome(member("a~1"), 1, "founder", "hello", 0.1, 0.35)))
+    machine.parts.kept = Kept(base, "a~1", parts=division(view).everything)
+    machine.on(0.0, fx.ControlIn(Decide(view, base)))
+    return machine
+
+
+@pytest.mark.parametrize("kind", [Kind.CLOSING, Kind.BOUNDARY])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_decision_that_lets_a_member_go_is_told_and_after_the_closing_header_it_has_finished(
+    kind: Kind, behind: bool
+) -> None:
+    """No plan fits those who are left, and the job is finished: nobody waits for more members."""
+    first = View(ViewId(2, 1), NO_VIEW, (member("a~1"),), pipelines=pipelines_of("a~1:4"))
+    after = replace(first, id=ViewId(2, 2), predecessor=first.id, members=(), leaving=first.members)
+    stood = replace(GENESIS, seq=4, view=ViewId(1, 9))
+    base = Header(5, kind, 4, first.id, stood.hash, first.id)
+    machine = alone_at(stood, first)
+    if not behind:
+        machine.on(0.0, fx.ControlIn(Decide(replace(first, id=ViewId(2, 2)), base, hand_on=True)))
+        after = replace(after, id=ViewId(2, 3))
+    effects = machine.on(0.0, fx.ControlIn(Decide(after, base, hand_on=True)))
+    assert fx.Viewed(after) in effects
+    assert (fx.ToScheduler(Finished(5, 4)) in effects) == (kind is Kind.CLOSING)
+    assert machine.phase is (MemberPhase.CLOSED if kind is Kind.CLOSING else MemberPhase.LEAVING)

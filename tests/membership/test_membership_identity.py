@@ -276,7 +276,8 @@ def test_a_member_of_a_chain_that_an_operator_ended_is_let_go_and_nobody_waits_f
     talk = Talk(rebuild=False, chain=replace(chain, ended=(X,)))
     talk.comes(says_hello("b", AB))
     (released,) = talk.heard("b", Released)
-    assert released == Released(f"an operator has ended the job that it was in, chain {X[:8]}", asked=True)
+    words = f"the job that it was in is ended, by an operator or as it could not go on, chain {X[:8]}"
+    assert released == Released(words, asked=True)
     assert not talk.heard("b", Refused)
     if not holds_views:
         talk.comes(replace(hello("d", new=True), term=0))

@@ -8,11 +8,13 @@ import pytest
 from membership_script import header_after, pipelines_of
 from rebuilding_talk import ABC, ABCD, GRACE_S, HEAD, NAMES, Talk, half_promised, hello, view
 
-from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.lab.simulate.pipelines import asked
+from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.identity import KNOCKS_S
 from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.parts import division
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
@@ -28,6 +30,7 @@ from chaos_lightning.protocol.types import (
     Recall,
     Refused,
     Released,
+    Report,
     Settings,
     ViewId,
     Welcome,
@@ -405,10 +408,23 @@ def test_who_reports_pipelines_that_cannot_be_read_is_put_out_and_the_others_go_
     assert talk.views()[-1].ids() == ("a~1", "b~2")
 
 
-def test_no_chain_of_views_with_pipelines_is_rebuilt_by_who_makes_none() -> None:
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_chain_of_views_with_pipelines_is_rebuilt_with_what_its_members_ask_for(*, asks: bool) -> None:
     talk = Talk()
+    talk.asks = asked(Program(layers=4, micro_batches=2)) if asks else ""
     staged = replace(ABC, pipelines=pipelines_of("a~1:2+b~2:2,c~3:4"))
     for name in "ab":
         talk.reports(name, staged)
-    with pytest.raises(ConfigurationError, match=r"view 1\.3, .* has pipelines, .* this scheduler makes none"):
-        talk.reports("c", staged)
+    talk.passes(1.1 * GRACE_S)
+    for name in "ab":
+        parts = division(staged).owned(NAMES[name].id)
+        talk.says(
+            name, Report(talk.machine.recovery.number, staged.id, HEAD.seq, HEAD.hash, parts, last=HEAD, owns=parts)
+        )
+    if asks:
+        assert [v.ids() for v in talk.views()] == [("a~1", "b~2")]
+        assert set(division(talk.views()[0]).owners[0]) <= {"a~1", "b~2"}
+    else:
+        assert not talk.views()
+        (notice,) = [n for n in talk.heard("a", Notice) if "no pipelines fit" in str(n)]
+        assert "no member has told what the model is like" in str(notice)

@@ -18,6 +18,7 @@ from chaos_lightning.protocol.types import (
     Contribution,
     Decide,
     Header,
+    Hello,
     Report,
     Settings,
     View,
@@ -100,3 +101,11 @@ def test_of_a_report_with_many_parts_a_scheduler_remembers_a_few() -> None:
     assert "parts ((0, 1), (2, 3), " in str(digest)
     assert f" and {len(parts) - 8} more, raw=True" in str(digest)
     assert len(str(digest)) < 500
+
+
+def test_of_what_a_hello_asks_of_pipelines_a_scheduler_remembers_the_size() -> None:
+    scheduler = SchedulerMachine(Settings(), fx.Chain(1, ViewId(1, 0)))
+    said = Hello("default", "a", "h", "127.0.0.1", 1, 1, 1, 1, 1, "0", (), pipelines="7" * MIB)
+    scheduler.on(0.0, fx.MessageIn(1, said))
+    (_, kept) = scheduler.stimulus_log[-1]
+    assert kept == fx.MessageIn(1, replace(said, pipelines=f"({MIB} bytes)"))

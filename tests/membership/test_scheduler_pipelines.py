@@ -6,24 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from membership_script import member, pipelines_of
+from pipelines_talk import PROGRAM, Talk
 
-from chaos_lightning.lab.simulate.pipelines import RoundRobin
-from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.desk import SchedulerPhase
-from chaos_lightning.membership.parts import division
-from chaos_lightning.membership.pipelining import Pipelining
-from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.pipelining import PipelineChoice, Pipelining, ViewPipeliner
 from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import (
     GENESIS,
-    NO_VIEW,
     Decide,
-    Entered,
-    FromMember,
+    Finished,
     Header,
-    Heartbeat,
-    Hello,
     Kept,
     Kind,
     Leave,
@@ -31,129 +24,13 @@ from chaos_lightning.protocol.types import (
     NextView,
     Notice,
     Prepare,
-    Ready,
     Released,
     Report,
-    Settings,
     Span,
     View,
     ViewId,
-    Welcome,
     kept_header,
 )
-
-PROGRAM = Program(layers=4, stages=2, micro_batches=4)
-
-
-class Talk:
-    """A scheduler, and members that say what a test has them say."""
-
-    def __init__(self, *names: str, program: Program = PROGRAM, min_nodes: int = 1) -> None:
-        settings = Settings(min_nodes=min_nodes)
-        self.machine = SchedulerMachine(settings, fx.Chain(1, NO_VIEW, id="c"), RoundRobin(program))
-        self.now = 0.0
-        self.conns: dict[str, int] = {}
-        self.ids: dict[str, str] = {}
-        self.heard: dict[str, list[object]] = {}
-        self.head: Header = GENESIS
-        for name in names:
-            self.come(name)
-        while set(self.names(self.view.ids()).split()) != set(names):  # the first one founds it, the others join
-            self.all_stand()
-            self.wait(0.1)
-        self.all_stand()
-
-    def feed(self, event: fx.SchedulerEvent) -> None:
-        for effect in self.machine.on(self.now, event):
-            match effect:
-                case fx.Send(conn, message):
-                    name = next(n for n, c in self.conns.items() if c == conn)
-                    self.heard[name].append(message)
-                    if isinstance(message, Welcome):
-                        self.ids[name] = message.member.id
-                case fx.Persist(token):
-                    self.feed(fx.Stored(token, True))
-        self.machine.validate_state()
-
-    def say(self, name: str, message: FromMember) -> None:
-        self.feed(fx.MessageIn(self.conns[name], message))
-
-    def wait(self, seconds: float) -> None:
-        """All that have a stream say that they live."""
-        until = self.now + seconds
-        while self.now < until:
-            self.now += 0.05
-            for name in list(self.conns):
-                view = self.machine.book.latest
-                self.say(name, Heartbeat(view.id if view is not None else NO_VIEW, self.head.seq, self.head.step))
-            self.feed(fx.SchedulerTick())
-
-    def come(self, name: str, kept: Kept | None = None) -> None:
-        conn = self.conns[name] = 1 + max(self.conns.values(), default=0)
-        self.heard[name] = []
-        said = Hello(
-            "default",
-            name,
-            f"host-{name}",
-            "127.0.0.1",
-            1,
-            conn,
-            1,
-            1,
-            1,
-            "0",
-            (),
-            kept=kept,
-            chain="c" if kept else "",
-        )
-        self.feed(fx.Opened(conn))
-        self.say(name, said)
-        self.say(name, Ready())
-
-    def die(self, name: str) -> None:
-        """The process table of the scheduler's machine says so."""
-        conn = self.conns.pop(name)
-        self.feed(fx.Closed(conn))
-        self.feed(fx.Gone(self.ids[name], "no such process"))
-
-    def last(self, name: str, kind: type) -> object:
-        return next((m for m in reversed(self.heard[name]) if isinstance(m, kind)), None)
-
-    @property
-    def view(self) -> View:
-        view = self.machine.book.latest
-        assert view is not None
-        return view
-
-    def owned(self, name: str, view: View | None = None) -> tuple[Span, ...]:
-        return division(view or self.view).owned(self.ids[name])
-
-    def all_stand(self) -> None:
-        for name in self.names(self.view.ids()).split():
-            self.stand(name)
-
-    def stand(self, name: str, parts: tuple[Span, ...] | None = None) -> None:
-        """It has entered the latest view with these parts; by default with all that it owns there."""
-        held = self.owned(name) if parts is None else parts
-        self.say(name, Entered(self.view.id, self.head.seq, self.head.step, self.head.hash, held))
-
-    def commit(self, change: View | None = None) -> None:
-        """A step is committed at all, under the view that ruled."""
-        closed = self.view if change is None else self.machine.book.views[-2]
-        self.head = Header(
-            self.head.seq + 1, Kind.STEP, self.head.step + 1, closed.id, self.head.hash,
-            change.id if change is not None else closed.id, view_change=change, reduced=True,
-        )  # fmt: skip
-
-    def reports(self, name: str, entered: View, parts: tuple[Span, ...]) -> None:
-        prepare = self.last(name, Prepare)
-        assert isinstance(prepare, Prepare)
-        owns = division(entered).owned(self.ids[name])
-        at = self.head
-        self.say(name, Report(prepare.number, entered.id, at.seq, at.hash, parts, last=at, owns=owns))
-
-    def names(self, members: tuple[str, ...]) -> str:
-        return " ".join(sorted(m.partition("~")[0] for m in members))
 
 
 def everything(talk: Talk, *names: str) -> tuple[Span, ...]:
@@ -253,6 +130,27 @@ def test_newcomers_come_in_with_a_decision_where_no_plan_fits_those_who_go_on() 
     assert decision.base == talk.head
 
 
+def test_members_go_with_the_closing_header_though_no_plan_fits_those_who_are_left() -> None:
+    talk = Talk("a", "b", "c", program=replace(PROGRAM, stages=1, least=3))
+    talk.commit()
+    whole = talk.owned("a")
+    talk.head = Header(talk.head.seq + 1, Kind.CLOSING, 1, talk.view.id, talk.head.hash, talk.view.id)
+    talk.die("c")
+    for name in "ab":
+        talk.reports(name, talk.view, whole)
+    decision = talk.last("a", Decide)
+    assert isinstance(decision, Decide)
+    assert decision.base == talk.head
+    assert (decision.view.ids(), talk.names(tuple(m.id for m in decision.view.leaving))) == ((), "a b")
+    talk.say("a", Finished(talk.head.seq, talk.head.step))
+    talk.wait(0.1)
+    assert talk.last("a", Released) is None
+    talk.say("b", Finished(talk.head.seq, talk.head.step))
+    assert talk.machine.phase is SchedulerPhase.FINISHED
+    assert isinstance(released := talk.last("b", Released), Released)
+    assert released.reason == "the job is finished"
+
+
 def parted(talk: Talk) -> View:
     """All members of the job leave."""
     before = talk.view
@@ -266,9 +164,13 @@ def parted(talk: Talk) -> View:
     return before
 
 
+def kept_of(talk: Talk, name: str, before: View) -> Kept:
+    return Kept(kept_header(talk.head, before.id), talk.ids[name], "c", talk.owned(name, before))
+
+
 def tells(talk: Talk, name: str, before: View) -> Kept:
     """It has written its parts down."""
-    kept = Kept(kept_header(talk.head, before.id), talk.ids[name], "c", talk.owned(name, before))
+    kept = kept_of(talk, name, before)
     talk.say(name, kept)
     return kept
 
@@ -284,6 +186,22 @@ def test_all_part_at_one_header_and_stay_until_all_have_told() -> None:
     assert isinstance(talk.last("a", Released), Released)
     assert isinstance(talk.last("b", Released), Released)
     assert talk.machine.phase is SchedulerPhase.FOUNDING
+
+
+def test_whoever_could_write_nothing_down_has_told_so_and_nobody_waits_for_its_file() -> None:
+    talk = Talk("a", "b")
+    before = parted(talk)
+    for name in "ab":
+        talk.say(name, replace(kept_of(talk, name, before), parts=()))
+    talk.wait(0.1)
+    assert isinstance(talk.last("a", Released), Released)
+    for name in list(talk.conns):
+        talk.feed(fx.Closed(talk.conns.pop(name), abrupt=False))
+    for name in "ab":
+        talk.come(name)
+    decision = talk.last("a", Decide)
+    assert isinstance(decision, Decide)
+    assert decision.base == GENESIS
 
 
 def test_a_death_while_all_part_begins_a_recovery_unless_its_parts_are_written_down() -> None:
@@ -382,23 +300,23 @@ def test_a_joiner_that_gets_some_of_its_parts_and_not_the_others_goes_out_again(
     assert f"{talk.ids[name]}: it did not load the state within join_timeout_s=1" in prepare.reason
 
 
-class Careless:
+class Careless(ViewPipeliner):
     """Gives the same text, whatever links there are."""
 
     def __init__(self, text: str) -> None:
         self._text = text
 
-    def reroute(self, before: str, members: Sequence[Member], **more: object) -> tuple[str, str]:
-        return self._text, "as always"
+    def reroute(self, before: str, members: Sequence[Member], **more: object) -> PipelineChoice:
+        return PipelineChoice(text=self._text, reason="as always")
 
 
 def test_pipelines_whose_owners_of_a_layer_no_links_connect_do_not_fit() -> None:
     machine = Talk("a").machine
     them = tuple(map(member, ("a~1", "b~2", "c~3")))
     made = Careless(pipelines_of("a~1:2+c~3:2,b~2:4"))
-    asked = Pipelining(machine.desk, machine.book, machine.roster, machine.graph, made)
+    pipelining = Pipelining(machine.desk, machine.book, machine.roster, machine.graph, lambda requests: made)
     ab, ac, bc = (frozenset(ends) for ends in (("a~1", "b~2"), ("a~1", "c~3"), ("b~2", "c~3")))
-    text, why = asked.of(them, frozenset({ac, bc}))
+    text, why = pipelining.of(them, frozenset({ac, bc}))
     assert text is None
     assert why == "no links connect a~1, b~2 with each other, which own layer.0"
-    assert asked.of(them, frozenset({ab, bc}))[0]
+    assert pipelining.of(them, frozenset({ab, bc}))[0]

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from chaos_lightning.planning.assignment import after_step, assign_step, local_steps_left, ruling_view, steps_left
+from chaos_lightning.planning.assignment import (
+    after_step,
+    assign_micro_batches,
+    assign_step,
+    local_steps_left,
+    ruling_view,
+    steps_left,
+)
 from chaos_lightning.planning.ledger import announce_length, is_spent, merge, remaining
 from chaos_lightning.protocol.spans import count, normalise
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
@@ -265,3 +272,21 @@ def test_local_streams_assign_to_their_member_only():
 def test_impossible_views_are_refused(quota, accumulate):
     with pytest.raises(ValueError, match="expected at least 1"):
         assign_step(view_of([member("a", quota)], accumulate), Ledger(), epoch=0, length=4)
+
+
+@given(st.integers(0, 80), st.integers(1, 7), st.integers(1, 5), st.booleans())
+@example(3, 4, 2, True)
+def test_numbered_micro_batches_are_those_of_one_process(length, quota, micro_batches, drop_last):
+    ends = range(0, length - quota + 1 if drop_last else length, quota)
+    batches = [((start, min(length, start + quota)),) for start in ends]
+    of_step = {"micro_batches": micro_batches, "quota": quota, "epoch": 0, "length": length, "drop_last": drop_last}
+    ledger, ahead = Ledger(), 0
+    for first in range(0, len(batches), micro_batches):
+        assigned = assign_micro_batches(ledger, **of_step)
+        wanted = batches[first : first + micro_batches]
+        assert assigned.micro_batches == (*wanted, *[()] * (micro_batches - len(wanted)))
+        assert assigned.samples == sum(count(part) for part in wanted)
+        assert assigned == assign_micro_batches(Ledger(), ahead=ahead, **of_step)
+        ledger, ahead = merge(ledger, [Spent("", 0, assigned.spans)]), ahead + 1
+    assert is_spent(ledger, "", 0, length) or not batches
+    assert not assign_micro_batches(ledger, **of_step).samples

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise, product
+from typing import Any
 
 import pytest
 
+from chaos_lightning.lab.simulate.part_plane import PartPlane, SumDown, SumUp
 from chaos_lightning.lab.simulate.pipelines import RoundRobin
 from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
 from chaos_lightning.lab.simulate.plans import staged
@@ -14,9 +17,13 @@ from chaos_lightning.lab.simulate.staged_hooks import StagedHooks
 from chaos_lightning.lab.simulate.staged_oracle import StagedOracle
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import World, simulate
-from chaos_lightning.membership.topology import every_pair
+from chaos_lightning.membership.pipelining import PipelineChoice, PipelinerFactory, planned
+from chaos_lightning.membership.planned import PlannedPipeliner
+from chaos_lightning.membership.topology import every_pair, links_of, pair
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
+from chaos_lightning.planning.pipelines.request import PipelineRequest
 from chaos_lightning.planning.pipelines.units import ViewPipelines, coverage, coverage_error
-from chaos_lightning.protocol.types import Member, Settings
+from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, Settings, View, ViewId
 
 PLANS = (
     staged.rerun_plan, staged.founding_plan, staged.leaving_plan, staged.announced_plan, staged.torn_plan,
@@ -40,6 +47,59 @@ def test_jobs_at_which_something_is_aimed_are_well(plan: Callable[[int], Plan]) 
 def test_many_jobs_are_well(plan: Callable[[int], Plan]) -> None:
     for seed in range(100):
         assert simulate(plan(seed), StagedHooks).violation == "", seed
+
+
+class PlannedHooks(StagedHooks):
+    """Pipelines are those of the planner, as in a real scheduler."""
+
+    def pipeliner_for(self, program: Program, seed: int) -> PipelinerFactory:
+        return planned
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_jobs_of_the_family_are_well_with_the_planners_pipelines(seed: int) -> None:
+    assert simulate(FAMILIES["pipelines"](seed), PlannedHooks).violation == ""
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_jobs_at_which_something_is_aimed_are_well_with_the_planners_pipelines(plan: Callable[[int], Plan]) -> None:
+    for seed in range(3):
+        assert simulate(plan(seed), PlannedHooks).violation == "", seed
+
+
+class HastyHooks(StagedHooks):
+    """Decisions deal stages in turn, and better pipelines are searched for later."""
+
+    def pipeliner_for(self, program: Program, seed: int) -> PipelinerFactory:
+        return lambda requests: DealtAtFirst(requests, RoundRobin(program, seed))
+
+
+class DealtAtFirst(PlannedPipeliner):
+    """See HastyHooks."""
+
+    def __init__(self, requests: Mapping[str, PipelineRequest], dealer: RoundRobin) -> None:
+        super().__init__(requests)
+        self._dealer = dealer
+
+    def reroute(self, before: str, members: Sequence[Member], **more: Any) -> PipelineChoice:
+        return self._dealer.reroute(before, members, **more)
+
+
+def test_better_pipelines_ride_on_headers_whatever_goes_wrong_meanwhile() -> None:
+    better = 0
+    for plan in (staged.rerun_plan, staged.announced_plan, staged.torn_plan, staged.moved_plan):
+        for seed in range(2):
+            world = World(plan(seed), HastyHooks())
+            assert world.run().violation == "", (plan, seed)
+            better += sum(v.reason.startswith("better pipelines") for v in world.store.views)
+    assert better >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [*PLANS, staged.moved_plan, staged.staged_plan])
+def test_many_jobs_are_well_with_the_planners_pipelines(plan: Callable[[int], Plan]) -> None:
+    for seed in range(100):
+        assert simulate(plan(seed), PlannedHooks).violation == "", seed
 
 
 def job(*faults: Fault, members: int = 4, stages: int = 2) -> World:
@@ -93,8 +153,9 @@ def test_pipelines_that_are_dealt_run_each_micro_batch_once(members: int, stages
         here = [Member(f"m~{i}", "m", "h", "127.0.0.1", 1) for i in range(members)]
         while here:
             ids = [m.id for m in here]
-            text, why = dealer.reroute(text, here, links=every_pair(ids))
-            assert text, why
+            choice = dealer.reroute(text, here, links=every_pair(ids))
+            text = choice.text
+            assert text, choice.reason
             pipelines = ViewPipelines.from_json(text)
             given = {m: coverage(pipelines.units(m)) for m in ids}
             assert coverage_error(5, [(0, 4)], given) == ""
@@ -104,6 +165,34 @@ def test_pipelines_that_are_dealt_run_each_micro_batch_once(members: int, stages
 def test_no_pipelines_are_dealt_where_members_lack_room_or_links() -> None:
     here = [Member(f"m~{i}", "m", "h", "127.0.0.1", 1) for i in range(2)]
     dealer = RoundRobin(Program(layers=5, stages=2, micro_batches=4, most=2))
-    assert dealer.reroute("", here, links=every_pair(["m~0", "m~1"])) == ("", "2 members are here, and a plan needs 3")
+    choice = dealer.reroute("", here, links=every_pair(["m~0", "m~1"]))
+    assert (choice.text, choice.reason) == ("", "2 members are here, and a plan needs 3")
     dealer = RoundRobin(Program(layers=5, stages=2, micro_batches=4))
-    assert dealer.reroute("", here, links=()) == ("", "no border between stages has a link")
+    choice = dealer.reroute("", here, links=())
+    assert (choice.text, choice.reason) == ("", "no border between stages has a link")
+
+
+def test_sums_reach_owners_that_have_no_link_with_each_other() -> None:
+    members = tuple(Member(f"{n}~1", n, "h", "127.0.0.1", 1) for n in "abcd")
+    rows = tuple(Pipeline((PlanStage(m.id, 0, 2),), 1) for m in members)
+    links = tuple(LinkSpec(a.id, b.id) for a, b in pairwise(members))
+    view = View(
+        ViewId(1, 1), NO_VIEW, members, links=links, pipelines=ViewPipelines.of(PipelinePlan(2, rows)).to_json()
+    )
+    planes: dict[str, PartPlane] = {}
+    over: list[str] = []
+    for seq in range(4):  # another owner is the root
+        for m in members:
+
+            def send(to: str, message: SumUp | SumDown, me: str = m.id) -> None:
+                assert pair(me, to) in links_of(view), f"{me} and {to} have no link"
+                planes[to].take(message)
+
+            planes[m.id] = PartPlane(send, lambda view, seq, me=m.id: over.append(me))  # type: ignore[misc]
+            planes[m.id].me = m.id
+            planes[m.id].open(view, seq)
+        for part, m in product(range(2), members):
+            planes[m.id].give(part, (10 * part + members.index(m),))
+        assert sorted(over) == [m.id for m in members]
+        assert all(p.results(view.id, seq) == {0: (0, 1, 2, 3), 1: (10, 11, 12, 13)} for p in planes.values())
+        over.clear()

@@ -179,7 +179,8 @@ def _join(stage: Stage[Cast], fault: Fault) -> None:
     stage.rest()
 
 
-def _kill(stage: Stage[Cast], fault: Fault) -> None:
+def kill(stage: Stage[Cast], fault: Fault) -> None:
+    """The node dies as a whole."""
     name = fault.node
     worker, member = stage.worker(name)
     stage.say("do", f"kill -9 for {name}, agent and worker at once: the machine is gone")
@@ -190,7 +191,8 @@ def _kill(stage: Stage[Cast], fault: Fault) -> None:
     stage.rest()
 
 
-def _freeze(stage: Stage[Cast], fault: Fault) -> None:
+def freeze(stage: Stage[Cast], fault: Fault) -> None:
+    """The node's worker sleeps, is put out, wakes and comes in again."""
     name, seconds = fault.node, fault.seconds
     worker, member = stage.worker(name)
     stage.say("do", f"worker 0 of {name} freezes (SIGSTOP) for {seconds:g} s")
@@ -283,7 +285,7 @@ def finish(stage: Stage[Cast]) -> None:
     stage.look()
 
 
-_STRIKES = {Action.JOIN: _join, Action.SIGKILL: _kill, Action.SIGSTOP: _freeze, Action.LEAVE: _leave}
+_STRIKES = {Action.JOIN: _join, Action.SIGKILL: kill, Action.SIGSTOP: freeze, Action.LEAVE: _leave}
 _AT_WORKER = {Action.SIGKILL: _kill_worker, Action.JOIN: _worker_comes_back}
 
 

@@ -77,6 +77,7 @@ class Cast:
         workers: How many workers these nodes have; all others have one.
         places: By node: where it may start a scheduler. All others ask the first of these first, then the others.
         store: Of the chain; "": a file in the folder.
+        script: Module that workers run.
         nodes: Agents by node name; of a node that was started again, the one that was started last.
         earlier: The agents before them.
         fallen: Nodes that were killed on purpose.
@@ -89,6 +90,7 @@ class Cast:
     workers: Mapping[str, int] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=lambda: places_for("edge-1"))
     store: str = ""
+    script: str = "chaos_lightning.lab.demo.train"
     nodes: dict[str, Child] = field(default_factory=dict)
     earlier: dict[str, Child] = field(default_factory=dict)
     fallen: set[str] = field(default_factory=set)
@@ -136,24 +138,28 @@ class Cast:
     def command(self, name: str) -> list[str]:
         """The same, but for programs being called by their modules."""
         program = ["torch.distributed.run"] if self.workers_of(name) == 1 else ["chaos_lightning.cli", "run"]
-        script = ("-m", "chaos_lightning.lab.demo.train", "--folder", str(self.folder), *self.arguments)
-        return [sys.executable, "-m", *program, *self.options(name), *script]
+        return [sys.executable, "-m", *program, *self.options(name), "-m", self.script, *self._told()]
+
+    def _told(self) -> list[str]:
+        return ["--folder", str(self.folder), *self.arguments]
 
     def start(self, name: str) -> None:
         """Starts a node of this name, perhaps again after it has ended."""
         if name in self.nodes:
             self.earlier[name] = self.nodes[name]
             self.left.discard(name)
-        environment = {
-            **surroundings(self.events),
-            "CHAOS_NODE": name,
-            "CHAOS_STATE_HASH_EVERY": "5",
-            RATES: json.dumps(rates_of(name)),
-            **self._mark.environment(),
-        }
-        self.nodes[name] = start_command(
-            name, self.command(name), self.folder / "out" / f"{name}.log", env=environment, cwd=self.folder
-        )
+            self.fallen.discard(name)
+        more = {"CHAOS_NODE": name, "CHAOS_STATE_HASH_EVERY": "5", RATES: json.dumps(rates_of(name))}
+        self.nodes[name] = self._start(name, self.command(name), self.events, more)
+
+    def start_alone(self, name: str, *more: str) -> None:
+        """Starts the script in one process that is no node of the job, with its events in a folder of this name."""
+        command = [sys.executable, "-m", self.script, *self._told(), *more]
+        self.nodes[name] = self._start(name, command, self.folder / name, {})
+
+    def _start(self, name: str, command: list[str], events: Path, more: Mapping[str, str]) -> Child:
+        environment = {**surroundings(events), **more, **self._mark.environment()}
+        return start_command(name, command, self.folder / "out" / f"{name}.log", env=environment, cwd=self.folder)
 
     # ------------------------------------------------------------------------------------------------ hurting
 
@@ -169,6 +175,11 @@ class Cast:
         """SIGKILL for one worker of a node; its agent and its siblings live."""
         self._log.emit("fault_injected", kind="sigkill", node=member, pid=worker)
         self._signal(worker, signal.SIGKILL)
+
+    def kill_agent(self, name: str) -> None:
+        """SIGKILL for the agent, whose worker has killed itself."""
+        self.fallen.add(name)
+        self.nodes[name].send(signal.SIGKILL)
 
     def freeze(self, name: str, worker: int, seconds: float) -> None:
         """SIGSTOP for the worker, to be followed by `thaw` after so many seconds."""

@@ -56,13 +56,24 @@ def prose(block: int, limit: int) -> tuple[Prose, Prose]:
 class GPT(LightningModule):  # type: ignore[misc]
     """A decoder-only transformer, input and output embedding tied, AdamW."""
 
-    def __init__(self, layers: int, width: int, block: int, heads: int = 4) -> None:
+    chaos_chain = "blocks"
+
+    def __init__(self, layers: int, width: int, block: int, heads: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        self.layers, self.width, self.block, self.heads, self.dropout = layers, width, block, heads, dropout
+
+    def configure_model(self) -> None:
+        if hasattr(self, "blocks"):
+            return
+        width = self.width
+        self.token, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(self.block, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, self.heads, 4 * width, self.dropout, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(self.layers)
         )
-        self.token, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(block, width)
-        self.blocks = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
         for table in (self.token, self.place):
             nn.init.normal_(table.weight, std=0.02)
 
@@ -71,8 +82,10 @@ class GPT(LightningModule):  # type: ignore[misc]
         tokens, targets = batch
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.blocks(self.token(tokens) + self.place(places), mask=mask, is_causal=True)
-        return F.cross_entropy(F.linear(x, self.token.weight).flatten(0, 1), targets.flatten())
+        x = self.token(tokens) + self.place(places)
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        return F.cross_entropy(F.linear(self.norm(x), self.token.weight).flatten(0, 1), targets.flatten())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch)

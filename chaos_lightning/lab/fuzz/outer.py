@@ -335,7 +335,7 @@ def _answered(effect: fx.FollowerEffect, *, ill: bool) -> fx.FollowerEvent | Non
         case fx.Empty(version):
             return fx.Computed(version)
         case fx.Save(version):
-            return fx.DiskTrouble("full") if ill else fx.Saved(version, "d")
+            return fx.DiskTrouble("full") if ill else fx.StateSaved(version, "d")
         case fx.Load(version, _):
             return fx.Loaded(version, not ill)
     return None

@@ -1,24 +1,29 @@
-"""Pipelines with somebody hostile in them: border tensors as an executor takes them, and the plan that a view carries.
+"""Pipelines with somebody hostile in them: border tensors as an executor takes them, the plan that a view carries, and
+what members say beside a step.
 
 Theory of operation. *Borders*: an input's parts are payloads of frames; a part's number says whose border it is and in
 which attempt. They are given to a member's exchange as its link gives them, until it refuses one. What it then has must
 be within its limit, and the same when written and read again. *Plans*: a text that is accepted must be the same when
-written and read again, and its units must run each layer of each micro-batch once.
+written and read again, and its units must run each layer of each micro-batch once. *Words* that are accepted must be
+the same when written and read again.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from random import Random
 
 import torch
 
+from chaos_lightning.collectives.norms import PartNorm
 from chaos_lightning.errors import PlanError, WireError
 from chaos_lightning.lab.fuzz import mutate
 from chaos_lightning.lab.fuzz.target import FindingError, Target
 from chaos_lightning.pipeline.borders import BorderExchange
 from chaos_lightning.pipeline.executor import SlotAttempt
 from chaos_lightning.pipeline.tensors import Border, BorderReader, write
+from chaos_lightning.pipeline.told import ToldStep
 from chaos_lightning.planning.pipelines.plan import Detour, Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.schedules import read_instruction
 from chaos_lightning.planning.pipelines.units import (
@@ -154,6 +159,26 @@ def _plan_seeds() -> list[bytes]:
     return [alone.to_json().encode(), shared.to_json().encode()]
 
 
+# ------------------------------------------------------------------ words beside a step
+
+
+def _read_words(data: bytes) -> None:
+    try:
+        told = ToldStep.decode(data)
+    except WireError:
+        return
+    if ToldStep.decode(told.encode()).encode() != told.encode():  # bytes, since NaN is not itself
+        raise FindingError("words that were accepted are others when written and read again")
+
+
+def _word_seeds() -> list[bytes]:
+    norms = {part: PartNorm(0.5 * part, part != 2) for part in (0, 2, 3)}
+    return [
+        ToldStep(norms, {0: (0.25, 4.0), 1: (math.inf, 0.0)}, {0: b"{}", 1: b""}, 8).encode(),
+        ToldStep(samples=1).encode(),
+    ]
+
+
 PIPELINES = (
     Target(
         "borders",
@@ -163,4 +188,5 @@ PIPELINES = (
         _mutate_borders,
     ),
     Target("plans", "the plan of pipelines that a view carries", _plan_seeds, _read_plan, mutate.json_of),
+    Target("words", "what members of a pipeline say beside a step", _word_seeds, _read_words, mutate.bytes_of),
 )

@@ -555,7 +555,7 @@ class FollowerProcess(Client):
             self.troubled = False
             self.feed(fx.DiskTrouble(""))
         if steps[0] == "report":
-            self.feed(fx.Saved(version, digest_of(content)))
+            self.feed(fx.StateSaved(version, digest_of(content)))
         else:
             self.disk.step(steps[0], version, content)
         self._save(version, content, steps[1:])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from chaos_lightning.lab.simulate.fabric import Pipe, Stream
 from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.kernel import Process
+from chaos_lightning.lab.simulate.pipelines import asked
 from chaos_lightning.lab.simulate.plan import NodeSpec
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.leader_search import PULSE_S, PULSE_TIMEOUT_S, Conversation, LeaderSearch
@@ -180,6 +181,7 @@ class Connected(Process):
             neighbours=spec.neighbours,
             **self.machine.knowledge(),
             replay="" if spec.replay else "it was told to join by pause",
+            pipelines=asked(self.world.program),
         )
 
     def tell(self, message: FromMember) -> None:

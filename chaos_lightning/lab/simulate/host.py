@@ -15,6 +15,7 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.batches import next_batch
 from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.searching import searched
 from chaos_lightning.membership.views import replanned
 from chaos_lightning.protocol.types import (
     Decide,
@@ -221,6 +222,9 @@ class SchedulerHost(Process):
             case fx.DrawPlan():
                 drawn = fx.PlanDrawn(effect.token, *replanned(effect))
                 self.timer(self.kernel.between(0.0, _DRAWS_S), lambda: self.feed(drawn))
+            case fx.SearchPipelines():
+                found = searched(effect)
+                self.timer(self.kernel.between(0.0, _DRAWS_S), lambda: self.feed(found))
             case fx.Note():
                 self.notes.append((self.kernel.now, effect))
                 self.on_note(effect)

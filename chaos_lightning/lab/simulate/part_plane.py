@@ -1,23 +1,26 @@
-"""Reduction by parts in a simulated job: each layer among its owners, over a star whose middle changes with the slot.
+"""Reduction by parts in a simulated job: each layer among its owners, over a tree whose root changes with the slot.
 
-Theory of operation. An owner gives its raw sum of a layer once its last unit of that layer is over; the middle, which
-is an owner, too, merges the sums of all and sends the result back. Members hold one result. It stays until the next
+Theory of operation. An owner gives its raw sum of a layer once its last unit of that layer is over. Sums are merged on
+their way to the root, which is an owner, too, and sends the result back. The tree has the fewest hops that the links of
+the view allow; where each pair has one, it is a star. Members hold one result. It stays until the next
 attempt opens, since a header is handed on without bytes (P4).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from chaos_lightning.lab.simulate.staged_training import RawSum
 from chaos_lightning.membership.parts import Division, division, numbers
+from chaos_lightning.membership.topology import links_of
+from chaos_lightning.planning.graph import breadth_first, neighbours
 from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
 
 
 @dataclass(frozen=True, slots=True)
 class SumUp:
-    """An owner's raw sum, to the middle."""
+    """Raw sums of an owner and those below it, to the next owner on the way to the root."""
 
     view: ViewId
     seq: int
@@ -28,7 +31,7 @@ class SumUp:
 
 @dataclass(frozen=True, slots=True)
 class SumDown:
-    """The result, from the middle."""
+    """The result, from the root."""
 
     view: ViewId
     seq: int
@@ -43,6 +46,8 @@ class _Open:
     division: Division
     raw: dict[int, dict[str, RawSum]] = field(default_factory=dict)
     results: dict[int, RawSum] = field(default_factory=dict)
+    trees: dict[int, Mapping[str, str]] = field(default_factory=dict)
+    """By part: whom each owner sends its sums to; the root names itself."""
     dropped: bool = False
     told: bool = False
 
@@ -85,16 +90,16 @@ class PartPlane:
         opened = self._open
         if opened is None or opened.dropped:
             return
-        message = SumUp(opened.view.id, opened.seq, part, self.me, raw)
-        middle = self._middle(opened, part)
-        if middle == self.me:
-            self.take(message)
-        else:
-            self._send(middle, message)
+        self.take(SumUp(opened.view.id, opened.seq, part, self.me, raw))
 
-    def _middle(self, opened: _Open, part: int) -> str:
-        owners = opened.division.owners[part]
-        return owners[(opened.seq + part) % len(owners)]
+    def _tree(self, opened: _Open, part: int) -> Mapping[str, str]:
+        if part not in opened.trees:
+            owners = opened.division.owners[part]
+            root = owners[(opened.seq + part) % len(owners)]
+            near = neighbours(owners, [(a, b) for a, b in links_of(opened.view)])
+            found = breadth_first(root, near, root)
+            opened.trees[part] = {m: found[m][0] for m in owners}
+        return opened.trees[part]
 
     def take(self, message: SumUp | SumDown) -> None:
         """Bytes of another member, or an own sum in the middle."""
@@ -105,19 +110,21 @@ class PartPlane:
             if opened is None or (message.view, message.seq) > (opened.view.id, opened.seq):
                 self._early.setdefault((message.view, message.seq), []).append(message)
             return
-        if isinstance(message, SumDown):
-            opened.results[message.part] = message.result
-        else:
+        tree = self._tree(opened, message.part)
+        below = [m for m, to in tree.items() if to == self.me != m]
+        if isinstance(message, SumUp):
             raw = opened.raw.setdefault(message.part, {})
             raw[message.owner] = message.raw
-            owners = opened.division.owners[message.part]
-            if len(raw) < len(owners):
+            if len(raw) <= len(below):
                 return
-            result = tuple(sorted(g for row in raw.values() for g in row))
-            opened.results[message.part] = result
-            for owner in owners:
-                if owner != self.me:
-                    self._send(owner, SumDown(opened.view.id, opened.seq, message.part, result))
+            merged = tuple(sorted(g for row in raw.values() for g in row))
+            if tree[self.me] != self.me:
+                self._send(tree[self.me], replace(message, owner=self.me, raw=merged))
+                return
+            message = SumDown(message.view, message.seq, message.part, merged)
+        opened.results[message.part] = message.result
+        for member in below:
+            self._send(member, message)
         self.look()
 
     def look(self) -> None:

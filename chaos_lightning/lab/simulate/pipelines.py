@@ -12,22 +12,43 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 from chaos_lightning.lab.simulate.training import Program
+from chaos_lightning.membership.pipelining import PipelineChoice, ViewPipeliner
 from chaos_lightning.membership.topology import Pair, connected
+from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob
 from chaos_lightning.planning.pipelines.lists import coupled
 from chaos_lightning.planning.pipelines.plan import VACANT, Detour, Pipeline, PipelinePlan, PlanStage
+from chaos_lightning.planning.pipelines.request import PipelineRequest
 from chaos_lightning.planning.pipelines.schedules import Instruction
 from chaos_lightning.planning.pipelines.units import BACKWARD, FORWARD, ViewPipelines
 from chaos_lightning.protocol.types import Member, Span
 
+_LAYER_NBYTES = 1000
 _TURNS = 8
 """So many orders of members are tried where links are missing."""
 
 
-class RoundRobin:
-    """Deals the stages of pipelines in turn (membership/pipelining.ViewPipeliner).
+@cache
+def asked(program: Program) -> str:
+    """Returns what members of this job ask of pipelines; "" if it has none."""
+    if not program.layers:
+        return ""
+    each_s = program.work_s / (3 * program.layers * program.micro_batches)
+    layers = tuple(
+        Layer(name=f"layer.{x}", forward_s=each_s, backward_s=2 * each_s, parameter_nbytes=_LAYER_NBYTES)
+        for x in range(program.layers)
+    )
+    # A member that hands layers over keeps them for a while.
+    device = Device(name="me", memory_nbytes=2 * (program.most or program.layers) * _LAYER_NBYTES)
+    job = TrainingJob(layers=layers, devices=(device,), micro_batches=program.micro_batches)
+    return PipelineRequest(job, "adaptive", 2).to_json()
+
+
+class RoundRobin(ViewPipeliner):
+    """Deals the stages of pipelines in turn.
 
     Args:
         program: Says how many layers, stages and micro-batches there are, and what members have room for.
@@ -48,8 +69,12 @@ class RoundRobin:
         leaving: Sequence[Member] = (),
         held: Mapping[str, tuple[Span, ...]] | None = None,
         links: Collection[Pair] = (),
-    ) -> tuple[str, str]:
+    ) -> PipelineChoice:
         """See `ViewPipeliner.reroute`."""
+        text, reason = self._rerouted(before, members, links)
+        return PipelineChoice(text=text, reason=reason)
+
+    def _rerouted(self, before: str, members: Sequence[Member], links: Collection[Pair]) -> tuple[str, str]:
         ids = tuple(m.id for m in members)
         if len(ids) < self._need:
             return "", f"{len(ids)} members are here, and a plan needs {self._need}"

@@ -25,8 +25,10 @@ from chaos_lightning.lab.simulate.plan import Fault, Outcome, Plan
 from chaos_lightning.lab.simulate.progress import Patience, Progress
 from chaos_lightning.lab.simulate.schedulers import SCHEDULER_FAULTS, Schedulers
 from chaos_lightning.lab.simulate.store import Store
+from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.membership.effects import Chain, Drain, MemberEffect, Note, Persist
 from chaos_lightning.membership.leader_search import Conversation
+from chaos_lightning.membership.pipelining import PipelinerFactory
 from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.protocol.types import NO_VIEW, Hello, Kind, Report, Settings, View, ViewId, Welcome
@@ -43,6 +45,10 @@ class Hooks:
     host_class: type[SchedulerHost] = SchedulerHost
     store_class: type[Store] = Store
     oracle_class: type[Oracle] = Oracle
+
+    def pipeliner_for(self, program: Program, seed: int) -> PipelinerFactory:
+        """Returns what makes pipelines in this job."""
+        return lambda requests: RoundRobin(program, seed)
 
 
 @dataclass(slots=True)
@@ -115,10 +121,10 @@ class World:
 
     def _scheduler_class(self) -> Callable[[Settings, Chain], SchedulerMachine]:
         """The machine of a scheduler, with what makes pipelines if the job has any."""
-        program = self.program
-        if not program.layers:
+        if not self.program.layers:
             return self.hooks.scheduler_class
-        return partial(self.hooks.scheduler_class, pipeliner=RoundRobin(program, self.plan.seed))
+        made = self.hooks.pipeliner_for(self.program, self.plan.seed)
+        return partial(self.hooks.scheduler_class, pipeliner_for=made)
 
     def founding_of(self, view: View) -> str:
         """The last founding up to this view."""

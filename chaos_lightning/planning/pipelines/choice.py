@@ -55,7 +55,7 @@ class PlanCandidate:
     devices: int = 0
     """That compute."""
     lacks: str = ""
-    """What does not fit into memory, where and by how much; "": all fits."""
+    """Why it cannot run: what does not fit into memory, where and by how much, or which link is missing; "": it can."""
     void_samples: float = 0.0
     """Committed samples that are trained again."""
     about: str = ""

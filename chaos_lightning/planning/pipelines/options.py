@@ -31,6 +31,7 @@ from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
 from chaos_lightning.planning.pipelines.formation import Pauses
 from chaos_lightning.planning.pipelines.history import fatal_risk
 from chaos_lightning.planning.pipelines.job import Device, TrainingJob
+from chaos_lightning.planning.pipelines.linked import Links, missing_link, seated_by_links
 from chaos_lightning.planning.pipelines.moves import Held, Moves, assign, move_list
 from chaos_lightning.planning.pipelines.paper import algorithm1
 from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, PlanStage
@@ -59,6 +60,8 @@ class PlanOptions:
         running_s: A step of the plan in force, in seconds; None: as it is estimated.
         live: Of a running job: finds the plan for those that are left. Such a job has no way back to a checkpoint, and
             no time for plans of templates.
+        links: Pairs of devices that have a link; None: all.
+        shared: By the name of a parameter that several layers use: these layers.
     """
 
     planner: Planner
@@ -72,6 +75,8 @@ class PlanOptions:
     serving: tuple[Device, ...] = ()
     running_s: float | None = None
     live: Callable[[], PlannedPipelines] | None = None
+    links: Links | None = None
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     _costs: dict[PipelinePlan, StepEstimate] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -202,6 +207,8 @@ class PlanOptions:
             plan = assign(self._holding, self.before, found, self.held)
         except FatalLossError:
             return None
+        if self.links is not None:
+            plan = seated_by_links(plan, {d.name: d.kind for d in self.left.devices}, self.links, self.shared)
         return self._candidate(plan, MOVE, max(self.pauses.move_s, self.moves(plan).seconds))
 
     def shadow(self) -> None:
@@ -284,9 +291,15 @@ class PlanOptions:
         by_name = self.left.by_name
         return {name: x - by_name[name].memory_nbytes for name, x in use.items() if x > by_name[name].memory_nbytes}
 
+    def _lacks(self, plan: PipelinePlan, kind: str) -> str:
+        """Returns in words which device lacks memory for a plan, or which link is not there; "" if it fits."""
+        if over := self._lacking(plan, kind):
+            worst = max(over, key=lambda name: over[name])
+            return f"{worst} lacks {over[worst]} bytes of memory"
+        return "" if self.links is None else missing_link(plan, self.links, self.shared)
+
     def _candidate(self, plan: PipelinePlan, kind: str, transition_s: float) -> PlanCandidate:
-        cost, over = self.cost(plan), self._lacking(plan, kind)
-        worst = max(over, key=lambda name: over[name], default="")
+        cost = self.cost(plan)
         return PlanCandidate(
             policy="",
             kind=kind,
@@ -296,7 +309,7 @@ class PlanOptions:
             redo_s=self._redo_s,
             risk=self._risk(plan),
             devices=len(plan.stages),
-            lacks=f"{worst} lacks {over[worst]} bytes of memory" if over else "",
+            lacks=self._lacks(plan, kind),
             about=f"{len(plan.pipelines)} pipelines of {sum(len(p.stages) for p in plan.pipelines)} stages",
             plan=plan,
         )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chaos_lightning.errors import PlanError
@@ -31,16 +31,16 @@ from chaos_lightning.planning.pipelines.files import job_of, to_dict
 from chaos_lightning.planning.pipelines.formation import Pauses
 from chaos_lightning.planning.pipelines.history import LossHistory
 from chaos_lightning.planning.pipelines.job import Device, JobError, NamedLink, TrainingJob
+from chaos_lightning.planning.pipelines.linked import Links, seated_by_links
 from chaos_lightning.planning.pipelines.lists import plan_lists
 from chaos_lightning.planning.pipelines.moves import Held, Moves
 from chaos_lightning.planning.pipelines.options import PlanOptions
 from chaos_lightning.planning.pipelines.plan import PipelinePlan
 from chaos_lightning.planning.pipelines.planner import NoPlanError, PlannedPipelines, Planner
+from chaos_lightning.planning.pipelines.request import PIPELINE_POLICIES
 from chaos_lightning.planning.pipelines.shortage import least_devices
 from chaos_lightning.planning.pipelines.units import ViewPipelines
 
-PIPELINE_POLICIES = ("adaptive", "reroute", "dynamic", "restart")
-"""Policies of a running job. `restart` ends the pipelines at a loss, so that the job begins again from a checkpoint."""
 PAUSES = Pauses(reroute_s=0.15, fill_s=0.6, move_s=0.6)
 """What changes cost a running job, where bytes do not take longer; in seconds."""
 _NAMES = {KEEP: "reroute", FILL: "fill", MOVE: "move"}
@@ -65,6 +65,10 @@ class PipelineAnswer:
     """Names of layers that nobody holds any more."""
     least_members: int | None = None
     """Where no plan fits: the smallest number of members like the roomiest one with which one does; None: no number."""
+    restarts: bool = False
+    """The policy has the job end, so that it begins again from a checkpoint."""
+    busy: Mapping[str, float] = field(default_factory=dict)
+    """By member: share of a step in which it computes, 0 to 1; the rest is bubbles and waiting."""
 
     def facts(self) -> dict[str, Any]:
         """The fields of an event: numbers, texts, and lists of them."""
@@ -81,6 +85,8 @@ class PipelineAnswer:
                 for c in self.candidates
             ],
             "chosen": None if self.chosen is None else self.candidates.index(self.chosen),
+            "step_s": None if self.chosen is None else self.chosen.step_s,
+            "busy": dict(self.busy),
             "moved_nbytes": self.moves.nbytes if self.moves else 0,
             "lost_layers": list(self.lost_layers),
             "least_members": self.least_members,
@@ -143,6 +149,7 @@ class Pipeliner:
             name, else on one of its host, else on one like the first.
         policy: One of `PIPELINE_POLICIES`.
         copies: Owners that each layer is to have, as far as memory allows, so that a loss does not take it along.
+        shared: By the name of a parameter that several layers use: these layers.
         pauses: What changes cost.
 
     Attributes:
@@ -153,13 +160,20 @@ class Pipeliner:
     """
 
     def __init__(
-        self, profile: TrainingJob, policy: str = "adaptive", *, copies: int = 2, pauses: Pauses = PAUSES
+        self,
+        profile: TrainingJob,
+        policy: str = "adaptive",
+        *,
+        copies: int = 2,
+        shared: Mapping[str, tuple[int, ...]] | None = None,
+        pauses: Pauses = PAUSES,
     ) -> None:
         if policy not in PIPELINE_POLICIES:
             raise PlanError(
                 f"policy {policy!r} is not for running jobs; expected one of {', '.join(PIPELINE_POLICIES)}"
             )
         self.profile, self.policy, self.copies, self.pauses = profile, policy, copies, pauses
+        self.shared = dict(shared or {})
         self.history = LossHistory()
         self._planners: dict[int, Planner] = {}
         self._last: tuple[str, PipelinePlan] | None = None
@@ -207,25 +221,36 @@ class Pipeliner:
 
     # ------------------------------------------------------------------------------------------------ answers
 
-    def first(self, members: Collection[Device]) -> PipelineAnswer:
+    def first(self, members: Collection[Device], links: Links | None = None) -> PipelineAnswer:
         """Returns the pipelines of a founding.
 
         Args:
             members: Those who found the job.
+            links: Pairs of them that have a link; None: all.
         """
         job = self._job(members)
         try:
             planned = self._planned(job)
         except NoPlanError as error:
             return self._none(job, str(error))
-        options = self._options(job, planned.plan)
+        plan = planned.plan
+        if links is not None:
+            plan = seated_by_links(plan, {d.name: d.kind for d in job.devices}, links, self.shared)
+        options = self._options(job, plan, links=links)
         found = options.keep()
         assert found is not None, "a new plan has an owner of each layer"
+        if not found.fits:
+            return self._none(job, found.lacks)
         chosen = replace(found, policy="first", kind=MOVE, value=self._outlook(options).value(found))
         return self._answer(options, Decision((chosen,), chosen, f"first plan: {planned.why}"))
 
     def after(
-        self, text: str, members: Collection[Device], leaving: Collection[Device] = (), held: Held | None = None
+        self,
+        text: str,
+        members: Collection[Device],
+        leaving: Collection[Device] = (),
+        held: Held | None = None,
+        links: Links | None = None,
     ) -> PipelineAnswer:
         """Returns the pipelines of the next view, whose members are others than those of the view before.
 
@@ -236,34 +261,38 @@ class Pipeliner:
             members: Of the next view.
             leaving: Members that are let go: they run nothing, and hold what they own until others have it.
             held: By member: numbers of the layers that it holds, where that is known; None: what `text` says it owns.
+            links: Pairs of members that have a link; None: all.
 
         Raises:
             PlanError: The text is none of this job's.
         """
-        before, job = self._read(text), self._job(members)
+        before, job = self.read(text), self._job(members)
         there = set(job.by_name)
         serving = tuple(d for d in leaving if d.name not in there)
         lost = set(before.devices) - there - {d.name for d in serving}
-        options = self._options(job, before, serving, held)
+        options = self._options(job, before, serving, held, links)
         if options.lost_layers:
             names = [self.profile.layers[x].name for x in options.lost_layers]
             return self._none(job, f"nobody who is left holds {_few('layer', names)}", tuple(names))
         restarts = self.policy == "restart"
         if restarts and not lost.isdisjoint(before.stages):
             reason = f"policy restart: {_few('member', sorted(lost))} lost, so begin from a checkpoint"
-            return PipelineAnswer(text=None, reason=reason)
+            return PipelineAnswer(text=None, reason=reason, restarts=True)
         decision = policies.decide("adaptive" if restarts else self.policy, options, self._outlook(options))
         if decision.chosen is None:
             return self._none(job, decision.reason, decision=decision)
         return self._answer(options, decision)
 
-    def better(self, text: str, members: Collection[Device], plan: PipelinePlan | None) -> PipelineAnswer:
+    def better(
+        self, text: str, members: Collection[Device], plan: PipelinePlan | None, links: Links | None = None
+    ) -> PipelineAnswer:
         """Returns the pipelines of the members that are there, with a plan that was searched for them if it pays.
 
         Args:
             text: The pipelines of the view that rules.
             members: Of that view.
             plan: What `search_plan` found for members, maybe for others than these.
+            links: Pairs of members that have a link; None: all.
 
         Returns:
             An answer whose text is the one given if the plan does not pay, is stale or is no plan.
@@ -271,14 +300,14 @@ class Pipeliner:
         Raises:
             PlanError: The text is none of this job's.
         """
-        before, job = self._read(text), self._job(members)
+        before, job = self.read(text), self._job(members)
         if plan is None:
             return PipelineAnswer(text=text, reason="the plan stays: no other plan fits")
         same_job = (plan.layer_count, plan.micro_batches) == (before.layer_count, before.micro_batches)
         if not same_job or not tuple(job.by_name) == plan.devices == before.devices:
             return PipelineAnswer(text=text, reason="the plan stays: the other one is of other members")
         searched = PlannedPipelines(plan, StepEstimate(0.0, 0.0, 0.0, 0.0, 0.0, {}), False, 0.0, "")
-        options = replace(self._options(job, before), live=lambda: searched)
+        options = replace(self._options(job, before, links=links), live=lambda: searched)
         ways = [replace(c, policy="searched") for c in (options.keep(), options.move()) if c is not None]
         decision = choose(ways, self._outlook(options))
         stays = decision.chosen is None or decision.chosen.kind == KEEP
@@ -294,7 +323,12 @@ class Pipeliner:
 
     # ------------------------------------------------------------------------------------------------ parts
 
-    def _read(self, text: str) -> PipelinePlan:
+    def read(self, text: str) -> PipelinePlan:
+        """Returns the plan of a view.
+
+        Raises:
+            PlanError: The text is none of this job's.
+        """
         if self._last is None or self._last[0] != text:
             plan = ViewPipelines.from_json(text).plan
             if (plan.layer_count, plan.micro_batches) != (self.profile.costs.count, self.profile.micro_batches):
@@ -306,7 +340,12 @@ class Pipeliner:
         return self._last[1]
 
     def _options(
-        self, job: TrainingJob, before: PipelinePlan, serving: tuple[Device, ...] = (), held: Held | None = None
+        self,
+        job: TrainingJob,
+        before: PipelinePlan,
+        serving: tuple[Device, ...] = (),
+        held: Held | None = None,
+        links: Links | None = None,
     ) -> PlanOptions:
         there, known = job.by_name, set(before.devices)
         newcomers = there.keys() - known
@@ -325,6 +364,8 @@ class Pipeliner:
             serving=serving,
             running_s=0.0,  # half a step is lost with each way alike
             live=lambda: self._planned(job),
+            links=links,
+            shared=self.shared,
         )
 
     def _outlook(self, options: PlanOptions) -> Outlook:
@@ -337,7 +378,7 @@ class Pipeliner:
         if text is None and chosen is not None:
             plan: PipelinePlan = chosen.plan
             run = options.cost(plan).run
-            view = ViewPipelines.of(plan, plan_lists(options.left, plan, run=run) if run else None)
+            view = ViewPipelines.of(plan, plan_lists(options.left, plan, run=run) if run else None, self.shared)
             text = view.to_json()
             self._last = text, plan
         changes = outlook.rate + outlook.returns
@@ -348,6 +389,7 @@ class Pipeliner:
             chosen=chosen,
             horizon_s=1 / changes if changes else math.inf,
             moves=options.moves(chosen.plan) if chosen is not None else None,
+            busy=_busy(options.left, chosen.plan, chosen.step_s) if chosen is not None else {},
         )
 
     def _none(
@@ -362,6 +404,16 @@ class Pipeliner:
             lost_layers=lost_layers,
             least_members=None if lost_layers else least_devices(job, roomy),
         )
+
+
+def _busy(job: TrainingJob, plan: PipelinePlan, step_s: float) -> dict[str, float]:
+    """Returns by device the share of a step in which it computes."""
+    costs, taken_s = job.costs, dict.fromkeys(plan.stages, 0.0)
+    for j in range(plan.micro_batches):
+        for s in plan.route(j):
+            passes_s = costs.forward[s.end] - costs.forward[s.first] + costs.backward[s.end] - costs.backward[s.first]
+            taken_s[s.device] += passes_s / job.by_name[s.device].speed
+    return {name: round(seconds / step_s, 3) for name, seconds in taken_s.items()}
 
 
 def _few(word: str, names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ function of the plan, so it is not stored.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -132,6 +132,13 @@ class PipelinePlan:
     def vacant(self) -> tuple[tuple[int, int], ...]:
         """(pipeline, stage) of the places that nobody fills."""
         return tuple((q, i) for q, p in enumerate(self.pipelines) for i, s in enumerate(p.stages) if s.device == VACANT)
+
+    @property
+    def shape(self) -> str:
+        """The plan for people: "3 x 2" is three pipelines of two stages."""
+        counts = Counter(len(p.stages) for p in self.pipelines)
+        rows = " + ".join(f"{n} x {stages}" for stages, n in sorted(counts.items(), reverse=True))
+        return f"{rows}, {len(self.vacant)} vacant" if self.vacant else rows
 
     @cached_property
     def _detours_of(self) -> dict[int, list[Detour]]:

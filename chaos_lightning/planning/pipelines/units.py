@@ -246,13 +246,18 @@ def _check_bounds(about: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ what sums cover
 
 
-def coverage(units: Iterable[StepUnit]) -> tuple[LayersCovered, ...]:
-    """Returns what the raw sums hold once these units have run, by runs of layers; layers without any are left out."""
-    backward = [u for u in units if u.kind == BACKWARD]
-    cuts = sorted({c for u in backward for c in (u.first, u.end)})
+def coverage(units: Iterable[StepUnit], kind: str = BACKWARD) -> tuple[LayersCovered, ...]:
+    """Returns what the raw sums hold once these units have run, by runs of layers; layers without any are left out.
+
+    Args:
+        units: Those of one member.
+        kind: The passes that count; FORWARD in a round of evaluation, which has no other (P17).
+    """
+    passes = [u for u in units if u.kind == kind]
+    cuts = sorted({c for u in passes for c in (u.first, u.end)})
     rows: list[LayersCovered] = []
     for first, end in pairwise(cuts):
-        spans = union((u.micro_batch, u.micro_batch + 1) for u in backward if u.first <= first < u.end)
+        spans = union((u.micro_batch, u.micro_batch + 1) for u in passes if u.first <= first < u.end)
         if spans and rows and rows[-1].end == first and rows[-1].micro_batches == spans:
             rows[-1] = LayersCovered(rows[-1].first, end, spans)
         elif spans:

@@ -15,15 +15,10 @@ from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE
 from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, MemoryRules, NamedLink, TrainingJob
 from chaos_lightning.planning.pipelines.moves import move_list, renamed
-from chaos_lightning.planning.pipelines.pipeliner import (
-    PIPELINE_POLICIES,
-    PipelineAnswer,
-    Pipeliner,
-    PlanWish,
-    search_plan,
-)
+from chaos_lightning.planning.pipelines.pipeliner import PipelineAnswer, Pipeliner, PlanWish, search_plan
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
+from chaos_lightning.planning.pipelines.request import PIPELINE_POLICIES
 from chaos_lightning.planning.pipelines.units import BACKWARD, FORWARD, ViewPipelines, coverage, coverage_error
 
 AMPLE = 10**9

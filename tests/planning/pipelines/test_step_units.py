@@ -204,6 +204,7 @@ def test_coverage_joins_layers_and_micro_batches():
         LayersCovered(3, 4, ((0, 2),)),
     )
     assert coverage([]) == ()
+    assert coverage(units, FORWARD) == (LayersCovered(0, 4, ((9, 10),)),)
 
 
 @pytest.mark.parametrize(

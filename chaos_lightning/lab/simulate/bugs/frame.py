@@ -13,9 +13,9 @@ from chaos_lightning.lab.simulate.plan import Plan
 from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.lab.simulate.world import Hooks
 from chaos_lightning.membership.book import Book
+from chaos_lightning.membership.effects import Persist
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import ViewId
 
 Machine = TypeVar("Machine", MemberMachine, SchedulerMachine)
 
@@ -93,7 +93,7 @@ class TrustingNode(Node):
 class HastyBook(Book):
     """Announces a view before it is stored, and goes on."""
 
-    def persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
-        super().persist(kind, number, (lambda: None) if kind == "view" else then, **fields)
-        if kind == "view":
+    def persist(self, entry: Persist, then: Callable[[], None]) -> None:
+        super().persist(entry, (lambda: None) if entry.kind == "view" else then)
+        if entry.kind == "view":
             then()

@@ -1,0 +1,151 @@
+"""Layers that take a given time: real tensors, little arithmetic, and sleep until a deadline.
+
+Theory of operation. A benchmark of pipelines needs as many devices as there are stages. Processes that compute share
+the cores of this machine; processes that sleep do not. So a `TimedLayer` has real weights, outputs and gradients, and a
+forward or a backward pass ends at a deadline, however little there was to compute. What a pipeline adds to these times
+is real: border tensors, reductions, commits, moves of weights and optimizer state. `TimedModel.job` describes the model
+to the planner, with the times that layers were given and bytes that are exact.
+
+Times are met as long as arithmetic and wake-ups fit in: 10 ms and more for a pass on a machine that is not crowded.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob
+
+PARAMETERS = 3
+"""Number of parameters of a layer; AdamW counts steps in four bytes for each."""
+
+
+class _Deadline:
+    """End of a backward pass, by the monotonic clock, in seconds."""
+
+    at_s = 0.0
+
+    def sleep(self) -> None:
+        time.sleep(max(0.0, self.at_s - time.monotonic()))
+
+
+class _Leaving(torch.autograd.Function):
+    """Last operation of a layer; its backward pass comes first, and sets the deadline."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, deadline: _Deadline, backward_s: float) -> Tensor:
+        ctx.deadline, ctx.backward_s = deadline, backward_s
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.deadline.at_s = time.monotonic() + ctx.backward_s
+        return gradients[0], None, None
+
+
+class _Entering(torch.autograd.Function):
+    """First operation of a layer; its backward pass comes last, and sleeps until the deadline.
+
+    The layer's `anchor` has it run where no gradient of the input is wanted.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, deadline: _Deadline) -> Tensor:
+        ctx.deadline = deadline
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.deadline.sleep()
+        return gradients[0], gradients[0].new_zeros(1), None
+
+
+class TimedLayer(nn.Module):
+    """A residual layer that takes its time.
+
+    Args:
+        width: Features.
+        forward_s: Seconds of a forward pass.
+        backward_s: Seconds of a backward pass.
+    """
+
+    def __init__(self, width: int, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.forward_s, self.backward_s = forward_s, backward_s
+        self.linear = nn.Linear(width, width)
+        self.anchor = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends, back = _Deadline(), _Deadline()
+        ends.at_s = time.monotonic() + self.forward_s
+        x = _Entering.apply(x, self.anchor, back)  # type: ignore[no-untyped-call]
+        x = _Leaving.apply(x + 0.1 * self.linear(x), back, self.backward_s)  # type: ignore[no-untyped-call]
+        ends.sleep()
+        return x
+
+
+class TimedModel(LightningModule):  # type: ignore[misc]
+    """A chain of timed layers, all alike, with AdamW.
+
+    Args:
+        layers: Their number.
+        width: Features; a layer has width * (width + 1) + 1 numbers.
+        forward_s: Seconds of a layer's forward pass of one micro-batch.
+        backward_s: Seconds of its backward pass.
+    """
+
+    chaos_chain = "layers"
+
+    def __init__(self, layers: int, width: int, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.count, self.width, self.forward_s, self.backward_s = layers, width, forward_s, backward_s
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            made = (TimedLayer(self.width, self.forward_s, self.backward_s) for _ in range(self.count))
+            self.layers = nn.ModuleList(made)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        loss = x.square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    def job(self, *, micro_batches: int, samples: int, owned: float) -> TrainingJob:
+        """Returns the planner's description.
+
+        Args:
+            micro_batches: Of a step.
+            samples: In a micro-batch.
+            owned: Number of layers that fit on a device, with two micro-batches in flight.
+        """
+        numbers = self.width * (self.width + 1) + 1
+        wide = 4 * samples * self.width
+        layer = Layer(
+            name="layer",
+            forward_s=self.forward_s,
+            backward_s=self.backward_s,
+            parameter_nbytes=4 * numbers,
+            gradient_nbytes=4 * numbers,
+            optimizer_nbytes=8 * numbers + 4 * PARAMETERS,
+            activation_nbytes=2 * wide,
+            output_nbytes=wide,
+        )
+        layers = tuple(replace(layer, name=f"layers.{i}") for i in range(self.count))
+        room = owned * (24 * numbers + 4 * PARAMETERS + 4 * wide)
+        return TrainingJob(
+            layers=layers,
+            devices=(Device(name="d", memory_nbytes=round(room)),),
+            micro_batches=micro_batches,
+            samples=samples,
+        )

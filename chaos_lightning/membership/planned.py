@@ -1,0 +1,131 @@
+"""Pipelines of views by the planner, from what members ask for: devices for members, layers for parts of the state.
+
+Theory of operation. Each member says what its model and its device are like. Of the model the oldest member's word
+counts, of a device its own member's. Workers of one node die together, and members of one machine share its links.
+Part numbers of layers are the layers' own numbers, so what members hold needs no more than that the other parts are
+left out. Where members are as before and no link has gone, the pipelines stay as they are: better ones are searched for
+while the job goes on (searching.py).
+
+How often members are lost is learnt from the chain of views. A scheduler that is started anew begins to learn again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from chaos_lightning.membership.parts import numbers
+from chaos_lightning.membership.pipelining import PipelineChoice, ViewPipeliner
+from chaos_lightning.membership.topology import Pair
+from chaos_lightning.planning.pipelines.history import LossHistory
+from chaos_lightning.planning.pipelines.job import Device
+from chaos_lightning.planning.pipelines.linked import missing_link
+from chaos_lightning.planning.pipelines.pipeliner import PipelineAnswer, Pipeliner
+from chaos_lightning.planning.pipelines.plan import PipelinePlan
+from chaos_lightning.planning.pipelines.request import PipelineRequest
+from chaos_lightning.protocol.types import Member, Span, View
+
+
+class PlannedPipeliner(ViewPipeliner):
+    """See the module.
+
+    Args:
+        requests: What members ask for, by id; it changes as members come and go.
+    """
+
+    def __init__(self, requests: Mapping[str, PipelineRequest]) -> None:
+        self._requests = requests
+        self._history = LossHistory()
+        self._last: tuple[PipelineRequest, Pipeliner] | None = None
+        self._since: float | None = None
+        """Since when (s) the members have been those of the last view."""
+
+    def reroute(
+        self,
+        before: str,
+        members: Sequence[Member],
+        *,
+        leaving: Sequence[Member] = (),
+        held: Mapping[str, tuple[Span, ...]] | None = None,
+        links: Collection[Pair] = (),
+    ) -> PipelineChoice:
+        """See `ViewPipeliner.reroute`."""
+        pipeliner = self._pipeliner((*members, *leaving))
+        if pipeliner is None:
+            return PipelineChoice(text="", reason="no member has told what the model is like")
+        devices, pairs = self._devices(pipeliner, members), _few(links, members)
+        plan = pipeliner.read(before) if before else None
+        there = {m.id for m in (*members, *leaving)}
+        if plan is None or (held is None and not there.issuperset(plan.devices)):
+            # A member is lost before the first step, when owners still make their parts: all is as at a founding.
+            return _choice(pipeliner.first(devices, pairs), len(members))
+        same = set(plan.devices) == {m.id for m in members}
+        if same and (pairs is None or not missing_link(plan, pairs, pipeliner.shared)):
+            return PipelineChoice(text=before, reason="the members are as before")
+        layers = range(plan.layer_count)
+        holds = {m: [x for x in numbers(spans) if x in layers] for m, spans in held.items()} if held else None
+        answer = pipeliner.after(before, devices, self._devices(pipeliner, leaving), holds, pairs)
+        return _choice(answer, len(members))
+
+    def wish(self, members: Sequence[Member]) -> str | None:
+        """See `ViewPipeliner.wish`."""
+        pipeliner = self._pipeliner(members)
+        wish = pipeliner.wish(self._devices(pipeliner, members)) if pipeliner is not None else None
+        return json.dumps(wish.to_dict()) if wish is not None else None
+
+    def better(self, before: str, members: Sequence[Member], plan: str, links: Collection[Pair]) -> PipelineChoice:
+        """See `ViewPipeliner.better`."""
+        pipeliner = self._pipeliner(members)
+        assert pipeliner is not None, "the plan was searched for these members"
+        found, devices = PipelinePlan.from_json(plan), self._devices(pipeliner, members)
+        return _choice(pipeliner.better(before, devices, found, _few(links, members)), len(members))
+
+    def followed(self, before: View | None, after: View, now: float) -> None:
+        """See `ViewPipeliner.followed`."""
+        if before is not None and self._since is not None:
+            self._history.watched(len(before.members), now - self._since)
+        self._since = now
+        if before is None:
+            return
+        kept = frozenset(m.id for m in (*after.members, *after.leaving))
+        if units := {m.node or m.id for m in before.members if m.id not in kept}:
+            self._history.lost(len(units))
+        if fresh := [m for m in after.members if before.find(m.id) is None]:
+            self._history.came(len(fresh))
+
+    # ------------------------------------------------------------------ members as devices
+
+    def _pipeliner(self, members: Iterable[Member]) -> Pipeliner | None:
+        """Returns the planner of the job as the oldest of these members tells it; None if none of them has told."""
+        oldest = next((self._requests[m.id] for m in members if m.id in self._requests), None)
+        if oldest is None:
+            return None
+        if self._last is None or self._last[0] is not oldest:
+            made = Pipeliner(oldest.job, oldest.policy, copies=oldest.copies, shared=oldest.shared)
+            made.history = self._history
+            self._last = oldest, made
+        return self._last[1]
+
+    def _devices(self, pipeliner: Pipeliner, members: Iterable[Member]) -> list[Device]:
+        """Returns the members' devices; of one that has not told its own, the oldest member's."""
+        found = []
+        for m in members:
+            request = self._requests.get(m.id)
+            like = request.device if request is not None else pipeliner.profile.devices[0]
+            host = f"machine {m.host or m.address}"  # no member's id looks like this
+            found.append(replace(like, name=m.id, host=host, unit=m.node))
+        return found
+
+
+def _few(links: Collection[Pair], members: Sequence[Member]) -> Collection[Pair] | None:
+    """Returns the links; None if each pair of these members has one."""
+    return None if len(links) == len(members) * (len(members) - 1) // 2 else links
+
+
+def _choice(answer: PipelineAnswer, here: int) -> PipelineChoice:
+    """Returns the planner's answer for a view of so many members."""
+    reason, least = answer.reason, answer.least_members
+    if answer.text is None and least is not None and least > here:
+        reason += f"; a plan needs {least} members that are like the roomiest of these"
+    return PipelineChoice(text=answer.text or "", reason=reason, facts=answer.facts(), ends=answer.restarts)

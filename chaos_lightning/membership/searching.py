@@ -1,0 +1,74 @@
+"""Searches for better pipelines while a job goes on, and lets a later header carry those that pay.
+
+Theory of operation. A decision takes pipelines that are found in milliseconds. Once a view of other members is settled,
+the best plan for them is asked for (`SearchPipelines`). Another process finds it (control/drawing.py), which takes
+seconds, and answers (`PipelinesFound`). If the members are still the same and the gain outweighs the transition, the
+next view has these pipelines: it has the same members, parts move before the first slot that it rules (P8), and nobody
+is asked for a promise. A process that fails or dies is an answer, too: the pipelines stay.
+"""
+
+from __future__ import annotations
+
+import json
+
+from chaos_lightning.membership.desk import Desk
+from chaos_lightning.membership.effects import PipelinesFound, SearchPipelines
+from chaos_lightning.membership.pipelining import Pipelining
+from chaos_lightning.membership.redrawing import REPLAN_PAUSE_S
+from chaos_lightning.protocol.types import View
+
+
+class PipelineSearch:
+    """See the module. Arguments are the parts that it uses."""
+
+    def __init__(self, desk: Desk, pipelining: Pipelining) -> None:
+        self._desk = desk
+        self._pipelining = pipelining
+        self._count = 0
+        self._out = 0
+        """Token of the request that is not answered yet; 0: there is none."""
+        self._asked_for: tuple[str, ...] = ()
+        """Members that the last request was for."""
+        self._asked_at = float("-inf")
+        self._found = ""
+        """The plan that was found for them."""
+
+    def on_found(self, event: PipelinesFound) -> None:
+        """Takes an answer, which counts only if it is to the last request."""
+        if event.token != self._out:
+            return
+        self._out, self._found = 0, event.plan or ""
+        if event.plan is None:
+            self._desk.note("notice", text=f"the pipelines stay: {event.reason}")
+
+    def turn(self, latest: View) -> tuple[str, str] | None:
+        """Returns better pipelines for the members of this view, and why; None if there are none.
+
+        Args:
+            latest: The view that rules, and that all its members stand in.
+        """
+        if not latest.pipelines:
+            return None
+        if latest.ids() != self._asked_for:
+            self._out, self._found = 0, ""
+            if self._desk.now - self._asked_at >= REPLAN_PAUSE_S:
+                self._ask(latest)
+            return None
+        plan, self._found = self._found, ""
+        return self._pipelining.better(latest, plan) if plan else None
+
+    def _ask(self, latest: View) -> None:
+        self._asked_for, self._asked_at = latest.ids(), self._desk.now
+        wish = self._pipelining.wish(latest)
+        if wish is not None:
+            self._count += 1
+            self._out = self._count
+            self._desk.out.append(SearchPipelines(self._out, wish))
+
+
+def searched(effect: SearchPipelines) -> PipelinesFound:
+    """Returns the answer to a request. Takes seconds, so it runs in a process of its own."""
+    from chaos_lightning.planning.pipelines.pipeliner import PlanWish, search_plan
+
+    plan = search_plan(PlanWish.from_dict(json.loads(effect.wish)))
+    return PipelinesFound(effect.token, plan.to_json() if plan else None, "" if plan else "no other plan fits")
