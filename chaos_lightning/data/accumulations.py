@@ -60,6 +60,7 @@ class Accumulations:
 
     Attributes:
         length: positions in this epoch of the stream; UNKNOWN_LENGTH until an iterable has run dry.
+        whole: with drop_last a rest that makes no micro-batch ends the epoch, and no step has idle micro-batches alone.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Accumulations:
         self.epoch = epoch
         self.stream = stream
         self.length = length
+        self.whole = False
         self._source = source
         self._drop_last = drop_last
         self._least = least
@@ -181,18 +183,17 @@ class Accumulations:
 
         Ends where the epoch would.
         """
-        base, ahead, index, epoch = self._base, self._ahead, max(0, self._index - 1), self.epoch
-        if base is None:
-            return
-        view = base.ruling
-        while view is not None:
-            mine = self._mine(base, view, ahead)
-            if mine is None or not self._rest(base, view, ahead - 1):
-                return
-            for part in mine.micro_batches[index:]:
+        index, epoch = max(0, self._index - 1), self.epoch
+        for parts in self.upcoming():
+            for part in parts[index:]:
                 if part:
                     yield epoch, part
-            ahead, index = ahead + 1, 0
+            index = 0
+
+    def upcoming(self) -> Iterator[tuple[Part, ...]]:
+        """Returns my micro-batches of the present accumulation, and of each later one if every step commits as
+        assigned. Ends where the epoch would."""
+        return self._upcoming(self._base, self._ahead)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -215,6 +216,15 @@ class Accumulations:
         self.as_forecast = self._forecast == (view, before)
         self._forecast = (view, rest)
         return True
+
+    def _upcoming(self, base: _Base | None, ahead: int) -> Iterator[tuple[Part, ...]]:
+        view = base.ruling if base is not None else None
+        while base is not None and view is not None:
+            mine = self._mine(base, view, ahead)
+            if mine is None or not self._rest(base, view, ahead - 1):
+                return
+            yield mine.micro_batches
+            ahead += 1
 
     def _ruling(self) -> View | None:
         header, view = self._source.header, self._source.ruling_view
@@ -243,6 +253,8 @@ class Accumulations:
         """Steps to come, `done` of which are under way already."""
         view = base.ruling or self._source.view or self._alone()
         if self.stream == ledger.SHARED:
+            if self._is_too_little(base.ledger, view):
+                return 0
             return max(0, assignment.steps_left(view, base.ledger, **self._stretch) - done)
         others = assignment.local_steps_left(view, base.ledger, self.epoch)
         own = 1 + done  # an iterable says nothing about its end; there is always one more accumulation to try
@@ -260,7 +272,8 @@ class Accumulations:
     def _over(self, spent: Ledger, ruling: View | None, ahead: int) -> bool:
         if self.stream == ledger.SHARED:
             if ahead == 0:
-                return ledger.is_spent(spent, self.stream, self.epoch, self.length)
+                spent_all = ledger.is_spent(spent, self.stream, self.epoch, self.length)
+                return spent_all or self._is_too_little(spent, ruling)
             view = ruling or self._source.view
             return view is None or ahead >= assignment.steps_left(view, spent, **self._stretch)
         view = ruling or self._source.view
@@ -270,6 +283,13 @@ class Accumulations:
             return ledger.local_over(spent, view, self.epoch)
         steps = assignment.local_steps_left(view, spent, self.epoch)
         return steps is not None and ahead >= steps
+
+    def _is_too_little(self, spent: Ledger, ruling: View | None) -> bool:
+        """Whether what is left makes no whole micro-batch, and that ends the epoch."""
+        if not (self.whole and self._drop_last) or ruling is None:
+            return False
+        left = ledger.remaining(spent, self.stream, self.epoch, self.length)
+        return count(left) < min(member.quota for member in ruling.members)
 
 
 class Resumed:

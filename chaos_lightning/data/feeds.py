@@ -11,6 +11,9 @@ DataLoader's iterator has ended, because an epoch seemed to be over and was not,
 
 With num_workers=0 nothing is ahead: the sampler is asked when the batch is.
 
+`StepFeed` does the same for the numbered micro-batches of a step of pipelines, which are asked for in any order. What
+was drawn by one forecast stays good if the next one has it anywhere near.
+
 `IterableFeed` walks a node's own iterable in order, one batch ahead, since only an iterable's end says how long it
 was. Batches that were handed out but not committed are kept: they cannot be drawn a second time.
 """
@@ -22,12 +25,14 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from chaos_lightning.data.accumulations import Part
+from chaos_lightning.data.keyed import KeyedSamples, MicroBatchKey, keyed_settings
 from chaos_lightning.data.order import Orders, keyed_randomness
 from chaos_lightning.data.source import Stats
 from chaos_lightning.data.taped import TapeOrders
@@ -91,6 +96,11 @@ class MapFeed:
                 f"{type(loader).__name__} has an __iter__ of its own, which assigning samples would pass over. Use a "
                 "torch DataLoader with that logic in its collate_fn or data set."
             )
+        if loader.num_workers and not loader.in_order:
+            warnings.warn(
+                "in_order=False is not honoured: batches must come in the order in which they were assigned",
+                stacklevel=3,
+            )
         self._units = units
         self._seed = seed
         self._stats = stats
@@ -98,6 +108,7 @@ class MapFeed:
         self._forecast: Iterator[Tag] = iter(())
         self._iterator: Iterator[Any] | None = None
         self._generator = torch.Generator()
+        self._sampler = _Sampler(self._draw)
         self._inner = tie_workers(self._clone(loader))
         self._dummy: Any = None
         self._has_dummy = False
@@ -132,6 +143,13 @@ class MapFeed:
 
     def fetch(self, tag: Tag) -> Any:
         """The batch of this micro-batch, which the forecast must name next."""
+        drawn, data = self._next_live(tag)
+        if drawn.tag != tag:
+            raise RuntimeError(f"the DataLoader gave positions {drawn.tag}; expected {tag}")
+        return data
+
+    def _next_live(self, wanted: Tag) -> tuple[_Drawn, Any]:
+        """The next batch that comes out of the DataLoader and is not stale; `wanted` is for messages."""
         fruitless = 0
         while True:
             if self._iterator is None:
@@ -143,7 +161,7 @@ class MapFeed:
                 fruitless += 1
                 if fruitless > 1:
                     raise RuntimeError(
-                        f"the DataLoader gave no batch for positions {tag}; the forecast ended"
+                        f"the DataLoader gave no batch for positions {wanted}; the forecast ended"
                     ) from None
                 continue
             except BaseException:
@@ -154,9 +172,7 @@ class MapFeed:
                 self._stats.discarded += 1
                 fruitless = 0
                 continue
-            if drawn.tag != tag:
-                raise RuntimeError(f"the DataLoader gave positions {drawn.tag}; expected {tag}")
-            return data
+            return drawn, data
 
     def dummy(self, epoch: int) -> Any:
         """A batch for an idle micro-batch: the epoch's first samples, made once, a fresh copy each time."""
@@ -174,19 +190,13 @@ class MapFeed:
     # ----------------------------------------------------------------------------------------------------------
 
     def _clone(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        if loader.num_workers and not loader.in_order:
-            warnings.warn(
-                "in_order=False is not honoured: batches must come in the order in which they were assigned",
-                stacklevel=4,
-            )
-        kwargs = alike(loader) | {
-            "generator": self._generator,
-            "persistent_workers": loader.persistent_workers,
-        }
-        sampler = _Sampler(self._draw)
+        kwargs = self._settings(loader)
         if self._units.unit == "item":
-            return DataLoader(loader.dataset, batch_size=None, sampler=sampler, **kwargs)
-        return DataLoader(loader.dataset, batch_sampler=sampler, **kwargs)
+            return DataLoader(loader.dataset, batch_size=None, sampler=self._sampler, **kwargs)
+        return DataLoader(loader.dataset, batch_sampler=self._sampler, **kwargs)
+
+    def _settings(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        return alike(loader) | {"generator": self._generator, "persistent_workers": loader.persistent_workers}
 
     def _open(self) -> Iterator[Any]:
         # One number per (job, member, epoch, iterator) is where torch derives its workers' seeds from (protocol.md 22).
@@ -208,6 +218,10 @@ class MapFeed:
         tag = next(self._forecast)
         self._queue.append(_Drawn(tag))
         self._stats.drawn += 1
+        return self._index(tag)
+
+    def _index(self, tag: Tag) -> Any:
+        """Returns the key by which the DataLoader's fetcher gets this micro-batch."""
         return self._flat(self._units.keys(*tag))
 
     def _flat(self, units: list[Any]) -> Any:
@@ -244,6 +258,59 @@ def _chain(first: Tag | None, rest: Iterator[Tag]) -> Iterator[Tag]:
     if first is not None:
         yield first
         yield from rest
+
+
+class StepFeed(MapFeed):
+    """Batches of a map-style data set by position, for a loader that knows its coming steps."""
+
+    def __init__(self, loader: DataLoader[Any], units: Orders | TapeOrders, *, seed: int, stats: Stats) -> None:
+        super().__init__(loader, units, seed=seed, stats=stats)
+        self._early: dict[Tag, Any] = {}
+        """Micro-batches that came out before they were asked for."""
+
+    def expect(self, steps: Iterator[tuple[Tag, ...]]) -> None:
+        """Goes by these micro-batches from now on.
+
+        Args:
+            steps: Micro-batches of the present step that are to be asked for, then of each later step. A later step
+                has one at least, but for the last step of an epoch.
+        """
+        drawn = [one for one in self._queue if one.live]
+        # What was drawn is not further ahead than so many steps.
+        near = list(islice(steps, len(drawn) + len(self._early) + 2))
+        wanted = set(chain.from_iterable(near))
+        for one in drawn:
+            one.live = one.tag in wanted
+        stale = self._early.keys() - wanted
+        self._stats.discarded += len(stale)
+        for tag in stale:
+            del self._early[tag]
+        have = self._early.keys() | {one.tag for one in drawn if one.live}
+        self._forecast = (
+            tag for tag in chain(chain.from_iterable(near), chain.from_iterable(steps)) if tag not in have
+        )
+        if wanted and self._iterator is None and self._inner.num_workers:
+            self._iterator = self._open()  # they load while other stages compute
+
+    def fetch(self, tag: Tag) -> Any:
+        """Returns one of the micro-batches that are expected; those before it are kept until they are asked for."""
+        while tag not in self._early:
+            drawn, data = self._next_live(tag)
+            self._early[drawn.tag] = data
+        return self._early.pop(tag)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._stats.discarded += len(self._early)
+        self._early.clear()
+
+    def _clone(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        samples = KeyedSamples(loader.dataset, loader.collate_fn, self._units.unit, self._seed)
+        settings = self._settings(loader) | keyed_settings(loader)
+        return DataLoader(samples, batch_size=None, sampler=self._sampler, **settings)
+
+    def _index(self, tag: Tag) -> MicroBatchKey:
+        return (*tag, self._units.keys(*tag))
 
 
 class IterableFeed:

@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from chaos_lightning.data.accumulations import UNKNOWN_LENGTH, Accumulations, Resumed
-from chaos_lightning.data.feeds import IterableFeed, MapFeed, batch_length, declared_batch
+from chaos_lightning.data.accumulations import UNKNOWN_LENGTH, Accumulations, Part, Resumed
+from chaos_lightning.data.feeds import IterableFeed, MapFeed, StepFeed, batch_length, declared_batch
 from chaos_lightning.data.order import Orders
 from chaos_lightning.data.source import AssignmentSource, MicroBatch, Stats
 from chaos_lightning.data.taped import TapeOrders
@@ -54,11 +54,13 @@ class ElasticLoader:
         tape: of what is leased to the members together, where others share the data with them; epochs are tapes then.
         as_lightning: see `Orders`. Not with a tape: other clusters may be in another epoch than the script's hooks.
         least: Fewest samples that the model trains on at once; equal on all members.
+        unfetched: Micro-batches are assigned, and None is yielded for each. `data/steps.py` fetches them by `feed`.
 
     Attributes:
         loader: the user's loader.
         stats: counters.
         current: what was yielded last; None before the first batch of a pass.
+        yielded: micro-batches of the present epoch that were yielded.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ElasticLoader:
         tape: Callable[[], Tape | None] | None = None,
         as_lightning: bool = False,
         least: int = 1,
+        unfetched: bool = False,
     ) -> None:
         if mode not in ("shared", "local"):
             raise ConfigurationError(f"data={mode!r}; expected 'shared' or 'local'")
@@ -82,6 +85,7 @@ class ElasticLoader:
         self._source = source
         self._stream = ledger.SHARED if mode == "shared" else source.name
         self._least = least
+        self._unfetched = unfetched
         self._resumed = Resumed()
         self._units: Orders | TapeOrders | None = None
         self._feed: MapFeed | IterableFeed
@@ -90,7 +94,7 @@ class ElasticLoader:
                 loader, seed=seed, stream=self._stream, as_lightning=as_lightning and tape is None
             )
             self._units = orders_of_epochs if tape is None else TapeOrders(orders_of_epochs, tape)
-            self._feed = MapFeed(loader, self._units, seed=seed, stats=self.stats)
+            self._feed = (StepFeed if unfetched else MapFeed)(loader, self._units, seed=seed, stats=self.stats)
         elif mode == "shared":
             raise UnsupportedError(
                 f"the training loader is a {type(loader).__name__}, whose samples have no positions that members could "
@@ -107,7 +111,7 @@ class ElasticLoader:
         self._loaded: tuple[int, int, bool] | None = None
         self._order_there = (0, "")
         """Epoch in whose midst the state was that was loaded, and the hash of its order there."""
-        self._yielded = 0
+        self.yielded = 0
         self._resync = True
         self._told = False
 
@@ -125,9 +129,13 @@ class ElasticLoader:
         accumulation more than yielded as long as somebody's length is not known.
         """
         if self._accumulations is not None and self._newest is self._pass:
-            return self._yielded if self._finished else self._yielded + self._accumulations.left()
+            return self.yielded if self._finished else self.yielded + self._accumulations.left()
         epoch = self._next_epoch()
         return self._start_count(epoch) + self._make_accumulations(epoch).left()
+
+    def foreseen(self, members: int) -> int:
+        """Returns the length that `len` will have in a job of so many members, as seen before it."""
+        return -(-len(self) // members)
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next pass. Without it, the one the ledger stands in, then one more each pass."""
@@ -220,6 +228,30 @@ class ElasticLoader:
             return ""
         epoch = self._accumulations.epoch
         return f"epoch {epoch} in order {self._units.order_hash(epoch)}"
+
+    # --- for whoever fetches by himself ------------------------------------------------------------------------
+
+    @property
+    def feed(self) -> StepFeed:
+        """Fetches what this loader has assigned (`unfetched`)."""
+        assert isinstance(self._feed, StepFeed)
+        return self._feed
+
+    @property
+    def units(self) -> Orders:
+        """The orders of the epochs (`unfetched`)."""
+        assert isinstance(self._units, Orders)
+        return self._units
+
+    def steps(self) -> Iterator[tuple[Part, ...]]:
+        """Returns this member's micro-batches in the present step, and in each later one if all commit as assigned."""
+        assert self._accumulations is not None
+        return self._accumulations.upcoming()
+
+    @property
+    def as_forecast(self) -> bool:
+        """Whether the present step is what `steps` has foreseen before."""
+        return self._accumulations is not None and self._accumulations.as_forecast
 
     # --- agreement and resume ----------------------------------------------------------------------------------
 
@@ -322,7 +354,7 @@ class ElasticLoader:
     def _stands(self) -> tuple[int, int, bool]:
         """Epoch, micro-batches of it that are committed, and whether it is finished."""
         if self._accumulations is not None and self._epoch is not None:
-            return (self._epoch, self._yielded - self._accumulations.uncommitted, self._finished)
+            return (self._epoch, self.yielded - self._accumulations.uncommitted, self._finished)
         return self._loaded or (self._next_epoch(), 0, False)
 
     def _next_epoch(self) -> int:
@@ -345,7 +377,7 @@ class ElasticLoader:
         if length is None:
             said = ledger.announced_length(self.ledger, self._source.name, epoch)
             length = UNKNOWN_LENGTH if said is None else said
-        return Accumulations(
+        made = Accumulations(
             self._source,
             stream=self._stream,
             epoch=epoch,
@@ -355,6 +387,8 @@ class ElasticLoader:
             resumed=self._resumed,
             quota=self.quota,
         )
+        made.whole = self._unfetched
+        return made
 
     def _begin(self, new: _Pass) -> Accumulations:
         if self._source.view is None:
@@ -368,7 +402,7 @@ class ElasticLoader:
             )
         self._begin_order(epoch)
         accumulations = self._make_accumulations(epoch)
-        self._yielded = self._start_count(epoch)
+        self.yielded = self._start_count(epoch)
         self._pass, self._accumulations, self._epoch = new, accumulations, epoch
         self._wanted = self._loaded = self.current = None
         self._finished = False
@@ -395,7 +429,7 @@ class ElasticLoader:
             self._resync = True
             raise
         self.current = replace(part, samples=samples, spans=part.spans if samples else ())
-        self._yielded += 1
+        self.yielded += 1
         self.stats.yielded += 1
         self.stats.idle += self.current.idle
         return data
@@ -404,6 +438,8 @@ class ElasticLoader:
         feed = self._feed
         if isinstance(feed, IterableFeed):
             return self._fetch_ordinal(feed, accumulations, part)
+        if self._unfetched:
+            return None, feed.samples((part.epoch, part.spans))
         if self._resync or (part.first and not accumulations.as_forecast):
             feed.resync(accumulations.future())
             self._resync = False

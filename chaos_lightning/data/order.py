@@ -64,6 +64,14 @@ def fast_permutation(length: int, seed: int, epoch: int, stream: str = "") -> np
     return np.argsort(value).astype(np.int64, copy=False)
 
 
+def seed_generators(key: int, *generators: torch.Generator) -> None:
+    """Seeds the CPU generators of torch, numpy and random (and the given ones) with `key`."""
+    for generator in (torch.default_generator, *generators):
+        generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+
+
 @contextlib.contextmanager
 def keyed_randomness(key: int, *generators: torch.Generator) -> Iterator[None]:
     """The CPU generators of torch, numpy and random (and the given ones) seeded with `key`; put back at the end."""
@@ -71,10 +79,7 @@ def keyed_randomness(key: int, *generators: torch.Generator) -> Iterator[None]:
     states = [generator.get_state() for generator in owned]
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        for generator in owned:
-            generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
-        random.seed(key)
-        np.random.seed(key & 0xFFFFFFFF)
+        seed_generators(key, *generators)
         yield
     finally:
         for generator, state in zip(owned, states, strict=True):

@@ -40,6 +40,32 @@ class AssignmentSource(Protocol):
         """This member's name, which stays over incarnations: its own stream's name with mode="local"."""
 
 
+class BatchFacts(Protocol):
+    """Facts about a batch that a loader has handed out, as training loops read them."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the first batch of an optimizer step."""
+
+    @property
+    def last(self) -> bool:
+        """Whether it is the last batch of an optimizer step."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Positions of the epoch's order."""
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no samples of this member's."""
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """What the loader says about the batch it just yielded."""

@@ -1,0 +1,77 @@
+"""Fetches whole micro-batches with random numbers of their place in the data.
+
+Theory of operation. Another member may run a micro-batch when its step runs again, or another stage of it. So random
+augmentation draws by (seed, epoch, position), whichever process fetches (protocol.md 22, P16): before each sample the
+generators of torch, numpy and random are seeded by its position, and collate_fn goes on with the last sample's. A data
+set with `__getitems__` (a Subset, say) draws all samples of a micro-batch in one go, seeded by the first one's
+position. A generator that a data set keeps for itself is not seeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from chaos_lightning.data.order import keyed_randomness, seed_generators
+from chaos_lightning.planning import orders
+from chaos_lightning.protocol.types import Span
+
+MicroBatchKey = tuple[int, tuple[Span, ...], list[Any]]
+"""Epoch, positions, and the units that lie there in the epoch's order."""
+
+
+class KeyedSamples(Dataset[Any]):
+    """A data set of whole micro-batches over the user's own one. Picklable if that one and its collate_fn are.
+
+    Args:
+        dataset: The user's.
+        collate: Makes a batch of samples, or converts an item.
+        unit: See `Orders`.
+        seed: The job's.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], unit: str, seed: int) -> None:
+        self.dataset, self._collate, self._unit, self._seed = dataset, collate, unit, seed
+
+    def __getitem__(self, micro_batch: MicroBatchKey) -> Any:
+        epoch, spans, units = micro_batch
+        positions = [position for start, stop in spans for position in range(start, stop)]
+        with keyed_randomness(orders.key("sample", self._seed, epoch, positions[0], 0)):
+            if self._unit == "item":
+                (key,) = units
+                return self._collate(self.dataset[key])
+            batches = units if self._unit == "batch" else [[unit] for unit in units]
+            if callable(many := getattr(self.dataset, "__getitems__", None)):
+                return self._collate(many(list(chain.from_iterable(batches))))
+            samples = []
+            for position, keys in zip(positions, batches, strict=True):
+                for place, key in enumerate(keys):
+                    seed_generators(orders.key("sample", self._seed, epoch, position, place))
+                    samples.append(self.dataset[key])
+            return self._collate(samples)
+
+
+class _OwnDataset:
+    """A worker_init_fn that shows the user's data set to `get_worker_info`, then calls the user's own one."""
+
+    def __init__(self, user: Callable[[int], object] | None) -> None:
+        self._user = user
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, KeyedSamples):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+        if self._user is not None:
+            self._user(worker)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def keyed_settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Returns arguments of a DataLoader over `KeyedSamples`, in place of the user's."""
+    return {"collate_fn": _as_it_is, "worker_init_fn": _OwnDataset(loader.worker_init_fn)}

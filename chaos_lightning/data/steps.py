@@ -1,0 +1,413 @@
+"""Gives a job with pipelines one optimizer step's numbered micro-batches at a time (protocol.md P2).
+
+Theory of operation. Members of such a job share a step's micro-batches by layers. Header s alone says which positions
+the M micro-batches of step s+1 have: those that one process of plain Lightning would take with
+`accumulate_grad_batches=M`. So `StepLoader` has an `ElasticLoader` assign them that is shown a view of one member
+(`_OneOfAll`), and all members find the same positions, also in a rerun and after any change of members. Nothing is
+fetched before it is asked for, and each member asks only for what its units need.
+
+How batches are counted. One batch of the training loop is one step: `len`, `limit_train_batches`,
+`val_check_interval` and Lightning's batch counters count steps, and Lightning's `accumulate_grad_batches` is 1. A state
+counts all micro-batches of a step, and says how many these are, so a file that has one tells who wrote it. When a state
+of another strategy is loaded, its steps are counted on; `convert_position` in `strategies/saving.py` does that to the
+counters of Lightning's loops.
+
+A step's positions are spent by those that run its first layers: `StepBatch.spent(j)`. What was committed the loader
+learns from the next header. With drop_last a rest that makes no whole micro-batch is spent with the last one that is
+whole, and an epoch with no other rest is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Any, Literal
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from chaos_lightning.data.accumulations import Part
+from chaos_lightning.data.feeds import StepFeed
+from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.data.source import AssignmentSource, MicroBatch, Stats
+from chaos_lightning.errors import ConfigurationError, StateError, UnsupportedError
+from chaos_lightning.planning import assignment
+from chaos_lightning.protocol.spans import normalise, subtract
+from chaos_lightning.protocol.types import Header, Ledger, Span, Spent, View
+
+MARK = "micro_batches"
+"""Key in the state of a loader whose batches are steps; its value is the number of a step's micro-batches."""
+
+
+class StepBatch:
+    """One optimizer step's micro-batches, which have numbers from 0.
+
+    It is no dataclass and no collection, so Lightning passes it on as it is.
+
+    Attributes:
+        epoch: Pass over the data.
+        index: Number of the step in the epoch.
+        micro_batches: Micro-batches of a step.
+        positions: Positions of each micro-batch in the epoch's order.
+        empty: Numbers of micro-batches without samples; only at the end of an epoch.
+        samples: Samples of the step.
+        first: True: a batch is a whole step.
+        last: True.
+        idle: False.
+    """
+
+    first = last = True
+    idle = False
+
+    def __init__(self, loader: StepLoader, index: int, parts: list[MicroBatch], spends: tuple[Spent, ...]) -> None:
+        self._loader, self._weights = loader, [part.samples for part in parts]
+        self.epoch, self._stream, self.index = parts[0].epoch, parts[0].stream, index
+        self.positions = tuple(part.spans for part in parts)
+        self._dropped = subtract(chain.from_iterable(entry.spans for entry in spends), normalise(self.spans))
+        self.micro_batches, self.samples = len(parts), sum(self._weights)
+        self.empty = frozenset(j for j, spans in enumerate(self.positions) if not spans)
+        self._kept: dict[int, Any] = {}
+        """Copies of what was fetched."""
+        self._promised: set[int] = set()
+        """Numbers of micro-batches that the feed will give."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Positions of all micro-batches."""
+        return tuple(chain.from_iterable(self.positions))
+
+    def weight(self, j: int) -> float:
+        """Returns the samples of a micro-batch."""
+        return float(self._weights[self._known(j)])
+
+    def spent(self, j: int) -> tuple[Spent, ...]:
+        """Returns what the member that runs the first layers of micro-batch `j` names in its contribution."""
+        last = max(set(range(self.micro_batches)) - self.empty, default=-1)
+        spans = normalise((*self.positions[self._known(j)], *(self._dropped if j == last else ())))
+        return (Spent(self._stream, self.epoch, spans),) if spans else ()
+
+    def expect(self, numbers: Iterable[int]) -> None:
+        """Prefetches micro-batches with the user's workers, for this step and by the same numbers for later ones.
+
+        Args:
+            numbers: Micro-batches that this member will ask for, in the order in which it needs them. Empty ones, and
+                those that it has asked for already, are passed over.
+        """
+        self._loader._expect(self, tuple(dict.fromkeys(map(self._known, numbers))))
+
+    def batch(self, j: int) -> Any:
+        """Returns a micro-batch as it was fetched, however often it is asked for, until the step is over.
+
+        Each call gives an object of its own, so a training step may change its batch: a stage that runs later, or again
+        after a recovery, gets what was fetched. A batch that cannot be copied is fetched again.
+
+        Raises:
+            ConfigurationError: The micro-batch has no samples.
+            StateError: The step is over.
+        """
+        if self._known(j) in self.empty:
+            raise ConfigurationError(f"micro-batch {j} of step {self.index} has no samples, so it has no units")
+        if j in self._kept:
+            return copy.deepcopy(self._kept[j])
+        data = self._loader._fetch_numbered(self, j)
+        with contextlib.suppress(Exception):  # whatever a user's batch class raises
+            self._kept[j] = copy.deepcopy(data)
+        return data
+
+    def _known(self, j: int) -> int:
+        if not 0 <= j < self.micro_batches:
+            raise ConfigurationError(f"micro-batch {j} was asked for; a step has numbers 0 to {self.micro_batches - 1}")
+        return j
+
+
+class _OneOfAll:
+    """The job as one process would see it that trains all micro-batches of each step by itself."""
+
+    def __init__(self, source: AssignmentSource, loader: StepLoader) -> None:
+        self._source, self._loader = source, loader
+
+    @property
+    def header(self) -> Header:
+        return self._source.header
+
+    @property
+    def view(self) -> View | None:
+        return self._source.view
+
+    @property
+    def ruling_view(self) -> View | None:
+        loader = self._loader
+        return assignment.step_view(loader.micro_batches, loader.quota, self.header.next_view, self.member_id)
+
+    @property
+    def member_id(self) -> str:
+        return self._source.member_id
+
+    @property
+    def name(self) -> str:
+        return self._source.name
+
+
+class _StepPass:
+    """Iterator over one epoch."""
+
+    def __init__(self, next_step: Callable[[Iterator[None]], StepBatch], micro_batches: Iterator[None]) -> None:
+        self._next_step, self._micro_batches = next_step, micro_batches
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        return self._next_step(self._micro_batches)
+
+
+class StepLoader:
+    """The optimizer steps of a job with pipelines (see the module).
+
+    Iterating yields one `StepBatch` for each step. The next one is asked for when the header of the step is there.
+
+    Args:
+        loader: The user's own: a torch DataLoader over a map-style data set.
+        mode: "shared"; data of each member's own are refused.
+        seed: Keys the order of every epoch, and random augmentation; equal on all members.
+        source: The job.
+        micro_batches: Micro-batches of a step; equal on all members.
+        as_lightning: See `Orders`.
+        least: Fewest samples that the model trains on at once; equal on all members.
+
+    Raises:
+        UnsupportedError: The data have no positions that all stages could share.
+
+    Attributes:
+        loader: The user's loader.
+        micro_batches: Micro-batches of a step.
+        stats: Counters.
+        current: The present step; None before the first one of a pass.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        mode: Literal["shared", "local"] = "shared",
+        seed: int,
+        source: AssignmentSource,
+        micro_batches: int,
+        as_lightning: bool = False,
+        least: int = 1,
+    ) -> None:
+        if micro_batches < 1:
+            raise ConfigurationError(f"micro_batches={micro_batches}; expected at least 1")
+        self.loader, self.micro_batches = _positioned(loader, mode), micro_batches
+        self._seed, self._least = seed, least
+        self._assigning = ElasticLoader(
+            loader,
+            mode="shared",
+            seed=seed,
+            source=_OneOfAll(source, self),
+            as_lightning=as_lightning,
+            least=least,
+            unfetched=True,
+        )
+        self.stats = self._assigning.stats
+        self.current: StepBatch | None = None
+        self._numbers: tuple[int, ...] = ()
+        self._resync = True
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        """A pass over one epoch. Nothing happens before its first step is asked for."""
+        return _StepPass(self._next, iter(self._assigning))
+
+    def __len__(self) -> int:
+        """Steps of this pass: those yielded and those to come, whoever comes or goes."""
+        return len(self._assigning) // self.micro_batches
+
+    def foreseen(self, members: int) -> int:
+        """Returns the length, which does not depend on the members."""
+        return len(self)
+
+    def sample(self, j: int = 0) -> Any:
+        """Returns a micro-batch to look at the model with: the `j`-th one of the present epoch's first step.
+
+        It is fetched as later ones are, in the user's workers if there are any. Nothing advances, and no generator of
+        this process moves.
+
+        Raises:
+            ConfigurationError: The data are too short for it.
+        """
+        units, epoch = self._assigning.units, self.epoch
+        first = assignment.assign_micro_batches(
+            Ledger(),
+            micro_batches=self.micro_batches,
+            quota=self.quota,
+            epoch=epoch,
+            length=units.length(epoch),
+            drop_last=units.drop_last,
+            least=self._least if units.unit == "sample" else 1,
+        )
+        if not 0 <= j < self.micro_batches or not first.micro_batches[j]:
+            raise ConfigurationError(
+                f"micro-batch {j} of an epoch's first step has no samples: the epoch has {units.length(epoch)} "
+                f"{units.unit} positions, a micro-batch {self.quota}, a step {self.micro_batches} micro-batches"
+            )
+        feed = StepFeed(self.loader, units, seed=self._seed, stats=Stats())
+        feed.open("sample")
+        tag = (epoch, first.micro_batches[j])
+        try:
+            feed.expect(iter([(tag,)]))
+            return feed.fetch(tag)
+        finally:
+            feed.close()
+
+    @property
+    def uncommitted(self) -> int:
+        """1 while the present step waits for its commit, else 0."""
+        return self._assigning.uncommitted // self.micro_batches
+
+    @property
+    def order_fingerprint(self) -> dict[str, str]:
+        """Returns words for the job's fingerprint, by name: they must be equal on all members."""
+        own = {"data.micro_batches": str(self.micro_batches), "data.batch_size": str(self.quota)}
+        return self._assigning.order_fingerprint | own
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ElasticLoader`; a step counts as all its micro-batches."""
+        return self._assigning.state_dict() | {MARK: self.micro_batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `ElasticLoader`. Steps are counted on, however many micro-batches they had."""
+        ruling = state.get("ruling")
+        steps = -(-state.get("yielded", 0) // (ruling["accumulate"] if ruling is not None else 1))
+        self._assigning.load_state_dict(state | {"yielded": steps * self.micro_batches})
+        self.current = None
+
+    def give_up(self) -> None:
+        """Ends the pass where it stands: a step that is not committed is not used, the next epoch comes."""
+        self._assigning.give_up()
+        self.current = None
+
+    def close(self) -> None:
+        """Lets the workers go, persistent ones too. A state saved afterwards stands where the last pass came to."""
+        self._assigning.close()
+        self.current = None
+
+    # --- as `ElasticLoader` has them ---------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        self._assigning.set_epoch(epoch)
+
+    @property
+    def epoch(self) -> int:
+        return self._assigning.epoch
+
+    @property
+    def quota(self) -> int:
+        return self._assigning.quota
+
+    @property
+    def drops(self) -> bool:
+        return self._assigning.drops
+
+    @property
+    def batch(self) -> int:
+        return self._assigning.batch
+
+    @property
+    def stream(self) -> str:
+        return self._assigning.stream
+
+    @property
+    def at_safe_point(self) -> bool:
+        return self._assigning.at_safe_point
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._assigning.ledger
+
+    @property
+    def order(self) -> str:
+        return self._assigning.order
+
+    def length(self, epoch: int) -> int | None:
+        return self._assigning.length(epoch)
+
+    def epoch_spent(self) -> bool:
+        return self._assigning.epoch_spent()
+
+    def spent(self) -> tuple[Spent, ...]:
+        return self._assigning.spent()
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        self._assigning.check_state(state)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _next(self, micro_batches: Iterator[None]) -> StepBatch:
+        assigning, before = self._assigning, self.current
+        if not assigning.at_safe_point:
+            raise StateError(
+                "the next step's batch was asked for, and the present step has not been committed; each batch of a job "
+                "with pipelines is one optimizer step"
+            )
+        parts = [assigning.current for _ in islice(micro_batches, self.micro_batches)]
+        if not parts:
+            raise StopIteration
+        index = (assigning.yielded - len(parts)) // self.micro_batches
+        self.current = step = StepBatch(self, index, [part for part in parts if part], assigning.spent())
+        # It may have been expected what was never asked for.
+        self._resync |= not assigning.as_forecast or (before is not None and bool(before._promised))
+        step._promised = set(self._numbers) - step.empty
+        return step
+
+    def _expect(self, step: StepBatch, numbers: tuple[int, ...], *, anew: bool = False) -> None:
+        """The feed goes by these numbers, unless it does already."""
+        if step is not self.current:
+            raise StateError(f"step {step.index} of epoch {step.epoch} is over; its micro-batches are not kept")
+        if numbers == self._numbers and not self._resync and not anew:
+            return
+        self._numbers = numbers
+
+        def tags(parts: tuple[Part, ...], left_out: Iterable[int]) -> tuple[tuple[int, Part], ...]:
+            return tuple((step.epoch, parts[j]) for j in numbers if parts[j] and j not in left_out)
+
+        later = (tags(parts, ()) for parts in islice(self._assigning.steps(), 1, None))
+        self._assigning.feed.expect(chain([tags(step.positions, step._kept)], later))
+        step._promised = set(numbers) - step.empty - step._kept.keys()
+        self._resync = False
+
+    def _fetch_numbered(self, step: StepBatch, j: int) -> Any:
+        promised = j in step._promised
+        self._expect(step, self._numbers if j in self._numbers else (*self._numbers, j), anew=not promised)
+        try:
+            data = self._assigning.feed.fetch((step.epoch, step.positions[j]))
+        except BaseException:
+            self._resync = True
+            raise
+        step._promised.discard(j)
+        return data
+
+
+def _positioned(loader: Any, mode: str) -> DataLoader[Any]:
+    """Returns the loader; UnsupportedError if its data have no positions that all stages could share."""
+    if mode != "shared":
+        raise UnsupportedError(
+            f"data={mode!r} does not go with pipelines: stages on several members run the same micro-batch, so all "
+            'need the same data. Use data="shared"'
+        )
+    if isinstance(loader, list | tuple | Mapping) or hasattr(loader, "flattened"):
+        raise UnsupportedError(
+            f"a {type(loader).__name__} of training loaders does not go with pipelines, which number the micro-batches "
+            "of one. Combine the data sets (ConcatDataset, or one that returns both)"
+        )
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        what = loader.dataset if isinstance(loader, DataLoader) else loader
+        raise UnsupportedError(
+            f"the training data are a {type(what).__name__}, whose samples have no positions, so stages on several "
+            "members could not load the same micro-batch. Use a torch DataLoader over a map-style data set"
+        )
+    return loader
+
+
+JobLoader = ElasticLoader | StepLoader
+"""A loader of the samples of a job, with pipelines or without."""

@@ -1,0 +1,85 @@
+"""A whole job with pipelines in one process: loaders of steps over a commit root that only merges ledgers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic_job import Job, Source
+
+from chaos_lightning.data.steps import StepLoader
+from chaos_lightning.protocol.types import Member
+
+
+class StepJob(Job):
+    """Each member holds a StepLoader. Micro-batch j runs its first layers on one member and its last ones on another,
+    by the present view alone."""
+
+    def __init__(self, make, names, *, micro_batches, seed=5, least=1):
+        self.micro_batches = micro_batches
+        super().__init__(make, names, seed=seed, least=least)
+
+    def enter(self, name: str) -> Member:
+        self.born += 1
+        member = Member(f"{name}~{self.born}", name, "h", "", 0)
+        loader = StepLoader(
+            self.make(name),
+            seed=self.seed,
+            source=Source(self, member.id, name),
+            micro_batches=self.micro_batches,
+            least=self.least,
+        )
+        self.loaders[member.id] = loader
+        return replace(member, quota=loader.quota)
+
+    def route(self, j: int) -> tuple[str, str]:
+        """Members that run the first and the last layers of a micro-batch in the present view."""
+        ids = [member.id for member in self.members]
+        return ids[j % len(ids)], ids[(j + 1) % len(ids)]
+
+    def begin(self, member_id: str):
+        """The member's next step; None if the epoch is over."""
+        if member_id not in self.passes:
+            self.passes[member_id] = iter(self.loaders[member_id])
+        return next(self.passes[member_id], None)
+
+    def run(self, steps, *, until: int | None = None) -> dict[int, list[int]]:
+        """An attempt at a step: who is in it fetches what its units need, and changes it. Its samples by number.
+
+        `until`: the attempt ends before this micro-batch.
+        """
+        any_step = next(iter(steps.values()))
+        numbers = [j for j in range(self.micro_batches) if j not in any_step.empty]
+        for member in self.members:
+            steps[member.id].expect(j for j in numbers if member.id in self.route(j))
+        seen: dict[int, list[int]] = {}
+        for j in numbers[:until]:
+            for member_id in self.route(j):
+                batch = steps[member_id].batch(j)
+                samples = batch.tolist()
+                assert seen.setdefault(j, samples) == samples, "two stages saw different samples"
+                batch.fill_(-1)  # a training step may change its batch
+        return seen
+
+    def step(self, *, dead=(), until=None) -> bool:
+        """One step of all members; False if all find the epoch over. `dead` (indices) die in its first attempt."""
+        victims = {self.members[i % len(self.members)].id for i in dead}
+        steps = {m.id: self.begin(m.id) for m in self.members}
+        over = [step is None for step in steps.values()]
+        assert all(over) == any(over), "members disagree about the epoch's end"
+        assert len({len(self.loaders[m.id]) for m in self.members}) == 1
+        if all(over):
+            return False
+        assert len({(step.positions, step.samples, step.index, step.empty) for step in steps.values()}) == 1
+        if victims and len(victims) < len(self.members):
+            self.run(steps, until=until)
+            self.put_out(victims)
+        seen = self.run(steps)
+        spent = []
+        for j, samples in seen.items():
+            first, last = self.route(j)
+            spent += steps[first].spent(j)
+            assert steps[last].weight(j) == len(samples)
+            self.used += samples
+        self.commit(spent=spent)
+        assert all(self.loaders[m.id].at_safe_point for m in self.members)
+        return True
