@@ -1,20 +1,19 @@
 """Norms of reduced gradients by part, from which members that own different parts clip alike (protocol.md, pipelines).
 
-Theory of operation. Each member says the squared norm of the reduced sum of each part that it owns. All members take
-that of each part's oldest owner, each part once and in the order of parts, so that the whole norm has equal bits
-everywhere, whatever order the owners' processors add in. NaN and infinity are values like others.
+Theory of operation. The oldest owner of each part says the squared norm of its reduced sum (pipeline/told.py). All
+members add these up in the order of parts, so that the whole norm has equal bits everywhere, whatever order the owners'
+processors add in. NaN and infinity are values like others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from chaos_lightning.collectives.memory import Memory
-from chaos_lightning.errors import StateError
 
 
 class PartNorm(NamedTuple):
@@ -51,25 +50,15 @@ def part_norms(memory: Memory, section: int, seq: int) -> dict[str, PartNorm]:
     return found
 
 
-def whole_norm(
-    parts: Sequence[str], owners: Mapping[str, Sequence[str]], said: Mapping[str, Mapping[str, PartNorm]], total: float
-) -> PartNorm:
+def whole_norm(norms: Iterable[PartNorm], total: float) -> PartNorm:
     """Returns the norm of the averaged gradients of all parts; equal at all members.
 
     Args:
-        parts: Those that have gradients, in an order that is equal everywhere.
-        owners: By part: its owners, the oldest first.
-        said: By member: its contribution's norms.
+        norms: Of each part once, in the order of parts, as its oldest owner said.
         total: The header's weight, by which sums are divided; 0: there is no gradient.
-
-    Raises:
-        StateError: A part's oldest owner did not say its norm.
     """
     squared, finite = 0.0, True
-    for part in parts:
-        oldest = owners[part][0]
-        if part not in said.get(oldest, {}):
-            raise StateError(f"{oldest} owns {part} and did not say its norm; expected each owner to")
-        squared += said[oldest][part].squared
-        finite = finite and said[oldest][part].finite
+    for norm in norms:
+        squared += norm.squared
+        finite = finite and norm.finite
     return PartNorm(squared / (total * total) if total > 0 else 0.0, finite)

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,10 +28,12 @@ from chaos_lightning.errors import (
     ChaosError,
     ConfigurationError,
     DeadlineError,
+    DepartedError,
     DisagreementError,
     FencedError,
     FinishedJobError,
     NoDonorError,
+    RestartError,
 )
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import read_ports, split_endpoint
@@ -46,7 +48,8 @@ from chaos_lightning.member.keeping import Keeping, LoadedCheckpoint
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.losses import Losses
 from chaos_lightning.member.mailbox import Mailbox
-from chaos_lightning.member.part_moves import HeldParts, PartMoves
+from chaos_lightning.member.part_hashes import PartHashes
+from chaos_lightning.member.part_moves import HeldParts, PartMoves, PartReader
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.member.unit_steps import Attempt, UnitsDone, UnitStep, await_commit, run_attempts
@@ -64,6 +67,8 @@ from chaos_lightning.protocol.types import (
     Header,
     Hello,
     Kind,
+    Saved,
+    Span,
     Spent,
     View,
     ViewId,
@@ -84,6 +89,8 @@ MAY_GO_S = 0.5
 """How long the only member, which leaves, waits for the scheduler to let it go, before it takes another step."""
 NO_DONOR_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 """Between attempts of a newcomer that reached no donor (s); each attempt may make the others wait."""
+READING_SHARE = 0.75
+"""Share of a slot's time in which parts are read for a file: those that wait for its outcome are told of a failure."""
 LOG_PATIENCE_S = 0.25
 """How long a slot that reduces nothing waits for the copy of the step before it, while somebody observes."""
 
@@ -155,10 +162,16 @@ class Engine:
         )
         self._made: _Made | None = None
         self._moves: PartMoves | None = None
+        self._hashes: PartHashes | None = None
+        self._closed_under: View | None = None
+        """View in which the last header was closed, if it has pipelines."""
+        self._unstepped = False
+        """A step's header is here, and the optimizer has not stepped on it: no part is as at that header."""
         self._hello: Hello | None = None
         self._replay: Replay | None = None
         self._loaded: LoadedCheckpoint | None = None
         self._fit: Fit | None = None
+        self._saved: Saved | None = None
         self._unserved: Header | None = None
         self._closed = False
 
@@ -236,7 +249,9 @@ class Engine:
         def tell(loaded: fx.StateLoaded) -> None:
             self._loop.call(lambda: shell.feed(loaded))
 
-        self._moves = PartMoves(held, self._transfer, self._mail, tell, lambda: shell.machine.parts.held)
+        self._moves = PartMoves(held, self._transfer, self._mail, tell, lambda: shell.machine.parts.held, self.events)
+        self._hashes = PartHashes(self._moves.states, self.events, self.config.state_hash_every)
+        self._keeping.held = held
         self._prepared().entrance.moves = self._moves
 
     @property
@@ -252,6 +267,7 @@ class Engine:
         state: StateAccess,
         replay: Replay | None = None,
         loaded: LoadedCheckpoint | None = None,
+        pipelines: str = "",
     ) -> Header:
         """Enters the job: hello, links, view, and the state if others already have it.
 
@@ -259,10 +275,13 @@ class Engine:
             fingerprint: What must equal the job's, by name; a mismatch is refused with both values.
             quota: Samples per micro-batch of this member.
             accumulate: Micro-batches per optimizer step; must equal the job's.
-            state: The training state that a newcomer receives, a founder publishes.
+            state: The training state that a newcomer receives, a founder publishes. Where steps run as units, the rest
+                of it, beside the parts of the model that `attach` was given.
             replay: How this member's steps are replayed; without it, it comes in by a pause.
             loaded: `state` holds this checkpoint already; of the states that a last member kept, only one that goes on
                 from it may replace it (14c).
+            pipelines: What this member asks of a job that runs in pipelines (`PipelineRequest.to_json`); "": it holds
+                the whole state.
 
         Returns:
             The header that this member's state stands on (GENESIS for a new job).
@@ -272,6 +291,7 @@ class Engine:
             DeadlineError: No admission within `join_timeout_s`.
             DepartedError: `leave` was called meanwhile (by another thread).
             FinishedJobError: The job was finished before, and its final state is not on this machine.
+            RestartError: The job ended meanwhile, as its pipelines cannot go on.
         """
         made = self._prepared()
         started = time.monotonic()
@@ -287,8 +307,11 @@ class Engine:
             fingerprint={**fingerprint, FIT: str(self._fit.number)},
             layout=made.accumulation.layout,
             no_replay=no_replay(self.config, replay),
+            pipelines=pipelines,
         )
         self._replay, self._loaded = replay, loaded
+        if self._moves is not None:
+            self._moves.rest = state
         pauses = iter(NO_DONOR_PAUSES_S)
         while True:
             self._control.open(made.shell, self._make_hello)
@@ -364,8 +387,13 @@ class Engine:
 
     def _make_hello(self) -> Hello:
         assert self._hello is not None
-        said = replace(self._hello, **self._prepared().shell.machine.knowledge())
-        return said if said.view != NO_VIEW else replace(said, kept=self._keeping.offer(said, self._loaded))
+        shell = self._prepared().shell
+        said = replace(self._hello, saved=self._saved, **shell.machine.knowledge())
+        if said.view != NO_VIEW:
+            return said
+        kept = self._keeping.offer(said, self._loaded)
+        self._loop.call(lambda: shell.offered(kept))
+        return replace(said, kept=kept)
 
     def _admission(self, made: _Made, state: StateAccess, deadline: float) -> Header:
         """Waits until this member stands in a view; a joiner gets the state on the way."""
@@ -387,6 +415,11 @@ class Engine:
 
     def publish(self, header: Header, state: StateAccess) -> None:
         """Makes the state at `header` servable to newcomers until the next slot commits."""
+        self._refuse_unstepped("a state that others get")
+        if self._moves is not None:
+            if self.view is not None:
+                self._moves.serve(header, self.view)
+            return
         self._transfer.publish(header, state, self._prepared().accumulation.layout)
 
     # ------------------------------------------------------------------ a step
@@ -443,7 +476,7 @@ class Engine:
                 order, unless nobody said anything.
 
         Raises:
-            FencedError, DisagreementError, DeadlineError: See errors.py; nothing was applied.
+            FencedError, DisagreementError, RestartError, DeadlineError: See errors.py; nothing was applied.
         """
         accumulation = self._prepared().accumulation
         if accumulation.seq != self.header.seq + 1 or accumulation.section != section:
@@ -469,55 +502,120 @@ class Engine:
         self._transfer.settle()
         return header
 
-    def step_by_units(
-        self, attempt: Attempt, *, section: int = 0, hyper: str = "", order: str = "", state_hashes: Sequence[str] = ()
-    ) -> Header:
+    def step_by_units(self, attempt: Attempt, *, section: int = 0, hyper: str = "", order: str = "") -> Header:
         """Runs a step as units of micro-batches, anew after each recovery, and waits for its commit.
 
         Afterwards `.grad` of the parameters that this member owns holds the average, and reduced buffers their mean.
-        The optimizer must step before the next slot of any kind: parts are given to others in it.
+        The optimizer must step, and `stepped` be called, before the next slot of any kind: parts are given to others in
+        it. Every `state_hash_every` steps the parts that this member owns are compared with those of other owners.
 
         Args:
             attempt: Runs this member's units.
             section: Which optimizer steps.
             hyper: Hyperparameters in words; compared at the root.
             order: Order of the epoch's samples in words; compared at the root.
-            state_hashes: Hashes of the parts that this member owns, before the step, every n steps.
 
         Raises:
-            FencedError, DisagreementError, DeadlineError: See errors.py; nothing was applied.
+            FencedError, DisagreementError, RestartError, DeadlineError: See errors.py; nothing was applied.
+            DepartedError: It is let go, and stands on the header before.
+            UnsupportedError: A part of the state differs again from the others'.
+            ConfigurationError: `stepped` was not called after the step before.
             Exception: Whatever a unit raised.
         """
+        hashes, me = self._hashes, self.member_id
+        if hashes is None:
+            raise ConfigurationError("there are no units to run; call attach() before join()")
+        words = {"name": f"section {section}", "coefficient": 1.0, "hyper": hyper, "order": order}
+
+        def attempted(view: View, seq: int) -> UnitsDone:
+            hashes.at(self.header, view, me)  # the state is that of the header now
+            return attempt(view, seq)
+
+        units, header = self._by_units(
+            Kind.STEP, attempted, lambda view: {**words, "state_hashes": hashes.at(self.header, view, me)}
+        )
+        units.commit(header)
+        self._unstepped = True
+        self._transfer.settle()
+        if self._closed_under is not None:
+            hashes.settle(header, self._closed_under, me)
+        return header
+
+    def gather_by_units(self, name: str, attempt: Attempt, *, order: str = "") -> Header:
+        """A collective whose payloads are made by units of micro-batches, anew after each recovery (protocol.md P17).
+
+        Args:
+            name: Which one; equal at all members.
+            attempt: Runs this member's units, which reduce nothing.
+            order: Which samples they run on, in words; compared at the root.
+
+        Returns:
+            The header; its `answers` are the payloads of `contributors`.
+
+        Raises:
+            FencedError, DisagreementError, DeadlineError: See errors.py.
+            Exception: Whatever a unit raised.
+        """
+        _, header = self._by_units(Kind.GATHER, attempt, lambda view: {"name": name, "order": order})
+        self._prepared().accumulation.move(header.seq + 1)
+        return header
+
+    def _by_units(
+        self, kind: Kind, attempt: Attempt, fields: Callable[[View], Mapping[str, object]]
+    ) -> tuple[UnitStep, Header]:
+        """Takes the next slot with what units make in a view, and these fields for it."""
         made = self._prepared()
         units = made.shell.units
         if units is None or self._moves is None:
-            raise ConfigurationError("step_by_units() without units; call attach() before join()")
+            raise ConfigurationError("there are no units to run; call attach() before join()")
         self._raise_pending()
+        self._refuse_unstepped(f"the next {kind}")
+        if kind is not Kind.STEP:
+            self._transfer.server.log.settle(LOG_PATIENCE_S)
 
         def contribute(view: View, done: UnitsDone) -> None:
-            said = vars(done) | {
-                "name": f"section {section}",
-                "coefficient": 1.0,
-                "hyper": hyper,
-                "order": order,
-                "state_hashes": tuple(state_hashes),
-                "payload": fitting(done.payload),
-            }
-            contribution = self._contribution(Kind.STEP, said, view=view.id)
+            said = {**vars(done), **fields(view), "payload": fitting(done.payload)}
+            contribution = self._contribution(kind, said, view=view.id)
             self._loop.call(lambda: made.shell.contribute(contribution))
 
         timeout_s = self.config.step_timeout_s
-        commit = run_attempts(
-            units, attempt, self._moves, self._mail, self.header, contribute, lambda: time.monotonic() + timeout_s
-        )
+        with self._noticing():
+            commit = run_attempts(
+                units,
+                attempt,
+                self._moves,
+                self._mail,
+                self.header,
+                contribute,
+                lambda: time.monotonic() + timeout_s,
+                kind,
+            )
         try:
-            header = self._take(commit)
+            return units, self._take(commit)
         except DisagreementError:
             units.drop()
             raise
-        units.commit(header)
-        self._transfer.settle()
-        return header
+
+    def stepped(self) -> None:
+        """The optimizer has stepped on the average that `step_by_units` gave: parts are as at the last header."""
+        self._unstepped = False
+
+    def _refuse_unstepped(self, what: str) -> None:
+        if self._unstepped:
+            raise ConfigurationError(
+                f"{what} comes between the commit of step {self.header.step} and the optimizer's step on it, where "
+                "other members would get parts of the training state that are not stepped yet; call optimizer.step() "
+                "and then engine.stepped() first"
+            )
+
+    @contextlib.contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """Within it, a view may let this member go that no header carries."""
+        try:
+            yield
+        except DepartedError:
+            self.out = self.out or self._mail.let_go is not None
+            raise
 
     def gather(
         self, name: str, payload: bytes, *, yields: bool = False, lets_go: bool = False, line: str = ""
@@ -542,6 +640,17 @@ class Engine:
         header = self._slot(Kind.GATHER, line, name=name, payload=said, yields=yields, lets_go=lets_go)
         self._prepared().accumulation.move(self.header.seq + 1)
         return list(zip(self.contributors, header.answers, strict=True))
+
+    def share_parts(self) -> PartReader:
+        """Serves all parts that are here until the next slot commits; to be called between slots, at all members.
+
+        Returns:
+            A reader of the parts that others hold at this header.
+        """
+        if self._moves is None:
+            raise ConfigurationError("share_parts() without parts; call attach() before join()")
+        self._moves.serve_all(self.header)
+        return PartReader(self._moves, self.header, time.monotonic() + READING_SHARE * self.config.step_timeout_s)
 
     @property
     def server(self) -> StateServer:
@@ -578,6 +687,7 @@ class Engine:
     def _slot(self, kind: Kind, line: str = "", **fields: object) -> Header:
         """Contributes to the next slot and waits until it is committed."""
         self._raise_pending()
+        self._refuse_unstepped(f"a slot of another kind ({kind})")
         if kind is not Kind.STEP:
             self._transfer.server.log.settle(LOG_PATIENCE_S)
         contribution = self._contribution(kind, fields, line=line)
@@ -587,7 +697,9 @@ class Engine:
         deadline = time.monotonic() + self.config.step_timeout_s
         what = f"the commit of slot {contribution.seq} ({kind})"
         if self._moves is not None:
-            return self._take(await_commit(self._moves, mail, self.header, what, deadline))
+            with self._noticing():
+                commit = await_commit(self._moves, mail, self.header, what, deadline)
+            return self._take(commit)
         with mail.changed:
             mail.wait(lambda: bool(mail.commits), what, deadline)
             commit = mail.commits.popleft()
@@ -612,9 +724,9 @@ class Engine:
         """This member stands on a slot's header from now on."""
         header, view, shell = commit.header, commit.view, self._prepared().shell
         with self._mail.changed:
-            self.view = self._mail.view
+            self.view, self._closed_under = self._mail.view, self._mail.closed_under
         if self._moves is not None:
-            self._moves.committed(self._mail.closed_under)
+            self._moves.committed(self._closed_under)
         self._waiting.over(f"the job goes on after step {header.step}")
         if header.error:
             self.events.emit("error", what="disagreement", reason=header.error)
@@ -660,7 +772,8 @@ class Engine:
         stuck: bool = False,
     ) -> None:
         """This member goes, and no header lets it go: others that hold the state may be gone, too. So it keeps its own
-        in a file, from which the job can be founded again (protocol.md 14c).
+        in a file, from which the job can be founded again (protocol.md 14c). Where each member holds parts of it, one
+        view lets all of them go, and each keeps its parts (P13).
 
         Args:
             state: It stands on `header`; what forward passes since then did to reduced buffers is undone here.
@@ -668,17 +781,45 @@ class Engine:
             counted: Steps as the script counts them, with those before the job began; None: the job's own.
             stuck: It goes since no member can go on, and not because it was asked to.
         """
-        mail = self._mail
+        mail, gone = self._mail, self._view_without()
+        parts = self._moves is not None and gone is not None and not gone.members
         with mail.changed:
-            asked = self.leaving or mail.giving_up or stuck
-            void = mail.ejected is not None or mail.crash is not None
-        if not self.role or self.out or self.view is None or void or not asked or self.header.kind is Kind.CLOSING:
+            asked = self.leaving or mail.giving_up or stuck or parts
+            void = mail.ejected is not None or mail.crash is not None or (self.out and not parts)
+        if not self.role or self.view is None or void or not asked or self.header.kind is Kind.CLOSING:
             return
         assert self._hello is not None
-        self._prepared().accumulation.restore()
-        kept = self._keeping.keep(self.header, self.view, self.member_id, self._hello, state, checkpoints, counted)
-        if kept is not None:
+        divided = self._parts_to_keep()
+        kept = self._keeping.keep(
+            self.header, self.view, self.member_id, self._hello, state, checkpoints, counted, divided
+        )
+        if kept is not None and (parts or self._moves is None):
             self._control.send(kept)
+
+    def _parts_to_keep(self) -> tuple[ViewId, tuple[Span, ...]] | None:
+        """Returns the parts of the state that are here, with a view that all members name; None: it is no pipeline."""
+        if self._moves is None:
+            self._prepared().accumulation.restore()
+            return None
+        self._refuse_unstepped("a state that is kept")
+        founded = self.ruling_view if self.header.next_view == NO_VIEW else None  # no slot has been closed since
+        closed = founded.id if founded is not None else self.header.view
+        return closed, self._prepared().shell.machine.parts.held
+
+    def _view_without(self) -> View | None:
+        """Returns the view that lets this member go; None if none does."""
+        decided = self._mail.let_go
+        return decided if decided is not None or not self.out else self.header.view_change
+
+    def saved(self, step: int, path: str) -> None:
+        """Tells the scheduler of a checkpoint, which it names if the job ends since its pipelines cannot go on.
+
+        Args:
+            step: Number of optimizer steps in its state.
+            path: Place of the file.
+        """
+        self._saved = Saved(step, path)
+        self._control.send(self._saved)
 
     def finish(
         self, state: StateAccess | None = None, meanwhile: contextlib.AbstractContextManager[None] | None = None
@@ -707,12 +848,23 @@ class Engine:
         self.wait_released()
 
     def wait_released(self, timeout_s: float = 10.0) -> None:
-        """After leaving or finishing: until nobody needs this member any more."""
-        mail, next_view = self._mail, self.header.view_change
-        if self._moves is not None and self.out and next_view is not None:  # others may lack what was here alone (P9)
-            self._moves.serve(self.header, next_view)
-        with mail.changed, contextlib.suppress(ChaosError):
-            mail.wait(lambda: bool(mail.left), "release", time.monotonic() + timeout_s, tells=False)
+        """After leaving or finishing: until nobody needs this member any more.
+
+        Args:
+            timeout_s: So long at most. One whose parts others may lack waits on as long as a scheduler serves it (P9).
+        """
+        mail, gone = self._mail, self._view_without()
+        serves = self._moves is not None and gone is not None and self.header.kind is not Kind.CLOSING
+        if self._moves is not None and gone is not None and serves:
+            self._refuse_unstepped("a state that others get")
+            self._moves.serve(self.header, gone)
+        with mail.changed, contextlib.suppress(ChaosError, RestartError):
+            while not mail.left:
+                try:
+                    mail.wait(lambda: bool(mail.left), "release", time.monotonic() + timeout_s, tells=False)
+                except DeadlineError:
+                    if not serves or mail.lost:
+                        raise
 
     def rejoin(self, state: StateAccess) -> Header:
         """After FencedError: forget everything and join again in this process (protocol.md 11).
@@ -727,7 +879,8 @@ class Engine:
         self.events.emit("rejoin", old_id=self.member_id)
         self._forget()
         whose = {"fingerprint": dict(said.fingerprint), "quota": said.quota, "accumulate": said.accumulate}
-        return self.join(**whose, state=state, replay=self._replay, loaded=self._loaded)  # type: ignore[arg-type]
+        more = {"replay": self._replay, "loaded": self._loaded, "pipelines": said.pipelines}
+        return self.join(**whose, state=state, **more)  # type: ignore[arg-type]
 
     def _forget(self) -> None:
         """Back to before the hello: a fresh machine, no view, no published state (protocol.md 11)."""
@@ -741,6 +894,7 @@ class Engine:
         if self._moves is not None:
             self._moves.restart()
         self.view = self.ruling_view = None
+        self._closed_under, self._unstepped = None, False
         self.header, self.role, self.out, self.leaving, self.resumed = GENESIS, "", False, False, False
 
     def close(self) -> None:
@@ -751,6 +905,7 @@ class Engine:
         if self._fit is not None and (self.role or self.leaving):  # one that was refused may be tried again
             self._fit.over()
         self._control.close()
+        self._keeping.close()
         if self._links.port:
             self._loop.call_and_wait(self._links.close, 2.0)
             self._loop.stop()

@@ -7,7 +7,7 @@ header to observe from, or a header at which it is let in and pulls the state. T
 A pull that was begun and not ended leaves a mixture (`Transfer.mixed`), also over `Engine.rejoin`: a member with that
 may get a state from others, but founds no job.
 
-Where steps run as units, `state` is the rest of the training state, and the parts that this member owns come after it.
+Where steps run as units, `state` is the rest of the training state, which is pulled as the parts that this member owns.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Entrance:
             ConfigurationError: The job has pipelines and this member runs no units, or the other way round.
         """
         mail = self.mail
+        begun: fx.PullState | None = None  # where parts of the state are pulled, each of which is told of as it comes
         while True:
             with mail.changed:
                 mail.wait(
@@ -100,17 +101,25 @@ class Entrance:
                 pull, mail.pull = mail.pull, None
                 (observe, mail.observe), me = (mail.observe, None), mail.who()
                 view = mail.view
-            if pull is not None:
+                first = pull is not None and (begun is None or begun.header.hash != pull.header.hash)
+                if pull is not None and self.moves is not None:
+                    begun = pull
+                    mail.parts = mail.parts or fx.PullParts(pull.header, pull.view, pull.parts)
+                if begun is not None:
+                    mail.check()
+                lacks = mail.parts
+            if begun is not None and self.moves is not None:
+                # Maybe a decision has it go on meanwhile, at the same header, with what it has got so far (P10).
+                self._check(view or begun.view)
+                self.transfer.mixed = f"step {begun.header.step}"
+                if first and self.shell.machine.parts.in_file(begun.header, begun.view):
+                    self.load(begun.header, state)  # a founding that its file came late for (P13)
+                if lacks is None or self.moves.pull(lacks, deadline):
+                    return self._joined(begun, view or begun.view, state)
+            elif pull is not None:
                 self._check(pull.view)
-                if self._fetch(pull, state, deadline):
-                    self.transfer.mixed = ""
-                    self.transfer.arrived()
-                    # Its donors may die before the next slot: then it is the one that others get this state from.
-                    self.transfer.publish(pull.header, state, self.accumulation.layout)
-                    if self.moves is None:
-                        loaded = fx.StateLoaded(pull.header.hash, pull.parts, pull.view.id)
-                        self.shell.loop.call(partial(self.shell.feed, loaded))
-                    return Arrival("joiner", pull.header, pull.view)
+                if self.transfer.fetch(pull.header, pull.view, state, deadline):
+                    return self._joined(pull, pull.view, state)
             elif view is None:
                 assert observe is not None
                 if replay is not None:
@@ -140,20 +149,20 @@ class Entrance:
                 base = self.shell.machine.header
                 if base != GENESIS:
                     self.load(base, state)
-                self.transfer.publish(base, state, self.accumulation.layout)
+                if self.moves is None:
+                    self.transfer.publish(base, state, self.accumulation.layout)
                 return Arrival("founder", base, view)
 
-    def _fetch(self, pull: fx.PullState, state: StateAccess, deadline: float) -> bool:
-        """Pulls what this newcomer lacks; False if something else is wanted meanwhile. Each part is told of as it
-        comes, for the scheduler counts on those that are here."""
+    def _joined(self, pull: fx.PullState, view: View, state: StateAccess) -> Arrival:
+        """This newcomer has all that it lacked at the header."""
+        self.transfer.mixed = ""
+        self.transfer.arrived()
         if self.moves is None:
-            return self.transfer.fetch(pull.header, pull.view, state, deadline)
-        wanted = fx.PullParts(pull.header, pull.view, pull.parts)
-        with self.mail.changed:
-            if self.mail.pull is not None:
-                return False
-            self.mail.parts = wanted
-        return self.transfer.fetch(pull.header, pull.view, state, deadline) and self.moves.pull(wanted, deadline)
+            # Its donors may die before the next slot: then it is the one that others get this state from.
+            self.transfer.publish(pull.header, state, self.accumulation.layout)
+            loaded = fx.StateLoaded(pull.header.hash, pull.parts, pull.view.id)
+            self.shell.loop.call(partial(self.shell.feed, loaded))
+        return Arrival("joiner", pull.header, view)
 
     def _check(self, view: View) -> None:
         if (self.moves is not None) == bool(view.pipelines):

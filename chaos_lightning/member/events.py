@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from chaos_lightning.events.registry import Event
-from chaos_lightning.protocol.types import Header, Spent
+from chaos_lightning.protocol.types import Contribution, Header, Spent
 
 EVENTS = (
     Event(
@@ -53,6 +53,8 @@ EVENTS = (
             "state_hash": "of the state after the slot",
             "call": "name of the collective",
             "error": "the header's",
+            "micro_batches": "of the slot, as [start, stop), where layers lie at several members",
+            "coverage": "[first, end, micro-batches] of runs of layers: whose gradients this member's sums held",
         },
     ),
     Event(
@@ -89,6 +91,24 @@ EVENTS = (
         {"observed": "bool: to be replayed upon", "seq": "slot", "step": "step"},
     ),
     Event(
+        "part_pulled",
+        "a part of the state is here, of a model whose layers lie at several members",
+        {
+            "seq": "slot of its header",
+            "part": "its name",
+            "number": "its number",
+            "nbytes": "received, bytes",
+            "seconds": "s",
+            "by_source": "bytes by donor",
+            "hash": "of the part, which was proved",
+        },
+    ),
+    Event(
+        "units_dropped",
+        "units of an attempt are undone here, and run again if the job goes on",
+        {"seq": "slot", "micro_batches": "half-open intervals of their numbers"},
+    ),
+    Event(
         "resumed_kept",
         "the job goes on from a state that its last member kept",
         {"step": "step", "seq": "slot", "keeper": "id", "path": "file"},
@@ -120,6 +140,7 @@ def committed_fields(
     duration_s: float,
     wait_s: float = 0.0,
     spent: Iterable[Spent] = (),
+    mine: Contribution | None = None,
 ) -> dict[str, Any]:
     """Fields of a `committed` event, from the header that committed the slot.
 
@@ -129,6 +150,7 @@ def committed_fields(
         duration_s: Seconds since this member's previous commit.
         wait_s: Seconds of those that the training thread was blocked in the engine.
         spent: What this member itself used in the slot (its contribution's).
+        mine: The member's contribution to the slot: where layers lie at several members, it names what its sums hold.
     """
     fields: dict[str, Any] = {
         "seq": header.seq,
@@ -144,6 +166,9 @@ def committed_fields(
         "duration_s": round(duration_s, 6),
         "wait_s": round(wait_s, 6),
     }
+    if mine is not None and mine.micro_batches and mine.view == header.view:
+        fields["micro_batches"] = list(mine.micro_batches)
+        fields["coverage"] = [[c.first, c.end, list(c.micro_batches)] for c in mine.coverage]
     if header.name:
         fields["call"] = header.name
     if header.error:

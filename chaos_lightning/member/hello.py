@@ -109,6 +109,7 @@ def hello(
     fingerprint: Mapping[str, str],
     layout: Layout,
     no_replay: str = "",
+    pipelines: str = "",
 ) -> Hello:
     """Makes a first Hello. Each parameter's type and shape is part of the fingerprint, so that a refusal can name it.
 
@@ -133,6 +134,7 @@ def hello(
         replay=bounded(no_replay),
         node=(node := os.environ.get("CHAOS_NODE", "")),
         workers=_workers() if node else 1,
+        pipelines=pipelines,
     )
     try:
         return decode(Hello, encode(made))

@@ -9,6 +9,11 @@ loaded a checkpoint goes on from a kept state only if that state stands on this 
 record names the checkpoints that were saved before it, by the hashes of their headers. A state stays until a newer one
 of its chain is kept or that job is finished: the scheduler sees to it that only one of its own chain is gone on from,
 and that nobody takes an older one for the newest.
+
+Members of a pipeline write the parts that they hold, each into its own folder, at one header and under one view, so
+that their files belong together (P13). A process offers one of these: its own, if its name says so, else one that no
+other process on this machine offers. It loads all parts in it, and gets others that it owns from other members. A state
+in parts stays until the job goes on from a newer one, since the files of a parting may be incomplete.
 """
 
 from __future__ import annotations
@@ -30,17 +35,21 @@ from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.machine.sweeps import sweep_run
 from chaos_lightning.member.events import committed_fields
+from chaos_lightning.member.part_moves import HeldParts
+from chaos_lightning.membership.parts import REST, division, numbers
 from chaos_lightning.protocol.codec import decode, encode
-from chaos_lightning.protocol.types import Header, Hello, Kept, View, kept_header
+from chaos_lightning.protocol.spans import union
+from chaos_lightning.protocol.types import MAX_PARTS, WHOLE, Header, Hello, Kept, Span, View, ViewId, kept_header
 from chaos_lightning.replication import kept as files
 from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.part_state import PartAccess, part_hashes, part_name
 from chaos_lightning.replication.table import state_hash
 from chaos_lightning.settings import ON_LAST_EXIT, EngineConfig
 
 _log = logging.getLogger("chaos_lightning")
 
 
-_IN_PARTS = "each member holds parts of it, which this release does not keep in files; save checkpoints"
+_IN_PARTS = "each member holds parts of it; save checkpoints"
 MAX_CHECKPOINTS = 1000
 """Number of checkpoints that a job remembers; the oldest ones are forgotten first."""
 
@@ -106,6 +115,11 @@ class Keeping:
         self._events = events
         self._told: set[str] = set()
         self._offered: tuple[Kept, files.StateOnDisk] | None = None
+        self._name = config.name
+        self._claim: tuple[Path, FileLock] | None = None
+        """Folder with parts that this process offers, and the lock on it: others on this machine offer other ones."""
+        self.held: HeldParts | None = None
+        """The parts in this process, if it is of a pipeline."""
 
     # ------------------------------------------------------------------ coming
 
@@ -135,7 +149,12 @@ class Keeping:
         chains = [kept.chain for kept, _ in sorted(found, key=lambda f: float(f[1].said.get("time", 0.0)))]
         chain = hello.chain if hello.chain in chains else chains[-1]
         mine = [f for f in found if f[0].chain == chain]
-        kept, record = self._offered = max(mine, key=lambda f: (f[0].header.view, f[0].header.seq))
+        self._offered = max(mine, key=lambda f: (f[0].header.view, f[0].header.seq))
+        if self.held is not None:
+            self._offered = self._claimed([f for f in mine if f[0].header.hash == self._offered[0].header.hash])
+        if self._offered is None:
+            return None
+        kept, record = self._offered
         if loaded is not None and record.folder.name != FINAL:
             self._warn(
                 f"the state that {kept.member} kept at {_step_of(record.said)} ({record.path}) goes on from the "
@@ -143,6 +162,26 @@ class Keeping:
                 "checkpoint: resume_from='checkpoint' (CHAOS_RESUME_FROM)"
             )
         return kept
+
+    def _claimed(self, found: Sequence[tuple[Kept, files.StateOnDisk]]) -> tuple[Kept, files.StateOnDisk] | None:
+        """Returns that one of these which no other process on this machine offers, its own one first; None: all are."""
+        if self._claim is not None:
+            if mine := [f for f in found if f[1].folder == self._claim[0]]:
+                return mine[0]
+            self.close()
+        for kept, record in sorted(found, key=lambda f: (f[0].member.partition("~")[0] != self._name, f[0].member)):
+            lock = FileLock(record.folder)
+            if lock.take():
+                self._claim = record.folder, lock
+                return kept, record
+            lock.close()
+        return None
+
+    def close(self) -> None:
+        """Lets other processes offer the file with parts that this one has offered. Idempotent."""
+        if self._claim is not None:
+            self._claim[1].close()
+            self._claim = None
 
     def _goes_on_from(self, loaded: LoadedCheckpoint, record: files.StateOnDisk) -> bool:
         """Whether this state counts: the checkpoint is its ancestor, and the user does not go back on purpose."""
@@ -173,6 +212,7 @@ class Keeping:
             raise StateError(f"the state kept at step {header.step} is not on this machine any more; start again")
         try:
             files.load(record, state)
+            parts = self._load_parts(record)
         except StateError as error:
             bad = record.folder.with_name(f"{record.folder.name}.bad")
             record.folder.replace(bad)
@@ -183,7 +223,10 @@ class Keeping:
         age_s = max(0.0, time.time() - float(record.said.get("time", 0.0)))
         # For readers of the logs this slot joins the two parts of the run.
         self._events.emit("committed", **committed_fields(header, (), duration_s=0.0))
-        self._say_hash(header, state_hash(state.tensors()))
+        whole = REST if record.said.get("parts") else ""
+        self._say_hashes(header, {whole: state_hash(state.tensors()), **part_hashes(parts.values())})
+        if whole == REST:
+            self._remove_older(header, kept.chain, record.folder)
         self._events.emit("resumed_kept", step=header.step, seq=header.seq, keeper=kept.member, path=str(record.path))
         _log.warning(
             "job %s goes on from %s: %s kept its training state %s ago, as the last member (%s)",
@@ -201,6 +244,7 @@ class Keeping:
         state: StateAccess,
         checkpoints: Sequence[str] = (),
         counted: int | None = None,
+        divided: tuple[ViewId, Sequence[Span]] | None = None,
     ) -> Kept | None:
         """Writes the state at header `last` down, with the header hashes of the checkpoints that it goes on from.
 
@@ -209,25 +253,26 @@ class Keeping:
             view: The present one.
             member: This one.
             hello: What this member trains.
-            state: It is written.
+            state: It is written; in a pipeline, the rest of it.
             checkpoints: These hashes.
             counted: Steps as the script counts them, with those before the job began; None: the job's own.
+            divided: In a pipeline, the view in which `last` was closed, and the parts that are here.
 
         Returns:
-            None if it is not to be kept, or cannot be.
+            What lies in the file. If nothing is to be kept or can be, None; where there are pipelines it has no parts.
         """
         steps = {"step": last.step, "counted": last.step if counted is None else counted}
+        closed, held = divided or (view.id, WHOLE)
+        header, mine = kept_header(last, closed), self._named(view, held)
+        nothing = Kept(header, member, view.chain, ()) if view.pipelines else None
         if self._folder is None:
             _log.warning(
                 "%s: the training state of job %s at %s ends with this process, by on_last_exit='none'",
                 member, self._job, _step_of(steps),
             )  # fmt: skip
-            return None
-        if view.pipelines:
-            self._events.emit("error", what="keep", reason=_IN_PARTS)
-            _log.error("%s: the training state of job %s at %s ends: %s", member, self._job, _step_of(steps), _IN_PARTS)
-            return None
-        header = kept_header(last, view.id)
+            return nothing
+        if view.pipelines and not mine.keys() - {REST}:
+            return nothing  # it stands by, and all others have the rest, too
         said = {
             "job": self._job,
             "member": member,
@@ -237,26 +282,26 @@ class Keeping:
             **steps,
             "header": encode(header).hex(),
             "checkpoints": list(checkpoints),
+            **({"parts": mine} if mine else {}),
             **_terms(hello),
         }
         folder = self._folder / re.sub(r"[^A-Za-z0-9._~-]", "_", member)
         try:
-            record = files.write(folder, header.hash, header.seq, state, said)
+            record = files.write(folder, header.hash, header.seq, state, said, self._states(mine))
         except StateError as error:
             self._events.emit("error", what="keep", reason=str(error))
             _log.error("%s was the last one with the training state at %s, and %s", member, _step_of(steps), error)
-            return None
-        for other in self._records():
-            whose = (other.said.get("job"), other.said.get("chain"))
-            if other.folder != folder and whose == (self._job, view.chain) and _older(other, header):
-                files.remove(other.folder)
-        self._say_hash(header, record.state_hash)
+            return nothing
+        if not mine:
+            self._remove_older(header, view.chain, folder)
+        whole = REST if mine else ""
+        self._say_hashes(header, {whole: record.state_hash, **{n: p.state_hash for n, p in record.parts.items()}})
         self._events.emit("kept", step=last.step, seq=header.seq, head=header.hash, path=str(record.path))
         _log.warning(
             "%s: the training state of job %s at %s is kept in %s; the next start goes on from it",
             member, self._job, _step_of(steps), record.path,
         )  # fmt: skip
-        return Kept(header, member, view.chain)
+        return Kept(header, member, view.chain, tuple(held))
 
     def clear(self, chain: str) -> None:
         """The job is finished: nothing of this chain is to be gone on from."""
@@ -344,9 +389,52 @@ class Keeping:
 
     # ------------------------------------------------------------------ inside
 
-    def _say_hash(self, header: Header, value: str) -> None:
-        """The audit compares what was kept with what is gone on from."""
-        self._events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=value)
+    def _named(self, view: View, held: Sequence[Span]) -> dict[str, int]:
+        """Returns the numbers of these parts by name; none where there are no pipelines."""
+        names = division(view).names if view.pipelines else ()
+        return {names[part]: part for part in numbers(held)} if names else {}
+
+    def _states(self, names: Mapping[str, int]) -> dict[str, PartAccess]:
+        """Returns those of these parts that have tensors, without the rest."""
+        if not names:
+            return {}
+        assert self.held is not None, "a member of a pipeline without parts"
+        return {state.part: state for state in self.held.states([name for name in names if name != REST])}
+
+    def _load_parts(self, record: files.StateOnDisk) -> dict[str, PartAccess]:
+        """Fills the parts here that this record has, and returns them.
+
+        Raises:
+            StateError: They do not fit.
+        """
+        names = record.said.get("parts", {})
+        if names and self.held is not None:
+            self.held.room([name for name in names if name != REST])
+        states = self._states(names)
+        if states.keys() != record.parts.keys():
+            odd = min(states.keys() ^ record.parts.keys())
+            raise StateError(f"{odd} has tensors either in this process or in {record.folder}; expected both")
+        for name, state in states.items():
+            files.load(record.parts[name], state)
+        return states
+
+    def _remove_older(self, header: Header, chain: str, but: Path) -> None:
+        """Removes states of the chain from before this header."""
+        for other in self._records():
+            whose = (other.said.get("job"), other.said.get("chain"))
+            if other.folder != but and whose == (self._job, chain) and _older(other, header):
+                files.remove(other.folder)
+
+    def _say_hashes(self, header: Header, hashes: Mapping[str, str]) -> None:
+        """The audit compares what was kept with what is gone on from.
+
+        Args:
+            header: What is founded on it.
+            hashes: By part; "" is the whole.
+        """
+        for name, value in hashes.items():
+            head = part_name(header, name) if name else header.hash
+            self._events.emit("state_hash", seq=header.seq, step=header.step, head=head, hash=value)
 
     def _records(self, *, final: bool = False) -> list[files.StateOnDisk]:
         found = []
@@ -367,8 +455,12 @@ class Keeping:
         """
         said = record.said
         what = f"the state kept at {_step_of(said)} by {said.get('member')} ({record.path})"
-        if record.parts:
-            raise StateError(f"{what} has parts ({', '.join(record.parts)}), which this release does not load")
+        parts = said.get("parts")
+        divided = parts is not None or bool(record.parts)
+        if divided and self.held is None:
+            raise StateError(f"{what} is one member's part of a pipeline; this process trains the model as a whole")
+        if not divided and self.held is not None:
+            raise StateError(f"{what} is that of the whole model; this process is to hold parts of it")
         if said.get("job") != self._job:
             raise StateError(f"{what} is of job {said.get('job')!r}, not of {self._job!r}")
         if (theirs := said.get("run", "")) != self._run:
@@ -385,12 +477,22 @@ class Keeping:
             header = decode(Header, bytes.fromhex(str(said.get("header"))))
         except ValueError as error:
             raise StateError(f"{what} has no header ({error})") from error
-        return Kept(header, str(said.get("member")), str(said.get("chain")))
+        return Kept(header, str(said.get("member")), str(said.get("chain")), _spans(what, parts))
 
     def _warn(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
             _log.warning(text)
+
+
+def _spans(what: str, parts: object) -> tuple[Span, ...]:
+    """Returns the parts that a record names with their numbers."""
+    if parts is None:
+        return WHOLE
+    found = list(parts.values()) if isinstance(parts, dict) else [-1]
+    if not all(type(part) is int and 0 <= part < MAX_PARTS for part in found):
+        raise StateError(f"{what} names no parts")
+    return union((part, part + 1) for part in found)
 
 
 def _step_of(said: Mapping[str, Any]) -> str:

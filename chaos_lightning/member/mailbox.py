@@ -16,6 +16,7 @@ from chaos_lightning.errors import (
     FencedError,
     FinishedJobError,
     RefusedError,
+    RestartError,
 )
 from chaos_lightning.membership.effects import Committed, PullParts, PullState
 from chaos_lightning.protocol.types import Header, Member, Span, ToldEnd, View
@@ -40,7 +41,11 @@ class Mailbox:
     """Parts of the state that this member is to pull."""
     gone_parts: tuple[Span, ...] = ()
     """Parts that others own from now on."""
+    let_go: View | None = None
+    """View that goes on without this member, which serves its parts until it is released."""
     ejected: tuple[str, bool] | None = None
+    ended: bool = False
+    """It is out since the whole job has ended without being finished."""
     left: str = ""
     job_over: ToldEnd | None = None
     """This newcomer came too late: its job is finished."""
@@ -79,10 +84,10 @@ class Mailbox:
         with self.changed:
             self.commits.clear()
             self.view = self.member = self.pull = self.observe = self.ejected = self.crash = None
-            self.job_over = self.attempt = self.closed_under = self.parts = None
+            self.job_over = self.attempt = self.closed_under = self.parts = self.let_go = None
             self.gone_parts = ()
             self.left = self.notice = self.greeting = self.lost = ""
-            self.giving_up = False
+            self.giving_up = self.ended = False
 
     def who(self) -> str:
         return self.member.id if self.member is not None else self.name
@@ -98,6 +103,8 @@ class Mailbox:
             raise ChaosError(f"{self.who()}: the I/O thread failed: {self.crash!r}") from self.crash
         if self.ejected is not None:
             reason, rejoin = self.ejected
+            if self.ended:
+                raise RestartError(reason)
             if rejoin:
                 raise FencedError(f"{self.who()} is out of the job: {reason}")
             raise RefusedError(reason) if self.view is None else DisagreementError(reason)
@@ -121,6 +128,7 @@ class Mailbox:
         Raises:
             FencedError, RefusedError, DisagreementError, DepartedError: This member is out.
             FinishedJobError: It is a newcomer of a job that is finished.
+            RestartError: The job has ended for all, and begins again from a checkpoint.
             ChaosError: Its I/O thread is broken.
             DeadlineError: `time.monotonic()` passed `deadline`.
         """

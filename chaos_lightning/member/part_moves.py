@@ -5,39 +5,79 @@ parts that have drifted: somebody may lack them then. It does so until the next 
 puller's contribution is needed. Whoever lacks a part asks those first that owned it in the view that closed the header.
 Others of the view, and those that it lets go, may have it as well and are asked along, but not waited for. At GENESIS
 the oldest owner alone has it.
+
+A member that writes the whole state to a file reads at a header what it does not hold (`PartReader`). All members serve
+all of their parts then, until the next header is committed, at which the outcome is told.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
 
 from chaos_lightning.errors import DeadlineError, StateError
+from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.parts import Division, division, numbers
+from chaos_lightning.membership.parts import REST, Division, division, numbers
 from chaos_lightning.protocol.types import GENESIS, Header, Member, Span, View, ViewId
+from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.client import PullConfig
-from chaos_lightning.replication.part_state import PartServer, PartState, pull_part
+from chaos_lightning.replication.part_state import (
+    PartAccess,
+    PartCopy,
+    PartServer,
+    PartState,
+    RestState,
+    part_manifest,
+    pull_part,
+)
+from chaos_lightning.replication.session import PullReport
 from chaos_lightning.replication.source import Endpoint
 
+T = TypeVar("T")
 RETRY_S = 0.2
 """Pause before a part is asked for again, where nobody could give it (s); a recovery is about to say who can."""
 
 
 class HeldParts(Protocol):
-    """The parts of the model in this process."""
+    """The parts of the model in this process: all but the rest."""
 
     def states(self, names: Collection[str]) -> Sequence[PartState]:
-        """Returns these parts as they are, without those that have no tensors of their own (the rest)."""
+        """Returns these parts as they are, without those that have no tensors of their own."""
 
     def room(self, names: Collection[str]) -> None:
         """Makes memory for these parts, which are pulled next."""
 
     def forget(self, names: Collection[str]) -> None:
         """Lets go of these parts: others own them."""
+
+
+class PartReader:
+    """Reads at one header the parts that others hold, until a deadline.
+
+    Args:
+        moves: This member's.
+        header: The one that it stands on.
+        deadline: By `time.monotonic()`.
+    """
+
+    def __init__(self, moves: PartMoves, header: Header, deadline: float) -> None:
+        self._moves, self._header, self._deadline = moves, header, deadline
+
+    def manifest(self, part: str) -> Mapping[str, Any]:
+        """Returns what is no tensor of a part: `PartState.manifest` of an owner."""
+        return self._moves.read(self._header, part, None, self._deadline)
+
+    def tensors(self, part: str) -> list[tuple[str, Tensor]]:
+        """Returns the tensors of a part, by the names of `PartState.tensors`, in the host's memory."""
+        copy = PartCopy(part)
+        self._moves.read(self._header, part, copy, self._deadline)
+        return copy.tensors()
 
 
 class PartMoves:
@@ -49,6 +89,10 @@ class PartMoves:
         mail: Says what is to be pulled and let go.
         tell: Tells the machine of parts that are here.
         holds: Returns the parts that the machine says this member holds.
+        events: This member's event log.
+
+    Attributes:
+        rest: The rest of the training state, which each member has.
     """
 
     def __init__(
@@ -58,12 +102,23 @@ class PartMoves:
         mail: Mailbox,
         tell: Callable[[fx.StateLoaded], None],
         holds: Callable[[], tuple[Span, ...]],
+        events: EventLog,
     ) -> None:
         self._held, self._transfer, self._mail, self._tell, self._holds = held, transfer, mail, tell, holds
+        self._events = events
         self._server = PartServer(transfer.server)
+        self.rest: StateAccess | None = None
         self._served: tuple[ViewId, str] | None = None
         self._before: Division | None = None
         """Division of the view that closed the header on which this member stands."""
+
+    def states(self, names: Collection[str]) -> list[PartAccess]:
+        """Returns these parts as they are, without those that have no tensors of their own."""
+        found: list[PartAccess] = [*self._held.states([n for n in names if n != REST])]
+        if REST in names:
+            assert self.rest is not None, "no training state was given to join()"
+            found.append(RestState(self.rest))
+        return found
 
     def committed(self, view: View | None) -> None:
         """A header was committed that was closed under this view: what was served may be written to now."""
@@ -90,8 +145,60 @@ class PartMoves:
             return
         parts, me = division(view), self._mail.who()
         mine = parts.made(me) if header.hash == GENESIS.hash else self._holds()
-        states = self._held.states([parts.names[part] for part in numbers(mine)])
+        states = self.states([parts.names[part] for part in numbers(mine)])
         self._server.hold(header, states, view.id if header.hash == GENESIS.hash else None)
+
+    def serve_all(self, header: Header) -> None:
+        """Serves all that is held at the header, for a member that reads the whole state."""
+        names = division(self._view()).names
+        self._server.hold(header, self.states([names[part] for part in numbers(self._holds())]))
+
+    def read(self, header: Header, part: str, copy: PartCopy | None, deadline: float) -> Mapping[str, Any]:
+        """Reads a part from those that hold it at the header: its owners, or if that fails, whoever else has it.
+
+        Args:
+            header: The one that this member stands on.
+            part: Name of the part.
+            copy: Takes its tensors; None: nothing but its manifest is wanted, which is returned.
+            deadline: By `time.monotonic()`.
+
+        Raises:
+            StateError, DeadlineError: Nobody gives it.
+            ChaosError: This member is out of the job.
+        """
+        mail, dial = self._mail, self._transfer.dial
+        tried = False
+
+        def donors() -> tuple[list[Endpoint], frozenset[str]]:
+            nonlocal tried
+            view = self._view()  # after a death it is another one
+            ways, others = self._donors(view, division(view).names.index(part), first=False)
+            likely = [way for way in ways if way.member not in others]
+            if tried or not likely:
+                return ways, others
+            tried = True
+            return likely, frozenset()
+
+        def ask(ways: list[Endpoint], others: frozenset[str], config: PullConfig) -> Mapping[str, Any]:
+            if copy is None:
+                return part_manifest(ways, dial, header, part, config=config, abandoned=lambda: mail.over)
+            pull_part(ways, dial, header, copy, config=config, abandoned=lambda: mail.over, loading=others)
+            return {}
+
+        found = self._ask(donors, ask, lambda: mail.over, deadline)
+        if found is None:
+            with mail.changed:
+                mail.check()
+            raise StateError(f"{part} was not read at step {header.step}: this member is about to leave the job")
+        return found
+
+    def _view(self) -> View:
+        """Returns the view in which this member stands."""
+        with self._mail.changed:
+            opened, view = self._mail.attempt, self._mail.view
+        found = opened[0] if opened is not None else view
+        assert found is not None
+        return found
 
     def pull(self, wanted: fx.PullParts, deadline: float) -> bool:
         """Pulls the parts, and tells of each; False if something else is wanted meanwhile.
@@ -101,10 +208,11 @@ class PartMoves:
         """
         names = division(wanted.view).names
         for part in numbers(wanted.parts):
-            self._held.room([names[part]])
-            for state in self._held.states([names[part]]):
+            layers = [names[part]] if names[part] != REST else []
+            self._held.room(layers)
+            for state in self.states([names[part]]):
                 if not self._pull(wanted, part, state, deadline):
-                    self._held.forget([names[part]])  # who still lacks it makes room anew
+                    self._held.forget(layers)  # who still lacks it makes room anew
                     return False
             self._tell(fx.StateLoaded(wanted.header.hash, ((part, part + 1),), wanted.view.id))
         with self._mail.changed:
@@ -112,29 +220,53 @@ class PartMoves:
                 self._mail.parts = None
         return True
 
-    def _pull(self, wanted: fx.PullParts, part: int, state: PartState, deadline: float) -> bool:
+    def _pull(self, wanted: fx.PullParts, part: int, state: PartAccess, deadline: float) -> bool:
         def over() -> bool:
             return self._mail.parts is not wanted or self._mail.over
 
         first = wanted.header.hash == GENESIS.hash
+
+        def pull(donors: list[Endpoint], others: frozenset[str], config: PullConfig) -> PullReport:
+            return pull_part(
+                donors,
+                self._transfer.dial,
+                wanted.header,
+                state,
+                view=wanted.view.id if first else None,
+                config=config,
+                abandoned=over,
+                loading=others,
+            )
+
+        report = self._ask(lambda: self._donors(wanted.view, part, first=first), pull, over, deadline)
+        if report is None:
+            return False
+        self._events.emit(
+            "part_pulled",
+            seq=wanted.header.seq,
+            part=state.part,
+            number=part,
+            nbytes=sum(report.by_source.values()),
+            seconds=round(report.seconds, 4),
+            by_source=report.by_source,
+            hash=report.state_hash,
+        )
+        return True
+
+    def _ask(
+        self,
+        donors: Callable[[], tuple[list[Endpoint], frozenset[str]]],
+        ask: Callable[[list[Endpoint], frozenset[str], PullConfig], T],
+        over: Callable[[], bool],
+        deadline: float,
+    ) -> T | None:
+        """Asks those that may have a part, again and again until the deadline; None if it is over meanwhile."""
         while True:
-            donors, others = self._donors(wanted.view, part, first=first)
-            config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()))
             try:
-                pull_part(
-                    donors,
-                    self._transfer.dial,
-                    wanted.header,
-                    state,
-                    view=wanted.view.id if first else None,
-                    config=config,
-                    abandoned=over,
-                    loading=others,
-                )
-                return True
+                return ask(*donors(), PullConfig(deadline_s=max(0.1, deadline - time.monotonic())))
             except (StateError, DeadlineError):
                 if over():
-                    return False
+                    return None
                 if time.monotonic() + RETRY_S > deadline:
                     raise
                 self._mail.pause(RETRY_S)
@@ -143,7 +275,12 @@ class PartMoves:
         """Returns the ways to those that may have the part, likely ones first, and the names of the others."""
         me, there = self._mail.who(), {m.id: m for m in (*view.members, *view.leaving)}
         now = division(view).owners[part]
-        likely = now[:1] if first else self._before.owners[part] if self._before is not None else tuple(there)
+        if first:
+            likely = now[:1]
+        elif self._before is not None:
+            likely = self._before.owners[part]
+        else:  # a newcomer knows no view before
+            likely = tuple(m for m in now if m not in view.joiners)
         found = [m for m in likely if m in there and m != me]
         others = [] if first else [m for m in there if m not in found and m != me]
         return self._ways([there[m] for m in (*found, *others)], view), frozenset(others)

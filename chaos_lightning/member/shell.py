@@ -26,6 +26,7 @@ from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.member.unit_steps import UnitStep, owned_spans
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.parts import division
 from chaos_lightning.membership.recovery import needs_bytes, with_scope
 from chaos_lightning.membership.verdict import verdict
 from chaos_lightning.protocol.codec import decode_peer, encode, encode_peer
@@ -37,6 +38,7 @@ from chaos_lightning.protocol.types import (
     FromMember,
     Header,
     Heartbeat,
+    Kept,
     Kind,
     LinkKeys,
     LinkReport,
@@ -128,6 +130,10 @@ class Shell:
         borders = self.units.borders if self.units is not None else None
         self.links.listen(bind, Takers(self, self.reducer, self.server.serve, borders), ports)
         self.loop.call(self.beat)
+
+    def offered(self, kept: Kept | None) -> None:
+        """The hello that is said now offers this state in a file."""
+        self.machine.parts.kept = kept
 
     def reset(self) -> None:
         """A fresh machine: the member joins again with nothing (protocol.md 11)."""
@@ -302,9 +308,9 @@ class Shell:
                 self._ask(effect)
             case fx.Viewed(view):
                 self._viewed(view, carried=False)
-            case fx.Ejected(reason, rejoin):
+            case fx.Ejected(reason, rejoin, over):
                 self.events.emit("fenced", reason=reason, rejoin=rejoin)
-                self.mailbox.post(ejected=(reason, rejoin))
+                self.mailbox.post(ejected=(reason, rejoin), ended=over)
                 self.end_units()
             case fx.Left(reason, asked):
                 self.events.emit("left", reason=reason)
@@ -340,6 +346,8 @@ class Shell:
             self.units.end(view or attempt[0].id)  # type: ignore[index]
 
     def _viewed(self, view: View, *, carried: bool) -> None:
+        me = self.machine.member_id
+        owned = {"owns": division(view).owned(me)} if view.pipelines and view.find(me) is not None else {}
         self.events.emit(
             "view",
             id=str(view.id),
@@ -350,8 +358,15 @@ class Shell:
             links=[(link.a, link.b) for link in view.links],
             plan=view.plan.kind,
             trees=[(tree.weight, tree.members, tree.parents) for tree in view.plan.trees],
+            **owned,
         )
-        self.mailbox.post(view=view, together=self.mailbox.together or len(view.members) > 1)
+        gone = view.find(self.machine.member_id) is None
+        self.mailbox.post(
+            view=view,
+            together=self.mailbox.together or len(view.members) > 1,
+            let_go=view if gone else None,
+            **({"parts": None} if gone else {}),  # whoever goes needs none
+        )
         teller, replays = self.transfer.teller, self.machine.header.learners
         teller.tell(*lines(self._shown, view, self.links.me, carried=carried, replays=replays))
         teller.tell(*batch_once(self._shown, view))
@@ -366,7 +381,7 @@ class Shell:
         now = time.monotonic()
         self._log(header)
         self.mailbox.commit(commit)
-        mine = self._contribution
+        mine = self._contribution if self._contribution and self._contribution.seq == header.seq else None
         self.events.emit(
             "committed",
             **committed_fields(
@@ -374,7 +389,8 @@ class Shell:
                 commit.contributors,
                 duration_s=now - self._committed_at,
                 wait_s=now - self._contributed_at,
-                spent=mine.spent if mine is not None and mine.seq == header.seq else (),
+                spent=mine.spent if mine is not None else (),
+                mine=mine,
             ),
         )
         if header.kind == Kind.STEP:

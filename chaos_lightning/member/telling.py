@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Mapping
 
 from chaos_lightning.machine.units import amount, duration, part
+from chaos_lightning.planning.pipelines.units import ViewPipelines
 from chaos_lightning.protocol.types import Progress, View
 
 PROGRESS_EVERY_S = 5.0
@@ -45,7 +46,13 @@ def lines(before: View | None, after: View, me: str, *, carried: bool, replays: 
 
 
 def global_batch(view: View) -> int:
-    """Returns the samples of a full step of all members of a view."""
+    """Returns the samples of a full step of all members of a view.
+
+    With pipelines a step has a number of micro-batches of its own, whoever the members are.
+    """
+    if view.pipelines:
+        plan = ViewPipelines.from_json(view.pipelines).plan
+        return max((m.quota for m in view.members), default=0) * plan.micro_batches
     return sum(m.quota for m in view.members) * view.accumulate
 
 
@@ -54,6 +61,8 @@ def batch_line(before: View | None, after: View) -> str:
 
     Each member takes batches of the size that its loader has (protocol.md 10, 25), so that a step has all of theirs.
     """
+    if after.pipelines:
+        return ""
     now = global_batch(after)
     old = before.members if before is not None else [m for m in after.members if m.id not in after.joiners]
     then = sum(m.quota for m in old) * after.accumulate

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.data.steps import JobLoader
 from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.replication.access import unique
@@ -123,7 +123,7 @@ class Clipping:
             nn.utils.clip_grad_value_(params, self.value)
 
 
-def tell_epoch(engine: Engine, loader: ElasticLoader, epoch: int) -> None:
+def tell_epoch(engine: Engine, loader: JobLoader, epoch: int) -> None:
     """An epoch begins: the log says how long it is, so that a report sees whether all of it was used.
 
     Args:

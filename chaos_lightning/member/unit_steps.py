@@ -1,10 +1,11 @@
-"""Steps that run as units of micro-batches: what the I/O thread tells of attempts, and the loop over them.
+"""Slots that run as units of micro-batches: what the I/O thread tells of attempts, and the loop over them.
 
 Theory of operation (protocol.md P4, P7). A unit waits for tensors of other members, so a recovery ends an attempt in
 its middle, and the step runs again under the recovery's view. The I/O thread posts each attempt that it opens. It ends
 the one under way when this member promises to leave its view; whatever waits in it then raises `AttemptOverError`. The
 training thread first pulls parts that it lacks. Then it runs the units of an attempt, contributes once all that it owns
-is reduced, and waits for the header or for another attempt.
+is reduced, and waits for the header or for another attempt. A round of evaluation (P17) is such a slot, too: a GATHER,
+which reduces nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from chaos_lightning.collectives.layout import Layout
-from chaos_lightning.errors import AttemptOverError
+from chaos_lightning.errors import AttemptOverError, DeadlineError, DepartedError
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.membership.effects import Committed, PullParts
 from chaos_lightning.membership.parts import division
 from chaos_lightning.planning.trees import OwnedSpans
-from chaos_lightning.protocol.types import Header, LayersCovered, Span, Spent, View, ViewId
+from chaos_lightning.protocol.types import Header, Kind, LayersCovered, Span, Spent, View, ViewId
 from chaos_lightning.transport.link import Chunks
 
 
 class UnitStep(Protocol):
-    """A member's part of such steps (pipeline/step.py)."""
+    """A member's part of such slots (pipeline/step.py)."""
 
     @property
     def borders(self) -> Chunks:
@@ -100,6 +101,7 @@ def run_attempts(
     header: Header,
     contribute: Callable[[View, UnitsDone], None],
     deadline_s: Callable[[], float],
+    kind: Kind = Kind.STEP,
 ) -> Committed:
     """Runs attempts at the slot after a header until it is committed.
 
@@ -111,47 +113,39 @@ def run_attempts(
         header: The one that this member stands on.
         contribute: Brings what an attempt has made.
         deadline_s: Until when, by `time.monotonic()`, an attempt or its header is waited for from now on.
+        kind: Kind of the slot.
 
     Raises:
         FencedError, DisagreementError, DeadlineError: As `Mailbox.wait`; the last attempt was dropped.
+        DepartedError: Likewise, or a view lets all members go.
     """
-    tried: View | None = None
-    seq = header.seq + 1
+    tried: ViewId | None = None
     step.remember_base()
-
-    def fresh() -> bool:
-        found = mail.attempt
-        return found is not None and found[1] == seq and (tried is None or found[0].id > tried.id)
-
-    while True:
-        with mail.changed:
-            what = f"the commit of slot {seq} (step)" if tried is not None else f"an attempt at slot {seq} (step)"
-            try:
-                mail.wait(lambda: bool(mail.commits) or mail.parts is not None or fresh(), what, deadline_s())
-                if mail.commits:
-                    return mail.commits.popleft()
-                mail.check()  # the wait does not look where parts are wanted, and who is out gets none
-            except Exception:
-                step.drop()
-                raise
-            wanted, opened = mail.parts, mail.attempt
-        if wanted is not None:
+    try:
+        while True:
+            what = "the commit of" if tried is not None else "an attempt at"
+            found = _next(mail, header, tried, f"{what} slot {header.seq + 1} ({kind})", deadline_s)
+            if isinstance(found, Committed):
+                return found
             if tried is not None:  # what is served, pulled into and remembered is the state at the header
                 step.drop()
-            moves.serve(header, wanted.view)
-            moves.pull(wanted, deadline_s())
-            step.remember_base()
-            continue
-        assert opened is not None
-        view = opened[0]
-        if tried is not None:
-            step.drop()
-        tried = view
-        moves.serve(header, view)
-        try:
-            contribute(view, attempt(view, seq))
-        except AttemptOverError:
-            continue
+            if isinstance(found, PullParts):
+                moves.serve(header, found.view)
+                moves.pull(found, deadline_s())
+                step.remember_base()
+                continue
+            tried = found.id
+            moves.serve(header, found)
+            if found.find(mail.who()) is None:
+                _depart(mail, found)
+                continue
+            try:
+                contribute(found, attempt(found, header.seq + 1))
+            except AttemptOverError:
+                continue
+    except BaseException:
+        step.drop()
+        raise
 
 
 def await_commit(moves: MovesParts, mail: Mailbox, header: Header, what: str, deadline: float) -> Committed:
@@ -166,25 +160,54 @@ def await_commit(moves: MovesParts, mail: Mailbox, header: Header, what: str, de
 
     Raises:
         FencedError, DisagreementError, DeadlineError: As `Mailbox.wait`.
+        DepartedError: Likewise, or a view lets all members go.
         StateError: Nobody gives a part.
     """
     entered: ViewId | None = None
-
-    def fresh() -> bool:
-        found = mail.attempt
-        return found is not None and found[1] == header.seq + 1 and (entered is None or found[0].id > entered)
-
     while True:
-        with mail.changed:
-            mail.wait(lambda: bool(mail.commits) or mail.parts is not None or fresh(), what, deadline)
-            if mail.commits:
-                return mail.commits.popleft()
-            mail.check()
-            wanted, opened = mail.parts, mail.attempt
-        if wanted is not None:
-            moves.serve(header, wanted.view)
-            moves.pull(wanted, deadline)
-        else:
-            assert opened is not None
-            entered = opened[0].id
-            moves.serve(header, opened[0])
+        found = _next(mail, header, entered, what, lambda: deadline)
+        if isinstance(found, Committed):
+            return found
+        if isinstance(found, PullParts):
+            moves.serve(header, found.view)
+            moves.pull(found, deadline)
+            continue
+        entered = found.id
+        moves.serve(header, found)
+        if found.find(mail.who()) is None:
+            _depart(mail, found)
+
+
+def _next(
+    mail: Mailbox, header: Header, entered: ViewId | None, what: str, deadline_s: Callable[[], float]
+) -> Committed | PullParts | View:
+    """Waits for the commit of the slot after a header, for parts to pull, or for a view after this one.
+
+    That view has this member run the slot anew, or lets it go. Then it serves its parts as long as a scheduler is there
+    to release it, and may be taken back (P9).
+    """
+
+    def views() -> list[View]:
+        opened = mail.attempt
+        found = [opened[0] if opened is not None and opened[1] == header.seq + 1 else None, mail.let_go]
+        return [view for view in found if view is not None and (entered is None or view.id > entered)]
+
+    with mail.changed:
+        while True:
+            try:
+                mail.wait(lambda: bool(mail.commits or mail.parts is not None or views()), what, deadline_s())
+                break
+            except DeadlineError:
+                if mail.let_go is None or mail.lost:
+                    raise
+                mail.changed.wait(1.0)
+        if mail.commits:
+            return mail.commits.popleft()
+        mail.check()  # the wait does not look where parts are wanted, and who is out gets none
+        return mail.parts or max(views(), key=lambda view: view.id)
+
+
+def _depart(mail: Mailbox, view: View) -> None:
+    """Ends the slot if this view lets all members go, each of which writes its parts down then (P13)."""
+    if not view.members:
+        raise DepartedError(f"{mail.who()} was let go with all other members by view {view.id}: {view.reason}")

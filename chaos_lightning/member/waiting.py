@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from chaos_lightning.errors import ChaosError, DepartedError
+from chaos_lightning.errors import ChaosError, DepartedError, RestartError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.member.mailbox import Mailbox
@@ -139,7 +139,7 @@ class Waiting:
         """Ends (`close`) the control stream of a member that is in no view, or has no state yet."""
         mail = self._mail
         if mail.member is not None and mail.view is None and mail.pull is None:
-            with mail.changed, contextlib.suppress(ChaosError):
+            with mail.changed, contextlib.suppress(ChaosError, RestartError):
                 mail.wait(lambda: bool(mail.left), "release", time.monotonic() + _RELEASE_TIMEOUT_S, tells=False)
         close()
         mail.post(left=mail.left or "it asked to leave before it was in the job")

@@ -9,7 +9,8 @@ optimizers and hooks keep it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -55,3 +56,27 @@ def put(module: nn.Module, name: str, old: Tensor, data: Tensor) -> Tensor:
         new.__dict__.update(old.__dict__)
     setattr(module, name, new)  # some modules, such as an LSTM, keep their parameters elsewhere, too
     return new
+
+
+@contextmanager
+def made_up(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within it those of these tensors that are absent have memory, and values that a model can run with."""
+    lent = {id(t): (t, t.data) for t in tensors if is_absent(t)}
+    try:
+        for tensor, absent in lent.values():
+            tensor.data = _plausible(absent)
+        yield
+    finally:
+        for tensor, absent in lent.values():
+            tensor.data = absent
+
+
+def _plausible(like: Tensor) -> Tensor:
+    """Returns a tensor of this shape: random weights that keep the size of inputs; norms and biases are 1."""
+    made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    if not (like.is_floating_point() or like.is_complex()):
+        return made.zero_()
+    if like.dim() < 2 or not like.numel():
+        return made.fill_(1)
+    row = torch.randn(like.shape[-1], device=like.device) / math.sqrt(like.numel() / like.shape[0])
+    return made.copy_(row)  # one row for all: no second copy of the whole, and at the speed of memory

@@ -55,27 +55,32 @@ class ModelMemory:
         self._stand_in_for_meta()
 
     def own(self, names: Collection[str]) -> None:
-        """Has the named tensors be real, with their first values if they had none, and frees all others.
+        """Has the named tensors be real, as `make` does, and frees all others."""
+        owned = {id(tensor) for name, tensor in self._named() if name in names}
+        for key, tensor in self._tensors().items():
+            if key not in owned and not is_absent(tensor):
+                tensor.data = stand_in(tensor, self._device)
+        self.make(names)
+
+    def make(self, names: Collection[str]) -> None:
+        """Has the named tensors be real, with their first values if they had none.
 
         Raises:
             ConfigurationError: Nobody fills a tensor; names it.
             StateError: A tensor was freed that nobody makes again; names it.
         """
         tensors = self._tensors()
-        owned = {id(tensor) for name, tensor in self._named() if name in names}
-        for key, tensor in tensors.items():
-            if key not in owned and not is_absent(tensor):
-                tensor.data = stand_in(tensor, self._device)
-        wanted = {key for key in owned if is_absent(tensors[key])}
-        self._make_recorded(wanted)
-        self._fill(wanted & self._unknown)
-        freed = [name for name, tensor in self._named() if id(tensor) in owned and is_absent(tensor)]
+        wanted = {id(tensor) for name, tensor in self._named() if name in names}
+        lacking = {key for key in wanted if is_absent(tensors[key])}
+        self._make_recorded(lacking)
+        self._fill(lacking & self._unknown)
+        freed = [name for name, tensor in self._named() if id(tensor) in wanted and is_absent(tensor)]
         if freed:
             raise StateError(
                 f"{', '.join(freed[:6])} had values when the model was built, and was freed since; expected them from "
                 "another member or a checkpoint: make room for them"
             )
-        for key in owned:
+        for key in wanted:
             tensors[key].data = tensors[key].data.to(self._device)
 
     def forget(self) -> None:

@@ -90,6 +90,8 @@ class LayerChain:
         self._own: set[tuple[Step, int, int]] = set()
         """Stretches whose NaN was found to be the user's own."""
         self._intercepted: list[nn.Module] = []
+        self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered around a pass that only repeats one, to look at it: what user code does there must leave no trace."""
         for index, block in enumerate(self.blocks):
             self._intercept(block, _Place(f"{path}.{index}", index, _first_parameter(block)))
         for name, module in outside_modules(root, path):
@@ -102,6 +104,11 @@ class LayerChain:
     def layer_under_way(self) -> int:
         """The layer whose part of the step runs now."""
         return 0 if self._unit is None else max(self._unit.due - 1, 0)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the unit under way runs the last layer, so that the step comes to its end in it."""
+        return self._unit is not None and self._unit.end == len(self.blocks)
 
     def close(self) -> None:
         """Makes the model what it was."""
@@ -147,7 +154,7 @@ class LayerChain:
         self._proven.add(span)
         out = unit.tensors if unit.left else unit.result
         if partly and span not in self._own and not has_nan(received) and has_nan(out):
-            with torch.no_grad():
+            with torch.no_grad(), self.aside():
                 self._pass(span, batch, received, sent, at, self._taint(deep=True))
             self._own.add(span)
         return unit
@@ -236,6 +243,8 @@ class LayerChain:
                 f"{place.name} is called in a backward pass that is none of a unit's, so it would not know what it was "
                 "sent; expected ForwardUnit.backward, or backward_pass around it"
             )
+        if unit is None:
+            self._refuse_absent(place)
         if unit is None or unit.inside:
             return real(*args, **kwargs)
         if unit.again:
@@ -359,6 +368,17 @@ class LayerChain:
         return nullcontext() if self._randomness is None else self._randomness.stream(*unit.at, *names)
 
     # --- refusals
+
+    def _refuse_absent(self, place: _Place) -> None:
+        """Refuses a module that is called outside of units, where it is not whole here: it would give NaN."""
+        module = self.root.get_submodule(place.name)
+        absent = next((name for name, _, _, tensor in named_tensors(module) if is_absent(tensor)), None)
+        if absent is not None:
+            raise UnsupportedError(
+                f"{place.name} is called outside of training_step and validation_step, and this member does not hold "
+                f"its {absent}, for other stages run it. Call it in one of these steps, or after fit in a process that "
+                "has loaded a checkpoint of the whole model (strategy='auto')"
+            )
 
     def _refuse_tainted(self, unit: ForwardUnit, tree: Any, what: str) -> None:
         names = frozenset() if unit.taint is None else unit.taint.names(tree)

@@ -1,15 +1,18 @@
 """Compares a model that is run in stages with the whole, once, before training.
 
-Theory of operation. The whole model is here. It runs one micro-batch as one stage, and then in stages, each of which
-has only what its owner has: the rest stands in with NaN. Loss, gradients and changed buffers must be the same: on the
-CPU bit for bit, but for parameters of several layers, whose gradients are sums in another order; elsewhere as near as
-kernels keep to. So what leaves a block by another way than its output, as router losses do, is found. Gradients and
-buffers are as before then; what else a step changes, such as metrics, is the caller's to undo.
+Theory of operation. The whole model runs one micro-batch as one stage, and then in stages, each of which has only what
+its owner has: the rest stands in with NaN. Loss, gradients and changed buffers must be the same: on the CPU bit for
+bit, but for parameters of several layers, whose gradients are sums in another order; elsewhere as near as kernels keep
+to. So what leaves a block by another way than its output, as router losses do, is found.
+
+Where the whole has no room, stretches of four layers are compared with two stages of two: the first one, the last one,
+and one for each other row of classes that four blocks in a row have. Only one stretch has memory at a time; between
+stretches the micro-batch passes layer by layer. Values of tensors that are absent are made up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,30 +21,67 @@ import torch
 from torch import Tensor, nn
 
 from chaos_lightning.errors import UnsupportedError
-from chaos_lightning.pipeline.absent import named_tensors, stand_in
+from chaos_lightning.pipeline.absent import is_absent, made_up, named_tensors, stand_in
 from chaos_lightning.pipeline.chain import LayerChain
 from chaos_lightning.pipeline.executor import loss_of
+from chaos_lightning.pipeline.find_chain import kind_of
+from chaos_lightning.pipeline.forward import ForwardUnit, some_gradients
 from chaos_lightning.pipeline.parts import ModelParts
+from chaos_lightning.pipeline.undo import undone
+from chaos_lightning.planning.pipelines.job import TrainingJob
 
 SUM_TOLERANCE = 1e-5
 """Largest difference of a sum in another order, by the largest element."""
 DEVICE_TOLERANCE = 1e-3
 """Largest difference on an accelerator, by the largest element."""
+_STRETCH = 4
+_At = tuple[int, int]
+
+
+class _Received(NamedTuple):
+    """What a stretch takes from the layers before it."""
+
+    tensors: tuple[Tensor, ...] = ()
+    specs: str = ""
 
 
 class _Outcome(NamedTuple):
     loss: Tensor | None
     tensors: dict[str, Tensor]
-    """Gradients and buffers, by what they are and the name."""
+    """Gradients, buffers, and what leaves the stretch, by what they are and the name."""
+
+
+def check_before_training(chain: LayerChain, parts: ModelParts, batch: Any, job: TrainingJob) -> str:
+    """Compares as much at once as the memory of the job's device holds; returns in words what was compared.
+
+    Args:
+        chain: The layers; tensors may be absent.
+        parts: Parts of the model.
+        batch: A micro-batch.
+        job: What layers cost, and the device (`describe`).
+
+    Raises:
+        UnsupportedError: The stages give something else; names it.
+    """
+    c, count = job.costs, len(chain)
+    # Gradients twice: those of the whole are kept beside those of the stages.
+    needed = c.parameters[-1] + 2 * c.gradients[-1] + c.activations[-1] + c.workspace(0, count)
+    if needed <= job.devices[0].memory_nbytes:
+        check_cut(chain, parts, batch)
+        return f"the step gives the same in {count} stages as in one"
+    stretches = check_stretches(chain, parts, batch)
+    return (
+        f"the step gives the same in stages; compared at {len(stretches)} of its borders, as the whole has no room here"
+    )
 
 
 def check_cut(
-    chain: LayerChain, parts: ModelParts, batch: Any, cuts: Sequence[int] | None = None, *, at: tuple[int, int] = (0, 0)
+    chain: LayerChain, parts: ModelParts, batch: Any, cuts: Sequence[int] | None = None, *, at: _At = (0, 0)
 ) -> float | None:
-    """Compares; returns the loss.
+    """Compares the whole with its stages; returns the loss.
 
     Args:
-        chain: The layers, all of which are real here.
+        chain: The layers. There is memory for all of them.
         parts: Parts of the model.
         batch: A micro-batch.
         cuts: First layers of the stages but the first one; None: each layer is a stage.
@@ -51,49 +91,113 @@ def check_cut(
         UnsupportedError: The stages give something else; names it.
     """
     bounds = [0, *(range(1, len(chain)) if cuts is None else cuts), len(chain)]
-    gradients = {p: p.grad for p in chain.root.parameters()}
-    with _buffers(chain.root) as restore:
-        try:
-            whole = _run(chain, parts, batch, [0, len(chain)], at)
-            restore()
-            cut = _run(chain, parts, batch, bounds, at)
-        finally:
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient
-    differing = _differing(whole, cut, parts)
-    if differing:
-        shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
-        raise UnsupportedError(
-            f"run in {len(bounds) - 1} stages the step gives something else than as a whole: {shown}. Something leaves "
-            f"a block of {chain.path} by another way than its output, such as a loss that it keeps, or a hook: return "
-            "it with the output, as a tuple of tensors"
-        )
+    with undone(chain.root) as restore:
+        whole = _compare(chain, parts, batch, bounds, at, _Received(), restore)
     return None if whole.loss is None else float(whole.loss)
 
 
-def _run(chain: LayerChain, parts: ModelParts, batch: Any, bounds: Sequence[int], at: tuple[int, int]) -> _Outcome:
+def check_stretches(chain: LayerChain, parts: ModelParts, batch: Any, *, at: _At = (0, 0)) -> list[range]:
+    """Compares stretches of a model that is too large for this machine; returns them.
+
+    Args:
+        chain: The layers; tensors may be absent.
+        parts: Parts of the model.
+        batch: A micro-batch.
+        at: Step and micro-batch, for random numbers.
+
+    Raises:
+        UnsupportedError: The stages give something else; names it.
+    """
+    stretches = _stretches(chain)
+    with undone(chain.root) as restore:
+        reached, received = 0, _Received()
+        for stretch in stretches:
+            for layer in range(reached, stretch.start):
+                with made_up(_owned(chain.root, parts, range(layer, layer + 1))):
+                    unit = chain.run(layer, layer + 1, batch, *received, at=at)
+                received = _Received(tuple(t.detach() for t in unit.tensors), unit.specs)
+                restore()
+            reached = stretch.start
+            bounds = [stretch.start, stretch.start + max(1, len(stretch) // 2), stretch.stop]
+            if len(stretch) > 1:
+                _compare(chain, parts, batch, bounds, at, received, restore)
+    return stretches
+
+
+def _stretches(chain: LayerChain) -> list[range]:
+    """Returns the stretches of a chain that are compared, in order."""
+    kinds = [kind_of(block) for block in chain.blocks]
+    last = max(0, len(kinds) - _STRETCH)
+    found, seen = [], set[tuple[str, ...]]()
+    for first in range(last + 1):
+        row = tuple(kinds[first : first + _STRETCH])
+        if row not in seen or first == last:
+            seen.add(row)
+            found.append(range(first, min(first + _STRETCH, len(kinds))))
+    return found
+
+
+def _compare(
+    chain: LayerChain,
+    parts: ModelParts,
+    batch: Any,
+    bounds: Sequence[int],
+    at: _At,
+    received: _Received,
+    restore: Callable[[], None],
+) -> _Outcome:
+    """Runs the layers between the outer bounds at once, and then in stages; refuses what differs from the former."""
+    with made_up(_owned(chain.root, parts, range(bounds[0], bounds[-1]))):
+        whole = _run(chain, parts, batch, [bounds[0], bounds[-1]], at, received)
+        restore()
+        cut = _run(chain, parts, batch, bounds, at, received)
+        restore()
+    differing = _differing(whole, cut, parts)
+    if differing:
+        shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
+        partly = "" if bounds[-1] - bounds[0] == len(chain) else f" (layers {bounds[0]} to {bounds[-1] - 1})"
+        raise UnsupportedError(
+            f"run in {len(bounds) - 1} stages the step{partly} gives something else than as a whole: {shown}. "
+            f"Something leaves a block of {chain.path} by another way than its output, such as a loss that it keeps, "
+            "or a hook: return it with the output, as a tuple of tensors"
+        )
+    return whole
+
+
+def _run(
+    chain: LayerChain, parts: ModelParts, batch: Any, bounds: Sequence[int], at: _At, received: _Received
+) -> _Outcome:
     for parameter in chain.root.parameters():
         parameter.grad = None
-    units = []
-    received: tuple[Tensor, ...] = ()
-    specs = ""
+    units: list[tuple[ForwardUnit, range]] = []
     for first, end in pairwise(bounds):
         with _alone(chain.root, parts, range(first, end)):
-            unit = chain.run(first, end, batch, received, specs, at=at)
-        received, specs = tuple(t.detach() for t in unit.tensors), unit.specs
+            unit = chain.run(first, end, batch, *received, at=at)
+        received = _Received(tuple(t.detach() for t in unit.tensors), unit.specs)
         units.append((unit, range(first, end)))
-    loss = loss_of(units[-1][0].result)
-    gradients: tuple[Tensor | None, ...] = (None,)
-    for unit, layers in reversed(units if loss is not None else []):
-        roots = unit.tensors if loss is None else unit.tensors or (loss,)
+    last = units[-1][0]
+    loss = loss_of(last.result) if bounds[-1] == len(chain) else None
+    gradients: tuple[Tensor | None, ...] = (None,) if loss is not None else some_gradients(last.tensors)
+    for done, layers in reversed(units if gradients else []):
+        roots = done.tensors if loss is None else done.tensors or (loss,)
         with _alone(chain.root, parts, layers):
-            gradients = unit.backward(roots, gradients)
-    return _Outcome(None if loss is None else loss.detach(), _state(chain.root))
+            gradients = done.backward(roots, gradients)
+    found = {f"output {i}": t for i, t in enumerate(received.tensors)}
+    found |= {f"gradient of input {i}": t for i, t in enumerate(gradients) if t is not None and bounds[0]}
+    for name, parameter in chain.root.named_parameters():
+        if parameter.grad is not None:
+            found[f"gradient of {name}"] = parameter.grad
+    return _Outcome(None if loss is None else loss.detach(), found | _buffers(chain.root))
 
 
-def _state(root: nn.Module) -> dict[str, Tensor]:
-    found = {f"gradient of {n}": p.grad.clone() for n, p in root.named_parameters() if p.grad is not None}
-    return found | {f"buffer {n}": b.clone() for n, b in root.named_buffers()}
+def _buffers(root: nn.Module) -> dict[str, Tensor]:
+    return {f"buffer {name}": buffer.clone() for name, buffer in root.named_buffers() if not is_absent(buffer)}
+
+
+def _owned(root: nn.Module, parts: ModelParts, layers: range) -> list[Tensor]:
+    """Returns the tensors that an owner of these layers has."""
+    owned = parts.owned_by(layers)
+    return [t for name, _, _, t in named_tensors(root) if parts.part_of[name] in owned]
 
 
 def _differing(whole: _Outcome, cut: _Outcome, parts: ModelParts) -> list[str]:
@@ -149,20 +253,3 @@ def _alone(root: nn.Module, parts: ModelParts, layers: range) -> Iterator[None]:
     finally:
         for tensor, data in left.values():
             tensor.data = data
-
-
-@contextmanager
-def _buffers(root: nn.Module) -> Iterator[Any]:
-    """Yields a function that gives buffers their values back, and does so in the end."""
-    before = [(module, name, t, t.clone()) for _, module, name, t in named_tensors(root) if name in module._buffers]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for module, name, buffer, value in before:
-                buffer.copy_(value)
-                module._buffers[name] = buffer
-
-    try:
-        yield restore
-    finally:
-        restore()

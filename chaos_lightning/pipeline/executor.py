@@ -249,9 +249,12 @@ class PipelineExecutor:
         self._buffers = BaseBuffers(root)
         self._forwards: dict[tuple[int, int, int], _Forward] = {}
         self.kept = KeptBytes(root) if counted else None
+        self.begun: set[int] = set()
+        """Micro-batches of which units have run since the last header."""
 
     def remember_base(self) -> None:
         """Before the first attempt of a step or a round of evaluation: the model is what the last header committed."""
+        self.begun = set()
         self._buffers.remember()
 
     def drop(self) -> None:
@@ -275,6 +278,7 @@ class PipelineExecutor:
         """
         if work.call is None:
             self._begin()
+        self.begun = set()
         sums = StepSums()
         try:
             for unit, last in zip(work.units, closing(work.units), strict=True):
@@ -291,6 +295,7 @@ class PipelineExecutor:
         began = time.monotonic()
         received = Border(()) if unit.taken is None else self._exchange.take(work.attempt, unit.taken)
         ready = time.monotonic()
+        self.begun.add(unit.micro_batch)
         try:
             if work.call is not None:
                 sent = self._evaluate(work, unit, received, sums)

@@ -122,3 +122,8 @@ class ForwardUnit:
         """Returns the gradients of what was received, and lets go of the graph."""
         self.tensors, self.result, self.entered = (), None, None
         return tuple(self._gradients)
+
+
+def some_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Returns gradients such as the next stage may send for these tensors, where only the computation matters."""
+    return tuple(torch.full_like(t, 1e-3) if t.requires_grad else None for t in tensors)

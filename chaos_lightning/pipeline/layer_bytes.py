@@ -10,19 +10,20 @@ references tell when they are freed; memory that a kernel takes and frees by its
 
 Parameters inside a block are that layer's. For those outside of the chain the graph of the loss tells which layers use
 them: from the tensors that entered block i + 1 it is walked back to the parts of earlier layers. A parameter that the
-first and the last layer use is tied, and counts at both. One that is not in the graph, being frozen or unused, belongs
-to the last layer if the model has it behind the chain, else to the first one.
+first and the last layer use is tied; what several use counts at each of them. One that is not in the graph, being
+frozen or unused, belongs to the last layer if the model has it behind the chain, else to the first one.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,8 @@ from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from chaos_lightning.pipeline.find_chain import compiled
 
 
 class TensorGauge(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -87,6 +90,17 @@ class AllocatorGauge:
         torch.accelerator.reset_peak_memory_stats(self._device)
 
 
+def gauge_of(root: nn.Module, device: torch.device) -> TensorGauge | AllocatorGauge | None:
+    """Returns a gauge of a device's memory; None: a mode cannot see into compiled blocks on a CPU."""
+    if device.type != "cpu":
+        return AllocatorGauge(device)
+    return None if any(map(compiled, root.modules())) else TensorGauge()
+
+
+class TooMuchKept(BaseException):
+    """Ends a forward pass that keeps more bytes than there are; no `except Exception` of the user's catches it."""
+
+
 class PassBytes:
     """Bytes by layer of one micro-batch, from `begin` to `ends`. A `LayerTimer` calls `watch`.
 
@@ -94,21 +108,21 @@ class PassBytes:
         kept: Kept by autograd from the forward pass to the backward pass.
         workspace: See the module.
         entered: Bytes of the tensors that enter each block.
-        used: By parameter: the layers whose part of the graph it is in; after `backward_begins`.
+        used: By parameter: the layers whose part of the graph it is in; after `look`.
         skips: Layers that also depend on earlier ones by other ways than the tensors that enter their block.
 
     Args:
         count: Number of layers.
-        state: Parameters and buffers, which are no activations.
         gauge: Of the device's memory; None: the workspace is not measured.
     """
 
-    def __init__(self, count: int, state: Iterable[Tensor], gauge: TensorGauge | AllocatorGauge | None) -> None:
+    def __init__(self, count: int, gauge: TensorGauge | AllocatorGauge | None) -> None:
         self.count = count
         self.kept, self.workspace, self.entered = Counter[int](), Counter[int](), Counter[int]()
         self.used: dict[Tensor, set[int]] = defaultdict(set)
         self.skips: set[int] = set()
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in state}
+        self._seen = set[int]()
+        self._left_nbytes = 0.0
         self._gauge, self._layer, self._before = gauge, 0, 0
         self._borders: dict[int, list[Node]] = {}
         self._forward, self._whole = ExitStack(), ExitStack()
@@ -117,7 +131,16 @@ class PassBytes:
     def measures_workspace(self) -> bool:
         return self._gauge is not None
 
-    def begin(self) -> None:
+    def begin(self, state: Iterable[Tensor], first: int = 0, most_nbytes: float = math.inf) -> None:
+        """A forward pass begins.
+
+        Args:
+            state: Parameters, buffers, and what others keep: these are no activations of this pass.
+            first: Its first layer.
+            most_nbytes: Bytes that it may keep; beyond them it ends with `TooMuchKept`.
+        """
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in state}
+        self._layer, self._left_nbytes = first, most_nbytes
         self._forward.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
         if self._gauge is not None:
             self._whole.enter_context(self._gauge)
@@ -135,13 +158,15 @@ class PassBytes:
             self._gauge.restart()
             self._before = self._gauge.now
 
-    def backward_begins(self, roots: Iterable[Tensor]) -> None:
-        """The forward pass is over; its graph is looked at.
+    def forward_ends(self) -> None:
+        self._forward.close()
+
+    def look(self, roots: Iterable[Tensor]) -> None:
+        """Looks at the graph of a forward pass that is over.
 
         Args:
             roots: What the backward pass begins with, such as the loss.
         """
-        self._forward.close()
         earlier = set[Node]()
         for layer in range(self.count):
             roots_of = [get_gradient_edge(t).node for t in roots if t.requires_grad]
@@ -171,6 +196,11 @@ class PassBytes:
         """The pass is over, or given up. Idempotent."""
         self._forward.close()
         self._whole.close()
+        self._borders.clear()
+
+    def keeps(self, tensor: Tensor) -> bool:
+        """Whether the last pass kept the memory of a tensor."""
+        return tensor.untyped_storage().data_ptr() in self._seen
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided:
@@ -178,12 +208,25 @@ class PassBytes:
             if storage.data_ptr() not in self._seen:
                 self._seen.add(storage.data_ptr())
                 self.kept[self._layer] += storage.nbytes()
+                self._left_nbytes -= storage.nbytes()
+                if self._left_nbytes < 0:
+                    raise TooMuchKept
         return tensor
+
+
+class StateRow(NamedTuple):
+    """A parameter or buffer of a model, and the layers that use it."""
+
+    name: str
+    nbytes: int
+    gradient_nbytes: int
+    optimizer_nbytes: int
+    layers: tuple[int, ...]
 
 
 @dataclass
 class StateBytes:
-    """Bytes of the training state by layer.
+    """Bytes of the training state by layer; what several layers use counts at each of them.
 
     Attributes:
         parameters: Parameters and buffers.
@@ -199,24 +242,41 @@ class StateBytes:
     tied: int = 0
     notes: list[str] = field(default_factory=list)
 
+    @staticmethod
+    def of(rows: Iterable[StateRow], count: int, name_of: Callable[[int], str]) -> StateBytes:
+        """Adds up parameters and buffers.
 
-def state_bytes(
-    root: nn.Module,
-    blocks: Sequence[nn.Module],
-    used: Mapping[Tensor, set[int]],
-    optimizer: Optimizer,
-    name_of: Callable[[int], str],
-) -> StateBytes:
-    """Counts the state after a step, while gradients are there.
+        Args:
+            rows: Each once.
+            count: Number of layers.
+            name_of: Of a layer.
+        """
+        found = StateBytes()
+        for row in rows:
+            for layer in row.layers:
+                found.parameters[layer] += row.nbytes
+                found.gradients[layer] += row.gradient_nbytes
+                found.optimizer[layer] += row.optimizer_nbytes
+                found.trained[layer] += row.nbytes if row.gradient_nbytes else 0
+            if len(row.layers) > 1 and row.layers == (0, count - 1):
+                found.tied += row.gradient_nbytes
+            elif len(row.layers) > 1:
+                found.notes.append(f"{row.name} is used by {', '.join(map(name_of, row.layers))}, and counts at each")
+        return found
+
+
+def state_rows(
+    root: nn.Module, blocks: Sequence[nn.Module], used: Mapping[Tensor, set[int]], optimizer: Optimizer
+) -> Iterator[StateRow]:
+    """Yields the state after a step, while gradients are there.
 
     Args:
         root: The model.
         blocks: Its chain.
         used: See `PassBytes`.
-        optimizer: Its state counts at the layer of each parameter.
-        name_of: Of a layer.
+        optimizer: Its state counts at the layers of each parameter.
     """
-    found, last = StateBytes(), len(blocks) - 1
+    last = len(blocks) - 1
     inside: dict[Tensor, list[int]] = defaultdict(list)
     for layer, block in enumerate(blocks):
         for tensor in (*block.parameters(), *block.buffers()):
@@ -225,20 +285,7 @@ def state_bytes(
     for name, tensor in (*root.named_parameters(), *root.named_buffers()):
         behind = isinstance(tensor, nn.Parameter) and (behind or tensor in inside)
         layers = {*inside.get(tensor, ()), *used.get(tensor, ())} or {last if behind else 0}
-        homes = sorted(layers) if layers == {0, last} else [min(layers)]
-        if len(homes) < len(layers):
-            users = ", ".join(map(name_of, sorted(layers)))
-            found.notes.append(f"{name} is used by {users}, and counts at the first of them only")
-        gradient = nbytes(tensor.grad) if tensor.grad is not None else 0
-        state = optimizer.state.get(tensor, {}) if tensor.requires_grad else {}
-        for layer in homes:
-            found.parameters[layer] += nbytes(tensor)
-            found.gradients[layer] += gradient
-            found.optimizer[layer] += sum(nbytes(x) for x in tree_leaves(state) if isinstance(x, Tensor))
-            found.trained[layer] += nbytes(tensor) if gradient else 0
-        found.tied += gradient if len(homes) > 1 else 0
-    return found
-
-
-def nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+        state = tree_leaves(optimizer.state.get(tensor, {}) if tensor.requires_grad else {})
+        optimizer_nbytes = sum(x.nbytes for x in state if isinstance(x, Tensor))
+        gradient_nbytes = tensor.grad.nbytes if tensor.grad is not None else 0
+        yield StateRow(name, tensor.nbytes, gradient_nbytes, optimizer_nbytes, tuple(sorted(layers)))

@@ -4,7 +4,8 @@ Theory of operation. Layer i is block i of the chain. Layer 0 also has everythin
 layer everything after it, and what runs between two blocks belongs to the first of them. So a forward pass needs a mark
 where it begins, one where each further block is called, and one where it ends. In the backward pass layer i is done
 when the gradients of the tensors that entered block i are there; hooks on these tensors set the marks. A pass through a
-stage of a pipeline is timed alike, over the layers that the stage has.
+stage of a pipeline is timed alike, over the layers that the stage has; what it runs before its first block stands in
+for other stages, and is no layer's.
 
 A mark is a reading of the clock on a CPU. On an accelerator it is an event in the stream, so that nothing waits for the
 device before times are asked for.
@@ -64,14 +65,14 @@ class LayerClock:
 class TimedPass:
     """The forward and backward pass of one micro-batch through layers [first, end). `LayerTimer.begin` makes it."""
 
-    def __init__(self, timer: LayerTimer, first: int, end: int) -> None:
+    def __init__(self, timer: LayerTimer, first: int, end: int, counts: bool) -> None:
         self.first, self.end = first, end
         self._timer = timer
         self._due = first
         self._clock = timer.clock
         self._forward = [self._clock.mark()]
         self._done: dict[int, Mark] = {}
-        self._broken = False  # refused, and does not count
+        self._counts = counts
         self._backward: Mark = None
 
     def enter(self, layer: int, tensors: Sequence[Tensor]) -> None:
@@ -81,7 +82,7 @@ class TimedPass:
             UnsupportedError: Another block is due.
         """
         if layer != self._due:
-            self._broken = True
+            self._counts = False
             name = self._timer.name_of
             due = f"{name(self._due)} is due" if self._due < self.end else "the chain is at its end"
             twice = f"a second time in one micro-batch, where {due}" if layer < self._due else f"where {due}"
@@ -91,6 +92,8 @@ class TimedPass:
             )
         self._due += 1
         if layer == self.first:
+            if layer:
+                self._forward = [self._clock.mark()]
             return
         self._forward.append(self._clock.mark())
         self._timer.closed(layer - 1)
@@ -110,8 +113,8 @@ class TimedPass:
             UnsupportedError: A block was not called.
         """
         self._timer.leave(self)
-        if self._due < self.end and not self._broken:
-            self._broken = True
+        if self._due < self.end and self._counts:
+            self._counts = False
             name = self._timer.name_of
             raise UnsupportedError(
                 f"block {name(self._due)} was not called before the backward pass began; expected every block from "
@@ -127,7 +130,7 @@ class TimedPass:
         """The backward pass is over: its times count."""
         self._done[self.first] = self._clock.mark()
         self._timer.closed(self.first)
-        if not self._broken:
+        if self._counts:
             self._timer.took(self)
 
     def times(self) -> tuple[list[float], list[float]]:
@@ -197,12 +200,17 @@ class LayerTimer:
         self._compiled.clear()
         self._handles, self._current = [], None
 
-    def begin(self, first: int = 0, end: int | None = None) -> TimedPass:
+    def begin(self, first: int = 0, end: int | None = None, *, counts: bool = True) -> TimedPass:
         """A micro-batch begins its forward pass through layers [first, end); by default through all.
 
         Calls of blocks belong to it until it says `forward_ends`. Others may begin before its backward pass does.
+
+        Args:
+            first: First layer.
+            end: Layer behind the last one.
+            counts: Whether its times count.
         """
-        self._current = TimedPass(self, first, len(self.blocks) if end is None else end)
+        self._current = TimedPass(self, first, len(self.blocks) if end is None else end, counts)
         return self._current
 
     def leave(self, timed: TimedPass) -> None:

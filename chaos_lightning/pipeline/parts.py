@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_iter
 from chaos_lightning.pipeline.absent import is_absent, named_tensors, set_stand_in
 from chaos_lightning.pipeline.chain import LayerChain, Step, changes_buffers
 from chaos_lightning.pipeline.taint import takes_shape_only
+from chaos_lightning.pipeline.undo import undone
 
 REST = "rest"
 _FILLING = 0.01
@@ -59,7 +60,7 @@ class ModelParts:
 def find_parts(chain: LayerChain, batch: Any, call: Step | None = None) -> ModelParts:
     """Runs the user's step once, without gradients, and sees what uses what.
 
-    Tensors of the model are as before then; what else a step changes, such as metrics, is the caller's to undo.
+    The model is as before then (`undo.undone`).
 
     Args:
         chain: The layers.
@@ -77,7 +78,8 @@ def find_parts(chain: LayerChain, batch: Any, call: Step | None = None) -> Model
         for _, _, _, tensor in named_tensors(block):
             users[id(tensor)].add(index)
     inside = {key for key, its in users.items() if its}
-    with torch.no_grad(), _buffers_kept(chain) as changed, _filled(tensors.values()), chain.stream("parts"):
+    filled = _filled(tensors.values())
+    with undone(chain.root), torch.no_grad(), _buffers_kept(chain) as changed, filled, chain.stream("parts"):
         seen = _Uses(chain, tensors)
         with seen:
             chain.run(0, len(chain), batch, call=call)

@@ -26,8 +26,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.pipeline.find_chain import MOST_LISTED, check_model, compiled, find_chain, model_of
-from chaos_lightning.pipeline.layer_bytes import AllocatorGauge, PassBytes, StateBytes, TensorGauge, state_bytes
+from chaos_lightning.pipeline.find_chain import MOST_LISTED, check_model, find_chain, model_of
+from chaos_lightning.pipeline.layer_bytes import PassBytes, StateBytes, gauge_of, state_rows
 from chaos_lightning.pipeline.layer_times import LayerClock, LayerTimer, TimedPass
 from chaos_lightning.pipeline.model_profile import LEAST_S, ModelProfile
 from chaos_lightning.planning.pipelines.job import Layer
@@ -135,9 +135,7 @@ class ModelProfiler:
         self._parameters = {id(p) for p in root.parameters()}
         device = next(p.device for block in chain.blocks for p in (*block.parameters(), *root.parameters()))
         self.clock = LayerClock(device)
-        gauge = TensorGauge() if device.type == "cpu" else AllocatorGauge(device)
-        unseen = device.type == "cpu" and any(map(compiled, root.modules()))
-        self._bytes = PassBytes(len(chain.blocks), [*root.parameters(), *root.buffers()], None if unseen else gauge)
+        self._bytes = PassBytes(len(chain.blocks), gauge_of(root, device))
         self._timer = LayerTimer(chain.blocks, self.clock, path=chain.path, refuse=self._refuse)
         self._state = StateBytes()
         self._real_backward = torch.autograd.backward
@@ -171,7 +169,7 @@ class ModelProfiler:
         self._samples.update(sizes[:1])
         if self._purpose == BYTES and not self._marks:
             self._timer.watch = self._bytes.watch
-            self._bytes.begin()
+            self._bytes.begin([*self.root.parameters(), *self.root.buffers()])
         self._began = self.clock.mark()
         self._pass = None if self._purpose == WHOLE else self._timer.begin()
 
@@ -203,7 +201,8 @@ class ModelProfiler:
         if timed is not None:
             timed.forward_ends()
             if self._timer.watch is not None:
-                self._bytes.backward_begins(roots)
+                self._bytes.forward_ends()
+                self._bytes.look(roots)
             timed.backward_begins()
 
     def _close_pass(self, timed: TimedPass | None, began: Any) -> None:
@@ -242,8 +241,8 @@ class ModelProfiler:
     def _count_state(self) -> None:
         assert self.root is not None
         assert self._optimizer is not None
-        name_of = self._timer.name_of
-        self._state = state_bytes(self.root, self.chain.blocks, self._bytes.used, self._optimizer, name_of)
+        rows = state_rows(self.root, self.chain.blocks, self._bytes.used, self._optimizer)
+        self._state = StateBytes.of(rows, len(self.chain.blocks), self._timer.name_of)
 
     def _refuse(self, error: ConfigurationError) -> None:
         if not self._over:

@@ -34,7 +34,7 @@ from chaos_lightning.pipeline.executor import (
     StepWork,
 )
 from chaos_lightning.pipeline.parts import ModelParts
-from chaos_lightning.planning.pipelines.units import BACKWARD, StepUnit, ViewPipelines
+from chaos_lightning.planning.pipelines.units import BACKWARD, FORWARD, StepUnit, ViewPipelines
 from chaos_lightning.protocol.spans import count, union
 from chaos_lightning.protocol.types import NO_VIEW, Header, LayersCovered, Span, ViewId
 from chaos_lightning.settings import EngineConfig
@@ -192,6 +192,34 @@ class PipelineStep:
         norms = part_norms(self._accumulation.memory, self._accumulation.section, self._attempt.seq)
         total = float(sum(sums.weights.values()))
         return StepContribution(total, presence, covered, self._micro_batches, norms, sums)
+
+    def evaluate(
+        self,
+        attempt: SlotAttempt,
+        view: ViewPipelines,
+        member: str,
+        empty: Collection[int],
+        batch: Callable[[int], Any],
+        call: Callable[[Any], Any],
+    ) -> StepSums:
+        """Runs an attempt at a round of evaluation (P17): forward passes alone, of which nothing is kept or reduced.
+
+        Args:
+            attempt: The slot, and the view in which it is tried.
+            view: That view's pipelines.
+            member: This member's id.
+            empty: Micro-batches that the round does not have.
+            batch: Returns a micro-batch, given its number in the round.
+            call: The user's step; the same object each time.
+
+        Raises:
+            AttemptOverError: The attempt has ended; it was dropped.
+            Exception: Whatever a layer raised, with a note that names the unit.
+        """
+        units = [unit for unit in view.units(member, empty) if unit.kind == FORWARD]
+        self.borders.open(attempt, units)
+        # Streams of random numbers are those of no training step, and other ones in each round.
+        return self.executor.run(StepWork(attempt, -attempt.seq, units, batch, lambda _: 0.0, call))
 
     def drop(self) -> None:
         """Undoes what the attempt has done at this member: buffers are as they were, and gradients are gone."""

@@ -14,7 +14,7 @@ parameters and buffers appear once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -142,27 +142,50 @@ def _describe(value: Any, beside: Tensor | None) -> dict[str, Any]:
     return {"value": value}
 
 
-def _rebuild(tree: Mapping[str, Any], current: Any, beside: Tensor | None, path: str) -> Any:
-    """The value that `_describe` saw; tensors of `current` that fit are kept, so that references to them stay good."""
+Make = Callable[[str, Any, torch.dtype, tuple[int, ...], bool], Tensor]
+"""Makes a tensor of a state value, given its name, what is there now, its type, its shape, and whether it lies beside
+its parameter; else it lies on the host."""
+
+
+def rebuild(tree: Mapping[str, Any], current: Any, path: str, make: Make) -> Any:
+    """Returns a state value as a manifest describes it.
+
+    Args:
+        tree: From `parameter_manifest` or `optimizer_manifest`.
+        current: The value that is there now.
+        path: Name of the value; those of its tensors begin with it, as in `parameter_tensors`.
+        make: Makes its tensors.
+
+    Raises:
+        StateError: The description is of a later release.
+    """
     ((kind, value),) = tree.items()
     if kind == "tensor":
-        dtype, shape, place = DTYPES[value[0]], tuple(value[1]), value[2]
-        if isinstance(current, Tensor) and current.dtype is dtype and tuple(current.shape) == shape:
-            return current
-        device = beside.device if place == "param" and beside is not None else torch.device("cpu")
-        if beside is not None and shape == tuple(beside.shape):  # keep channels_last and the like
-            return torch.zeros_like(beside, dtype=dtype, device=device, requires_grad=False)
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return make(path, current, DTYPES[value[0]], tuple(value[1]), value[2] == "param")
     if kind == "dict":
         old = current if isinstance(current, dict) else {}
-        return {k: _rebuild(v, old.get(k), beside, f"{path}.{k}") for k, v in value}
+        return {k: rebuild(v, old.get(k), f"{path}.{k}", make) for k, v in value}
     if kind in ("list", "tuple"):
         olds = list(current) if isinstance(current, list | tuple) else []
-        items = [_rebuild(v, olds[i] if i < len(olds) else None, beside, f"{path}.{i}") for i, v in enumerate(value)]
+        items = [rebuild(v, olds[i] if i < len(olds) else None, f"{path}.{i}", make) for i, v in enumerate(value)]
         return items if kind == "list" else tuple(items)
     if kind == "value":
         return value
     raise StateError(f"{path}: the donor describes this state value as {kind!r}, which this version does not know")
+
+
+def _rebuild(tree: Mapping[str, Any], current: Any, beside: Tensor | None, path: str) -> Any:
+    """Returns the value that `_describe` saw; tensors of `current` that fit are kept: references to them stay good."""
+
+    def make(_: str, current: Any, dtype: torch.dtype, shape: tuple[int, ...], is_beside: bool) -> Tensor:
+        if isinstance(current, Tensor) and current.dtype is dtype and tuple(current.shape) == shape:
+            return current
+        device = beside.device if is_beside and beside is not None else torch.device("cpu")
+        if beside is not None and shape == tuple(beside.shape):  # keep channels_last and the like
+            return torch.zeros_like(beside, dtype=dtype, device=device, requires_grad=False)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return rebuild(tree, current, path, make)
 
 
 def optimizer_manifest(optimizer: Optimizer, *, rest: bool = False) -> dict[str, Any]:
@@ -323,6 +346,22 @@ def state_tensors(
     return unique(named)
 
 
+def rest_tensors(
+    module: nn.Module, buffers: Collection[str], optimizers: Sequence[Optimizer]
+) -> list[tuple[str, Tensor]]:
+    """Returns the tensors of the rest, where members own parts of the model (part_state.py).
+
+    Args:
+        module: The model.
+        buffers: Names of those that all members have.
+        optimizers: In an order that is equal on all members.
+    """
+    named = [(n, t) for n, t in module_tensors(module) if n.partition(".")[2] in buffers]
+    for number, optimizer in enumerate(optimizers):
+        named += optimizer_tensors(optimizer, f"optim{number}", rest=True)
+    return unique(named)
+
+
 # --- plain PyTorch ---------------------------------------------------------------------------------------------------
 
 
@@ -364,10 +403,7 @@ class ModuleState:
     def tensors(self) -> list[tuple[str, Tensor]]:
         if self._rest is None:
             return state_tensors(self.module, self._copies(), self.optimizers)
-        named = [(n, t) for n, t in module_tensors(self.module) if n.partition(".")[2] in self._rest]
-        for number, optimizer in enumerate(self.optimizers):
-            named += optimizer_tensors(optimizer, f"optim{number}", rest=True)
-        return unique(named)
+        return rest_tensors(self.module, self._rest, self.optimizers)
 
     def volatile(self) -> list[str]:
         """Names of tensors that a forward pass may write: a donor that goes on has to publish copies of these."""

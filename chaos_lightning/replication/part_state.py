@@ -12,24 +12,57 @@ pulled as any state is, with the same proof. Its hash is that of its tensors, so
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chaos_lightning.errors import StateError
+from chaos_lightning.membership.parts import REST
 from chaos_lightning.protocol.types import GENESIS, Header, ViewId
-from chaos_lightning.replication.access import parameter_manifest, parameter_tensors, restore_parameters
-from chaos_lightning.replication.bulk import named_head
+from chaos_lightning.replication.access import (
+    StateAccess,
+    parameter_manifest,
+    parameter_tensors,
+    restore_parameters,
+)
+from chaos_lightning.replication.bulk import Type, named_head
 from chaos_lightning.replication.client import PullConfig
+from chaos_lightning.replication.manifest import decode_values
 from chaos_lightning.replication.pull import PullReport, pull_state
 from chaos_lightning.replication.server import StateServer
+from chaos_lightning.replication.session import PullSession
 from chaos_lightning.replication.source import Dial, Endpoint
-from chaos_lightning.replication.table import StateTable, state_hash
+from chaos_lightning.replication.table import DTYPES, StateTable, state_hash
+
+
+class PartAccess(Protocol):
+    """`StateAccess` of one part of the training state."""
+
+    @property
+    def part(self) -> str:
+        """Its name."""
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """As of `StateAccess`."""
+
+    def volatile(self) -> list[str]:
+        """Returns names of tensors that a forward pass may write."""
+
+    def manifest(self) -> dict[str, object]:
+        """As of `StateAccess`."""
+
+    def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
+        """As of `StateAccess`."""
+
+    def adopt(self, manifest: Mapping[str, Any]) -> None:
+        """As of `StateAccess`."""
 
 
 class PartState:
-    """`StateAccess` of one part.
+    """`PartAccess` of a layer, or of a parameter that several layers share.
 
     Args:
         part: Its name.
@@ -67,8 +100,7 @@ class PartState:
         self.adopt(manifest)
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        if manifest["part"] != self.part:
-            raise StateError(f"the donor gave part {manifest['part']!r} of the training state; expected {self.part!r}")
+        _check_part(manifest, self.part)
         restore_parameters(self._optimizers, self._parameters(), manifest["optimizers"])
 
     def forget(self) -> None:
@@ -76,6 +108,71 @@ class PartState:
         for optimizer in self._optimizers:
             for _, parameter in self._parameters():
                 optimizer.state.pop(parameter, None)
+
+
+class RestState:
+    """`PartAccess` of the rest, which no forward pass changes.
+
+    Args:
+        state: The same without a name.
+    """
+
+    part = REST
+
+    def __init__(self, state: StateAccess) -> None:
+        self._state = state
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        return self._state.tensors()
+
+    def volatile(self) -> list[str]:
+        return []
+
+    def manifest(self) -> dict[str, object]:
+        return self._state.manifest()
+
+    def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
+        self._state.prepare(manifest, table)
+
+    def adopt(self, manifest: Mapping[str, Any]) -> None:
+        self._state.adopt(manifest)
+
+
+class PartCopy:
+    """`StateAccess` of a part as an owner gives it: in the host's memory, without a model.
+
+    It may be pulled again after a pull that failed: what has arrived is not sent once more.
+
+    Args:
+        part: Its name.
+    """
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+        self._named: dict[str, Tensor] = {}
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        return list(self._named.items())
+
+    def manifest(self) -> dict[str, object]:
+        return {"part": self.part}
+
+    def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
+        _check_part(manifest, self.part)
+        before, self._named = self._named, {}
+        for entry in table.entries:
+            if not entry.attached:
+                shape, dtype, there = entry.shape, DTYPES[entry.dtype], before.get(entry.name)
+                fits = there is not None and (tuple(there.shape), there.dtype) == (shape, dtype)
+                self._named[entry.name] = there if fits and there is not None else torch.empty(shape, dtype=dtype)
+
+    def adopt(self, manifest: Mapping[str, Any]) -> None:
+        _check_part(manifest, self.part)
+
+
+def _check_part(manifest: Mapping[str, Any], part: str) -> None:
+    if manifest["part"] != part:
+        raise StateError(f"the donor gave part {manifest['part']!r} of the training state; expected {part!r}")
 
 
 # ------------------------------------------------------------------------------------------------ serving and pulling
@@ -104,11 +201,10 @@ class PartServer:
         self._server = server
         self._held: list[str] = []
 
-    def hold(self, header: Header, parts: Iterable[PartState], view: ViewId | None = None) -> None:
+    def hold(self, header: Header, parts: Iterable[PartAccess], view: ViewId | None = None) -> None:
         """Serves these parts, whose buffers are those of the header, in place of all others.
 
-        They must be still until `drop`, but for buffers, which are copied. Call it before the rest is published: who
-        asks earlier waits for the parts.
+        They must be still until `drop`, but for buffers, which are copied.
         """
         self.drop()
         for state in parts:
@@ -127,7 +223,7 @@ def pull_part(
     donors: Sequence[Endpoint],
     dial: Dial,
     header: Header,
-    state: PartState,
+    state: PartAccess | PartCopy,
     *,
     view: ViewId | None = None,
     config: PullConfig | None = None,
@@ -155,9 +251,54 @@ def pull_part(
     )
 
 
-def part_hashes(parts: Iterable[PartState]) -> dict[str, str]:
+def part_manifest(
+    donors: Sequence[Endpoint],
+    dial: Dial,
+    header: Header,
+    part: str,
+    *,
+    config: PullConfig | None = None,
+    abandoned: Callable[[], bool] | None = None,
+) -> Mapping[str, Any]:
+    """Asks for the manifest of a part at a header, which is not GENESIS; the first donor that answers gives it.
+
+    Args:
+        donors: Members that may hold the part.
+        dial: Opens an authenticated bulk connection.
+        header: The committed header.
+        part: Name of the part.
+        config: Waits.
+        abandoned: Says whether the answer has become pointless.
+
+    Raises:
+        StateError, DeadlineError: Nobody gives it; says why.
+    """
+    head = named_head(part_name(header, part))
+    with PullSession(donors, dial, what=f"manifest of {part}", head=head, seq=header.seq, config=config) as session:
+        session.abandoned = abandoned
+        for member, donor in session.donors.items():
+            session.start("manifest", member, partial(donor.ask, Type.GET_MANIFEST, Type.MANIFEST))
+        while session.pending("manifest"):
+            for _, _, text in session.collect():
+                found = decode_values(text, {})
+                _check_part(found, part)
+                return found
+        raise session.exhausted(None)
+
+
+def part_hashes(parts: Iterable[PartAccess]) -> dict[str, str]:
     """Hash of the tensors of each part, by name: equal exactly where they are (protocol.md 24)."""
     return {state.part: state_hash(state.tensors()) for state in parts}
 
 
-__all__ = ["PartServer", "PartState", "part_hashes", "part_name", "pull_part"]
+__all__ = [
+    "PartAccess",
+    "PartCopy",
+    "PartServer",
+    "PartState",
+    "RestState",
+    "part_hashes",
+    "part_manifest",
+    "part_name",
+    "pull_part",
+]

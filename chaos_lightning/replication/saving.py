@@ -47,7 +47,7 @@ def put_in_place(path: Path, mark: str, write: Callable[[str], None]) -> None:
 
 def save_for_all(
     path: str,
-    checkpoint: Mapping[str, Any],
+    nbytes: Callable[[], int],
     name: str,
     *,
     is_writer: Callable[[], bool],
@@ -60,9 +60,9 @@ def save_for_all(
 
     Args:
         path: Of the checkpoint.
-        checkpoint: What is in it, to be counted where there is no room for it.
+        nbytes: Size of the file; asked where there is no room for it.
         name: This member's.
-        is_writer: Whether this member writes; asked anew where a writer has died.
+        is_writer: Whether this member writes; asked at all members before each attempt: anew where a writer has died.
         write: Writes it.
         exchange: Everybody's value under a name, in rank order; None if this member is not in the job.
         stays_unsaved: Asked where this member could not write: whether it is out of the job, where nobody waits for
@@ -78,7 +78,7 @@ def save_for_all(
             try:
                 write()
             except Exception as error:
-                failed = _explained(error, checkpoint, path)
+                failed = _explained(error, nbytes, path)
         mine = (
             "" if failed is None else f"{name} could not write the checkpoint {path}: {type(failed).__name__}: {failed}"
         )
@@ -96,6 +96,13 @@ def save_for_all(
             return
 
 
+def saved_nbytes(checkpoint: Mapping[str, Any]) -> int:
+    """Returns the size of the file that `torch.save` writes."""
+    counter = _Counter()
+    torch.save(checkpoint, counter)  # type: ignore[arg-type]
+    return counter.nbytes
+
+
 class _Counter:
     """A file that counts what is written to it."""
 
@@ -109,19 +116,17 @@ class _Counter:
         pass
 
 
-def _explained(error: Exception, checkpoint: Mapping[str, Any], path: str) -> Exception:
+def _explained(error: Exception, nbytes: Callable[[], int], path: str) -> Exception:
     """The error itself, or one that says more where there is no room for the file."""
     if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
         return error
-    counter = _Counter()
-    torch.save(checkpoint, counter)  # type: ignore[arg-type]
     folder = os.path.dirname(os.path.abspath(path))
     free = "unknown"
     with contextlib.suppress(OSError):
         free = f"{shutil.disk_usage(folder).free} bytes"
     more = OSError(
         error.errno,
-        f"{os.strerror(error.errno)}: the checkpoint {path} needs {counter.nbytes} bytes, free in {folder}: {free}; "
+        f"{os.strerror(error.errno)}: the checkpoint {path} needs {nbytes()} bytes, free in {folder}: {free}; "
         "make room (or raise the quota or the limit of a file's size) and resume from the last checkpoint",
     )
     more.__cause__ = error

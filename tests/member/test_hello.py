@@ -10,9 +10,11 @@ import torch
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine import addresses
+from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.hello import hello, listening_address, reachable_at
+from chaos_lightning.protocol.codec import decode, encode
 from chaos_lightning.protocol.limits import TEXT_NBYTES
-from chaos_lightning.protocol.types import Hello
+from chaos_lightning.protocol.types import Hello, Saved
 from chaos_lightning.settings import EngineConfig
 
 PORT = 29500
@@ -83,3 +85,21 @@ def test_what_no_scheduler_would_listen_to_is_refused_at_the_start(monkeypatch: 
 
 def test_a_long_reason_against_replay_is_cut_off() -> None:
     assert said(no_replay="why not? " * 10_000).replay.endswith("(cut off)")
+
+
+def test_each_hello_says_what_is_asked_of_pipelines_and_the_newest_checkpoint() -> None:
+    """A scheduler that was started anew knows neither."""
+    engine = Engine(EngineConfig(endpoint="127.0.0.1:1", log_dir="none"))
+    try:
+        engine.prepare(sections=[Section("all", [("w", torch.nn.Parameter(torch.zeros(2)))])])
+        engine._hello = said(pipelines="{}")
+        assert engine._make_hello().saved is None
+        engine.saved(3, "/run/step3.ckpt")
+        for _ in range(2):
+            made = engine._make_hello()
+            assert (made.pipelines, made.saved) == ("{}", Saved(3, "/run/step3.ckpt"))
+            assert decode(Hello, encode(made)) == made
+    finally:
+        engine.close()
+    with pytest.raises(ConfigurationError, match=r"Hello\.pipelines has 1048577 bytes"):
+        said(pipelines="7" * (TEXT_NBYTES + 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,12 @@ from chaos_lightning.errors import StateError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.keeping import MAX_CHECKPOINTS, Keeping, LoadedCheckpoint, folder_of, remembered
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Hello, Kept, Kind, Member, Settings, View, ViewId
+from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
+from chaos_lightning.planning.pipelines.units import ViewPipelines
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Hello, Kept, Kind, Member, Settings, Span, View, ViewId
 from chaos_lightning.replication import ModuleState, StateAccess
 from chaos_lightning.replication import kept as files
+from chaos_lightning.replication.part_state import PartState
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.trainer import has_stepped
 
@@ -300,23 +303,134 @@ def test_no_final_state_is_kept_where_nobody_would_be_told() -> None:
     assert Keeping(EngineConfig(endpoint=ENDPOINT, on_last_exit="none"), EventLog(None)).final_lock() is None
 
 
-IN_PARTS = View(ViewId(1, 1), NO_VIEW, (MEMBER,), chain="chain", pipelines="{}")
+LAYERS = ViewPipelines.of(PipelinePlan(2, (Pipeline((PlanStage("a~1", 0, 2),), 1),))).to_json()
+IN_PARTS = View(ViewId(1, 1), NO_VIEW, (MEMBER,), chain="chain", pipelines=LAYERS)
+"""Parts 0 and 1 are the layers, part 2 is the rest."""
 
 
-def test_a_state_in_parts_is_not_kept_as_a_whole_one(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert keeping().keep(GENESIS, IN_PARTS, "a~1", said(), state(1)) is None
-        keeping().keep_final(CLOSING, IN_PARTS, "a~1", said(), state(1))
-    assert caplog.text.count("each member holds parts of it, which this release does not keep in files") == 2
+class Held:
+    """Two layers, of which the second one has no tensors."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+        self.roomy: list[str] = []
+
+    def states(self, names: Collection[str]) -> list[PartState]:
+        return [PartState(n, self.net, ("0.weight", "0.bias"), ()) for n in names if n == "layer.0"]
+
+    def room(self, names: Collection[str]) -> None:
+        self.roomy += names
+
+    def forget(self, names: Collection[str]) -> None: ...
+
+
+def keeping_parts(seed: int = 0, name: str = "a") -> tuple[Keeping, Held]:
+    made, held = Keeping(EngineConfig(endpoint=ENDPOINT, name=name), EventLog(None)), Held(seed)
+    made.held = held
+    return made, held
+
+
+def keep_parts(seed: int = 0, member: str = "a~1", *, seq: int = 4, held: tuple[Span, ...] = ((0, 3),)) -> Kept | None:
+    made, _ = keeping_parts(seed)
+    last = replace(GENESIS, seq=seq, step=seq, view=ViewId(1, seq))
+    return made.keep(last, IN_PARTS, member, said(), state(seed), divided=(last.view, held))
+
+
+def test_parts_are_gone_on_from_and_those_of_an_older_parting_go_then() -> None:
+    """Not before: the files of the newer one may be incomplete."""
+    keep_parts(1, "b~1", seq=3)
+    kept, rest = keep_parts(2, "a~2"), state(9)
+    assert kept is not None
+    assert (kept.parts, kept.header.view) == (((0, 3),), ViewId(1, 4))
+    assert sorted(p.name for p in folder().glob("*~?")) == ["a~2", "b~1"]
+    founder, held = keeping_parts(7)
+    assert founder.offer(said()) == kept
+    founder.load(kept.header, rest)
+    assert held.roomy == ["layer.0", "layer.1"]
+    assert all(torch.equal(a, b) for a, b in zip(values(rest), values(state(2)), strict=True))
+    theirs = Held(2).net[0].weight
+    assert torch.equal(held.net[0].weight, theirs)
+    assert [p.name for p in folder().glob("*~?")] == ["a~2"]
+    founder.close()
+
+
+def test_whoever_holds_the_rest_alone_writes_nothing_and_tells_so() -> None:
+    kept = keep_parts(held=((2, 3),))
+    assert kept is not None
+    assert kept.parts == ()
     assert not folder().exists() or not list(folder().glob("*/kept.json"))
 
 
-def test_a_kept_state_with_parts_is_refused_by_name(
+def test_whoever_cannot_write_its_parts_tells_so(caplog: pytest.LogCaptureFixture) -> None:
+    """The others wait until each has told."""
+    with caplog.at_level(logging.ERROR), no_room(100):
+        kept = keep_parts()
+    assert kept is not None
+    assert kept.parts == ()
+    assert "File too large" in caplog.text
+
+
+def test_a_layer_without_tensors_is_kept_by_its_number() -> None:
+    kept = keep_parts(held=((1, 3),))
+    assert kept is not None
+    founder, _ = keeping_parts()
+    assert founder.offer(said()) == kept
+    founder.load(kept.header, state(3))
+    founder.close()
+
+
+def test_a_part_that_is_not_in_its_file_is_refused_by_name() -> None:
+    kept = keep_parts()
+    assert kept is not None
+    (record,) = folder().glob("*/kept.json")
+    record.write_text(record.read_text().replace('"layer.0": 0', '"layer.1": 0'))
+    founder, _ = keeping_parts()
+    assert founder.offer(said()) is not None
+    with pytest.raises(StateError, match=r"layer\.0 has tensors either in this process or in"):
+        founder.load(kept.header, state(3))
+    founder.close()
+
+
+@pytest.mark.parametrize("numbers", ["-1", "131072", '"x"', "true"])
+def test_a_record_that_names_no_parts_is_not_used(caplog: pytest.LogCaptureFixture, numbers: str) -> None:
+    keep_parts()
+    (record,) = folder().glob("*/kept.json")
+    record.write_text(record.read_text().replace('"layer.1": 1', f'"layer.1": {numbers}'))
+    founder, _ = keeping_parts()
+    with caplog.at_level(logging.WARNING):
+        assert founder.offer(said()) is None
+    assert "names no parts" in caplog.text
+
+
+def test_files_with_parts_and_files_of_the_whole_are_not_mixed_up(caplog: pytest.LogCaptureFixture) -> None:
+    keep_parts(member="a~1")
+    with caplog.at_level(logging.WARNING):
+        assert keeping().offer(said()) is None
+    assert "is one member's part of a pipeline; this process trains the model as a whole" in caplog.text
+    keep(state(1), member="b~2")
+    founder, _ = keeping_parts()
+    with caplog.at_level(logging.WARNING):
+        offered = founder.offer(said())
+    assert offered is not None
+    assert offered.member == "a~1"
+    assert "is that of the whole model; this process is to hold parts of it" in caplog.text
+    founder.close()
+
+
+def test_a_final_state_in_parts_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        keeping().keep_final(CLOSING, IN_PARTS, "a~1", said(), state(1))
+    assert "does not get its final state: each member holds parts of it" in caplog.text
+    assert not folder().exists() or not list(folder().glob("*/kept.json"))
+
+
+def test_a_kept_state_with_parts_that_it_does_not_name_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write = files.write
-    monkeypatch.setattr(files, "write", lambda *given: write(*given, {"layer.0": state(2)}))
+    monkeypatch.setattr(files, "write", lambda *given: write(*given[:-1], {"layer.0": state(2)}))
     assert keep(state(1)) is not None
     with caplog.at_level(logging.WARNING):
         assert keeping().offer(said()) is None
-    assert "has parts (layer.0), which this release does not load" in caplog.text
+    assert "is one member's part of a pipeline" in caplog.text

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from chaos_lightning.errors import DeadlineError
+from chaos_lightning.errors import DeadlineError, RestartError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member import waiting
 from chaos_lightning.member.mailbox import Mailbox
@@ -155,3 +155,13 @@ def test_the_error_after_a_vain_wait_names_the_scheduler_that_was_not_reached() 
     assert "; no scheduler serves it (no scheduler answered);" in wait(mail)
     speaker.stream("connected")
     assert "no scheduler serves it" not in wait(mail)
+
+
+def test_who_waits_when_the_job_ends_for_all_hears_why_in_an_error_of_its_own() -> None:
+    mail, _ = member()
+    mail.post(ejected=("layers 0 and 1 are lost", False), ended=True, left="the job that it was in is ended")
+    with mail.changed, pytest.raises(RestartError, match=r"^layers 0 and 1 are lost$"):
+        mail.wait(lambda: False, "the commit of slot 5 (step)", time.monotonic() + 5.0)
+    mail.reset()
+    assert not mail.ended
+    mail.check()

@@ -18,13 +18,14 @@ from until_support import until
 
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.member.engine import Engine
+from chaos_lightning.member.hello import hello
 from chaos_lightning.member.training import reduced_buffers
-from chaos_lightning.member.unit_steps import UnitsDone
 from chaos_lightning.membership.parts import division
+from chaos_lightning.membership.peers import FIT
 from chaos_lightning.pipeline.absent import is_absent
+from chaos_lightning.pipeline.attempts import UnitAttempt
 from chaos_lightning.pipeline.borders import BorderExchange
 from chaos_lightning.pipeline.building import ModelMemory
-from chaos_lightning.pipeline.executor import SlotAttempt
 from chaos_lightning.pipeline.parts import REST
 from chaos_lightning.pipeline.step import PipelineStep
 from chaos_lightning.protocol.types import (
@@ -38,14 +39,41 @@ from chaos_lightning.protocol.types import (
     Prepare,
     Ready,
     Report,
+    Spent,
     View,
     ViewId,
     Welcome,
 )
+from chaos_lightning.replication.access import ModuleState
 from chaos_lightning.replication.part_state import PartState
 from chaos_lightning.settings import EngineConfig
 
 CHAIN = "a chain"
+CONFIG = {
+    "job": "job",
+    "endpoint": "127.0.0.1:9",
+    "bind": "127.0.0.1",
+    "log_dir": "none",
+    "step_timeout_s": DEADLINE_S,
+}
+
+
+def positions(step, j, batch):
+    """Where the samples of a micro-batch of a step are in the epoch."""
+    start = 1000 * step + 100 * j
+    return (Spent("", 0, ((start, start + len(batch[0])),)),)
+
+
+class Control:
+    """In place of a control stream: what this member says is kept."""
+
+    def __init__(self, said):
+        self.send = said.append
+
+    def open(self, shell, make_hello):
+        self.send(make_hello())
+
+    def close(self): ...
 
 
 class Held:
@@ -77,13 +105,11 @@ class Held:
 class ScriptedMember:
     """An engine with a model, of which it has memory for what it holds."""
 
-    def __init__(self, job, name, net, layers_for, make_optimizer):
+    def __init__(self, job, name, net, layers_for, make_optimizer, config):
         self.job, self.name = job, name
         self.net = copy.deepcopy(net)
         self.said = []
-        self.engine = Engine(
-            EngineConfig(job="job", name=name.partition("~")[0], log_dir="none", step_timeout_s=DEADLINE_S)
-        )
+        self.engine = Engine(EngineConfig(**{**CONFIG, "name": name.partition("~")[0], **config}))
         self.engine.prepare(
             sections=[Section("all", list(self.net.named_parameters()))],
             buffers=reduced_buffers(self.net),
@@ -96,6 +122,8 @@ class ScriptedMember:
         )
         self.held = Held(self.net, job.parts, self.optimizer)
         self.engine.attach(self.step, self.held)
+        self.rest = ModuleState(self.net, [self.optimizer], rest=job.parts.names(REST))
+        self.engine._control = Control(self.said)
         self.shell = self.engine._made.shell
         self.shell.to_scheduler = self.said.append
         self.shell.listen("127.0.0.1", (0,))
@@ -104,6 +132,7 @@ class ScriptedMember:
         self.at_unit = None
         """Called with a number before each unit that it runs."""
         self.attempts = []
+        self.outcomes = []
 
     @property
     def member(self):
@@ -120,19 +149,52 @@ class ScriptedMember:
         self.held.memory.leave_out([n for n, part in self.job.parts.part_of.items() if part not in made])
         self.engine.view = self.engine.ruling_view = view
         self.engine.role = "founder"
+        self.engine._moves.rest = self.rest
+        self.engine._hello = hello(
+            self.engine.config,
+            port=self.engine._links.port,
+            quota=1,
+            accumulate=1,
+            fingerprint={FIT: "1"},
+            layout=self.engine.accumulation.layout,
+        )
+
+    def join(self):
+        """As a process that has just been started: it has memory for nothing."""
+        self.held.memory.leave_out(list(self.job.parts.part_of))
+        return self.engine.join(fingerprint={}, quota=1, accumulate=1, state=self.rest)
+
+    def last(self, kind):
+        """The last message of this kind that it has said; None if there is none."""
+        return next((s for s in reversed(self.said) if isinstance(s, kind)), None)
 
     def train(self, steps, batches, weights):
         """Optimizer steps, each over all micro-batches; returns the headers."""
         torch.set_num_threads(1)
         headers = []
-        for _ in range(steps):
-            headers.append(self.engine.step_by_units(lambda view, seq: self._attempt(view, seq, batches, weights)))
+        while len(headers) < steps and not self.engine.out:
+            number = self.engine.header.step + 1
+            attempt = UnitAttempt(
+                self.step,
+                self.name,
+                number,
+                batches.__getitem__,
+                weights.__getitem__,
+                spent=lambda j, number=number: positions(number, j, batches[j]),
+                extra=lambda sums: {j: b"%d" % j for j in sums.losses},
+            )
+            headers.append(self.engine.step_by_units(lambda view, seq, a=attempt: self._attempt(a, view, seq)))
+            self.outcomes.append(attempt.outcome(headers[-1]))
+            self.after_commit(self.outcomes[-1])
             self.optimizer.step()
+            self.engine.stepped()
         return headers
 
-    def _attempt(self, view, seq, batches, weights):
+    def after_commit(self, outcome):
+        """Before the optimizer steps."""
+
+    def _attempt(self, attempt, view, seq):
         self.attempts.append((view.id, seq))
-        pipelines = division(view).pipelines
         numbers = iter(range(1000))
         check = BorderExchange.check
 
@@ -142,11 +204,7 @@ class ScriptedMember:
             check(self.step.borders, attempt)
 
         self.step.borders.check = look
-        self.step.open(SlotAttempt(view.id, seq), pipelines, self.name)
-        done = self.step.run(self.engine.header.step + 1, batches.__getitem__, weights.__getitem__)
-        return UnitsDone(
-            weight=done.weight, presence=done.presence, micro_batches=done.micro_batches, coverage=done.coverage
-        )
+        return attempt(view, seq)
 
     def die(self):
         self.loop.call_and_wait(lambda: self.engine._links.close(bye=False), DEADLINE_S)
@@ -158,13 +216,13 @@ class ScriptedMember:
 class ScriptedJob:
     """The members, and the script."""
 
-    def __init__(self, net, names, layers_for, make_optimizer):
+    def __init__(self, net, names, layers_for, make_optimizer, config=None):
         self.parts = parts_of(net)
         self.shared = {p.removeprefix("shared."): its for p, its in self.parts.users.items() if p.startswith("shared.")}
-        self.members = [ScriptedMember(self, name, net, layers_for, make_optimizer) for name in names]
+        self.members = [ScriptedMember(self, name, net, layers_for, make_optimizer, config or {}) for name in names]
         self.number = 0
 
-    def view(self, pipelines, members, leaving=()):
+    def view(self, pipelines, members, leaving=(), joiners=()):
         """The next view, with pipelines of these members."""
         self.number += 1
         text = replace(pipelines, shared=self.shared).to_json()
@@ -172,6 +230,7 @@ class ScriptedJob:
             ViewId(1, self.number),
             ViewId(1, self.number - 1),
             tuple(m.member for m in members),
+            tuple(m.name for m in joiners),
             plan=PlanSpec("rotating", 16384),
             chain=CHAIN,
             pipelines=text,
@@ -179,6 +238,15 @@ class ScriptedJob:
         )
 
     def found(self, pipelines):
+        self.welcome()
+        view = self.view(pipelines, self.members)
+        for m in self.members:
+            m.found(view)
+            m.hear(Decide(view, GENESIS, reason="founded"))
+        return view
+
+    def welcome(self):
+        """Gives the members their ids, and has them make links."""
         rows = {m.name: m.member for m in self.members}
         for m in self.members:
             m.hear(
@@ -189,11 +257,6 @@ class ScriptedJob:
             m.hear(OpenLinks(tuple(r for n, r in rows.items() if n != m.name)))
         for m in self.members:
             until(lambda m=m: any(isinstance(s, Ready) for s in m.said), f"links of {m.name}")
-        view = self.view(pipelines, self.members)
-        for m in self.members:
-            m.found(view)
-            m.hear(Decide(view, GENESIS, reason="founded"))
-        return view
 
     def recover(self, pipelines, members):
         """What the scheduler does after a death: everybody stands on the same header, and goes on with this view."""
@@ -210,9 +273,9 @@ class ScriptedJob:
             m.hear(Decide(view, reports[0].last, reason="the others go on"))
         return view
 
-    def announce(self, pipelines, members):
+    def announce(self, pipelines, members, leaving=()):
         """A view that the next header carries."""
-        view = self.view(pipelines, members)
+        view = self.view(pipelines, members, leaving)
         for m in self.members:
             m.hear(NextView(view))
         return view

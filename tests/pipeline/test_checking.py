@@ -8,12 +8,16 @@ import pytest
 import torch
 from pipeline_models import GPT, Block, Holder, image_step, images, step_of, tokens
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from chaos_lightning.errors import UnsupportedError
+from chaos_lightning.pipeline.absent import is_absent, named_tensors
+from chaos_lightning.pipeline.building import ModelMemory
 from chaos_lightning.pipeline.chain import LayerChain
-from chaos_lightning.pipeline.checking import check_cut
+from chaos_lightning.pipeline.checking import check_before_training, check_cut, check_stretches
 from chaos_lightning.pipeline.parts import find_parts
 from chaos_lightning.pipeline.randomness import Randomness
+from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob
 
 
 def checked(model: nn.Module, step: Any, batch: Any, path: str = "blocks", **options: Any) -> float | None:
@@ -92,3 +96,106 @@ def test_a_gradient_that_is_missing_is_named() -> None:
 
     with pytest.raises(UnsupportedError, match=r"the gradient of position\.weight is there only as a whole"):
         checked(model, step, tokens(), cuts=[3])
+
+
+# ------------------------------------------------------------------------------------------------ too large a model
+
+
+def stretched(model: nn.Module, step: Any, batch: Any, path: str = "blocks") -> list[range]:
+    chain = LayerChain(model, path, step, randomness=Randomness(3))
+    try:
+        return check_stretches(chain, find_parts(chain, batch), batch)
+    finally:
+        chain.close()
+
+
+def freed(model: nn.Module) -> list[Tensor]:
+    """Frees the tensors of a model; returns them."""
+    ModelMemory(model, 1, "cpu").leave_out([name for name, *_ in named_tensors(model)])
+    return [t for *_, t in named_tensors(model)]
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_stretches_of_a_large_model_are_compared(real: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = GPT(blocks=9, dropout=0.1)
+    tensors, most = [] if real else freed(model), list[int]()
+    run = LayerChain.run
+
+    def spy(self: LayerChain, *args: Any, **kwargs: Any) -> Any:
+        most.append(sum(t.nbytes for t in tensors if not is_absent(t)))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(LayerChain, "run", spy)
+    assert stretched(model, step_of(model), tokens()) == [range(0, 4), range(5, 9)]
+    assert all(map(is_absent, tensors))
+    assert max(most) < 5.5 * sum(p.nbytes for p in Block().parameters())
+
+
+def test_each_row_of_classes_is_compared_once() -> None:
+    class Other(Block):
+        pass
+
+    model = GPT()
+    model.blocks = nn.ModuleList([Block() for _ in range(6)] + [Other()] + [Block() for _ in range(6)])
+    assert stretched(model, step_of(model), tokens()) == [range(n, n + 4) for n in (0, 3, 4, 5, 6, 9)]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_short_chains_are_one_stretch(blocks: int) -> None:
+    model = GPT(blocks=blocks)
+    assert stretched(model, step_of(model), tokens()) == [range(blocks)]
+
+
+class Sneaky(Block):
+    """Hands something to the next block of this class by another way than its output."""
+
+    kept: list[Tensor]
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = super().forward(x, mask)
+        if self.kept:
+            x = x + self.kept[-1]
+        self.kept[:] = [x.mean()]
+        return x
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_what_passes_by_another_way_is_found_in_a_stretch(first: int) -> None:
+    model, kept = GPT(blocks=9), list[Tensor]()
+    for index in range(first, first + 4):
+        model.blocks[index] = Sneaky()
+        model.blocks[index].kept = kept  # type: ignore[assignment]
+
+    def step(batch: Any) -> Tensor:
+        kept.clear()
+        return step_of(model)(batch)
+
+    with pytest.raises(UnsupportedError, match=r"in 2 stages the step \(layers \d to \d\) gives something else"):
+        stretched(model, step, tokens())
+
+
+@pytest.mark.parametrize(("nbytes", "words"), [(300, "in 9 stages as in one"), (299, "compared at 2 of its borders")])
+def test_memory_decides_what_is_compared(nbytes: int, words: str) -> None:
+    model = GPT(blocks=9)
+    chain = LayerChain(model, "blocks", step_of(model), randomness=Randomness(3))
+    first = Layer(name="0", forward_s=1, backward_s=1, parameter_nbytes=100, gradient_nbytes=100)
+    layers = [first, *(Layer(name=f"{i}", forward_s=1, backward_s=1) for i in range(1, 9))]
+    device = Device(name="d", memory_nbytes=nbytes)
+    job = TrainingJob(layers=tuple(layers), devices=(device,), micro_batches=1)
+    assert words in check_before_training(chain, find_parts(chain, tokens()), tokens(), job)
+    chain.close()
+
+
+def test_metrics_count_nothing_of_a_comparison() -> None:
+    model = GPT()
+    model.metric = MeanMetric()
+
+    def step(batch: Any) -> Tensor:
+        loss = step_of(model)(batch)
+        model.metric.update(loss.detach())
+        return loss
+
+    checked(model, step, tokens())
+    stretched(model, step, tokens())
+    assert model.metric.update_count == 0

@@ -26,7 +26,7 @@ from pipeline_models import (
 from torch import Tensor, nn
 
 from chaos_lightning.errors import ConfigurationError, StateError, UnsupportedError, WireError
-from chaos_lightning.pipeline.absent import is_absent, stand_in
+from chaos_lightning.pipeline.absent import is_absent, named_tensors, put, stand_in
 from chaos_lightning.pipeline.chain import LayerChain
 from chaos_lightning.pipeline.specs import Specs, read
 
@@ -396,6 +396,25 @@ def test_a_weight_of_another_stage_is_named_when_it_is_used() -> None:
         return GPT.through(self, x, mask) @ self.blocks[0].mlp[1].weight[:WIDTH]
 
     refused(through(way), r"depends on blocks\.0\.mlp\.1\.weight, which another stage has")
+
+
+def test_a_call_outside_of_units_is_refused_where_a_weight_is_absent() -> None:
+    """A hook that runs the model would get NaN."""
+    model, seen = GPT(), []
+    step = step_of(model)
+    chain = LayerChain(model, "blocks", lambda batch: seen.append(chain.is_last) or step(batch))
+    x, y = tokens()
+    assert model(x).isfinite().all()
+    first = chain.run(0, 2, (x, y))
+    chain.run(2, 4, (x, y), tuple(t.detach() for t in first.tensors), first.specs)
+    assert seen == [False, True]
+    assert not chain.is_last
+    for _, module, name, tensor in named_tensors(model.blocks[2]):
+        put(module, name, tensor, stand_in(tensor, tensor.device))
+    with pytest.raises(UnsupportedError, match=r"blocks.2 is called outside of .*does not hold its ln.weight"):
+        model(x)
+    chain.close()
+    assert model(x).isnan().any()
 
 
 def test_a_write_to_what_another_stage_has_is_refused() -> None:

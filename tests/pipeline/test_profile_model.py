@@ -415,7 +415,7 @@ def test_weights_that_several_layers_use_are_noted(measured: Any) -> None:
     model.net[1].linear.weight = model.net[2].linear.weight
     optimizer = adam(model)
     profile = profile_of(measured(model, lambda: train(model, optimizer)))
-    words = "net.1.linear.weight is used by net.1, net.2, and counts at the first of them only"
+    words = "net.1.linear.weight is used by net.1, net.2, and counts at each"
     assert about_the_model(profile) == [words]
 
 

@@ -18,9 +18,11 @@ from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, ViewI
 from chaos_lightning.replication import ModuleState, kept, state_hash
 from chaos_lightning.replication.bulk import named_head
 from chaos_lightning.replication.part_state import (
+    PartCopy,
     PartServer,
     PartState,
     part_hashes,
+    part_manifest,
     part_name,
     pull_part,
 )
@@ -323,3 +325,45 @@ def test_a_record_with_parts_has_a_version_of_its_own(tmp_path):
         (tmp_path / name / kept.RECORD).write_text(json.dumps({**found[name], "version": version}))
         with pytest.raises(StateError, match=f"has version {version}"):
             kept.read(tmp_path / name)
+
+
+# ------------------------------------------------------------------------------------------------ copies
+
+
+def test_a_part_is_read_without_a_model():
+    theirs = trained()
+    copy = PartCopy("layer.0")
+    with donors("a", "b") as started:
+        for donor in started:
+            PartServer(donor.server).hold(HEADER, theirs.parts("layer.0"))
+        ways = [d.endpoint for d in started]
+        report = pull_part(ways, dial, HEADER, copy, config=PATIENT)
+        assert part_manifest(ways, dial, HEADER, "layer.0", config=PATIENT) == theirs.part("layer.0").manifest()
+        started[0].server.hold(part_name(HEADER, "layer.1"), 3, [], theirs.part("layer.0").manifest())
+        with pytest.raises(StateError, match=r"part 'layer.0' of the training state; expected 'layer.1'"):
+            part_manifest(ways[:1], dial, HEADER, "layer.1", config=PATIENT)
+    assert sum(report.by_source.values()) == report.nbytes
+    assert state_hash(copy.tensors()) == part_hashes(theirs.parts())["layer.0"]
+
+
+def test_what_has_arrived_of_a_copy_is_not_sent_again():
+    theirs = trained()
+    copy = PartCopy("layer.1")
+    with donors("a") as (donor,):
+        PartServer(donor.server).hold(HEADER, theirs.parts("layer.1"))
+        pull_part([donor.endpoint], dial, HEADER, copy, config=PATIENT)
+        before = {name: t.data_ptr() for name, t in copy.tensors()}
+        again = pull_part([donor.endpoint], dial, HEADER, copy, config=PATIENT)
+    assert again.by_source == {}
+    assert {name: t.data_ptr() for name, t in copy.tensors()} == before
+
+
+def test_the_first_that_answers_gives_a_manifest():
+    theirs = trained()
+    with donors("a", "b") as started:
+        started[0].server.close()
+        PartServer(started[1].server).hold(HEADER, theirs.parts("layer.1"))
+        ways = [d.endpoint for d in started]
+        assert part_manifest(ways, dial, HEADER, "layer.1", config=PATIENT)["part"] == "layer.1"
+        with pytest.raises(StateError, match=r"no donor is left for the manifest of layer.0.*nothing has arrived; a: "):
+            part_manifest(ways[:1], dial, HEADER, "layer.0", config=PATIENT)

@@ -1,0 +1,100 @@
+"""The parts of a model in this process: which have memory here, what others get of them, and their first values.
+
+Theory of operation. Before the job's first slot a part is made by its oldest owner alone (protocol.md P14): from the
+record of how the model was built, or it is here since it was built. Who that is may change with a recovery before that
+slot, so a part is made when it is asked for, and nothing that is here is freed before the slot has closed (`settle`).
+From then on parts come from other members or from a checkpoint, and go with the views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from chaos_lightning.pipeline.absent import is_absent, named_tensors
+from chaos_lightning.pipeline.building import ModelMemory
+from chaos_lightning.pipeline.loaded import LoadedParts
+from chaos_lightning.pipeline.parts import REST, ModelParts
+from chaos_lightning.replication.part_state import PartState
+
+
+class HeldModel:
+    """See the module; in the training thread.
+
+    Args:
+        module: The model.
+        memory: Its memory.
+        parts: Its parts.
+        optimizers: Of the whole model.
+        loaded: A checkpoint that first values are taken from; if none was read, it has nothing.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        memory: ModelMemory,
+        parts: ModelParts,
+        optimizers: Sequence[Optimizer],
+        loaded: LoadedParts,
+    ) -> None:
+        self._module, self._memory, self._parts, self._loaded = module, memory, parts, loaded
+        self._optimizers = tuple(optimizers)
+        self._first = True
+        """No slot has closed yet, so first values may be made."""
+
+    def _names(self, parts: Collection[str]) -> list[str]:
+        return [name for part in parts for name in self._parts.names(part)]
+
+    @property
+    def present(self) -> frozenset[str]:
+        """Names of the tensors that have memory here."""
+        return frozenset(name for name, _, _, tensor in named_tensors(self._module) if not is_absent(tensor))
+
+    def states(self, names: Collection[str]) -> Sequence[PartState]:
+        """Returns these parts as they are, without those that have no tensors of their own (the rest)."""
+        wanted = [part for part in names if part != REST and self._parts.names(part)]
+        self._make(self._names(wanted))
+        return [PartState(p, self._module, self._parts.names(p), self._optimizers) for p in wanted]
+
+    def room(self, names: Collection[str]) -> None:
+        """Makes memory for these parts, which are pulled next."""
+        self._memory.room(self._names(names))
+
+    def forget(self, names: Collection[str]) -> None:
+        """Lets go of these parts: others own them."""
+        for state in self.states(names):
+            state.forget()
+        self._memory.leave_out(self._names(names))
+
+    def rest(self) -> list[str]:
+        """Makes the buffers that all members have, and returns their names."""
+        names = self._names([REST])
+        self._make(names)
+        return names
+
+    def _make(self, names: Collection[str]) -> None:
+        if not self._first:
+            return
+        if lacking := frozenset(names).difference(self.present):
+            self._memory.make(lacking)
+            self._loaded.fill(lacking)
+
+    def settle(self, owned: Collection[str]) -> None:
+        """A slot has closed: what else is here is freed, once, and no part has first values any more.
+
+        Args:
+            owned: Parts that this member holds.
+        """
+        if not self._first:
+            return
+        self._first = False
+        self._memory.leave_out(self.present.difference(self._names(owned), self._names([REST])))
+        self._memory.forget()
+        self._loaded.forget()
+
+    def restart(self) -> None:
+        """This member joins again: what it holds is void, unless the job has not begun."""
+        if not self._first:
+            self.forget([part for part in self._parts.users if part != REST])

@@ -1,0 +1,154 @@
+"""Says in a few lines what the planner makes of a job, before anything is trained: does it fit, and who does what."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+from chaos_lightning.control.channel import fetch_all
+from chaos_lightning.errors import ChaosError
+from chaos_lightning.machine.units import amount, duration, part
+from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
+from chaos_lightning.planning.pipelines.job import TrainingJob
+from chaos_lightning.planning.pipelines.pipeliner import PipelineAnswer, Pipeliner
+from chaos_lightning.planning.pipelines.plan import PipelinePlan
+from chaos_lightning.planning.pipelines.request import PipelineRequest
+from chaos_lightning.planning.pipelines.units import ViewPipelines
+from chaos_lightning.protocol.types import View
+from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.settings import EngineConfig
+
+MOST_ROWS = 8
+MOST_NAMES = 4
+_ANSWER_TIMEOUT_S = 5.0
+
+
+def preview(job: TrainingJob, answer: PipelineAnswer, *, memory: bool = True) -> list[str]:
+    """Returns lines for the console: at most four, and one for each stage up to `MOST_ROWS`.
+
+    Args:
+        job: Layers and micro-batches; its devices are the members, by their ids.
+        answer: The planner's, for these members.
+        memory: Whether the memory of each device is known, and so told.
+    """
+    if answer.text is None:
+        return _no_plan(job, answer)
+    plan = ViewPipelines.from_json(answer.text).plan
+    cost = estimate(job, plan)
+    rows = _rows(job, plan, cost if memory else None)
+    hidden = len(rows) - MOST_ROWS
+    if hidden > 0:
+        rows[MOST_ROWS - 1 :] = [f"  and {hidden + 1} more stages"]
+    return [_head(job, plan, cost), *([_fit(job, cost)] if memory else []), *rows, *_risk(job, plan)]
+
+
+def dry_run(request: PipelineRequest, config: EngineConfig) -> list[str]:
+    """Returns what a job of the members at the endpoint would do, or without any, one of `min_nodes` such members.
+
+    Args:
+        request: Of this process; each member's device is taken to be like its own.
+        config: Names endpoint and job.
+    """
+    facts: dict[str, object] = {}
+    with contextlib.suppress(ChaosError):
+        facts = fetch_all(config.endpoint, Credentials.load(config.keys_dir, config.token_file), _ANSWER_TIMEOUT_S)
+    machine = facts.get("machine") if facts.get("job") == config.job else None
+    rows = [*machine["members"], *machine["others"]] if isinstance(machine, dict) else []
+    if rows:
+        words = f"{_counted(len(rows), 'process')} of job {config.job} at {config.endpoint}"
+        ends = [(str(row["id"]), str(row["host"])) for row in rows]
+    else:
+        words = f"no member of job {config.job} is at {config.endpoint}; min_nodes={config.min_nodes} assumed"
+        ends = [(f"process{i}", f"host{i}") for i in range(config.min_nodes)]
+    job = _on(request, ends)
+    answer = Pipeliner(job, request.policy, copies=request.copies, shared=request.shared).first(job.devices)
+    alike = f"each taken to be like this one, with {amount(request.device.memory_nbytes)} of memory for layers"
+    return [f"dry run: {words}, {alike}", *preview(job, answer)]
+
+
+def preview_of_view(request: PipelineRequest, view: View) -> list[str]:
+    """Returns what the members of a view do, with times as this member measured them, and without memory."""
+    job = _on(request, [(m.id, m.host or m.address) for m in view.members])
+    return preview(job, PipelineAnswer(text=view.pipelines, reason=""), memory=False)
+
+
+def _on(request: PipelineRequest, ends: Iterable[tuple[str, str]]) -> TrainingJob:
+    """Returns the job on members (id, host) with devices like this one."""
+    devices = [replace(request.device, name=name, host=f"machine {host}") for name, host in ends]
+    return replace(request.job, devices=tuple(devices))
+
+
+def _no_plan(job: TrainingJob, answer: PipelineAnswer) -> list[str]:
+    roomy = max(job.devices, key=lambda d: d.memory_nbytes)
+    count = answer.least_members
+    more = f"it takes {count} members such as {_name(roomy.name)} ({amount(roomy.memory_nbytes)})"
+    return [
+        f"does not fit {_counted(len(job.devices), 'member')}: {answer.reason}",
+        more if count is not None else "no number of such members is enough",
+    ]
+
+
+def _head(job: TrainingJob, plan: PipelinePlan, cost: StepEstimate) -> str:
+    samples = job.micro_batches * job.samples
+    lengths = ", ".join(str(len(p.stages)) for p in plan.pipelines[:MOST_NAMES])
+    more = f" and {len(plan.pipelines) - MOST_NAMES} more" if len(plan.pipelines) > MOST_NAMES else ""
+    return (
+        f"{_counted(len(plan.pipelines), 'pipeline')} of {lengths}{more} stages; a step of "
+        f"{_counted(job.micro_batches, 'micro-batch')} ({samples} samples) takes about {duration(cost.step_s)}"
+    )
+
+
+def _fit(job: TrainingJob, cost: StepEstimate) -> str:
+    over = cost.over(job)
+    if over:
+        name = max(over, key=lambda x: over[x])
+        return f"does not fit: {_name(name)} lacks {over[name]} bytes ({amount(over[name])}), the most of {len(over)}"
+    name = min(cost.memory, key=lambda x: job.by_name[x].memory_nbytes - cost.memory[x].nbytes)
+    left = job.by_name[name].memory_nbytes - cost.memory[name].nbytes
+    return f"fits: least is left at {_name(name)}, {amount(left)}"
+
+
+def _rows(job: TrainingJob, plan: PipelinePlan, cost: StepEstimate | None) -> list[str]:
+    """Returns a line for each run of layers that members own, with the memory if that is known, and one for those that
+    are idle."""
+    owners: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for name, stages in plan.stages.items():
+        for stage in stages:
+            owners[stage.first, stage.end].append(name)
+    found = []
+    for (first, end), names in sorted(owners.items()):
+        layers = job.layers[first].name + (f" to {job.layers[end - 1].name}" if end - first > 1 else "")
+        found.append(f"  {layers}: {_few(names)}{_fullest(job, names, cost) if cost is not None else ''}")
+    return found + ([f"  idle: {_few(plan.idle)}"] if plan.idle else [])
+
+
+def _fullest(job: TrainingJob, names: list[str], cost: StepEstimate) -> str:
+    fullest = max(names, key=lambda x: cost.memory[x].nbytes / job.by_name[x].memory_nbytes)
+    return f", {part(cost.memory[fullest].nbytes, job.by_name[fullest].memory_nbytes)}"
+
+
+def _risk(job: TrainingJob, plan: PipelinePlan) -> list[str]:
+    """Returns a line about losses that take the last owner of a layer along."""
+    alone = [g for g, owners in zip(plan.groups, plan.owners, strict=True) if len(owners) == 1]
+    if not alone:
+        return []
+    if len(alone) == len(plan.groups):
+        return ["any loss ends this job: no layer has two owners"]
+    names = {owners[0] for owners in plan.owners if len(owners) == 1}
+    return [f"the loss of {_few(sorted(names))} ends this job: some layers have no other owner"]
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" + ("" if count == 1 else "es" if word.endswith(("ch", "s")) else "s")
+
+
+def _few(names: list[str] | tuple[str, ...]) -> str:
+    shown = ", ".join(map(_name, names[:MOST_NAMES]))
+    return shown + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+
+
+def _name(member: str) -> str:
+    """Returns a member's name without its incarnation."""
+    return member.partition("~")[0]
