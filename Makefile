@@ -24,7 +24,7 @@ STAMP := $(VENV)/.installed
 CONTENT := AddSerializedFile|_start=|_end=|'/chaos|SerializeToString|FromString
 BENCHES ?= $(patsubst benchmarks/%.py,%,$(patsubst %/__main__.py,%.py,$(shell grep -l '^if __name__ == "__main__"' benchmarks/*.py benchmarks/*/__main__.py)))
 
-.PHONY: help env debian demo demo-diloco demo-edge demo-failover test test-slow compat fuzz check docs bench size proto clean
+.PHONY: help env debian demo demo-diloco demo-edge demo-failover demo-pipeline test test-slow compat fuzz check docs bench size proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -61,6 +61,9 @@ demo-edge: $(STAMP) ## train on six emulated machines whose links change, fail a
 
 demo-failover: debian $(STAMP) ## kill schedulers and etcd servers while four nodes train
 	@$(BIN)/chaos-lightning demo-failover $(ARGS)
+
+demo-pipeline: $(STAMP) ## train a model in stages on six devices that die, freeze, come back and all leave
+	@$(BIN)/chaos-lightning demo-pipeline $(ARGS)
 
 test: debian $(STAMP) ## the tests without the slow ones
 	@$(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)

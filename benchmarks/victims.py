@@ -34,6 +34,16 @@ def own_memory_nbytes() -> int:
     raise OSError("/proc/self/status has no RssAnon")
 
 
+def write_out(links: Any) -> None:
+    """Has all that was given to a member's links leave this process; in the loop's thread."""
+    for link in links._links.values():
+        while link.open and link._queue:
+            select.select([], [link._fd], [], 1.0)
+            link._write()
+    # What was sent by reference must have been read out of this process's memory, and nothing tells when it was.
+    time.sleep(READ_BY_THEN_S)
+
+
 class Trap:
     """Kills this process, the commit root, once the header of slot `seq` has reached one survivor only (see WAYS)."""
 
@@ -70,12 +80,7 @@ class Trap:
         if peer != self._chosen:
             return
         self._message(peer, payload, *ways)
-        for link in self._links._links.values():
-            while link.open and link._queue:  # what is not withheld must have left this process
-                select.select([], [link._fd], [], 1.0)
-                link._write()
-        # What was sent by reference must have been read out of this process's memory, and nothing tells when it was.
-        time.sleep(READ_BY_THEN_S)
+        write_out(self._links)
         self._events.emit("fault_injected", kind="sigkill", phase=f"handing out, {self._way}", step=value.step)
         self._pipe.send(("trap", time.monotonic_ns(), value.seq, value.step, value.hash))
         os.kill(os.getpid(), signal.SIGKILL)

@@ -12,9 +12,10 @@ from typing import Any
 
 from chaos_lightning._register import install
 
-__all__ = ["ChaosStrategy", "DiLoCoStrategy", "Engine", "EngineConfig", "Trainer"]
+__all__ = ["ChaosPipelineStrategy", "ChaosStrategy", "DiLoCoStrategy", "Engine", "EngineConfig", "Trainer"]
 
 _LAZY = {
+    "ChaosPipelineStrategy": "chaos_lightning.strategies",
     "ChaosStrategy": "chaos_lightning.strategies",
     "DiLoCoStrategy": "chaos_lightning.strategies",
     "Engine": "chaos_lightning.member.engine",

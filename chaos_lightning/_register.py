@@ -1,4 +1,4 @@
-"""Puts "chaos" and "chaos_diloco" into Lightning's strategy registry without importing Lightning.
+"""Puts "chaos", "chaos_pipeline" and "chaos_diloco" into Lightning's strategy registry without importing Lightning.
 
 Theory of operation. There is no entry-point group for strategies, so `import chaos_lightning` has to register. If
 Lightning's strategy package is imported already, it registers at once, otherwise after that module's own code has run
@@ -45,6 +45,12 @@ NAMES = {
         "chaos_lightning.trainer.Trainer, which has prepare() and update() where Fabric has setup() and backward()",
         "members come and go between two steps, where Fabric has no hook that could hand over the training state, and "
         "it cannot know which samples a step has used",
+    ),
+    "chaos_pipeline": Registered(
+        "ChaosPipelineStrategy",
+        "a model in stages, one per process, that goes on when stages die",
+        "chaos_lightning.trainer.Trainer, for models that fit one device",
+        "stages come and go between two steps, where Fabric has no hook, and a step of Fabric is no whole step",
     ),
     "chaos_diloco": Registered(
         "DiLoCoStrategy",

@@ -65,6 +65,9 @@ COMMANDS: dict[str, Command] = {
     "demo-failover": Command(
         "chaos_lightning.lab.demo.failover:demo_failover", "Train while schedulers and etcd servers are killed."
     ),
+    "demo-pipeline": Command(
+        "chaos_lightning.lab.demo.stages:demo_pipeline", "Train a model in stages while devices die and come back."
+    ),
     "plan": Command(
         "chaos_lightning.observe.plan_command:plan",
         "Say who computes what when a model is split, and what after a loss.",

@@ -108,6 +108,30 @@ class SchedulerUnreachableError(ChaosError):
     """No scheduler answered within the deadline."""
 
 
+RESTART_CODE = 79
+"""Exit code of a process whose job has ended for all, and is to be started again."""
+
+
+class RestartError(SystemExit):
+    """The job has ended for all its members without being finished, since it cannot go on: start it again.
+
+    It says why, and names the newest checkpoint that a member told of. Uncaught it ends the process with exit code
+    RESTART_CODE, at which torchrun and `chaos-lightning run` start the process again.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = RESTART_CODE
+
+
+class DryRunError(SystemExit):
+    """`fit` has said what it would do, and has trained nothing: the process ends with exit code 0."""
+
+    def __init__(self) -> None:
+        super().__init__("a dry run trains nothing")
+        self.code = 0
+
+
 class AttemptOverError(ChaosError):
     """An attempt at a slot has ended at a recovery: nothing of it counts any more, and its units run again."""
 

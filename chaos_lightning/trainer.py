@@ -50,7 +50,7 @@ from chaos_lightning.collectives.hyper import default_words, hyper_words
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.data.parts import part_of
-from chaos_lightning.data.source import MicroBatch
+from chaos_lightning.data.source import BatchFacts
 from chaos_lightning.errors import (
     ConfigurationError,
     DepartedError,
@@ -70,7 +70,7 @@ from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.replication.access import ModuleState, Stateful, module_extra
 from chaos_lightning.replication.payload import decode_payload, encode_payload
 from chaos_lightning.replication.replay import NEVER, ModuleReplay
-from chaos_lightning.replication.saving import put_in_place, save_for_all
+from chaos_lightning.replication.saving import put_in_place, save_for_all, saved_nbytes
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.variables import warn_of_unknown
 
@@ -187,7 +187,7 @@ class Trainer:
         """The present batch stands in for none: no samples were left for this member."""
         return self._loader is not None and self._loader.current is not None and self._loader.current.idle
 
-    def _present(self, call: str) -> MicroBatch:
+    def _present(self, call: str) -> BatchFacts:
         """What the loader says about the present batch, which `call` is about."""
         if self._loader is None:
             raise ConfigurationError(f"{call}: call prepare() first")
@@ -574,7 +574,7 @@ class Trainer:
 
         save_for_all(
             str(target),
-            checkpoint,
+            lambda: saved_nbytes(checkpoint),
             engine.name,
             is_writer=lambda: writer == engine.member_id,
             write=write,

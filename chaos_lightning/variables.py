@@ -13,6 +13,7 @@ from chaos_lightning.control.options import HOSTED
 from chaos_lightning.declared import declared
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.pipeline.options import PipelineOptions
 from chaos_lightning.settings import EngineConfig
 
 _log = logging.getLogger("chaos_lightning")
@@ -45,8 +46,9 @@ _OF_KUBERNETES = re.compile(
 
 def known() -> frozenset[str]:
     """Returns the names of all variables that some part of the product reads."""
-    classes = (declared(EngineConfig), declared(ClusterOptions), declared(OuterSettings), HOSTED)
-    return OTHERS.union(made.variable for settings in classes for made in settings.values())
+    classes = (EngineConfig, ClusterOptions, OuterSettings, PipelineOptions)
+    found = (*(declared(settings) for settings in classes), HOSTED)
+    return OTHERS.union(made.variable for settings in found for made in settings.values())
 
 
 @cache

@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 
 from chaos_lightning.errors import needing
 from chaos_lightning.outer import strategy_options as outer
+from chaos_lightning.pipeline import options as pipelines
 from chaos_lightning.settings import ARGUMENTS, ChaosOptions, optional
 
 with needing("chaos_lightning.configs"):
@@ -42,6 +43,17 @@ ChaosStrategyConfig = make_dataclass(
     ],
 )
 """`chaos_lightning.strategies.ChaosStrategy`."""
+
+PipelineStrategyConfig = make_dataclass(
+    "PipelineStrategyConfig",
+    [
+        ("_target_", str, field(default="chaos_lightning.strategies.ChaosPipelineStrategy")),
+        *pipelines.optional(),
+        *optional(ARGUMENTS),
+        ("options", OptionsConfig, field(default_factory=OptionsConfig)),
+    ],
+)
+"""`chaos_lightning.strategies.ChaosPipelineStrategy`."""
 
 DiLoCoStrategyConfig = make_dataclass(
     "DiLoCoStrategyConfig",
@@ -105,4 +117,5 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="train_schema", node=TrainConfig, provider="chaos_lightning")
     store.store(group="strategy", name="chaos_schema", node=ChaosStrategyConfig, provider="chaos_lightning")
+    store.store(group="strategy", name="pipeline_schema", node=PipelineStrategyConfig, provider="chaos_lightning")
     store.store(group="strategy", name="diloco_schema", node=DiLoCoStrategyConfig, provider="chaos_lightning")

@@ -6,13 +6,17 @@ and at the end. What it decides from belongs to its parts:
 
 - `stepping`: the accumulation of a step, weights, averaging; `manual`: averages of manual optimization;
 - `collectives`, `results`, `evaluation`: what members exchange, what `self.log` keeps, validation that is divided;
+- `pipeline_logs`, `pipeline_evaluation`: the same where layers lie at several members;
 - `writer`, `saving`: who logs and writes files; checkpoints;
 - `data`, `lengths`, `schedules`: the training loader, how long an epoch is, schedules by samples;
 - `state`, `loops`, `replay`: what a newcomer takes over, and how it replays steps;
 - `fingerprint`, `refusals`: what must be equal on all members, what no job can serve;
 - `environment`, `place`, `preparing`: who this process is, also before its first batch, and when it prepares data.
 
-`diloco` is the other strategy: a Trainer as one cluster of an outer job. `outer_fit` is one fit's part in it,
+`pipeline` is the strategy whose members own parts of the model: `pipeline_fit` is one fit's part in it,
+`pipeline_model` the user's model, `pipeline_logs` what its steps log.
+
+`diloco` is the third strategy: a Trainer as one cluster of an outer job. `outer_fit` is one fit's part in it,
 `outer_clock` keeps Lightning's counters by the job's clock, `outer_refusals` says what no cluster can serve. `elastic`
 is the part in it of a rank, where a cluster is itself a job of `chaos`.
 
@@ -29,9 +33,10 @@ from chaos_lightning.errors import needing
 from chaos_lightning.outer.strategy_options import DiLoCoOptions
 from chaos_lightning.settings import ChaosOptions
 
-with needing("chaos_lightning.strategies (ChaosStrategy, DiLoCoStrategy)"):
+with needing("chaos_lightning.strategies (ChaosStrategy, ChaosPipelineStrategy, DiLoCoStrategy)"):
     from chaos_lightning.strategies.diloco import DiLoCoStrategy
+    from chaos_lightning.strategies.pipeline import ChaosPipelineStrategy
     from chaos_lightning.strategies.schedules import BySamples
     from chaos_lightning.strategies.strategy import ChaosStrategy
 
-__all__ = ["BySamples", "ChaosOptions", "ChaosStrategy", "DiLoCoOptions", "DiLoCoStrategy"]
+__all__ = ["BySamples", "ChaosOptions", "ChaosPipelineStrategy", "ChaosStrategy", "DiLoCoOptions", "DiLoCoStrategy"]

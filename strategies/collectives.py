@@ -102,7 +102,7 @@ class Collectives:
         self._gather = gather
         self._device = device
         self._reduce = reduce
-        self._in_step = False
+        self._in_step = self._in_unit = False
         self._waiting: list[tuple[str, Tensor]] = []
         self._line = ""
         """Line of the user's code that was the first one in this hook to ask for a reduce."""
@@ -116,6 +116,12 @@ class Collectives:
 
     def exchange(self, name: str, value: Any, line: str = "") -> list[Any] | None:
         """Everybody's value in rank order; None if this member is not in the job."""
+        if self._in_unit:
+            raise UnsupportedError(
+                f"{name}: collectives inside {self._hook} are not supported with pipelines, since members run other "
+                "micro-batches and layers there, some of them again after a failure; move it to on_train_batch_end or "
+                "to the end of the epoch. All members get what self.log is given, with sync_dist=True or without"
+            )
         if self._in_step:
             raise UnsupportedError(
                 f"{name}: collectives inside {self._hook} are not supported (only self.log(..., "
@@ -154,7 +160,7 @@ class Collectives:
         """A tensor reduced over members; other values come back as they are, as with DDP."""
         if not isinstance(value, Tensor):
             return value
-        if self._in_step:
+        if self._in_step and not self._in_unit:
             kept = value.detach()
             if op.lower() in ("mean", "avg") and not kept.dtype.is_floating_point:
                 kept = kept.to(torch.get_default_dtype())
@@ -203,6 +209,16 @@ class Collectives:
         except BaseException:
             self._in_step, self._waiting, self._owed = False, [], None
             raise
+
+    @contextmanager
+    def within_unit(self, hook: str) -> Iterator[None]:
+        """A unit of a pipeline runs the hook inside; every collective there is refused (protocol.md P17)."""
+        before = self._in_step, self._in_unit, self._hook
+        self._in_step, self._in_unit, self._hook = True, True, hook
+        try:
+            yield
+        finally:
+            self._in_step, self._in_unit, self._hook = before
 
     def leave_step(self, collection: _ResultCollection, *, always: bool = False, stood_in: bool = False) -> None:
         """Every member is past its step: exchange what was put aside.

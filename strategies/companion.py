@@ -24,7 +24,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from chaos_lightning.errors import LeftJobError
+from chaos_lightning.errors import LeftJobError, RestartError
 from chaos_lightning.strategies.evaluation import refit_limits
 from chaos_lightning.strategies.handover import compute_epoch
 from chaos_lightning.strategies.loops import unfinish_epoch
@@ -164,7 +164,11 @@ class Launcher(_Launcher):
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except RestartError as error:  # a SystemExit, of which Python says nothing
+            _log.error("%s; the exit code is %d", error, error.code)
+            raise
         _tell_departure(trainer, self._session())
         return result
 

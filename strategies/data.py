@@ -15,7 +15,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import IterableDataset
 
-from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.data.steps import JobLoader
 from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.protocol.types import GENESIS, Header, View
@@ -78,7 +78,7 @@ class TrainLoader:
         fit: Asked before each batch.
     """
 
-    def __init__(self, elastic: ElasticLoader, trainer: Trainer, fit: Fed) -> None:
+    def __init__(self, elastic: JobLoader, trainer: Trainer, fit: Fed) -> None:
         self.elastic = elastic
         self._trainer = trainer
         self._fit = fit

@@ -25,7 +25,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 
-from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.data.steps import JobLoader
 from chaos_lightning.errors import ConfigurationError, DeadlineError, UnsupportedError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.signals import ExitSignals, Handler
@@ -235,7 +235,7 @@ class ElasticPart:
         """What is leased to the ranks, once this one is among them."""
         return self._cluster.tape if self._cluster is not None and self._cluster.founded else None
 
-    def enter(self, engine: Engine, batch: int, loader: ElasticLoader) -> ElasticCluster:
+    def enter(self, engine: Engine, batch: int, loader: JobLoader) -> ElasticCluster:
         """Before the inner job is joined: what travels beside its training state."""
         settings, options = self._terms.settle(batch)
         replica = replica_of(self._trainer.lightning_module)

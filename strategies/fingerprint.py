@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks.timer import Interval
 
 from chaos_lightning.collectives.canonical import plain_name, run_words
 from chaos_lightning.collectives.hyper import default_words
-from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.data.parts import part_of
+from chaos_lightning.data.steps import JobLoader
 from chaos_lightning.planning.ledger import SHARED
 from chaos_lightning.replication.access import module_tensors
 from chaos_lightning.replication.table import layout_hash
@@ -32,7 +32,7 @@ def seed_of(seed: int | None) -> int:
     return seed if seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
-def fingerprint_of(trainer: Trainer, loader: ElasticLoader, *, assigns_validation: bool) -> dict[str, str]:
+def fingerprint_of(trainer: Trainer, loader: JobLoader, *, assigns_validation: bool) -> dict[str, str]:
     """Versions, model, optimizers, data and those settings that decide how many steps and collectives there are.
 
     Args:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, MultiplicativeLR, SequentialLR
 
-from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.data.steps import JobLoader
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import batches_begun, epoch_of
 from chaos_lightning.strategies.schedules import BySamples
@@ -47,7 +47,7 @@ class Lengths:
         of nodes with so many workers each as this one."""
         return self._min_nodes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
-    def total(self, elastic: ElasticLoader, *, entered: bool) -> float:
+    def total(self, elastic: JobLoader, *, entered: bool) -> float:
         """Micro-batches of this epoch; inf while unknown (with data of its own, nobody knows the others')."""
         if self._local:
             # Before the pass has begun, the loader still speaks of the one before.
@@ -56,7 +56,7 @@ class Lengths:
             return batches_begun(self._trainer) if over else math.inf
         if not entered:
             # All members that will ever be must find the same number here.
-            return math.ceil(len(elastic) / self._foreseen)
+            return elastic.foreseen(self._foreseen)
         return len(elastic)
 
     # ------------------------------------------------------------------ estimated_stepping_batches

@@ -8,6 +8,7 @@ is told in `replication/saving.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.strategies import Strategy
 
-from chaos_lightning.replication.saving import put_in_place, save_for_all
+from chaos_lightning.data.steps import MARK
+from chaos_lightning.replication.saving import put_in_place, save_for_all, saved_nbytes
 from chaos_lightning.strategies.session import FitSession
 
 KEY = "chaos_lightning"
 LOADERS = "combined_loader"
 """Where Lightning keeps the states of training loaders."""
+PROGRESS = "epoch_loop.batch_progress"
+"""Where Lightning keeps the count of an epoch's batches."""
 
 
 def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -36,8 +40,59 @@ def with_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint
 
 
+class PartsIO(CheckpointIO):
+    """Base of a plugin that writes what other members hold along (pipeline_files.py).
+
+    Attributes:
+        is_file: It writes one local file, as `torch.save` does.
+        nbytes: Size of the last file that was laid out.
+    """
+
+    is_file = False
+    nbytes = 0
+
+
+def convert_position(checkpoint: dict[str, Any], micro_batches: int, accumulate: int = 1) -> dict[str, Any]:
+    """Counts the place in the epoch as the loop of this fit does, whoever wrote the checkpoint.
+
+    The loop of a job with pipelines counts optimizer steps. Others, plain Lightning too, count micro-batches, of which
+    a step accumulates several. A file of a job with pipelines says so in its loader's state. Which samples are used
+    does not change: the ledger counts positions. Micro-batches that were accumulated for a step that did not take place
+    count no more, since their gradient is lost.
+
+    Args:
+        checkpoint: As it was read, with the loader's state in place; changed.
+        micro_batches: Micro-batches of a step of this job's pipelines; 0: it has no pipelines.
+        accumulate: Micro-batches of a step, if it has none.
+
+    Returns:
+        The checkpoint.
+    """
+    loaders = [state for state in _fit_loop(checkpoint).get(LOADERS, ()) if isinstance(state, dict)]
+    counts_steps = any(MARK in state for state in loaders)
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    if counts_steps == bool(micro_batches) or PROGRESS not in loops:
+        return checkpoint
+    each = 1 if micro_batches else accumulate
+    steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    for scope in ("current", "total"):
+        counts = loops[PROGRESS][scope]
+        moved = steps[scope]["completed"] * each - counts["ready"]
+        counts.update({name: number + moved for name, number in counts.items()})
+    for state in loaders:
+        if micro_batches_then := state.pop(MARK, 0):  # a loader of steps converts what it is given by itself
+            state["yielded"] = state["yielded"] // micro_batches_then * accumulate
+    return checkpoint
+
+
 def save(
-    strategy: Strategy, session: FitSession | None, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+    strategy: Strategy,
+    session: FitSession | None,
+    checkpoint: dict[str, Any],
+    filepath: Any,
+    storage_options: Any,
+    io: CheckpointIO | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> None:
     """The writer writes a checkpoint of a step that is stable, and all members learn how it fared.
 
@@ -47,17 +102,24 @@ def save(
         checkpoint: What Lightning wants to be written.
         filepath: Where to.
         storage_options: For the plugin.
+        io: Writes the file, instead of the strategy's plugin.
+        begin: Called at all members before each attempt to write.
 
     Raises:
         StateError: Another member was to write the file, and could not.
     """
-    path = str(filepath)
+    path, plugin = str(filepath), io or strategy.checkpoint_io
+
+    def is_writer() -> bool:
+        begin()
+        return bool(strategy.is_global_zero)
+
     save_for_all(
         path,
-        checkpoint,
+        lambda: plugin.nbytes if isinstance(plugin, PartsIO) else saved_nbytes(checkpoint),
         session.config.name if session is not None else "",
-        is_writer=lambda: strategy.is_global_zero,
-        write=lambda: write(strategy.checkpoint_io, session, checkpoint, filepath, storage_options),
+        is_writer=is_writer,
+        write=lambda: write(plugin, session, checkpoint, filepath, storage_options),
         exchange=session.collectives.exchange if session is not None else lambda name, value: None,
         stays_unsaved=lambda: session is not None and session.says_unsaved(path),
         writes_here=session is None or session.writes,
@@ -84,7 +146,8 @@ def write(
     if ours:
         checkpoint[KEY] = ours
     path = str(filepath)
-    if type(io) is not TorchCheckpointIO or not _is_local_file_protocol(path):
+    is_file = io.is_file if isinstance(io, PartsIO) else type(io) is TorchCheckpointIO
+    if not is_file or not _is_local_file_protocol(path):
         io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         return
     put_in_place(

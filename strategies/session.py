@@ -21,17 +21,21 @@ import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 from torch.optim import Optimizer
 
 from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.data.steps import StepLoader
 from chaos_lightning.errors import (
     DepartedError,
     DisagreementError,
+    DryRunError,
     FencedError,
     FinishedJobError,
     RefusedError,
@@ -43,7 +47,8 @@ from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.keeping import LoadedCheckpoint, SavedCheckpoints
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.member.training import least_batch
-from chaos_lightning.protocol.types import Header, Kind
+from chaos_lightning.member.unit_steps import Attempt
+from chaos_lightning.protocol.types import GENESIS, Header, Kind
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.data import EngineSource, TrainLoader
@@ -76,6 +81,7 @@ from chaos_lightning.strategies.loops import (
     why_over,
 )
 from chaos_lightning.strategies.metrics import MetricRoute
+from chaos_lightning.strategies.pipeline_fit import PipelineFit, PipelineStepper
 from chaos_lightning.strategies.place import Place
 from chaos_lightning.strategies.replay import LightningReplay
 from chaos_lightning.strategies.schedules import SampleCount
@@ -152,7 +158,7 @@ class FitSession:
         self._engine: Engine | None = None
         self._loader: TrainLoader | None = None
         self._state: LightningState | None = None
-        self._stepper: Stepper | None = None
+        self._stepper: Stepper | PipelineStepper | None = None
         self._samples = SampleCount(())
         self._switch_as_before: Callable[[], None] = lambda: None
         self._asks_as_before = warn_who_asks(
@@ -164,6 +170,8 @@ class FitSession:
         self._keep_due = False
         self.outer: ElasticPart | None = None
         """This fit's part in an outer job, if the members are ranks of one of its clusters."""
+        self.pipeline: PipelineFit | None = None
+        """This fit's part in pipelines, if members own parts of the model."""
         self._first = ""
         """Who was rank 0 after the slot before."""
         self._within: bool | None = None
@@ -201,7 +209,7 @@ class FitSession:
         return self._void is not None
 
     @property
-    def stepper(self) -> Stepper:
+    def stepper(self) -> Stepper | PipelineStepper:
         assert self._stepper is not None
         return self._stepper
 
@@ -211,7 +219,7 @@ class FitSession:
         return self._state
 
     @property
-    def elastic(self) -> ElasticLoader:
+    def elastic(self) -> ElasticLoader | StepLoader:
         assert self._loader is not None
         return self._loader.elastic
 
@@ -220,15 +228,19 @@ class FitSession:
         outer = self.outer
         seed = seed_of(self._options.seed if outer is None or outer.seed is None else outer.seed)
         tape = outer.tape if outer and outer.shared else None
-        elastic = ElasticLoader(
-            dataloader,
-            mode=self._data,
-            seed=seed,
-            source=self._source,
-            tape=tape,
-            as_lightning=True,
-            least=least_batch(self.trainer.lightning_module),
-        )
+        elastic: ElasticLoader | StepLoader
+        if self.pipeline is not None:
+            elastic = self.pipeline.loader(dataloader, seed, self._source)
+        else:
+            elastic = ElasticLoader(
+                dataloader,
+                mode=self._data,
+                seed=seed,
+                source=self._source,
+                tape=tape,
+                as_lightning=True,
+                least=least_batch(self.trainer.lightning_module),
+            )
         if self._loader is not None:
             self.elastic.close()
         self._loader = TrainLoader(elastic, self.trainer, self)
@@ -277,6 +289,8 @@ class FitSession:
 
     def _enter(self) -> None:
         trainer = self.trainer
+        if self.pipeline is not None:
+            self.pipeline.end_dry_run(self.config)
         engine = Engine(self.config)
         self._engine = self._source.engine = engine
         extra = {
@@ -291,22 +305,17 @@ class FitSession:
         outer = self.outer
         batch = self.elastic.batch * trainer.accumulate_grad_batches
         beside = outer.enter(engine, batch, self.elastic) if outer else None
+        rest = self.pipeline.look() if self.pipeline is not None else None
         self._state = LightningState(
-            trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra, beside, self._reload
+            trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra, beside, self._reload, rest
         )
-        self._stepper = Stepper(
-            engine,
-            trainer,
-            self.collectives,
-            lambda: self.elastic.current,
-            lambda: self.elastic.spent(),
-            lambda: self.elastic.order,
-            self._pass_is_over,
-            lambda: joined(outer.says(), self.handover.says(engine)) if outer else self.handover.says(engine),
-        )
+        self._stepper = make_stepper(self, engine)
         self._samples = SampleCount(() if outer else trainer.lr_scheduler_configs)
         self._switch_as_before = training.switch_quickly()
-        engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers)
+        part_of = self.pipeline.model.parts.part_of if self.pipeline is not None else None
+        engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers, part_of=part_of)
+        if self.pipeline is not None:
+            self.pipeline.attach(engine, partial(gather_by_units, self))
         self.handover.fits_beside(sum(p.nbytes for section in self._stepper.sections for _, p in section.params))
         epoch = epoch_of(trainer)
         if outer:
@@ -319,11 +328,14 @@ class FitSession:
                     **fingerprint_of(trainer, self.elastic, assigns_validation=self._assigns_validation),
                     **self.lengths.words(),
                     **(outer.words if outer else {}),
+                    **(self.pipeline.words if self.pipeline else {}),
                 },
                 quota=self.elastic.quota,
                 accumulate=trainer.accumulate_grad_batches,
                 state=self._state,
-                replay=None if outer else LightningReplay(trainer),  # a version is no function of gradients
+                # A version is no function of gradients, and nobody has all of them where members own parts.
+                replay=None if outer or self.pipeline else LightningReplay(trainer),
+                pipelines=self.pipeline.request if self.pipeline else "",
                 loaded=self.checkpoints.loaded
                 or (LoadedCheckpoint() if trainer.ckpt_path is not None or trainer.global_step > 0 else None),
             )
@@ -344,7 +356,7 @@ class FitSession:
                 raise
             _log.warning("%s; fit ends here, and what it was to train is not trained", error)
             self._depart()
-        except FinishedJobError:
+        except (FinishedJobError, DryRunError):
             self.gone = True  # what callbacks would save now is not the job's
             raise
 
@@ -356,6 +368,8 @@ class FitSession:
         void.end(self.trainer)
         self.stepper.reset()
         self.handover.forget()
+        if self.pipeline is not None:
+            self.pipeline.restart()
         self.engine.rejoin(self.state)
         self._entered(epoch)
 
@@ -388,6 +402,8 @@ class FitSession:
             engine.events.emit("resumed", step=trainer.global_step, ledger=self.elastic.ledger.streams)
         self.stepped = (engine.header.step, engine.header.hash)
         self.writer.promote_if_due(fresh=fresh)
+        if self.pipeline is not None and engine.header == GENESIS:
+            self.gather("what founders begin from", b"")  # parts move before the first batch, counters among them
         self._refit()
 
     def _adopt_extra(self, extra: Mapping[str, Any]) -> None:
@@ -435,7 +451,8 @@ class FitSession:
                 break
         self.writer.promote_if_due(fresh=False)
         self.writer.tell_files(lambda: self.members)
-        self.stepper.comparison.take(self.state)
+        if isinstance(self.stepper, Stepper):  # else parts are compared, in the step itself
+            self.stepper.comparison.take(self.state)
         assert self._loader is not None
         if self.outer and self.outer.turned:
             self._loader.restart()
@@ -537,6 +554,8 @@ class FitSession:
         except NoStep:
             end_unused_batch(self)
             return stepper.nothing()
+        if self.pipeline is not None:
+            self.pipeline.stepped(self.engine)
         due, self._outer_due = self._outer_due, None
         if self.outer and due is not None:
             self._tell_outer(self.outer, due, output)
@@ -584,7 +603,8 @@ class FitSession:
         self._outer_due = header
         self._observe()
         try:
-            self.stepper.comparison.settle(header)
+            if isinstance(self.stepper, Stepper):
+                self.stepper.comparison.settle(header)
         except FencedError as error:
             self.fenced(error)
             raise NoStep from error
@@ -614,10 +634,12 @@ class FitSession:
             hooks: Runs what sees gradients after it: an accumulation's last pass ends with the average, before these.
                 All members run them then; if nobody had samples, there are no gradients, and none does.
         """
+        if self.pipeline is not None:  # also of one that was let go by the step's header, and keeps what it has
+            return self.pipeline.backward(loss) if self._within else loss
         if not self.in_job:
             return loss
         try:
-            loss = self.stepper.backward(loss, run)
+            loss = whole(self.stepper).backward(loss, run)
         except FencedError as error:
             self.fenced(error)
         except DepartedError:
@@ -637,7 +659,7 @@ class FitSession:
     def manual_backward(self, run: Callable[[], None]) -> None:
         """One backward pass of manual optimization and its average, or none if this member is out of the job."""
         if self.in_job:
-            self.stepper.manual_backward(run)
+            whole(self.stepper).manual_backward(run)
 
     def _pass_is_over(self) -> None:
         """The average of what a backward pass of manual optimization reached."""
@@ -695,7 +717,8 @@ class FitSession:
             return
         assert engine.ruling_view is not None
         said = (split(answer)[1] for answer in engine.header.answers) if self.outer else engine.header.answers
-        answers = dict(zip(engine.contributors, said, strict=False))  # of most slots nobody says anything
+        # Of most slots nobody says anything; of those of pipelines all members have logged the same.
+        answers = dict(zip(engine.contributors, said, strict=False)) if self.pipeline is None else {}
         self.handover.committed(engine.header, answers, engine.ruling_view.ids(), engine.member_id)
         self.lengths.check(engine.world_size)
         behind = int(not self.writes)
@@ -708,6 +731,8 @@ class FitSession:
             let_go=(change := engine.header.view_change) is not None and self._first not in ("", *change.ids()),
         )
         self._first = self.members[0]
+        if self.pipeline is not None and engine.rank == 0 and engine.view is not None:
+            self.pipeline.tell(engine.view)
 
     @property
     def writes(self) -> bool:
@@ -902,12 +927,40 @@ class FitSession:
         forget_agreement(self.trainer)
         if self._stepper is not None:
             self._stepper.close()
+        if self.pipeline is not None:
+            self.pipeline.close()
         self.writer.logs.release()
         self._signals.restore()
         self._switch_as_before()
         self._asks_as_before()
         if self._loader is not None:
             self.elastic.close()
+
+
+def gather_by_units(session: FitSession, name: str, attempt: Attempt, order: str) -> dict[str, bytes] | None:
+    """Takes part in a collective whose payloads units of micro-batches make (protocol.md P17).
+
+    Args:
+        session: This member's.
+        name: Which collective.
+        attempt: Runs this member's units.
+        order: Which samples they run on, in words.
+
+    Returns:
+        Everybody's payload, by member; None if this member is not in the job.
+    """
+    if not session.in_job:
+        return None
+    try:
+        header = session.engine.gather_by_units(name, attempt, order=order)
+    except FencedError as error:
+        session.fenced(error)
+        return None
+    except DepartedError:
+        session._depart()
+        return None
+    session._observe()
+    return dict(zip(session.engine.contributors, header.answers, strict=True))
 
 
 def end_unused_batch(session: FitSession) -> None:
@@ -934,3 +987,42 @@ def handlers_of_user(before: Any, connector: object) -> list[Callable[[int, Fram
     found = getattr(before, "signal_handlers", [before])
     ours = (None, signal.default_int_handler)
     return [h for h in found if callable(h) and h not in ours and getattr(h, "__self__", None) is not connector]
+
+
+def make_stepper(session: FitSession, engine: Engine) -> Stepper | PipelineStepper:
+    outer, trainer = session.outer, session.trainer
+    if session.pipeline is not None:
+        return session.pipeline.stepper(engine)
+    return Stepper(
+        engine,
+        trainer,
+        session.collectives,
+        lambda: session.elastic.current,
+        lambda: session.elastic.spent(),
+        lambda: session.elastic.order,
+        session._pass_is_over,
+        lambda: joined(outer.says(), session.handover.says(engine)) if outer else session.handover.says(engine),
+    )
+
+
+def training_step(session: FitSession, run: Callable[[], Any], batch: Any) -> Any:
+    """A batch of the loop: the user's step, or where members own parts of the model, the units of an optimizer
+    step and its slot."""
+    if session.pipeline is None:
+        return whole(session.stepper).training_step(run, batch)
+    session.state.within_step = True
+    try:
+        session._average(0)
+    except NoStep:  # Lightning's closure must come to its end
+        session._within = False
+        return {"loss": torch.zeros((), device=session.trainer.strategy.root_device)}
+    finally:
+        session.state.within_step = False
+    session._within = True
+    return session.pipeline.output()
+
+
+def whole(stepper: Stepper | PipelineStepper) -> Stepper:
+    """The stepper of a member that has the whole model."""
+    assert isinstance(stepper, Stepper)
+    return stepper

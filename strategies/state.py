@@ -12,7 +12,7 @@ overriding `state_dict`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -23,12 +23,13 @@ from lightning.pytorch.trainer.call import _call_callbacks_state_dict, _call_lig
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.data.steps import JobLoader
 from chaos_lightning.errors import StateError
 from chaos_lightning.replication.access import (
     StateAccess,
     module_extra,
     optimizer_manifest,
+    rest_tensors,
     restore_module_extra,
     restore_optimizers,
     state_tensors,
@@ -67,19 +68,23 @@ class LightningState:
         adopt_extra: Takes it over at the newcomer.
         beside: What else all members hold alike, with tensors of its own.
         reload: Makes this member's loaders anew if the donor's were made in another epoch; told in which its own were.
+        rest: Names of the buffers that all members have, where they own parts of the model: this is the rest then
+            (replication/part_state.py). None: all own all of it.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        loader: ElasticLoader,
+        loader: JobLoader,
         reduce: Callable[..., Any],
         extra: Mapping[str, Callable[[], Any]],
         adopt_extra: Callable[[Mapping[str, Any]], None],
         beside: StateAccess | None = None,
         reload: Callable[[tuple[float, float]], None] | None = None,
+        rest: Collection[str] | None = None,
     ) -> None:
         self._trainer = trainer
+        self._rest = None if rest is None else frozenset(rest)
         self.loader = loader
         self._reduce = reduce
         self._extra = extra
@@ -88,6 +93,9 @@ class LightningState:
         self._reload = reload
         self.ended = False
         """What was taken over ends with an epoch's last batch, and what follows that is to be made up for."""
+        self.within_step = False
+        """A batch is under way. What is taken over then is of the header on which this member stands, so its counters
+        are those that are here: only tensors may differ."""
 
     # ------------------------------------------------------------------ tensors
 
@@ -105,7 +113,11 @@ class LightningState:
         return found
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        found = state_tensors(self._trainer.lightning_module, self._averages(), self._trainer.optimizers)
+        module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
+        if self._rest is None:
+            found = state_tensors(module, self._averages(), optimizers)
+        else:
+            found = rest_tensors(module, self._rest, optimizers)
         return found if self._beside is None else [*found, *self._beside.tensors()]
 
     # ------------------------------------------------------------------ the rest, at the donor
@@ -114,7 +126,7 @@ class LightningState:
         trainer = self._trainer
         module = trainer.lightning_module
         return {
-            "optimizers": [optimizer_manifest(o) for o in trainer.optimizers],
+            "optimizers": [optimizer_manifest(o, rest=self._rest is not None) for o in trainer.optimizers],
             "modules": {"": module_extra(module), **{n: module_extra(m) for n, m in self._averages().items()}},
             "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
             "eval": [n for n, m in module.named_modules() if not m.training],
@@ -159,14 +171,16 @@ class LightningState:
     # ------------------------------------------------------------------ the newcomer
 
     def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
-        restore_optimizers(self._trainer.optimizers, manifest["optimizers"])
+        restore_optimizers(self._trainer.optimizers, manifest["optimizers"], rest=self._rest is not None)
         if self._beside is not None:
             self._beside.prepare(manifest["beside"], table)
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
+        if self.within_step:
+            return
         trainer = self._trainer
         module = trainer.lightning_module
-        restore_optimizers(trainer.optimizers, manifest["optimizers"])
+        restore_optimizers(trainer.optimizers, manifest["optimizers"], rest=self._rest is not None)
         modules = {"": module, **self._averages()}
         for name, extra in manifest["modules"].items():
             if name not in modules:

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 
 from chaos_lightning.collectives.hyper import hyper_words
 from chaos_lightning.collectives.layout import Section
-from chaos_lightning.data.source import MicroBatch
+from chaos_lightning.data.source import BatchFacts
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.member.drift import StateComparison
 from chaos_lightning.member.engine import Engine
@@ -73,6 +73,21 @@ def sections_of(module: LightningModule, optimizers: list[Optimizer]) -> list[Se
     return sections
 
 
+def weight_of(module: LightningModule, batch: Any, batch_idx: int, samples: float) -> float:
+    """Returns what a batch weighs in a step: its samples, or what the module's `chaos_weight` says.
+
+    Raises:
+        ConfigurationError: That is no weight.
+    """
+    own = getattr(module, "chaos_weight", None)
+    if own is None:
+        return float(samples)
+    weight = float(own(batch, batch_idx))
+    if not 0 <= weight < float("inf"):
+        raise ConfigurationError(f"chaos_weight returned {weight}; expected a finite number that is not negative")
+    return weight
+
+
 class Stepper:
     """One member's steps.
 
@@ -98,7 +113,7 @@ class Stepper:
         engine: Engine,
         trainer: Trainer,
         collectives: Collectives,
-        current: Callable[[], MicroBatch | None],
+        current: Callable[[], BatchFacts | None],
         spent: Callable[[], tuple[Spent, ...]],
         order: Callable[[], str],
         pass_is_over: Callable[[], None],
@@ -157,7 +172,7 @@ class Stepper:
         )
         return output
 
-    def _automatic_step(self, run: Callable[[], Any], part: MicroBatch | None, batch: Any, batch_idx: int) -> Any:
+    def _automatic_step(self, run: Callable[[], Any], part: BatchFacts | None, batch: Any, batch_idx: int) -> Any:
         """`part` is None if this member is idle."""
         output = None
         if part is not None:
@@ -182,15 +197,9 @@ class Stepper:
             output = run()
         return output, untouched.synced
 
-    def _weight(self, part: MicroBatch | None, batch: Any, batch_idx: int) -> float:
+    def _weight(self, part: BatchFacts | None, batch: Any, batch_idx: int) -> float:
         assert part is not None
-        own = getattr(self._module, "chaos_weight", None)
-        if own is None:
-            return float(part.samples)
-        weight = float(own(batch, batch_idx))
-        if not 0 <= weight < float("inf"):
-            raise ConfigurationError(f"chaos_weight returned {weight}; expected a finite number that is not negative")
-        return weight
+        return weight_of(self._module, batch, batch_idx, part.samples)
 
     def _tell_of_changes(self) -> None:
         """Under manual optimization members without samples run training_step, too, so what it does to a buffer is the

@@ -8,10 +8,11 @@ of fit there is no session, and everything behaves as on a single device.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -24,21 +25,33 @@ from torch.optim import Optimizer
 
 from chaos_lightning.data.workers import tie_workers
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.pipeline.device_memory import device_memory
+from chaos_lightning.pipeline.options import PipelineOptions
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
 from chaos_lightning.strategies.companion import Companion, Launcher, watch_spikes
 from chaos_lightning.strategies.elastic import ElasticPart, OuterTerms, refuse_ranks
 from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
 from chaos_lightning.strategies.evaluation import EvalLoader, can_be_assigned, unsharded, whole
+from chaos_lightning.strategies.fingerprint import seed_of
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import agree_on_validation
 from chaos_lightning.strategies.outer_refusals import RANKS_TABLE
+from chaos_lightning.strategies.pipeline_fit import PipelineFit
+from chaos_lightning.strategies.pipeline_model import PipelineModel
 from chaos_lightning.strategies.place import Place, end_evaluating, place_to_evaluate
 from chaos_lightning.strategies.preparing import DataTurn
-from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders, warn_ignored
-from chaos_lightning.strategies.saving import KEY, save, with_loaders
+from chaos_lightning.strategies.refusals import (
+    TABLE,
+    Refusal,
+    check_host_version,
+    refuse,
+    refuse_loaders,
+    warn_ignored,
+)
+from chaos_lightning.strategies.saving import KEY, convert_position, save, with_loaders
 from chaos_lightning.strategies.schedules import go_by_step
-from chaos_lightning.strategies.session import DataMode, FitSession
+from chaos_lightning.strategies.session import DataMode, FitSession, training_step
 from chaos_lightning.variables import warn_of_unknown
 
 _log = logging.getLogger("chaos_lightning")
@@ -66,6 +79,7 @@ class ChaosStrategy(ParallelStrategy):
     """
 
     strategy_name = "chaos"
+    refused: ClassVar[tuple[Refusal, ...]] = TABLE
 
     def __init__(
         self,
@@ -94,6 +108,8 @@ class ChaosStrategy(ParallelStrategy):
         self.session: FitSession | None = None
         self.outer: OuterTerms | None = None
         """Set before fit, the members are ranks of one cluster of outer sync (diloco.py)."""
+        self.pipeline: PipelineOptions | None = None
+        """Set before fit, members own parts of the model (pipeline.py)."""
         self.collectives = Collectives(self._gather, self._device, self.reduce)
         self._turn = DataTurn(self.environment)
         self._place: Place | None = None
@@ -159,7 +175,7 @@ class ChaosStrategy(ParallelStrategy):
                 self._evaluate()
             return
         self._has_fitted = True
-        check_host_version()
+        check_host_version(self.strategy_name)
         # Samples are assigned here; a DistributedSampler would shard a second time.
         connector = trainer._accelerator_connector
         if self._assign_validation is None:
@@ -179,6 +195,8 @@ class ChaosStrategy(ParallelStrategy):
             self.environment,
             self.collectives,
         )
+        if self.pipeline is not None:
+            self.session.pipeline = self._pipeline_fit(trainer, self.pipeline)
         if self.outer is not None:
             self.session.outer = ElasticPart(trainer, self.outer)
             behind = int(place.rank == 0 and not self.session.writes)  # a rank of another cluster writes
@@ -188,6 +206,11 @@ class ChaosStrategy(ParallelStrategy):
             Companion(self.session),
             *(c for c in trainer.callbacks if not isinstance(c, Companion)),
         ]
+
+    def _pipeline_fit(self, trainer: Trainer, options: PipelineOptions) -> PipelineFit:
+        memory = device_memory(options.given_memory, self.root_device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        model = PipelineModel(trainer, seed_of(self.options.seed), self.root_device, options.chain)
+        return PipelineFit(trainer, options, model, memory, self.collectives)
 
     def _config(self) -> EngineConfig:
         warn_of_unknown()
@@ -211,7 +234,7 @@ class ChaosStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.session is not None:
-            refuse(self.session.trainer, early=True)
+            refuse(self.session.trainer, early=True, table=self.refused, strategy=self.strategy_name)
             if self.outer is not None:
                 refuse(self.session.trainer, early=True, table=RANKS_TABLE, strategy="chaos_diloco")
                 refuse_ranks(self.session.config, self.data, self.outer)
@@ -226,7 +249,7 @@ class ChaosStrategy(ParallelStrategy):
         with session.lengths.estimating():
             super().setup(trainer)
         go_by_step(trainer.lr_scheduler_configs)
-        refuse(session.trainer, early=False)
+        refuse(session.trainer, early=False, table=self.refused, strategy=self.strategy_name)
         session.handover.metrics.install()
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -251,7 +274,7 @@ class ChaosStrategy(ParallelStrategy):
         if self.session is None:
             return
         trainer = self.session.trainer
-        refuse_loaders(trainer)
+        refuse_loaders(trainer, self.strategy_name)
         if self.session.outer is not None:
             self.session.outer.begin()
         # Lightning does this where it makes the loader: for estimated_stepping_batches, before it reads the checkpoint.
@@ -275,7 +298,7 @@ class ChaosStrategy(ParallelStrategy):
             return parent(*args, **kwargs)
         if session.outer is not None and session.elastic.current is not None:
             session.outer.cluster.used(session.elastic.current.samples)
-        return session.stepper.training_step(lambda: parent(*args, **kwargs), args[0])
+        return training_step(session, lambda: parent(*args, **kwargs), args[0])
 
     def on_validation_start(self) -> None:
         if self.session is not None and self.session.outer is not None:
@@ -404,12 +427,18 @@ class ChaosStrategy(ParallelStrategy):
             return
         save(self, self.session, checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = with_loaders(super().load_checkpoint(*args, **kwargs))
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = with_loaders(self._read(checkpoint_path, weights_only))
         ours = checkpoint.pop(KEY, {})  # `on_load_checkpoint` sees what Lightning has written, and no more
         if self.session is not None:
+            of_steps = self.pipeline.micro_batches if self.pipeline is not None else 0
+            convert_position(checkpoint, of_steps, self.session.trainer.accumulate_grad_batches)
             self.session.checkpoints.load({**ours, "step": checkpoint.get("global_step", 0)})
         return checkpoint
+
+    def _read(self, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint from its file."""
+        return super().load_checkpoint(path, weights_only)
 
     # ------------------------------------------------------------------ the end
 

@@ -30,7 +30,7 @@ _LOOK_AHEAD = 32
 """Number of items, one after the other, that an edit of a list may take out or put in."""
 
 COMMITTED = "committed"
-_OF_ITS_KIND = ("contributors", "spent", "call")
+_OF_ITS_KIND = ("contributors", "spent", "call", "micro_batches", "coverage")
 """Fields of a commit that are as in the last one of its kind, while the others follow from the last one of any kind."""
 
 Line = dict[str, Any]

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos_lightning.events.reader import Record, read_events
+from chaos_lightning.observe import coverage, history
 from chaos_lightning.observe import evidence as ev
-from chaos_lightning.observe import history
 from chaos_lightning.observe.fields import Stream, node_of
 from chaos_lightning.observe.jobs import jobs
 from chaos_lightning.observe.spans import Spans, merge, size
@@ -48,7 +48,7 @@ _FROM_A_PART = frozenset({1, 4})
 """What agrees in a part of the logs agrees, while order, use of samples and survival are of all."""
 _BY_SILENCE = frozenset({"gap", "ledger", "dropped"})
 """Rules against which a log offends by what it does not say."""
-_OF_A_MEMBER = frozenset({"order", "entry", "skip", "missing"})
+_OF_A_MEMBER = frozenset({"order", "entry", "skip", "missing", "parts"})
 """Likewise, the log of one member."""
 SHOWN = 6
 """So many missing parts are told one by one."""
@@ -218,7 +218,11 @@ class _Judge:
             entries = [p for p in history.check_members(run, entered) if p.rule == "entry"]
             bad += [p.text for p in self._proven(entries, remarks)]
         text = f"{matched} of {total} joiners' states matched"
-        return self._finding(4, matched > 0 and matched == total, text, bad, remarks)
+        parts = sum(told.pulled for told in self.facts.parts.values())
+        bad += [p.text for p in self._proven((p for told in self.facts.parts.values() for p in told.problems), remarks)]
+        if parts:
+            text += f"; {parts} parts of the state were got and proved, each before its new owner trained with it"
+        return self._finding(4, (matched > 0 or parts > 0) and matched == total, text, bad, remarks)
 
     def _agrees_later(self, member: str) -> bool | None:
         by_head: dict[str, dict[str, str]] = {}
@@ -263,6 +267,7 @@ class _Judge:
             start = self._resumed(index)
             usage, problems = history.check_samples(run, start=start)
             problems += history.check_complete(usage, self.facts.epochs)
+            problems += coverage.check_coverage(run)
             bad += [p.text for p in self._proven(problems, remarks)]
             for key, use in usage.items():
                 used[key] = size(use.start) + use.count
@@ -278,6 +283,9 @@ class _Judge:
         if len(remarks) > 6:
             remarks = [*remarks[:3], f"... {len(remarks) - 6} more epochs ...", *remarks[-3:]]
         text = f"{sum(used.values())} uses in {len(used)} epochs, none twice" if not bad else "see below"
+        slots, layers = max((coverage.covered(run) for run in self.runs), default=(0, 0))
+        if slots and not bad:
+            text += f"; each micro-batch once in each of {layers} layers, in {slots} slots"
         return self._finding(3, shown, text, bad, remarks)
 
     def _resumed(self, index: int) -> dict[Stream, Spans] | None:

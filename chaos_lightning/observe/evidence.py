@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from chaos_lightning.events.reader import Record
 from chaos_lightning.observe import fields as f
+from chaos_lightning.observe.coverage import PartsTold
 from chaos_lightning.observe.history import Commit
 from chaos_lightning.observe.spans import Spans
 
@@ -97,6 +98,8 @@ class Testimony:
     """Which part of the logs is not here, in words: what it would say is not known, and its silence proves nothing."""
     untold: set[str] = field(default_factory=set)
     """Members whose own words are among that."""
+    parts: dict[str, PartsTold] = field(default_factory=dict)
+    """By member: what it says about parts of the state, where layers lie at several members."""
 
     def views_at(self, t: float) -> Views:
         """The views of the run that was under way at time t (s)."""
@@ -113,6 +116,7 @@ class _Witness:
     ends: list[tuple[float, str]] = field(default_factory=list)
     fenced: float | None = None
     head: str = ""
+    founder: bool = False
     joined: float | None = None
     came_with: int = 0
     """The slot at which it took the state over; that one it did not commit itself."""
@@ -201,11 +205,20 @@ class _Gathering:
     def _own(self, r: Record, witness: _Witness) -> None:
         facts = self.facts
         if r.name == "committed":
-            facts.commits.append(_commit(r))
+            facts.commits.append(commit := _commit(r))
+            if commit.kind == "step" and r.member in facts.parts:
+                facts.parts[r.member].steps(commit.view, commit.seq)
             if r.get("kind") == "closing":
                 self.finished = r.t if self.finished is None else self.finished
         elif r.name == "state_hash" and r.get("hash"):
             facts.hashes.append((str(r.get("head", "")), r.member, str(r.get("hash", ""))))
+        elif r.name == "view" and r.get("owns"):
+            told = facts.parts.setdefault(r.member, PartsTold(r.member, witness.founder))
+            told.enters(f.view_number(r.get("id")), f.spans(r["owns"]))
+        elif r.name == "part_pulled":
+            facts.parts.setdefault(r.member, PartsTold(r.member, witness.founder)).gets(f.integer(r.get("number")))
+        elif r.name == "welcomed":
+            witness.founder = r.get("role") == "founder"
         elif r.name == "pull_started":
             witness.head = str(r.get("head", ""))
         elif r.name == "pull_done":
@@ -401,6 +414,8 @@ def _commit(r: Record) -> Commit:
         used=f.spent(r.get("spent")),
         ledger=f.spent(r.get("ledger")),
         t=r.t,
+        micro_batches=f.spans(r.get("micro_batches")),
+        coverage=f.coverage(r.get("coverage")),
     )
 
 

@@ -64,6 +64,16 @@ def amounts(value: Any) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(found, key=lambda x: (-x[1], x[0])))
 
 
+def spans(value: Any) -> Spans:
+    """Spans from a list of pairs."""
+    return tuple((integer(pair[0]), integer(pair[1])) for pair in rows(value) if len(rows(pair)) == 2)
+
+
+def coverage(value: Any) -> tuple[tuple[int, int, Spans], ...]:
+    """(first layer, layer behind the last one, micro-batches) of each row."""
+    return tuple((integer(row[0]), integer(row[1]), spans(row[2])) for row in rows(value) if len(rows(row)) == 3)
+
+
 def view_number(value: Any) -> tuple[int, int]:
     """(term, number) of a view, from "term.number"; (0, 0) for none."""
     term, _, count = str(value or "").partition(".")

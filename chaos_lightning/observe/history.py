@@ -39,6 +39,10 @@ class Commit:
     ledger: Mapping[Stream, Spans] = field(default_factory=dict)
     """Cumulative use by all, as the header says."""
     t: float = 0.0
+    micro_batches: Spans = ()
+    """Of the slot, where layers lie at several members."""
+    coverage: tuple[tuple[int, int, Spans], ...] = ()
+    """(first, end, micro-batches) of runs of layers: what this member's sums held."""
 
 
 @dataclass(frozen=True, slots=True)

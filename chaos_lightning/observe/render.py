@@ -127,7 +127,10 @@ def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightni
     recent = chain[-20:]
     for life in sorted(timeline.lives.values(), key=lambda x: (ranks.get(x.member, 1 << 30), x.born)):
         if life.ended is None or now - life.ended <= ENDED_SHOWN_S:
-            board.rows.append(_row(life, ranks, recent, now))
+            row = _row(life, ranks, recent, now)
+            if timeline.pipelines and row.rank is not None and not row.remark:
+                row = replace(row, remark=timeline.pipelines[-1].runs(life.member))
+            board.rows.append(row)
     board.figures = _figures(timeline, chain, now)
     # Members of a slow job tell less often.
     shown_s = max(FLOW_SHOWN_S, recent[-1].first - recent[0].first) if recent else FLOW_SHOWN_S
@@ -205,9 +208,24 @@ def _figures(timeline: Timeline, chain: Sequence[SlotFact], now: float) -> list[
     good = folds.goodput(timeline)
     if good.total:
         figures.append(("goodput", f"{good.share:.1%}"))
+    if timeline.pipelines:
+        figures += _pipeline_figures(timeline)
     epoch = max((epoch for _, epoch in last.ledger), default=None)
     if epoch is not None:
         figures.append(("epoch", str(epoch)))
+    return figures
+
+
+def _pipeline_figures(timeline: Timeline) -> list[tuple[str, str]]:
+    """Pipelines x stages; the step as it was estimated, and bubbles in it; steps that were begun anew."""
+    chosen = timeline.pipelines[-1]
+    figures = [("pipelines", chosen.shape)]
+    if chosen.step_s:
+        figures.append(("step estimated", duration(chosen.step_s)))
+    if chosen.bubbles is not None:
+        figures.append(("bubbles", f"{chosen.bubbles:.0%}"))
+    if reruns := len({seq for _, seq in timeline.redos}):
+        figures.append(("reruns", str(reruns)))
     return figures
 
 
@@ -235,6 +253,10 @@ def from_status(facts: Mapping[str, Any]) -> Dashboard:
     steps = [f.integer(m.get("step")) for m in members]
     count = f.integer(machine.get("counts", {}).get("members", len(members)))
     board.figures = [("phase", phase or "-"), ("members", str(count))]
+    if machine.get("pipelines"):
+        board.figures.append(("pipelines", str(machine["pipelines"])))
+    if step_s := f.number(machine.get("estimated_step_s")):
+        board.figures.append(("step estimated", duration(step_s)))
     if machine.get("pages"):
         board.figures.append(("listed", f"the {len(board.rows)} that are not as they should be"))
     if steps:
@@ -274,7 +296,7 @@ def _status_row(member: Mapping[str, Any], rank: int | None) -> Row:
         step=f.integer(member.get("step")) if rank is not None else None,
         age_s=f.number(member.get("silent_s")),
         step_time_s=f.number(member.get("step_time_s")) or None,
-        remark=str(member.get("progress") or short_host(str(member.get("host", ""))))
+        remark=str(member.get("progress") or member.get("runs") or short_host(str(member.get("host", ""))))
         + ("" if member.get("connected", True) else " (not connected)"),
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import html
 import os
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import charts, folds
 from chaos_lightning.observe.fields import node_of
 from chaos_lightning.observe.jobs import jobs, latest
+from chaos_lightning.observe.pipeline_facts import periods
 from chaos_lightning.observe.timeline import Life, Timeline
 
 _STYLE = """
@@ -149,6 +151,7 @@ def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: s
         _joins(timeline),
         "<h2>Deaths and freezes</h2>",
         _recoveries(timeline),
+        *_pipelines(timeline),
         "<h2>Samples</h2>",
         _samples(timeline),
         "<h2>Views</h2>",
@@ -343,6 +346,41 @@ def _recoveries(timeline: Timeline) -> str:
         )
     head = ("member", "what", "at", "noticed after", "decided after", "recovered after", "how (slot)", "survivors")
     return table(head, rows, numbers=(2, 3, 4, 5, 7), empty="no death and no freeze")
+
+
+def _pipelines(timeline: Timeline) -> list[str]:
+    """Which pipelines there were, and who runs what in the last ones; nothing of a job without."""
+    if not timeline.pipelines:
+        return []
+    steps = [
+        (slot.first, statistics.median(c.duration_s for c in slot.commits.values()))
+        for slot in timeline.chain()
+        if slot.kind == "step"
+    ]
+    reruns = {seq: t for t, seq in reversed(timeline.redos)}
+    rows = [
+        (escaped(p.chosen.view), _at(p.chosen.t, timeline), *map(escaped, p.cells), escaped(p.chosen.reason))
+        for p in periods(timeline.pipelines, steps, [*reruns.values()], timeline.part_pulls)
+    ]
+    head = ("view", "at", "pipelines x stages", "way", "steps", "step, estimated", "measured", "bubbles", "moved")
+    chosen = timeline.pipelines[-1]
+    routes = [
+        (
+            str(i),
+            " &rarr; ".join(
+                escaped(m) + " <span class=small>" + escaped(chosen.runs(m)) + "</span>" if m else "vacant" for m in row
+            ),
+        )
+        for i, row in enumerate(chosen.routes)
+    ]
+    busy = [(escaped(m), escaped(chosen.runs(m)), f"{share:.0%}") for m, share in chosen.busy.items()]
+    return [
+        "<h2>Pipelines</h2>",
+        table((*head, "reruns", "why"), rows, numbers=(1, 4, 5, 6, 7, 8, 9), empty="none was chosen"),
+        f"<p>The last ones, of view {escaped(chosen.view)}:</p>",
+        table(("pipeline", "stages"), routes, numbers=(0,), empty="no pipeline"),
+        table(("member", "owns", "computes"), busy, numbers=(2,), empty="no estimates"),
+    ]
 
 
 def _samples(timeline: Timeline) -> str:

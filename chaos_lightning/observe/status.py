@@ -11,6 +11,7 @@ from chaos_lightning.control.commands import AsJson, Endpoint, KeysDir, TokenFil
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.machine.process_table import short_host
 from chaos_lightning.machine.terminal import print_json, printable
+from chaos_lightning.machine.units import duration
 from chaos_lightning.membership.peers import short
 from chaos_lightning.observe.following import outer_job
 from chaos_lightning.outer.ps import show_outer
@@ -147,6 +148,14 @@ def _chain_of(machine: dict[str, Any]) -> str:
     return f", chain {short(chain)}" if chain else ""
 
 
+def _steps_of(machine: dict[str, Any]) -> str:
+    """The step of pipelines, as it was estimated and as members measure it."""
+    measured = [row["step_time_s"] for row in machine.get("members", ()) if row.get("step_time_s")]
+    words = [f"estimated at {duration(machine['estimated_step_s'])}"] if machine.get("estimated_step_s") else []
+    words += [f"measured {duration(max(measured))}"] if measured else []
+    return f"; a step is {', '.join(words)}" if words else ""
+
+
 def _show_links(console: Any, machine: dict[str, Any]) -> None:
     """The plan, and a line for each link that is not simply there or was measured."""
     from chaos_lightning.machine.tables import FittingTable
@@ -155,6 +164,8 @@ def _show_links(console: Any, machine: dict[str, Any]) -> None:
     if plan.get("kind"):
         trees = f", {plan['trees']} trees" if plan.get("trees") else ""
         console.print(f"plan: {plan['kind']}{trees}; {plan.get('reason', '')}")
+    if machine.get("pipelines"):
+        console.print(f"pipelines: {machine['pipelines']} (pipelines x stages){_steps_of(machine)}")
     told = [row for row in links if row["state"] != "in use" or row["there_bps"] is not None]
     if not told:
         return

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from chaos_lightning.events.reader import Record
 from chaos_lightning.events.registry import known
 from chaos_lightning.observe import fields as f
+from chaos_lightning.observe.pipeline_facts import PartPullFact, PipelinesFact, pipelines_of
 from chaos_lightning.observe.spans import Spans
 
 FREEZES = frozenset({"sigstop", "freeze"})
@@ -218,6 +219,8 @@ class Timeline:
     flows: dict[tuple[str, str], FlowFact] = field(default_factory=dict)
     """(member, peer) -> what the member told last about its link to the peer."""
     losses: list[LossFact] = field(default_factory=list)
+    pipelines: list[PipelinesFact] = field(default_factory=list)
+    part_pulls: list[PartPullFact] = field(default_factory=list)
     epochs: dict[f.Stream, int] = field(default_factory=dict)
     """(stream, epoch) -> samples."""
     _newest: str = ""
@@ -354,6 +357,9 @@ class Timeline:
             loss, weight = float(record["loss"]), max(f.number(record.get("weight")), 1e-9)
             self.losses.append(LossFact(record.t, life.member, f.integer(record.get("step")), loss, weight))
 
+    def _part_pulled(self, record: Record, life: Life) -> None:
+        self.part_pulls.append(PartPullFact.of(record))
+
     # ----------------------------------------------------------------------------------------------- state on its way
 
     def _pull_started(self, record: Record, life: Life) -> None:
@@ -407,6 +413,11 @@ class Timeline:
         if name and name not in self.views and record.get("members") is not None:
             members, joiners = f.ids(record.get("members")), f.ids(record.get("joiners"))
             self.views[name] = ViewFact(name, members, joiners, str(record.get("reason", "")), record.t)
+
+    def _pipelines(self, record: Record) -> None:
+        found = pipelines_of(record)
+        if found is not None and all(found.view != before.view for before in self.pipelines[-1:]):
+            self.pipelines.append(found)
 
     def _death(self, record: Record) -> None:
         dead, evidence = self.lives.get(record.member), str(record.get("evidence", ""))
@@ -518,6 +529,7 @@ _OWN = {
     "pull_source": Timeline._pull_source,
     "pull_progress": Timeline._pull_progress,
     "pull_done": Timeline._pull_done,
+    "part_pulled": Timeline._part_pulled,
 }
 """Of the member that wrote them: a scheduler's event of the same name says less, and a moment earlier."""
 _TOLD = {
@@ -531,5 +543,6 @@ _TOLD = {
     "error": Timeline._error,
     "fault_injected": Timeline._fault,
     "epoch": Timeline._epoch,
+    "pipelines": Timeline._pipelines,
 }
 """Whoever wrote them."""

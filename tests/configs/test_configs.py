@@ -203,18 +203,35 @@ def mirror(config_class: type) -> dict[str, Any]:
     }
 
 
-def test_strategy_schema_equals_the_constructor() -> None:
-    from chaos_lightning.configs.schema import ChaosStrategyConfig, OptionsConfig
-    from chaos_lightning.strategies import ChaosStrategy
+@pytest.mark.parametrize(
+    ("strategy", "config"),
+    [("ChaosStrategy", "ChaosStrategyConfig"), ("ChaosPipelineStrategy", "PipelineStrategyConfig")],
+)
+def test_strategy_schema_equals_the_constructor(strategy: str, config: str) -> None:
+    from chaos_lightning import strategies
+    from chaos_lightning.configs import schema as schemas
 
-    constructor = parameters(ChaosStrategy)
-    schema = mirror(ChaosStrategyConfig)
-    assert schema.pop("options") is OptionsConfig
+    made, mirrored = getattr(strategies, strategy), getattr(schemas, config)
+    constructor = parameters(made)
+    schema = mirror(mirrored)
+    assert schema.pop("options") is schemas.OptionsConfig
     assert schema == {name: p.default for name, p in constructor.items() if name != "options"}
-    hints = {f.name: f.type for f in dataclasses.fields(ChaosStrategyConfig)}
-    for name, hint in typing.get_type_hints(ChaosStrategy.__init__).items():
-        if name not in ("options", "data", "return"):  # a dataclass for a dataclass; a str for a Literal
+    hints = {f.name: f.type for f in dataclasses.fields(mirrored)}
+    for name, hint in typing.get_type_hints(made.__init__).items():
+        # A dataclass for a dataclass; a str for a Literal, or for a text or a number.
+        if name not in ("options", "data", "device_memory", "return"):
             assert hints[name] == hint, name
+
+
+def test_pipelines_by_hydra() -> None:
+    strategy = instantiate(
+        composed("strategy=chaos_pipeline", "strategy.micro_batches=8", "strategy.device_memory=8 GiB").strategy
+    )
+    assert type(strategy).__name__ == "ChaosPipelineStrategy"
+    assert (strategy.pipeline.micro_batches, strategy.pipeline.given_memory) == (8, "8 GiB")
+    assert strategy.pipeline.policy == "adaptive"
+    with pytest.raises(ConfigCompositionException, match="micro_batchez"):
+        composed("strategy=chaos_pipeline", "strategy.micro_batchez=8")
 
 
 def test_trainer_schema_has_only_arguments_of_the_trainer() -> None:

@@ -18,6 +18,7 @@ from chaos_lightning.configs.schema import (
     DiLoCoOptionsConfig,
     DiLoCoStrategyConfig,
     OptionsConfig,
+    PipelineStrategyConfig,
 )
 from chaos_lightning.control import scheduler_main
 from chaos_lightning.control.options import HOSTED, MEMORY, SchedulerOptions, change_settings, settings_from_json
@@ -27,16 +28,18 @@ from chaos_lightning.outer import strategy_options
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.strategy_options import DiLoCoOptions
+from chaos_lightning.pipeline.options import PipelineOptions
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.rendezvous.options import MEMBER_OPTIONS, OPTIONS, SETTING_OPTIONS, conf_help, read_options
 from chaos_lightning.settings import ARGUMENTS, ChaosOptions, EngineConfig, from_environment, to_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "settings.md"
-CLASSES = (EngineConfig, ChaosOptions, Settings, SchedulerOptions)
-UNITS = {"_s", "_nbytes", "_bps", "_every", "_nodes", "_degree"}
+CLASSES = (EngineConfig, ChaosOptions, Settings, SchedulerOptions, PipelineOptions)
+UNITS = {"_s", "_nbytes", "_bps", "_every", "_nodes", "_degree", "_batches", "copies"}
 
 MEMBERS, RULES, SCHEDULERS = declared(EngineConfig), declared(Settings), declared(SchedulerOptions)
+PIPELINES = declared(PipelineOptions)
 OUTER, CLUSTERS = declared(OuterSettings), declared(ClusterOptions)
 
 
@@ -56,6 +59,10 @@ def other(made: Setting) -> Any:
         "listen": "127.0.0.1:5",
         "advertise": "10.0.0.5:6",
         "store": MEMORY,
+        "policy": "reroute",
+        "device_memory": "8 GiB",
+        "profile": str(PAGE),
+        "on_lost_parts": "end",
     }
     if made.name in special:
         return special[made.name]
@@ -102,6 +109,40 @@ def test_a_setting_of_outer_sync_is_a_strategys(name: str) -> None:
     argument = name in strategy_options.ARGUMENTS
     for place in (DiLoCoStrategyConfig,) if argument else (DiLoCoOptions, DiLoCoOptionsConfig):
         assert next(f.default for f in fields(place) if f.name == name) is None
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_setting_of_pipelines_is_a_strategys_and_in_the_environment(name: str) -> None:
+    assert next(f.default for f in fields(PipelineStrategyConfig) if f.name == name) is None
+    value = other(PIPELINES[name])
+    environ = {f"CHAOS_{name.upper()}": text_of(value)}
+    assert getattr(PipelineOptions.build({}, environ), name) == value
+    default = PIPELINES[name].default
+    assert getattr(PipelineOptions.build({name: default}, environ), name) == default
+    assert PIPELINES[name].help in (PipelineOptions.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("micro_batches", 0, "micro_batches=0: expected a whole number of at least 1"),
+        ("micro_batches", 1.5, "micro_batches=1.5: expected a whole number"),
+        ("copies", "two", "copies='two': expected a whole number"),
+        ("policy", "oobleck", "policy='oobleck': expected one of adaptive, reroute, dynamic, restart"),
+        ("on_lost_parts", "stop", "on_lost_parts='stop': expected one of wait, end"),
+        ("device_memory", "8", None),
+        ("device_memory", "8 GiB", None),
+        ("device_memory", "0", "device_memory='0': expected bytes above 0"),
+        ("device_memory", "8 apples", "device_memory='8 apples': '8 apples': expected a size such as '80 GiB'"),
+        ("profile", "nowhere.yaml", "profile='nowhere.yaml': no such file"),
+    ],
+)
+def test_a_setting_of_pipelines_is_checked(name: str, value: Any, words: str | None) -> None:
+    if words is None:
+        assert getattr(PipelineOptions.build({name: value}, {}), name) == value
+        return
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        PipelineOptions.build({name: value}, {})
 
 
 @pytest.mark.parametrize("name", MEMBERS)
@@ -238,6 +279,13 @@ BETWEEN = """
 Declared in `chaos_lightning/settings.py`, given as its `options`.
 
 {own}
+## Of pipelines
+
+Declared in `chaos_lightning/pipeline/options.py`. To be given as arguments of `ChaosPipelineStrategy`, or as
+environment variables: `CHAOS_DEVICE_MEMORY="8 GiB"`. All but device_memory, profile and dry_run must be equal at all
+members.
+
+{pipelines}
 ## Rules of a job
 
 Declared in `chaos_lightning/protocol/types.py`, and applied by the scheduler. To be given as `chaos-lightning scheduler
@@ -278,7 +326,8 @@ def test_the_page_tells_each_setting() -> None:
         INTRODUCTION.format(arguments=", ".join(ARGUMENTS))
         + table(dict(MEMBERS))
         + BETWEEN.format(
-            own=table(own), rules=table(dict(RULES)), scheduler=table(dict(SCHEDULERS), option=True),
+            own=table(own), pipelines=table(dict(PIPELINES)), scheduler=table(dict(SCHEDULERS), option=True),
+            rules=table(dict(RULES)),
             hosted=", ".join(HOSTED), diloco=", ".join(strategy_options.ARGUMENTS), outer=table(dict(OUTER)),
             cluster=table({**CLUSTERS, **only_of_options}),
         )

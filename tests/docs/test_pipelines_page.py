@@ -56,3 +56,15 @@ def test_a_script_is_profiled_and_planned_for(installed: Installed, tmp_path: Pa
     said = installed.run(block("docs/pipelines.md", "chaos-lightning profile"), tmp_path, COLUMNS="100")
     assert "8 blocks of Linear in the model" in said
     assert "profile: 8 layers, 8 devices" in said
+
+
+def test_a_model_in_stages_is_trained(installed: Installed, tmp_path: Path) -> None:
+    """Each of three processes has memory for half of the model; two found the job, and one speaks of the plan."""
+    (tmp_path / "train.py").write_text(block("docs/pipelines.md", "import lightning as L"))
+    said = installed.run(block("docs/pipelines.md", "CHAOS_DRY_RUN=1 python train.py"), tmp_path)
+    assert "min_nodes=2 assumed" in said
+    assert re.search(r"^\d pipelines? of .* stages; a step of 8 micro-batches \(128 samples\) takes about", said, re.M)
+    said = installed.run(block("docs/pipelines.md", "for i in 1 2 3; do python train.py & done; wait"), tmp_path)
+    assert "chaos: I am rank 2 of 3" in said
+    assert len(re.findall(r"^chaos: \d pipelines? of .* stages; a step of 8 micro-batches", said, re.M)) == 1
+    assert "`Trainer.fit` stopped: `max_epochs=20` reached." in said

@@ -74,7 +74,10 @@ class EngineDouble:
     def sending(self) -> bool:
         return False
 
-    def prepare(self, *, sections: Sequence[Section], buffers: Sequence[tuple[str, Tensor]] = ()) -> None:
+    def prepare(
+        self, *, sections: Sequence[Section], buffers: Sequence[tuple[str, Tensor]] = (), part_of: None = None
+    ) -> None:
+        assert part_of is None, "the double runs no pipelines"
         self.layout = Layout(sections, buffers)
 
     def join(
@@ -86,7 +89,9 @@ class EngineDouble:
         state: Any,
         replay: Any = None,
         loaded: LoadedCheckpoint | None = None,
+        pipelines: str = "",
     ) -> Header:
+        assert not pipelines, "the double runs no pipelines"
         self.fingerprint, self.state, self.loaded = dict(fingerprint), state, loaded
         self.member_id = f"{self.name}~{len(self.log)}"
         me = Member(self.member_id, self.name, "here", "127.0.0.1", 1, quota=quota)

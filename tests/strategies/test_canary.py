@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, loggers
+from lightning.pytorch import LightningModule, Trainer, loggers
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -25,6 +25,7 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer import trainer as trainer_module
+from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultCollection,
@@ -84,6 +85,10 @@ def bare(tmp_path: Path) -> Trainer:
         "fit_loop.epoch_loop.val_loop._has_run",
         "fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch",
         "fit_loop.epoch_loop.val_loop._results",
+        "fit_loop.epoch_loop.val_loop.inference_mode",
+        "fit_loop.epoch_loop.val_loop._build_kwargs",
+        "fit_loop.epoch_loop.val_loop._build_step_args_from_hook_kwargs",
+        "num_sanity_val_steps",
         "fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader",
         "_logger_connector._callback_metrics",
         "_logger_connector._logged_metrics",
@@ -106,7 +111,9 @@ def test_trainer_has(bare: Trainer, path: str) -> None:
 @pytest.mark.parametrize(
     ("thing", "names"),
     [
-        (_PrefetchDataFetcher(), ("length", "fetched", "done")),
+        (_PrefetchDataFetcher(), ("length", "fetched", "done", "iterator", "batches")),
+        (LightningModule(), ("_current_fx_name", "_on_before_batch_transfer")),
+        (_FxValidator, ("check_logging_and_get_default_levels",)),
         (ModelCheckpoint(), ("dirpath", "current_score", "_last_global_step_saved", "_last_checkpoint_saved",
                              "_defer_save_until_validation", "_every_n_train_steps", "_every_n_epochs",
                              "_train_time_interval", "_save_on_train_epoch_end", "_enable_version_counter",
@@ -147,6 +154,13 @@ def test_results_have_the_fields_that_travel() -> None:
     metric = _ResultMetric(_Metadata("training_step", "x", _sync=_Sync()), True)
     assert metric.has_reset is False
     assert metric._forward_cache is None
+
+
+def test_what_is_logged_has_the_arguments_that_are_recorded() -> None:
+    assert set(inspect.signature(LightningModule.log).parameters) == {
+        "self", "name", "value", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist",
+        "sync_dist_group", "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
+    }  # fmt: skip
 
 
 def test_a_metric_looks_its_sync_up_on_its_class() -> None:

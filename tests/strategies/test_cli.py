@@ -15,7 +15,8 @@ from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from strategy_models import Regression
 
 import chaos_lightning  # noqa: F401
-from chaos_lightning.strategies import ChaosOptions, ChaosStrategy
+from chaos_lightning.pipeline.options import PipelineOptions
+from chaos_lightning.strategies import ChaosOptions, ChaosPipelineStrategy, ChaosStrategy
 from chaos_lightning.strategies.writer import _save_config
 
 # Lightning 2.6 calls an old name of jsonargparse.
@@ -53,6 +54,24 @@ def test_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert strategy._given["min_nodes"] == 3
     assert strategy.data == "local"
     assert strategy.options == ChaosOptions(plan="tree", overlap=False)
+
+
+def test_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = cli(tmp_path, monkeypatch, "--trainer.strategy=chaos_pipeline")
+    assert isinstance(made.trainer.strategy, ChaosPipelineStrategy)
+    made = cli(
+        tmp_path,
+        monkeypatch,
+        "--trainer.strategy=chaos_lightning.strategies.ChaosPipelineStrategy",
+        "--trainer.strategy.init_args.micro_batches=8",
+        "--trainer.strategy.init_args.device_memory=8 GiB",
+        "--trainer.strategy.init_args.dry_run=true",
+        "--trainer.strategy.init_args.options.plan=tree",
+    )
+    strategy = made.trainer.strategy
+    assert isinstance(strategy, ChaosPipelineStrategy)
+    assert strategy.pipeline == PipelineOptions(micro_batches=8, device_memory="8 GiB", dry_run=True)
+    assert strategy.options == ChaosOptions(plan="tree")
 
 
 def test_from_mappings() -> None:

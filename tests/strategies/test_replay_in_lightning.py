@@ -39,7 +39,7 @@ class Real(EngineDouble):
 
     snapshot_at = 0
 
-    def prepare(self, *, sections: Any, buffers: Any = ()) -> None:
+    def prepare(self, *, sections: Any, buffers: Any = (), part_of: None = None) -> None:
         self.layout = Layout(sections, buffers)
         self.memory = Memory(self.layout)
         self.gradients = Gradients(self.memory, False, lambda cells: None)

@@ -331,7 +331,7 @@ def test_outputs_of_an_idle_member_have_no_samples(tmp_path: Path, monkeypatch: 
 
     def idle_once(self: Any, caller: Any) -> Any:
         data = fetched(self, caller)
-        if self._yielded == 3:
+        if self.yielded == 3:
             self.current = replace(self.current, samples=0)
         return data
 

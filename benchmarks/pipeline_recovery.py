@@ -1,0 +1,333 @@
+"""A member of a pipeline dies or freezes: how long until the others have made a step without it, and how fast they go.
+
+Six processes train timed layers, so that they behave as six devices, as three pipelines of two stages or two of three.
+One member after the other strikes itself at a place of a step: within a forward or a backward pass, between units, in
+the all-reduce, between its contribution and the header, while the header is handed out, before the optimizer, when a
+recovery begins, while it pulls a part. It is killed or frozen; two are killed at once. Each time a fresh process takes
+its place, or the frozen one wakes, before the next blow. All of it is one job, whose logs are audited at the end.
+
+Measured, from the event logs: the time from the blow to the commit of the next step at all survivors, less that step
+(it runs again as a whole) and less the rest of the unit that was under way at a survivor. Where layers move, their
+bytes must be those of the planner's list. At last two members die and nobody comes: steps of five and of four devices
+are compared with the planner's best plan for so many, or with its prediction.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.common import MIB, Options, Result, median, run
+from benchmarks.pipeline_members import PLACES, PipelineJob, pipeline_job
+from chaos_lightning.events.events import Record
+from chaos_lightning.lab.timed_layers import TimedModel
+from chaos_lightning.planning.pipelines.job import Device
+from chaos_lightning.planning.pipelines.planner import Planner
+
+NAMES = "abcdef"
+LAYERS, MICRO_BATCHES, BATCH = 6, 6, 2
+OWNED = {"3 x 2": 4.2, "2 x 3": 2.6}
+"""By shape: layers for which a device has memory, by which the planner comes to this shape."""
+SMALL_MIB = 6.0
+BOUNDS_S = {("reroute", "sigkill"): 0.15, ("reroute", "sigstop"): 0.8}
+MOVE_S = {50: 0.6, 200: 1.2}
+"""Most seconds beyond the step that runs again, by policy and blow, or by MiB of weights and optimizer state."""
+THROUGHPUT = 0.95
+AFTER = 4
+"""Steps whose median is that of the survivors."""
+SETTLED = 10
+"""The same, where nobody comes back."""
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """One job: its shape, policy and size.
+
+    Attributes:
+        state_mib: Of weights and optimizer state, of all layers together.
+        forward_s: Of a layer; its backward pass takes twice as long.
+    """
+
+    shape: str
+    policy: str
+    state_mib: float = SMALL_MIB
+    forward_s: float = 0.01
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Arguments of `TimedModel`."""
+        width = int((self.state_mib * MIB / LAYERS / 12) ** 0.5)
+        return {"layers": LAYERS, "width": width, "forward_s": self.forward_s, "backward_s": 2 * self.forward_s}
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.policy}, {self.state_mib:g} MiB"
+
+
+@dataclass(frozen=True)
+class Blow:
+    """A death or freeze, and what followed.
+
+    Attributes:
+        total_s: From the blow to the next step at all survivors.
+        unit_s: The rest of a unit, for which a survivor's step began later.
+        step_s: A step of the survivors.
+        planned_nbytes: By the planner's list; None: it was made twice.
+        moved_nbytes: Received by survivors.
+    """
+
+    place: str
+    kind: str
+    total_s: float
+    unit_s: float
+    step_s: float
+    planned_nbytes: int | None
+    moved_nbytes: int
+
+    @property
+    def beyond_s(self) -> float:
+        """Delay beyond the step that runs again and the unit that was under way."""
+        return self.total_s - self.step_s - self.unit_s
+
+
+class Story:
+    """A campaign under way.
+
+    Args:
+        job: Its members.
+        campaign: What it is.
+    """
+
+    def __init__(self, job: PipelineJob, campaign: Campaign) -> None:
+        self.job, self.campaign, self.blows = job, campaign, list[Blow]()
+        self._turn = itertools.count()
+
+    # ------------------------------------------------------------------ looking
+
+    def steps(self, since: float, without: Collection[str]) -> list[tuple[float, tuple[str, ...]]]:
+        """Returns steps that all their contributors have committed, none of these nodes among them: when, and who."""
+        found: dict[int, dict[str, float]] = defaultdict(dict)
+        who: dict[int, tuple[str, ...]] = {}
+        for r in self.job.harness.records:
+            if r.name == "committed" and r.get("kind") == "step" and r.mono > since:
+                names = tuple(m for m, _ in r["contributors"])
+                if not {m.rpartition("~")[0] for m in names} & set(without):
+                    found[r["seq"]][r.member] = r.mono
+                    who[r["seq"]] = names
+        whole = [seq for seq, at in sorted(found.items()) if set(at) >= set(who[seq])]
+        return [(max(found[seq].values()), who[seq]) for seq in whole]
+
+    def last(self, name: str, since: float = 0.0) -> list[Record]:
+        return [r for r in self.job.harness.records if r.name == name and r.mono > since]
+
+    @property
+    def layers(self) -> dict[str, list[list[int]]]:
+        """By node: the layers that it runs."""
+        choice = [r for r in self.last("pipelines") if r.get("view")][-1]
+        return {m.rpartition("~")[0]: spans for m, spans in choice["layers"].items()}
+
+    def victim(self, other_than: Sequence[str] = ()) -> str:
+        """Returns the next member in turn that runs layers, and has none in common with these."""
+        rows = self.layers
+        taken = [rows[name] for name in other_than]
+        free = [name for name in sorted(rows) if name not in other_than and rows[name] not in taken]
+        return free[next(self._turn) % len(free)]
+
+    def root(self) -> str:
+        view = self.last("view")[-1]
+        return str(view["members"][0]).rpartition("~")[0]
+
+    # ------------------------------------------------------------------ acting
+
+    def formed(self) -> None:
+        """Waits for all six in the campaign's shape, and for two steps of theirs."""
+
+        def whole() -> bool:
+            choice = [r for r in self.last("pipelines") if r.get("view")][-1:]
+            return bool(choice) and choice[0].get("shape") == self.campaign.shape
+
+        self.job.harness.wait_until(whole, f"pipelines of shape {self.campaign.shape}")
+        since = max(r.mono for r in self.job.harness.records)
+        self.job.harness.wait_until(
+            lambda: sum(len(who) == len(NAMES) for _, who in self.steps(since, ())) > 1, "two steps of six"
+        )
+
+    def strike(self, place: str, kind: str = "sigkill") -> None:
+        """One blow, its measurement, and the way back to six."""
+        harness, job = self.job.harness, self.job
+        if place == "pull":
+            self._in_pull()
+            return
+        before = harness.records[-1]
+        names = [self.root() if place == "handing out" else self.victim()]
+        if place in ("recovery", "two at once"):
+            names.append(self.victim(names))
+        at = (place if place in PLACES else "between", "between")
+        job.strike(names[0], at[place == "recovery"], kind)
+        struck = [job.struck(names[0], before)] if place == "recovery" else []
+        for name in names[1:]:
+            job.strike(name, at[0], kind)
+        struck += [job.struck(name, before) for name in names[len(struck) :]]
+        self.blows.append(self._measured(place, kind, struck, names))
+        self._back(names, kind)
+
+    def _back(self, names: Sequence[str], kind: str) -> None:
+        for name in names:
+            if kind == "sigstop":
+                self.job.harness.cont(name)
+            else:
+                self.job.start(name)
+        self.formed()
+
+    def _in_pull(self) -> None:
+        """A newcomer dies in its first pull, and the others go on."""
+        harness, job, name = self.job.harness, self.job, self.victim()
+        before = harness.records[-1]
+        job.strike(name, "between")
+        job.struck(name, before)
+        harness.wait_until(lambda: self.steps(before.mono, (name,)), f"a step without {name}")
+        again = harness.records[-1]
+        job.strike(name, "pull")
+        job.start(name)
+        struck = job.struck(name, again)
+        self.blows.append(self._measured("pull", "sigkill", [struck], [name]))
+        self._back([name], "sigkill")
+
+    def _measured(self, place: str, kind: str, struck: Sequence[Record], names: Sequence[str]) -> Blow:
+        at, harness = max(r.mono for r in struck), self.job.harness
+        harness.wait_until(lambda: len(self.steps(at, names)) > AFTER, f"{AFTER} steps without {', '.join(names)}")
+        first, *later = self.steps(at, names)
+        ends = [first[0], *(t for t, who in later if who == first[1])]
+        pulled = [r for r in self.last("part_pulled", at) if r.mono <= first[0] and r["part"] != "rest"]
+        choices = [r for r in self.last("pipelines", at) if r.get("view") and r.mono <= first[0]]
+        return Blow(
+            place,
+            kind,
+            first[0] - at,
+            max(self._units(at, first[0]), default=0.0),
+            median([b - a for a, b in itertools.pairwise(ends)]),
+            int(choices[0]["moved_nbytes"]) if len(choices) == 1 else None,
+            sum(int(r["nbytes"]) for r in pulled),
+        )
+
+    def _units(self, since: float, until: float) -> Iterator[float]:
+        """Yields for how long survivors' units under way went on after the recovery was decided, s."""
+        decided = {r.member: r.mono for r in self.last("redo", since) if r.mono <= until}
+        for r in self.last("units_dropped", since):
+            if r.member in decided and r.mono <= until:
+                yield max(0.0, r.mono - decided[r.member])
+
+    def shrink(self, result: Result) -> None:
+        """Two die, and nobody comes: how fast five and four devices are."""
+        gone: list[str] = []
+        for _ in range(2):
+            before = self.job.harness.records[-1]
+            name = self.victim(gone)
+            gone.append(name)
+            self.job.strike(name, "between")
+            at = self.job.struck(name, before).mono
+            self.job.harness.wait_until(lambda at=at: len(self.steps(at, gone)) > SETTLED + AFTER, "steady steps")
+            ends = [t for t, _ in self.steps(at, gone)][-SETTLED:]
+            step_s = median([b - a for a, b in itertools.pairwise(ends)])
+            left = len(NAMES) - len(gone)
+            wanted_s, words = self._wanted(left)
+            shape = [r for r in self.last("pipelines") if r.get("view")][-1]["shape"]
+            title = f"{self.campaign}: {left + 1} -> {left} devices ({shape}), measured step over {words}"
+            result.add(title, step_s / wanted_s, "ratio", 1 / THROUGHPUT)
+
+    def _wanted(self, devices: int) -> tuple[float, str]:
+        choice = [r for r in self.last("pipelines") if r.get("view")][-1]
+        if self.campaign.policy == "reroute":
+            return float(choice["candidates"][choice["chosen"]]["step_s"]), "its prediction"
+        job = profile_of(self.campaign)
+        fleet = tuple(Device(name=f"d{i}", memory_nbytes=job.devices[0].memory_nbytes) for i in range(devices))
+        return Planner(replace(job, devices=fleet)).exact().estimate.step_s, "the planner's best"
+
+
+def profile_of(campaign: Campaign) -> Any:
+    """Returns the planner's description of a campaign's model, with the memory of one device."""
+    model = TimedModel(**campaign.model)
+    return model.job(micro_batches=MICRO_BATCHES, samples=BATCH, owned=OWNED[campaign.shape])
+
+
+def play(result: Result, campaign: Campaign, blows: Sequence[tuple[str, str]], *, shrinks: bool, keep: str) -> None:
+    """One campaign from its founding to its audit.
+
+    Args:
+        result: Takes the figures.
+        campaign: What it is.
+        blows: Place and kind of each.
+        shrinks: Whether two die at the end and nobody comes.
+        keep: Folder that keeps the event logs; "": none does.
+    """
+    profile = profile_of(campaign)
+    about = {"model": {"kind": "timed", **campaign.model}, "batch": BATCH, "micro_batches": MICRO_BATCHES}
+    print(f" {campaign}: {len(blows)} blows", flush=True)
+    folder = f"{keep}/{campaign}".replace(" ", "").replace(",", "-") if keep else ""
+    memory = profile.devices[0].memory_nbytes
+    with pipeline_job(folder, profile=profile, policy=campaign.policy, device_memory=memory, **about) as job:
+        job.found(NAMES)
+        story = Story(job, campaign)
+        story.formed()
+        for place, kind in blows:
+            story.strike(place, kind)
+            blow = story.blows[-1]
+            print(f"    {kind} in {place}: {blow.total_s:.3f} s, {blow.beyond_s:.3f} s beyond", flush=True)
+        if shrinks:
+            story.shrink(result)
+        job.end()
+        for name, child in job.harness.children.items():
+            if child.running and job.harness.wait_exit(name):
+                raise RuntimeError(f"{name}: {child.words()}\n{job.harness.dump()}")
+        numbers = sorted({int(r["step"]) for r in job.harness.records if r.name == "committed"} - {0})
+        result.add(f"{campaign}: steps lost of {len(numbers)}", numbers[-1] - len(numbers), "count", 0)
+        result.audit(job.harness.logs, f"{campaign}: audit, violations", str(campaign))
+    report(result, campaign, story.blows)
+
+
+def report(result: Result, campaign: Campaign, blows: Sequence[Blow]) -> None:
+    """Adds medians and bytes."""
+    for kind in ("sigkill", "sigstop"):
+        moved = [b for b in blows if b.kind == kind and (b.planned_nbytes or b.moved_nbytes)]
+        for words, these in (("moves", moved), ("reroute", [b for b in blows if b.kind == kind and b not in moved])):
+            if not these:
+                continue
+            bound = BOUNDS_S[words, kind] if words == "reroute" else None
+            if words == "moves" and kind == "sigkill":
+                bound = MOVE_S.get(int(campaign.state_mib))
+            title = f"{campaign}: {kind}, {words}, beyond the step that runs again, median of {len(these)}"
+            result.add(title, median([b.beyond_s for b in these]), "s", bound)
+    listed = [b for b in blows if b.planned_nbytes is not None]
+    if moves := [b for b in listed if b.planned_nbytes]:
+        apart = sum(abs(b.moved_nbytes - (b.planned_nbytes or 0)) for b in listed)
+        result.add(f"{campaign}: bytes of {len(moves)} moves beside the planner's list", apart, "bytes", 0)
+    result.details[str(campaign)] = [vars(b) for b in blows]
+
+
+def main() -> int:
+    p = Options(__doc__)
+    p.add_count("--times", 3, 1, "deaths at each place")
+    p.add_argument("--keep-logs", default="", help="folder that keeps the members' event logs")
+    args = p.parse_args()
+    result = Result("pipeline_recovery")
+    kills = [(place, "sigkill") for place in (*PLACES, "two at once")]
+    stops = [(place, "sigstop") for place in ("forward", "backward", "all-reduce")]
+    if args.quick:
+        few = [(place, "sigkill") for place in ("backward", "contributed", "handing out", "two at once")]
+        play(result, Campaign("3 x 2", "reroute"), [*few, stops[1]], shrinks=True, keep=args.keep_logs)
+        play(result, Campaign("2 x 3", "dynamic", 50.0), few[:1], shrinks=False, keep=args.keep_logs)
+        return result.finish(args)
+    for shape, policy in itertools.product(OWNED, ("reroute", "dynamic")):
+        blows = [*kills, *stops] * args.times
+        play(result, Campaign(shape, policy), blows, shrinks=True, keep=args.keep_logs)
+    for state_mib in MOVE_S:
+        blows = [("backward", "sigkill"), ("all-reduce", "sigkill")] * args.times
+        campaign = Campaign("2 x 3", "dynamic", float(state_mib), 0.01 if state_mib < 100 else 0.02)
+        play(result, campaign, blows, shrinks=False, keep=args.keep_logs)
+    return result.finish(args)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,465 @@
+"""One fit's part in pipelines: what is said at the join, and how a step runs as units of micro-batches.
+
+Theory of operation. One batch of Lightning's loop is one optimizer step of M micro-batches. Its `training_step` runs
+the units that this member has in the present view, anew after each recovery, and returns the step's mean loss once the
+header is there: the same at all members. What units have logged is logged then, once. `backward` puts the averages
+where an optimizer finds them, so that everything behind it, such as clipping, is Lightning's as ever; a norm is that of
+the header, for no member has all gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from chaos_lightning.collectives.hyper import hyper_words
+from chaos_lightning.collectives.layout import Section
+from chaos_lightning.data.source import AssignmentSource
+from chaos_lightning.data.steps import StepBatch, StepLoader
+from chaos_lightning.errors import DryRunError
+from chaos_lightning.machine.console import Teller
+from chaos_lightning.member.engine import Engine
+from chaos_lightning.member.training import least_batch, reduced_buffers
+from chaos_lightning.member.unit_steps import Attempt, UnitsDone
+from chaos_lightning.membership.parts import division, numbers
+from chaos_lightning.pipeline.attempts import UnitAttempt
+from chaos_lightning.pipeline.borders import BorderExchange
+from chaos_lightning.pipeline.describe import describe
+from chaos_lightning.pipeline.device_memory import DeviceMemory
+from chaos_lightning.pipeline.executor import Pass
+from chaos_lightning.pipeline.held import HeldModel
+from chaos_lightning.pipeline.options import PipelineOptions
+from chaos_lightning.pipeline.preview import dry_run, preview_of_view
+from chaos_lightning.pipeline.step import PipelineStep
+from chaos_lightning.pipeline.told import StepOutcome, clip_coefficient, scale_gradients
+from chaos_lightning.pipeline.undo import Undo, undone
+from chaos_lightning.planning.pipelines.files import read_job
+from chaos_lightning.planning.pipelines.request import PipelineRequest
+from chaos_lightning.planning.pipelines.units import FORWARD
+from chaos_lightning.protocol.spans import union
+from chaos_lightning.protocol.types import Header, View
+from chaos_lightning.settings import EngineConfig
+from chaos_lightning.strategies.collectives import Collectives
+from chaos_lightning.strategies.environment import local_rank
+from chaos_lightning.strategies.lightning_types import Trainer
+from chaos_lightning.strategies.pipeline_evaluation import PipelineEvaluation
+from chaos_lightning.strategies.pipeline_logs import UnitLogs
+from chaos_lightning.strategies.pipeline_model import PipelineModel, samples_of
+from chaos_lightning.strategies.stepping import sections_of, weight_of
+
+_log = logging.getLogger("chaos_lightning")
+
+
+class LoggedLayers:
+    """`Layers` of a chain (pipeline/executor.py) whose units log as one step.
+
+    Args:
+        model: Has the chain.
+        logs: Records what units log.
+    """
+
+    def __init__(self, model: PipelineModel, logs: UnitLogs) -> None:
+        self._model, self._logs = model, logs
+
+    def __len__(self) -> int:
+        return len(self._model.chain)
+
+    def run(
+        self,
+        first: int,
+        end: int,
+        batch: Any,
+        received: Sequence[Tensor],
+        specs: str,
+        *,
+        at: tuple[int, int],
+        call: Callable[[Any], Any] | None,
+    ) -> Pass:
+        """See `Layers.run`."""
+        with self._logs.unit(at[1], end == len(self), batch):
+            return self._model.chain.run(first, end, batch, received, specs, at=at, call=call)
+
+
+class PipelineFit:
+    """See the module. One per call of `fit`.
+
+    Args:
+        trainer: In fit.
+        options: The strategy's.
+        model: The user's.
+        memory: Of this member's device.
+        collectives: Refused within units.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        options: PipelineOptions,
+        model: PipelineModel,
+        memory: DeviceMemory,
+        collectives: Collectives,
+    ) -> None:
+        self._trainer, self._options, self.model, self._memory = trainer, options, model, memory
+        self._collectives = collectives
+        self._loader: StepLoader | None = None
+        self._held: HeldModel | None = None
+        self._stepper: PipelineStepper | None = None
+        self._evaluation: PipelineEvaluation | None = None
+        self.request = ""
+        """What the scheduler plans by, as text (planning/pipelines/request.py)."""
+        self._told = ""
+        """Pipelines that the console was told of."""
+        self._teller = Teller()
+        self._opened = ExitStack()
+
+    # ------------------------------------------------------------------ before the join
+
+    def loader(self, dataloader: Any, seed: int, source: AssignmentSource) -> StepLoader:
+        """Wraps the user's training loader; one batch of it is an optimizer step."""
+        self._loader = StepLoader(
+            dataloader,
+            mode="shared",
+            seed=seed,
+            source=source,
+            micro_batches=self._options.micro_batches,
+            as_lightning=True,
+            least=least_batch(self._trainer.lightning_module),
+        )
+        return self._loader
+
+    def look(self) -> list[str]:
+        """Looks at the model with a first micro-batch; returns the names of the buffers that all members have.
+
+        Raises:
+            ConfigurationError, UnsupportedError: The model cannot be cut; says why.
+        """
+        assert self._loader is not None
+        trainer, model, options = self._trainer, self.model, self._options
+        with undone(model.module):
+            batch = model.moved(self._loader.sample())
+            model.look(batch)
+            with model.muted():
+                job = describe(
+                    model.chain,
+                    model.parts,
+                    batch,
+                    trainer.optimizers,
+                    micro_batches=options.micro_batches,
+                    device=trainer.strategy.root_device,
+                    device_memory_nbytes=self._memory.nbytes,
+                    samples=samples_of(batch),
+                    profile=read_job(options.profile) if options.profile else None,
+                    around=model.around,
+                    say=_log.info,
+                )
+        shared = {p.removeprefix("shared."): ls for p, ls in model.parts.users.items() if p.startswith("shared.")}
+        self.request = PipelineRequest(job, options.policy, options.copies, shared, options.on_lost_parts).to_json()
+        self._held = model.held()
+        return self._held.rest()
+
+    def end_dry_run(self, config: EngineConfig) -> None:
+        """In a dry run: says what the planner makes of the model, once on each node, and ends the process.
+
+        Raises:
+            DryRunError: It is one.
+        """
+        if not self._options.dry_run:
+            return
+        self.look()
+        if local_rank() == 0:
+            print(*dry_run(PipelineRequest.from_json(self.request), config), sep="\n", flush=True)
+        raise DryRunError
+
+    def tell(self, view: View) -> None:
+        """Says on the console who does what, or after a change how many pipelines there are."""
+        if view.pipelines == self._told:
+            return
+        first, self._told = not self._told, view.pipelines
+        pipelines = division(view).pipelines
+        if first:
+            self._teller.tell(*preview_of_view(PipelineRequest.from_json(self.request), view))
+        elif pipelines is not None:
+            self._teller.tell(f"pipelines x stages: {pipelines.plan.shape} now")
+
+    @property
+    def words(self) -> dict[str, str]:
+        """For the fingerprint."""
+        options, model = self._options, self.model
+        return {
+            "micro-batches of a step": str(options.micro_batches),
+            "policy": options.policy,
+            "chain": f"{model.chain.path} of {len(model.chain)} blocks",
+            "seed of layers": str(model.seed),
+        }
+
+    @property
+    def held(self) -> HeldModel:
+        assert self._held is not None, "the model was not looked at yet"
+        return self._held
+
+    def stepper(self, engine: Engine) -> PipelineStepper:
+        """Makes this member's steps; before `attach`."""
+        self._stepper = PipelineStepper(engine, self._trainer, self.model, lambda: self._current, lambda: self._order)
+        return self._stepper
+
+    @property
+    def _current(self) -> StepBatch | None:
+        return self._loader.current if self._loader is not None else None
+
+    @property
+    def _order(self) -> str:
+        return self._loader.order if self._loader is not None else ""
+
+    def attach(self, engine: Engine, gather: Callable[[str, Attempt, str], Mapping[str, bytes] | None]) -> None:
+        """Has the engine's steps run as units; between its `prepare` and its `join`.
+
+        Args:
+            engine: Of this member.
+            gather: `session.gather_by_units` of this fit.
+        """
+        assert self._stepper is not None
+        chain, undo = self.model.chain, Undo(self.model.module)
+        logs = UnitLogs(self._trainer, self._collectives, chain.refuse_placeholders)
+        step = PipelineStep(
+            self.model.module,
+            LoggedLayers(self.model, logs),
+            BorderExchange(engine.send_border),
+            engine.accumulation,
+            self.model.parts,
+            around=self.model.around,
+            device=self._trainer.strategy.root_device,
+            timeout_s=engine.config.step_timeout_s,
+        )
+        engine.attach(UndoneUnits(step, undo, logs, engine), self.held)
+        its_logs = UnitLogs(self._trainer, self._collectives, chain.refuse_placeholders, "validation_step")
+        self._evaluation = PipelineEvaluation(
+            self._trainer, gather, lambda: engine, lambda: step, its_logs, lambda: chain.is_last
+        )
+        self._stepper.attach(step, logs)
+        precision = self._trainer.precision_plugin
+        precision.clip_grad_by_norm = self._stepper.clip  # type: ignore[method-assign]
+        self._opened.callback(delattr, precision, "clip_grad_by_norm")
+
+    @property
+    def evaluation(self) -> PipelineEvaluation:
+        """Validation over the same routes."""
+        assert self._evaluation is not None, "the member has not entered the job yet"
+        return self._evaluation
+
+    # ------------------------------------------------------------------ while it trains
+
+    def output(self) -> dict[str, Tensor]:
+        """What `training_step` returns: the mean loss of the step."""
+        assert self._stepper is not None
+        return self._stepper.output()
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Puts the step's averages into `.grad`, with Lightning's hooks before and after it."""
+        assert self._stepper is not None
+        precision, module = self._trainer.precision_plugin, self._trainer.lightning_module
+        loss = precision.pre_backward(loss, module)
+        self._stepper.apply()
+        return precision.post_backward(loss, module)
+
+    def stepped(self, engine: Engine) -> None:
+        """The optimizer has stepped: parts may be given to others."""
+        engine.stepped()
+        view = engine.view
+        if view is not None:
+            parts = division(view)
+            self.held.settle([parts.names[part] for part in numbers(parts.owned(engine.member_id))])
+
+    def restart(self) -> None:
+        """This member joins again: what it holds is void."""
+        self.held.restart()
+
+    def close(self) -> None:
+        """Makes module and plugin what they were. Idempotent."""
+        self._opened.close()
+        self._teller.close()
+        self.model.close()
+
+
+class UndoneUnits:
+    """`UnitStep` of the engine (member/unit_steps.py) that also puts back what user code has changed.
+
+    Args:
+        step: Runs the units.
+        undo: Of the user's module.
+        logs: Records what units log.
+        engine: Of this member.
+    """
+
+    def __init__(self, step: PipelineStep, undo: Undo, logs: UnitLogs, engine: Engine) -> None:
+        self._step, self._undo, self._logs, self._engine = step, undo, logs, engine
+        self.borders, self.reduced, self.end = step.borders, step.reduced, step.end
+        self.commit, self.restart = step.commit, step.restart
+
+    def remember_base(self) -> None:
+        """The model is what the last header has committed, and so are metrics."""
+        self._step.remember_base()
+        self._undo.remember()
+        self._logs.forget()
+
+    def drop(self) -> None:
+        """Undoes what an attempt has done here."""
+        if begun := self._step.executor.begun:
+            spans = union((j, j + 1) for j in begun)
+            self._engine.events.emit("units_dropped", seq=self._engine.header.seq + 1, micro_batches=spans)
+        self._step.drop()
+        self._undo.restore()
+        self._logs.forget()
+
+
+class PipelineStepper:
+    """One member's steps: what `Stepper` is where each member has the whole model.
+
+    Args:
+        engine: Of this member.
+        trainer: In fit.
+        model: The user's.
+        batch: Returns the batch of the loop.
+        order: Returns words about the order that the epoch's samples have.
+
+    Attributes:
+        total_weight: Samples of the last step.
+        sections: What each optimizer owns, of the whole model.
+        buffers: Those that are averaged with each step.
+    """
+
+    manual = None
+    hooked = has_passed = is_last = False
+
+    def __init__(
+        self,
+        engine: Engine,
+        trainer: Trainer,
+        model: PipelineModel,
+        batch: Callable[[], StepBatch | None],
+        order: Callable[[], str],
+    ) -> None:
+        self._engine, self._trainer, self._model = engine, trainer, model
+        self._batch, self._order = batch, order
+        module = trainer.lightning_module
+        self.sections: list[Section] = sections_of(module, trainer.optimizers)
+        self.buffers = reduced_buffers(module, getattr(module, "chaos_buffers", ()), named_by="chaos_buffers")
+        self.total_weight = 0.0
+        self._step: PipelineStep | None = None
+        self._logs: UnitLogs | None = None
+        self._outcome: StepOutcome | None = None
+        self._averages: list[tuple[Tensor, Tensor | None]] = []
+
+    def attach(self, step: PipelineStep, logs: UnitLogs) -> None:
+        self._step, self._logs = step, logs
+
+    # ------------------------------------------------------------------ a step
+
+    def average(self, number: int, *, yields: bool = False) -> Header:
+        """Runs the step's units until it is committed, and logs what they have logged.
+
+        Args:
+            number: The optimizer's.
+            yields: Not used: all members make the same collectives.
+        """
+        batch = self._batch()
+        assert batch is not None
+        assert self._step is not None
+        assert self._logs is not None
+        logs, module, me = self._logs, self._trainer.lightning_module, self._engine.member_id
+
+        def micro_batch(j: int) -> Any:
+            return self._model.moved(batch.batch(j))
+
+        self._model.begin(batch.index)
+        attempt = UnitAttempt(
+            self._step,
+            me,
+            self._engine.header.step + 1,
+            micro_batch,
+            lambda j: self._weight(j, micro_batch, batch),
+            batch.spent,
+            batch.empty,
+            lambda sums: {j: logs.extra(j) for j in sums.weights},
+        )
+
+        def attempted(view: View, seq: int) -> UnitsDone:
+            pipelines = division(view).pipelines
+            if pipelines is not None:
+                batch.expect(u.micro_batch for u in pipelines.units(me, batch.empty) if u.kind == FORWARD)
+            return attempt(view, seq)
+
+        header = self._engine.step_by_units(
+            attempted, section=number, hyper=hyper_words(self._trainer.optimizers), order=self._order()
+        )
+        self.total_weight = header.total_weight
+        outcome = self._outcome = attempt.outcome(header)
+        self._averages = [(p, p.grad) for p in module.parameters()]
+        logs.replay(outcome.extra, {j: weight for j, (_, weight) in outcome.losses.items()})
+        self._engine.losses.add(torch.tensor(outcome.loss), self.total_weight)
+        self._engine.losses.tell(header.step)
+        return header
+
+    def _weight(self, j: int, micro_batch: Callable[[int], Any], batch: StepBatch) -> float:
+        module = self._trainer.lightning_module
+        own = micro_batch(j) if hasattr(module, "chaos_weight") else None
+        return weight_of(module, own, batch.index, batch.weight(j))
+
+    def output(self) -> dict[str, Tensor]:
+        """What the step's `training_step` returns at all members."""
+        assert self._outcome is not None
+        return {"loss": torch.tensor(self._outcome.loss, device=self._trainer.strategy.root_device)}
+
+    def apply(self) -> None:
+        """Puts the averages into `.grad`, which Lightning has zeroed since."""
+        for parameter, average in self._averages:
+            parameter.grad = average
+        self._averages = []
+
+    def clip(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips the gradients of this member by the norm of all, which the header has told."""
+        assert self._outcome is not None
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        scale_gradients(parameters, clip_coefficient(self._outcome, float(clip_val)))
+
+    # ------------------------------------------------------------------ what else a session asks of steps
+
+    def stepping(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def number(self, optimizer: Optimizer) -> int:
+        return 0
+
+    def must_average(self, number: int) -> bool:
+        """Each step is a slot."""
+        return True
+
+    def holds_average(self, number: int) -> bool:
+        return False
+
+    def stepped(self, number: int) -> None:
+        """The optimizer steps."""
+
+    def gradients(self) -> dict[str, Any]:
+        """No gradient is kept beyond the batch."""
+        return {}
+
+    def adopt_gradients(self, given: Mapping[str, Any]) -> None:
+        """There are none."""
+
+    def nothing(self) -> Tensor:
+        """What a closure returns that came to nothing."""
+        return torch.zeros((), device=self._trainer.strategy.root_device)
+
+    def forget_accumulation(self) -> None:
+        self._averages = []
+
+    def put_back(self) -> None:
+        """Averaged buffers are put back with each attempt."""
+
+    reset = close = forget_accumulation

@@ -1,0 +1,169 @@
+"""The user's model in a fit with pipelines: how it is built, its chain of layers, and its parts.
+
+Theory of operation. `configure_model` runs within a record, on the meta device, so that each member makes only what it
+owns; a model that was built in `__init__` is accepted, and what is not owned is freed. Once the first micro-batch is
+there, the user's step is looked at without effect: which parameter belongs to which layer, and what layers cost
+(pipeline/describe.py). `training_step` of a unit is the user's own, on the micro-batch as Lightning's hooks hand it on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.call import _call_strategy_hook
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from chaos_lightning.pipeline.building import ModelMemory
+from chaos_lightning.pipeline.chain import LayerChain
+from chaos_lightning.pipeline.find_chain import find_chain
+from chaos_lightning.pipeline.held import HeldModel
+from chaos_lightning.pipeline.loaded import LoadedParts
+from chaos_lightning.pipeline.parts import ModelParts, find_parts
+from chaos_lightning.pipeline.randomness import Randomness
+from chaos_lightning.pipeline.recording import Recording
+from chaos_lightning.pipeline.whole_file import PartialModel
+from chaos_lightning.strategies.lightning_types import Trainer
+
+_log = logging.getLogger("chaos_lightning")
+
+
+class PipelineModel:
+    """See the module.
+
+    Args:
+        trainer: In fit.
+        seed: The job's.
+        device: Where layers run.
+        chain: Name of the list of blocks; "": the module's `chaos_chain`, or the one that can be meant.
+    """
+
+    def __init__(self, trainer: Trainer, seed: int, device: torch.device, chain: str = "") -> None:
+        self._trainer, self.seed, self._device, self._path = trainer, seed, device, chain
+        self._recording = Recording(seed)
+        self._memory: ModelMemory | None = None
+        self._chain: LayerChain | None = None
+        self._more: tuple[Any, ...] = ()
+        self.parts = ModelParts(0, {}, {})
+        self._loaded: LoadedParts | None = None
+
+    @property
+    def loaded(self) -> LoadedParts:
+        """Values of a checkpoint, for what is here and for what will be."""
+        if self._loaded is None:
+            self._loaded = LoadedParts(self.module)
+        return self._loaded
+
+    @property
+    def partial(self) -> PartialModel:
+        """What of the model is here, for checkpoints."""
+        return PartialModel(self.module, self.parts, self._trainer.optimizers)
+
+    @property
+    def module(self) -> LightningModule:
+        return self._trainer.lightning_module
+
+    @property
+    def memory(self) -> ModelMemory:
+        assert self._memory is not None, "the model is not built yet"
+        return self._memory
+
+    @property
+    def chain(self) -> LayerChain:
+        assert self._chain is not None, "the model is not built yet"
+        return self._chain
+
+    # ------------------------------------------------------------------ building
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """Within it a model that is built has no memory."""
+        return self._recording.recorded()
+
+    def take(self) -> None:
+        """Takes the model as it was built, before its optimizers are made.
+
+        Raises:
+            ConfigurationError, UnsupportedError: It has no chain that can be cut; says why.
+        """
+        self._memory = ModelMemory(self.module, self.seed, self._device, self._recording)
+        path = find_chain(self.module, self._path).path
+        randomness = Randomness(self.seed, self._device)
+        self._chain = LayerChain(self.module, path, self._training_step, randomness=randomness)
+        if built := self._memory.built_nbytes:
+            _log.info(
+                "the whole model was built here, %.1f MB; build it in configure_model, and each member builds only "
+                "what it owns", built / 1e6,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Makes the module what it was."""
+        if self._chain is not None:
+            self._chain.close()
+
+    # ------------------------------------------------------------------ the user's step
+
+    def moved(self, batch: Any) -> Any:
+        """A micro-batch as Lightning hands it to `training_step`: past its hooks, on the device."""
+        trainer = self._trainer
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return _call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def around(self) -> AbstractContextManager[Any]:
+        """Entered around each forward pass."""
+        return self._trainer.precision_plugin.forward_context()
+
+    def begin(self, batch_idx: int) -> None:
+        """The units that run next are of this batch of the loop."""
+        takes = is_param_in_hook_signature(self.module.training_step, "batch_idx", min_args=2)
+        self._more = (batch_idx,) if takes else ()
+
+    def _training_step(self, batch: Any) -> Any:
+        return self.module.training_step(batch, *self._more)
+
+    # ------------------------------------------------------------------ looking at it
+
+    def look(self, batch: Any) -> None:
+        """Sees which parts the model has.
+
+        Args:
+            batch: A micro-batch, past Lightning's hooks.
+        """
+        self.begin(0)
+        with self.muted():
+            self.parts = find_parts(self.chain, batch)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Within it the user's step logs nothing."""
+        shadowed = {name: vars(self.module).get(name) for name in ("log", "log_dict")}
+        for name in shadowed:
+            object.__setattr__(self.module, name, _nothing)
+        try:
+            yield
+        finally:
+            for name, before in shadowed.items():
+                if before is None:
+                    object.__delattr__(self.module, name)
+                else:
+                    object.__setattr__(self.module, name, before)
+
+    def held(self) -> HeldModel:
+        """Access to the parts, once they are known and the optimizers are made."""
+        return HeldModel(self.module, self.memory, self.parts, self._trainer.optimizers, self.loaded)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def samples_of(batch: Any) -> int:
+    """Samples of a micro-batch: the first dimension of its first tensor that has one; 1 without any."""
+    tensors = (t for t in tree_iter(batch) if isinstance(t, Tensor) and t.dim())
+    return next((int(t.shape[0]) for t in tensors), 1)

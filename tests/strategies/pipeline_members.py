@@ -1,0 +1,212 @@
+"""What member processes of the tests of strategy `chaos_pipeline` run, and the same training in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from strategy_members import Gates
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from chaos_lightning.pipeline.absent import is_absent
+from chaos_lightning.strategies import ChaosPipelineStrategy
+
+WIDTH, CLASSES = 16, 8
+
+
+def digits(samples: int, seed: int = 3) -> TensorDataset:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, CLASSES, (samples, 6), generator=g)
+    return TensorDataset(x, (x.sum(1) * 3 + 1) % CLASSES)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+def set_without_chance(module: nn.Module) -> None:
+    """Sets parameters: one process draws other random numbers than members."""
+    with torch.no_grad():
+        for number, parameter in enumerate(module.parameters()):
+            waves = torch.sin(torch.arange(1.0, parameter.numel() + 1) * (1.7 + number))
+            parameter.copy_(waves.view(parameter.shape) * 0.3 + (parameter.dim() == 1))
+
+
+class Tower(pl.LightningModule):
+    """Embedding, blocks, norm and head; the head is the embedding if tied."""
+
+    chaos_chain = "blocks"
+
+    def __init__(self, blocks: int = 4, dropout: float = 0.0, tied: bool = False, lr: float = 0.01) -> None:
+        super().__init__()
+        self.count, self.dropout, self.tied, self.lr = blocks, dropout, tied, lr
+        self.dies: tuple[int, int, int] | None = None
+        self.rows: list[dict[str, float]] = []
+
+    def configure_model(self) -> None:
+        if hasattr(self, "blocks"):
+            return
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.blocks = nn.ModuleList(Block(self.dropout) for _ in range(self.count))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        if self.tied:
+            self.head.weight = self.embedding.weight
+        set_without_chance(self)
+
+    def logits(self, x: Tensor) -> Tensor:
+        h = self.embedding(x).mean(1)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.dies is not None and self.dies[0] == self.trainer.global_step:
+            self.dies = (self.dies[0], self.dies[1] - 1, 0)
+            if self.dies[1] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.logits(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self.logits(x)
+        self.log("val_loss", nn.functional.cross_entropy(logits, y))
+        self.log("val_hits", (logits.argmax(1) == y).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class Llama(Tower):
+    """A small Llama of `transformers`, from a config."""
+
+    chaos_chain = "net.model.layers"
+
+    def configure_model(self) -> None:
+        if hasattr(self, "net"):
+            return
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"vocab_size": CLASSES, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4}
+        self.net = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=self.count))
+        set_without_chance(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(input_ids=batch[0], labels=batch[0]).loss
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class Rows(pl.Callback):
+    """Loss of each step, as `outputs` and as what was logged."""
+
+    def __init__(self, paced_s: float = 0.0) -> None:
+        self.paced_s = paced_s
+        self.losses: list[float] = []
+        self.logged: list[float] = []
+        self.epochs: list[float] = []
+        self.validated: list[float] = []
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.validated += [float(trainer.callback_metrics[name]) for name in ("val_loss", "val_hits")]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        time.sleep(self.paced_s)
+        self.losses.append(float(outputs["loss"]))
+        self.logged.append(float(trainer.callback_metrics["loss_step"]))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self.epochs.append(float(trainer.callback_metrics["loss_epoch"]))
+
+
+def quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    for text in (
+        ".*LeafSpec.*",
+        ".*does not have many workers.*",
+        "The number of training batches.*",
+        "Checkpoint directory .* exists.*",
+        "You defined a `validation_step`.*",
+        "Be aware that when using `ckpt_path`.*",
+    ):
+        warnings.filterwarnings("ignore", message=text)
+
+
+def trained(strategy: Any, spec: dict[str, Any], callbacks: list[pl.Callback], **trainer: Any) -> tuple[Tower, Rows]:
+    """Trains; see `member`."""
+    pl.seed_everything(7, verbose=False)
+    module, rows = Tower(**spec.get("model", {})), Rows(spec.get("paced_s", 0.0))
+    module.dies = spec.get("dies")
+    data = DataLoader(digits(spec.get("samples", 96)), batch_size=spec.get("batch", 4), shuffle=False)
+    if "saves" in spec:
+        callbacks.append(ModelCheckpoint(spec["saves"], "{step}", every_n_train_steps=3, save_top_k=-1))
+    held_out = DataLoader(digits(spec.get("validation", 0), 9), batch_size=4)
+    fit = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_epochs=spec.get("epochs", 2),
+        callbacks=[rows, *callbacks],
+        enable_progress_bar=False,
+        enable_checkpointing="saves" in spec,
+        enable_model_summary=False,
+        logger=False,
+        log_every_n_steps=1,
+        gradient_clip_val=spec.get("clip"),
+        precision=spec.get("precision", "32-true"),
+        **trainer,
+    )
+    fit.fit(module, data, held_out if "validation" in spec else None, ckpt_path=spec.get("ckpt_path"))
+    return module, rows
+
+
+def member(spec: dict[str, Any]) -> None:
+    """One member.
+
+    Args:
+        spec: name, port, out (folder of the report); min_nodes, micro_batches, device_memory, policy, model (arguments
+            of `Tower`), samples, batch, epochs, clip, precision, gates, dies (at a step, in the unit of this number),
+            validation (samples), saves (folder of checkpoints), ckpt_path, paced_s (after each step), dry_run,
+            llama (a Llama instead of `Tower`).
+    """
+    quiet()
+    strategy = ChaosPipelineStrategy(
+        micro_batches=spec["micro_batches"],
+        policy=spec.get("policy"),
+        dry_run=spec.get("dry_run"),
+        device_memory=spec.get("device_memory"),
+        endpoint=f"127.0.0.1:{spec['port']}",
+        name=spec["name"],
+        min_nodes=spec.get("min_nodes"),
+        log_dir=os.environ["CHAOS_LOG_DIR"],
+        options={"join_timeout_s": 40.0, "step_timeout_s": 40.0, **spec.get("options", {})},
+    )
+    gates = Gates(spec.get("gates", {}), spec.get("worlds", {}), "", {})
+    module, rows = trained(strategy, spec, [gates])
+    found = {n: p.detach().clone() for n, p in module.named_parameters() if not is_absent(p)}
+    report = {
+        "losses": rows.losses,
+        "logged": rows.logged,
+        "epochs": rows.epochs,
+        "validated": rows.validated,
+        "parameters": found,
+    }
+    torch.save(report, Path(spec["out"]) / f"{spec['name']}.pt")

@@ -1,0 +1,39 @@
+"""Members of pipelines that freeze, all leave, or lose their scheduler, and come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_pipelines_train import HALF, alone, check_equal, start
+
+
+@pytest.mark.slow
+def test_a_frozen_stage_is_put_out_and_comes_back(job: Any) -> None:
+    job.fresh(min_nodes=2, heartbeat_timeout_s=1.0, confirm_timeout_s=0.5)
+    start(job, "abcd", device_memory=HALF, epochs=50, paced_s=0.03)
+    for name in "abcd":
+        job.harness.wait_for("joined", node=name)
+    job.harness.wait_step(5)
+    job.harness.stop("b", seconds=3.5)
+    job.harness.wait_for("rejoin", node="b")
+    a, b, c, d = job.finish("a", "b", "c", "d")
+    b["losses"], b["logged"] = b["losses"][-10:], b["logged"][-10:]  # it missed what the others trained meanwhile
+    check_equal([a, b, c, d], *alone(epochs=50))
+
+
+def test_all_leave_and_come_back(job: Any) -> None:
+    job.fresh(min_nodes=3)
+    job.harness.declare("a", "b", "c")
+    start(job, "abc", device_memory=HALF, epochs=40, paced_s=0.03)
+    job.harness.wait_step(7)
+    for name in "abc":
+        job.harness.terminate(name)
+    for name in "abc":
+        assert job.harness.wait_exit(name) == 143
+    start(job, "abc", device_memory=HALF, epochs=40)
+    reports = job.finish("a", "b", "c")
+    losses, parameters = alone(epochs=40)
+    gone = len(losses) - max(len(report["losses"]) for report in reports)
+    assert gone >= 7, "what was trained before was trained again"
+    check_equal(reports, losses[gone:], parameters)
