@@ -67,4 +67,4 @@ def test_a_model_in_stages_is_trained(installed: Installed, tmp_path: Path) -> N
     said = installed.run(block("docs/pipelines.md", "for i in 1 2 3; do python train.py & done; wait"), tmp_path)
     assert "chaos: I am rank 2 of 3" in said
     assert len(re.findall(r"^chaos: \d pipelines? of .* stages; a step of 8 micro-batches", said, re.M)) == 1
-    assert "`Trainer.fit` stopped: `max_epochs=20` reached." in said
+    assert "`Trainer.fit` stopped: `max_epochs=3` reached." in said
