@@ -16,9 +16,9 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.parts import Division, division, numbers
-from chaos_lightning.membership.pipelining import PipelineChoice, planned
+from chaos_lightning.membership.pipelining import PipelineChoice
 from chaos_lightning.membership.planned import PlannedPipeliner
-from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.scheduler import SchedulerMachine, planned
 from chaos_lightning.membership.searching import searched
 from chaos_lightning.membership.topology import connected, every_pair, pair
 from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob

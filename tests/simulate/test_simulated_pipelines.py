@@ -17,8 +17,9 @@ from chaos_lightning.lab.simulate.staged_hooks import StagedHooks
 from chaos_lightning.lab.simulate.staged_oracle import StagedOracle
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import World, simulate
-from chaos_lightning.membership.pipelining import PipelineChoice, PipelinerFactory, planned
+from chaos_lightning.membership.pipelining import PipelineChoice, PipelinerFactory
 from chaos_lightning.membership.planned import PlannedPipeliner
+from chaos_lightning.membership.scheduler import planned
 from chaos_lightning.membership.topology import every_pair, links_of, pair
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.request import PipelineRequest
