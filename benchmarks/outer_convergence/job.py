@@ -204,7 +204,7 @@ class FollowerShell:
                     after(WORD_S, lambda e=entry: self._computed(e))  # type: ignore[misc]
                 case fx.Save(version):
                     assert self.state is not None
-                    after(SAVE_S, lambda v=version, d=self.state.digest: self.feed(fx.Saved(v, d)))  # type: ignore[misc]
+                    after(SAVE_S, lambda v=version, d=self.state.digest: self.feed(fx.StateSaved(v, d)))  # type: ignore[misc]
                 case fx.Forget(push):
                     self._parts.pop(push, None)
                     self._open = [one for one in self._open if one != push]

@@ -40,10 +40,10 @@ time.sleep(60)
 class Sleepers(Cast):
     """Nodes that do nothing."""
 
-    script = NODE
+    program = NODE
 
     def command(self, name: str) -> list[str]:
-        return [sys.executable, "-c", self.script]
+        return [sys.executable, "-c", self.program]
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_close_ends_nodes_and_workers_and_nobody_else(sleepers: Sleepers, harnes
 
 def test_close_does_not_wait_for_ever(sleepers: Sleepers, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "POLITE_S", 0.1)
-    monkeypatch.setattr(Sleepers, "script", "import signal; signal.signal(15, signal.SIG_IGN); print(1)\n" + NODE)
+    monkeypatch.setattr(Sleepers, "program", "import signal; signal.signal(15, signal.SIG_IGN); print(1)\n" + NODE)
     sleepers.start("edge-1")
     harness.wait_until(lambda: len(sleepers.nodes["edge-1"].log.read_text().split()) == 2, "both")
     sleepers.close()
@@ -124,7 +124,7 @@ def test_a_stranger_is_never_signalled(sleepers: Sleepers) -> None:
 def test_a_node_that_ends_by_itself_with_an_error_breaks_the_story_off(
     sleepers: Sleepers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Sleepers, "script", "raise SystemExit('no disk')")
+    monkeypatch.setattr(Sleepers, "program", "raise SystemExit('no disk')")
     with pytest.raises(NodeDied, match="no disk"):
         tell(sleepers, start_deadline_s=30.0)
 

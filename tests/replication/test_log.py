@@ -114,6 +114,7 @@ def test_what_was_told_about_the_members_grows_old(three: list[ThreadDonor], mon
     monkeypatch.setattr(log_reader, "time", SimpleNamespace(monotonic=lambda: now))
     for header in chain(4):
         keep(three[0].server.log, header)
+    three[0].server.log.settle(LIMIT_S)
     reader = reader_of(three[:1], buffers=1)
     now = 101.0
     reader.start()
