@@ -64,7 +64,7 @@ class Strikes:
 
     def __init__(self, path: Path) -> None:
         self._path, self._step, self._unit = path, 0, -1
-        self.session: Any = None
+        self.engine: Callable[[], Any] = lambda: None
 
     def at(self, place: str) -> None:
         """This place is passed."""
@@ -72,7 +72,7 @@ class Strikes:
             return
         kind = self._asked["kind"]
         self._path.unlink()
-        engine = self.session._engine
+        engine = self.engine()
         engine.events.emit("fault_injected", kind=kind, node=engine.name, phase=place, step=self._step)
         os.kill(os.getpid(), signal.SIGKILL if kind == "sigkill" else signal.SIGSTOP)
 
@@ -258,7 +258,7 @@ def member(spec: dict[str, Any]) -> None:
     if strategy is None:
         strikes.install()
         accumulate, strategy = 1, _strategy(spec)
-        strikes.session = _Session(strategy)
+        strikes.engine = lambda: strategy.session._engine
     pl.seed_everything(7, verbose=False)
     module, data = module_of(spec)
     trainer = pl.Trainer(
@@ -271,17 +271,6 @@ def member(spec: dict[str, Any]) -> None:
     report = {"rows": watch.rows, "gradients": watch.gradients, "tensors": found, "peak_nbytes": max(peaks)}
     report["request"] = watch.request
     torch.save(report, Path(spec["folder"]) / f"{spec['name']}.pt")
-
-
-class _Session:
-    """The engine of a strategy, once there is one."""
-
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
-
-    @property
-    def _engine(self) -> Any:
-        return self._strategy.session._engine
 
 
 def _strategy(spec: dict[str, Any]) -> Any:

@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.common import MIB, Options, Result, median, run
 from benchmarks.pipeline_members import pipeline_job
 from benchmarks.workers import Worker, context, scheduler, scratch
-from chaos_lightning.lab.timed_layers import TimedModel
+from chaos_lightning.lab.timed_layers import TimedModel, alike
 from chaos_lightning.machine.listener import free_port
-from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob, stage_memory
+from chaos_lightning.planning.pipelines.job import Layer, TrainingJob, stage_memory
 from chaos_lightning.planning.pipelines.request import PipelineRequest
 from chaos_lightning.planning.pipelines.schedules import in_flight
 
@@ -65,21 +65,17 @@ def batches(width: int, rows: int) -> Any:
 def profile_of(width: int, rows: int) -> TrainingJob:
     """Returns what the layers cost: all alike, and three of the four fit on a device."""
     numbers, wide = 8 * width * width + 7 * width, 4 * rows * width
-    layers = tuple(
-        Layer(
-            name=f"blocks.{i}",
-            forward_s=0.01,
-            backward_s=0.02,
-            parameter_nbytes=4 * numbers,
-            gradient_nbytes=4 * numbers,
-            optimizer_nbytes=8 * numbers,
-            activation_nbytes=10 * wide,
-            output_nbytes=wide if i + 1 < BLOCKS else 0,
-        )
-        for i in range(BLOCKS)
+    layer = Layer(
+        name="blocks",
+        forward_s=0.01,
+        backward_s=0.02,
+        parameter_nbytes=4 * numbers,
+        gradient_nbytes=4 * numbers,
+        optimizer_nbytes=8 * numbers,
+        activation_nbytes=10 * wide,
+        output_nbytes=wide,
     )
-    device = Device(name="d", memory_nbytes=3 * (24 * numbers + 20 * wide))
-    return TrainingJob(layers=layers, devices=(device,), micro_batches=MICRO_BATCHES, samples=rows)
+    return alike(layer, BLOCKS, micro_batches=MICRO_BATCHES, samples=rows, owned=3.0)
 
 
 class Turns:

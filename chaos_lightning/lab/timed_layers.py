@@ -122,17 +122,10 @@ class TimedModel(LightningModule):  # type: ignore[misc]
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
     def job(self, *, micro_batches: int, samples: int, owned: float) -> TrainingJob:
-        """Returns the planner's description.
-
-        Args:
-            micro_batches: Of a step.
-            samples: In a micro-batch.
-            owned: Number of layers that fit on a device, with two micro-batches in flight.
-        """
-        numbers = self.width * (self.width + 1) + 1
-        wide = 4 * samples * self.width
+        """Returns the planner's description; see `alike`."""
+        numbers, wide = self.width * (self.width + 1) + 1, 4 * samples * self.width
         layer = Layer(
-            name="layer",
+            name="layers",
             forward_s=self.forward_s,
             backward_s=self.backward_s,
             parameter_nbytes=4 * numbers,
@@ -141,11 +134,23 @@ class TimedModel(LightningModule):  # type: ignore[misc]
             activation_nbytes=2 * wide,
             output_nbytes=wide,
         )
-        layers = tuple(replace(layer, name=f"layers.{i}") for i in range(self.count))
-        room = owned * (24 * numbers + 4 * PARAMETERS + 4 * wide)
-        return TrainingJob(
-            layers=layers,
-            devices=(Device(name="d", memory_nbytes=round(room)),),
-            micro_batches=micro_batches,
-            samples=samples,
-        )
+        return alike(layer, self.count, micro_batches=micro_batches, samples=samples, owned=owned)
+
+
+def alike(layer: Layer, count: int, *, micro_batches: int, samples: int, owned: float) -> TrainingJob:
+    """Returns a job of layers that are all alike.
+
+    Args:
+        layer: One of them.
+        count: Their number.
+        micro_batches: Of a step.
+        samples: In a micro-batch.
+        owned: Number of layers that fit on a device, with two micro-batches in flight.
+    """
+    nbytes = layer.parameter_nbytes + 3 * layer.gradient_nbytes + layer.optimizer_nbytes + 2 * layer.activation_nbytes
+    return TrainingJob(
+        layers=tuple(replace(layer, name=f"{layer.name}.{i}") for i in range(count)),
+        devices=(Device(name="d", memory_nbytes=round(owned * nbytes)),),
+        micro_batches=micro_batches,
+        samples=samples,
+    )

@@ -131,8 +131,10 @@ def run_attempts(
                 step.drop()
             if isinstance(found, PullParts):
                 moves.serve(header, found.view)
-                moves.pull(found, deadline_s())
-                step.remember_base()
+                try:
+                    moves.pull(found, deadline_s())
+                finally:  # parts that have come are held, whatever ends the pull of others
+                    step.remember_base()
                 continue
             tried = found.id
             moves.serve(header, found)

@@ -235,6 +235,18 @@ def test_a_decision_that_lets_all_members_go_ends_the_slot(units: bool) -> None:
     assert step.did == (["remember_base", f"serve {PARTED.id}", "drop"] if units else [f"serve {PARTED.id}"])
 
 
+def test_parts_that_have_come_are_of_the_base_though_others_do_not_come() -> None:
+    """Else the drop would give their buffers the values of the state before."""
+    mail, step = posted(parts=wanted()), Step()
+
+    def pulled() -> bool:
+        raise StateError("nobody has the other one")
+
+    with pytest.raises(StateError):
+        run(step, Moves(step, mail, pulled), mail, no_attempt)
+    assert step.did[-3:] == [f"pull {SECOND.id}", "remember_base", "drop"]
+
+
 def test_whatever_ends_an_attempt_it_is_dropped() -> None:
     """Else buffers of an attempt would be kept in a file for those of the header."""
     mail, step = posted(attempt=(FIRST, 4)), Step()

@@ -123,10 +123,11 @@ class Cast:
         several = [f"--nproc-per-node={self.workers_of(name)}"] if self.workers_of(name) > 1 else []
         own = self.places.get(name, next(iter(self.places.values())))
         endpoint = ",".join([own, *(place for place in self.places.values() if place != own)])
+        hosts = "" if name in self.places else ",host_scheduler=0"
         store = self.store.replace(",", "+") or self.folder / "chain.sqlite"
         return [
             *("--rdzv-backend=chaos", f"--rdzv-endpoint={endpoint}", f"--nnodes={self.min_nodes}:8", *several),
-            *("--max-restarts=3", f"--rdzv-conf=idle_timeout_s=30,store={store}"),
+            *("--max-restarts=3", f"--rdzv-conf=idle_timeout_s=30,store={store}{hosts}"),
         ]
 
     def words(self, name: str) -> str:

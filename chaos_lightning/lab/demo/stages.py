@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +30,6 @@ from chaos_lightning.observe.fields import integer
 from chaos_lightning.observe.spans import merge, size
 from chaos_lightning.planning.pipelines.files import to_dict
 from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob
-from chaos_lightning.planning.quantities import size_nbytes
 
 DEVICES = tuple(f"dev-{i}" for i in range(1, 7))
 IN_BACKWARD, KILLED, FROZEN = "dev-2", "dev-5", "dev-3"
@@ -42,31 +40,15 @@ CLOSE = 1e-4
 VOCABULARY = 256
 
 
-@dataclass(frozen=True, kw_only=True)
-class StagedSize:
-    """Size of the model, and of its story.
-
-    Attributes:
-        layers: Blocks.
-        width: Of each block.
-        text: Bytes of text.
-        device_memory: Memory for layers on each device.
-        freeze_s: How long the frozen one sleeps.
-        pace: Of the acts.
-    """
-
-    layers: int = 6
-    width: int = 64
-    text: int = 24_000
-    device_memory: str = "10 MiB"
-    freeze_s: float = 3.0
-    pace: Pace = field(default_factory=Pace)
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """For the training script."""
-        sizes = {"layers": self.layers, "width": self.width, "text": self.text, "batch-size": 2, "pause": 0.02}
-        return (*(f"--{k}={v}" for k, v in sizes.items()), f"--device-memory={self.device_memory}")
+LAYERS, WIDTH, BLOCK, BATCH, MICRO_BATCHES = 6, 64, 64, 2, 6
+DEVICE_MEMORY = 10 << 20
+"""Bytes for layers on each device: four of six layers, or three, and no more."""
+ARGUMENTS = (
+    f"--layers={LAYERS}", f"--width={WIDTH}", f"--batch-size={BATCH}", "--text=24000", "--pause=0.02",
+    f"--device-memory={DEVICE_MEMORY}",
+)  # fmt: skip
+QUICK = Pace(rest_steps=6)
+FREEZE_S = 2.5
 
 
 def gpt_job(
@@ -106,8 +88,6 @@ def gpt_job(
         layers=tuple(rows), devices=(device,), micro_batches=micro_batches, samples=batch, tied_nbytes=itemsize * table
     )
 
-
-QUICK = StagedSize(pace=Pace(rest_steps=6), freeze_s=2.0)
 
 # ------------------------------------------------------------------ acts
 
@@ -323,7 +303,7 @@ def prove(e: Evidence) -> list[Check]:
 # ------------------------------------------------------------------ the command
 
 
-def scenario(cast: Cast, size: StagedSize) -> Scenario[Cast]:
+def scenario(cast: Cast, pace: Pace) -> Scenario[Cast]:
     """The demo, with these nodes."""
     return Scenario(
         name="demo-pipeline",
@@ -333,7 +313,7 @@ def scenario(cast: Cast, size: StagedSize) -> Scenario[Cast]:
             in_shape,
             dies_in_backward,
             partial(kill, fault=Fault(action=Action.SIGKILL, node=KILLED, after_s=0.0)),
-            partial(freeze, fault=Fault(action=Action.SIGSTOP, node=FROZEN, after_s=0.0, seconds=size.freeze_s)),
+            partial(freeze, fault=Fault(action=Action.SIGSTOP, node=FROZEN, after_s=0.0, seconds=FREEZE_S)),
             partial(devices_come_back, names=(IN_BACKWARD, KILLED)),
             all_leave,
             all_come_back,
@@ -341,7 +321,7 @@ def scenario(cast: Cast, size: StagedSize) -> Scenario[Cast]:
             one_process_trains,
         ),
         prove=prove,
-        pace=size.pace,
+        pace=pace,
         endings=(cast.close,),
     )
 
@@ -350,10 +330,10 @@ def demo_pipeline(
     directory: Directory = None, quick: Quick = False, keep: Keep = False, accelerator: Accelerator = "cpu"
 ) -> None:
     """Train a model in stages while devices die, freeze, come back, all leave and return; then prove it was exact."""
-    size = QUICK if quick else StagedSize()
     folder: Path = prepare(directory, "demo")
-    job = gpt_job(size.layers, size.width, 64, 2, 6, size_nbytes(size.device_memory))
+    job = gpt_job(LAYERS, WIDTH, BLOCK, BATCH, MICRO_BATCHES, DEVICE_MEMORY)
     (folder / "profile.json").write_text(json.dumps(to_dict(job)))
-    arguments = (*size.arguments, f"--profile={folder / 'profile.json'}", f"--accelerator={accelerator}")
+    arguments = (*ARGUMENTS, f"--profile={folder / 'profile.json'}", f"--accelerator={accelerator}")
     script = "chaos_lightning.lab.demo.train_stages"
-    play(scenario(Cast(folder, arguments, places=places_for(DEVICES[0]), script=script), size), folder, keep=keep)
+    cast = Cast(folder, arguments, places=places_for(DEVICES[0]), script=script)
+    play(scenario(cast, QUICK if quick else Pace(rest_steps=10)), folder, keep=keep)

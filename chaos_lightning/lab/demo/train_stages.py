@@ -69,7 +69,7 @@ def main() -> None:
     """Train until it is enough."""
     parser = options(__doc__)
     parser.add_argument("--micro-batches", type=int, default=6, help="micro-batches of an optimizer step")
-    parser.add_argument("--device-memory", default="", help="memory for layers on each device, such as '2 MiB'")
+    parser.add_argument("--device-memory", type=int, default=0, help="bytes for layers on each device")
     parser.add_argument("--profile", default="", help="file of what layers cost")
     parser.add_argument("--alone", action="store_true", help="train in this process alone")
     args = parser.parse_args()
