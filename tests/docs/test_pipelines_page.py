@@ -58,6 +58,7 @@ def test_a_script_is_profiled_and_planned_for(installed: Installed, tmp_path: Pa
     assert "profile: 8 layers, 8 devices" in said
 
 
+@pytest.mark.slow
 def test_a_model_in_stages_is_trained(installed: Installed, tmp_path: Path) -> None:
     """Each of three processes has memory for half of the model; two found the job, and one speaks of the plan."""
     (tmp_path / "train.py").write_text(block("docs/pipelines.md", "import lightning as L"))

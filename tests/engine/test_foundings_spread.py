@@ -13,6 +13,7 @@ from chaos_lightning.protocol.types import SMALL_JOB
 FOUNDERS = "abcdef"
 
 
+@pytest.mark.slow
 def test_founders_get_the_state_of_one_another(job: Job) -> None:
     """Each sends it to one at a time, so that who comes later gets at least a part of it elsewhere."""
     for seed, name in enumerate(FOUNDERS):

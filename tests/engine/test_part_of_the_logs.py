@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from engine_job import Job
 from engine_members import UNTIL_ENOUGH
 
@@ -71,6 +72,7 @@ PARTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_part_of_the_logs_is_not_shown_and_never_violated(job: Job, tmp_path: Path) -> None:
     for name in "abc":
         job.start(name, settings={"min_nodes": 2}, rules={"min_nodes": 2} if name == "a" else None, epochs=UNTIL_ENOUGH)

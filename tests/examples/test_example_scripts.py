@@ -153,11 +153,13 @@ def test_plain_loop_saves_and_resumes(tmp_path: Path) -> None:
     assert torch.load(file, weights_only=True)["chaos_lightning"]["step"] == 2 * steps
 
 
+@pytest.mark.slow
 def test_diloco_loop_trains(tmp_path: Path) -> None:
     said = script(tmp_path, "diloco_loop.py", "--epochs", "1", CHAOS_PS=f"127.0.0.1:{free_port()}")
     assert "of the job: loss" in said
 
 
+@pytest.mark.slow
 def test_a_cluster_of_two_devices_is_started_by_lightning(tmp_path: Path) -> None:
     """The script starts its second rank, and rank 0 the server; auto takes ddp."""
     log, server = tmp_path / "log", f"127.0.0.1:{free_port()}"
@@ -171,6 +173,7 @@ def test_a_cluster_of_two_devices_is_started_by_lightning(tmp_path: Path) -> Non
     assert 12 * 4 < sum(e["samples"] for e in told(log, "inner_steps")) <= 12 * 2 * 4
 
 
+@pytest.mark.slow
 def test_two_typed_lines_train_two_clusters(tmp_path: Path) -> None:
     """The first one starts the server, both find it, and end together."""
     server, log = f"127.0.0.1:{free_port()}", tmp_path / "log"

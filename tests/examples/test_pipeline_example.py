@@ -85,6 +85,7 @@ def test_it_is_a_plain_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_three_processes_train_it_and_one_is_killed(started: Started) -> None:
     for _ in range(3):
         started.start(sys.executable, SCRIPT, "--min-nodes", "2", "--max-steps", "120")

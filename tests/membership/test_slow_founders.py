@@ -69,6 +69,7 @@ class Spreading(Stage):
             self.say(one, Progress("pull", second, 1_000_000, 0.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [0, 1])
 def test_256_founders_go_on_without_one_to_which_the_state_trickles(dies: int) -> None:
     """Though another one dies, and a recovery follows, when most have the state."""
@@ -126,6 +127,7 @@ def test_a_newcomer_to_whom_no_link_leads_is_no_node_to_spare() -> None:
     assert not machine._can_do_without(founded, late)
 
 
+@pytest.mark.slow
 def test_where_no_node_is_to_spare_all_wait_for_it_as_long_as_something_comes() -> None:
     job = Spreading(FOUNDERS, FOUNDERS, slow_s=1.3 * HALF_S * PATIENCE)
     job.wait(lambda: job.settled(FOUNDERS), "all of them in the first view")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from outer_job_support import OuterJob, inner_step, open_session, small_model, wait_for_file
 
@@ -49,6 +50,7 @@ def answers_of(records: Sequence[Record]) -> list[dict[str, object]]:
     return [dict(r.fields) for r in records if r.name in ("push_frozen", "push_answered", "version_computed")][-20:]
 
 
+@pytest.mark.slow
 def test_a_job_whose_whole_server_was_killed_holds_every_point(tmp_path: Path) -> None:
     go = tmp_path / "go"
     with Harness(tmp_path, deadline_s=150) as harness:

@@ -71,6 +71,7 @@ def entries(clusters: Clusters, kind: str) -> int:
     return sum(r.name == "entry" and r["kind"] == kind for r in clusters.harness.records)
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_in_mid_push_and_in_mid_version_costs_neither(clusters: Clusters, relay: LinkRelay) -> None:
     with closing(Way(clusters.job.server)) as control:
         home = clusters.come_in("home", wide_model(), RULES, server=control.endpoint)

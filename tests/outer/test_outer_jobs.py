@@ -384,6 +384,7 @@ def replayed(store: Path, pushes: Path, shards: int) -> tuple[OuterChain, list[s
     return chain, digests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["robust", "di_ps"])
 def test_a_server_that_is_killed_again_and_again_loses_nothing(tmp_path: Path, policy: str) -> None:
     pushes = tmp_path / "pushes"

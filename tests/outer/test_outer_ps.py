@@ -96,6 +96,7 @@ def up(folder: Path, *more: str, port: int = 0) -> Iterator[Up]:
         running.child.release()
 
 
+@pytest.mark.slow
 def test_a_server_is_started_with_another_number_of_followers(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     stopped = Stopped(folder, 2, lambda: SqliteStore(folder / "chain.sqlite", "job"))

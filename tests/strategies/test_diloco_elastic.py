@@ -205,6 +205,7 @@ def test_the_first_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
     audited(job)
 
 
+@pytest.mark.slow
 def test_the_last_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
     """What it had not pushed is gone; its cluster comes again with the next rank, and what counted counts once."""
     job.serve()
@@ -229,6 +230,7 @@ def test_the_last_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
     audited(job)
 
 
+@pytest.mark.slow
 def test_a_rank_joins_between_push_and_adoption(job: ElasticJob) -> None:
     job.serve()
     spec: dict[str, Any] = {"step_s": 0.02, "samples": 3000, "trainer": {"max_epochs": 1}, "told": {"codec": "int8"}}
@@ -597,6 +599,7 @@ def test_clusters_share_the_data_and_each_sample_counts_once_an_epoch(job: Elast
     audited(job)
 
 
+@pytest.mark.slow
 def test_ranks_die_and_join_while_they_share_out_leases(job: ElasticJob) -> None:
     job.serve()
     harness = job.harness
