@@ -112,6 +112,7 @@ EVENTS = (
         "resumed_kept",
         "the job goes on from a state that its last member kept",
         {"step": "step", "seq": "slot", "keeper": "id", "path": "file"},
+        {"parts": "of a model whose layers lie at several members: numbers of those in the file, half-open intervals"},
     ),
     # --- links
     Event("link_up", "a link to a peer stands", {"peer": "id"}, {"evidence": "words"}),

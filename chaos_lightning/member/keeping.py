@@ -227,7 +227,10 @@ class Keeping:
         self._say_hashes(header, {whole: state_hash(state.tensors()), **part_hashes(parts.values())})
         if whole == REST:
             self._remove_older(header, kept.chain, record.folder)
-        self._events.emit("resumed_kept", step=header.step, seq=header.seq, keeper=kept.member, path=str(record.path))
+        about = {"parts": kept.parts} if whole == REST else {}
+        self._events.emit(
+            "resumed_kept", step=header.step, seq=header.seq, keeper=kept.member, path=str(record.path), **about
+        )
         _log.warning(
             "job %s goes on from %s: %s kept its training state %s ago, as the last member (%s)",
             self._job, _step_of(record.said), kept.member, _ago(age_s), record.path,

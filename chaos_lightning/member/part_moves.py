@@ -144,9 +144,11 @@ class PartMoves:
         if seen is not None and seen[0] == view.id and not header.drifted:
             return
         parts, me = division(view), self._mail.who()
-        mine = parts.made(me) if header.hash == GENESIS.hash else self._holds()
-        states = self.states([parts.names[part] for part in numbers(mine)])
-        self._server.hold(header, states, view.id if header.hash == GENESIS.hash else None)
+        first = header.hash == GENESIS.hash
+        here = [parts.names[part] for part in numbers(parts.made(me) if first else self._holds())]
+        # Newcomers ask all owners in this view, and would wait for one that gets the part itself.
+        lacking = [] if first else [name for name in parts.names if name not in here]
+        self._server.hold(header, self.states(here), view.id if first else None, lacking=lacking)
 
     def serve_all(self, header: Header) -> None:
         """Serves all that is held at the header, for a member that reads the whole state."""

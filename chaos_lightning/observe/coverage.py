@@ -79,7 +79,11 @@ class PartsTold:
     def gets(self, part: int) -> None:
         """It has got a part."""
         self.pulled += 1
-        self._held = merge([*(self._held or ()), (part, part + 1)])
+        self.reads(((part, part + 1),))
+
+    def reads(self, parts: Spans) -> None:
+        """It has these parts from a file."""
+        self._held = merge([*(self._held or ()), *parts])
 
     def steps(self, view: tuple[int, int], seq: int) -> None:
         """It has committed a step to which it contributed in a view."""

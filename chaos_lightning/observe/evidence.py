@@ -217,6 +217,8 @@ class _Gathering:
             told.enters(f.view_number(r.get("id")), f.spans(r["owns"]))
         elif r.name == "part_pulled":
             facts.parts.setdefault(r.member, PartsTold(r.member, witness.founder)).gets(f.integer(r.get("number")))
+        elif r.name == "resumed_kept" and r.get("parts"):
+            facts.parts.setdefault(r.member, PartsTold(r.member, witness.founder)).reads(f.spans(r["parts"]))
         elif r.name == "welcomed":
             witness.founder = r.get("role") == "founder"
         elif r.name == "pull_started":

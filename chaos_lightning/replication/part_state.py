@@ -201,12 +201,27 @@ class PartServer:
         self._server = server
         self._held: list[str] = []
 
-    def hold(self, header: Header, parts: Iterable[PartAccess], view: ViewId | None = None) -> None:
+    def hold(
+        self,
+        header: Header,
+        parts: Iterable[PartAccess],
+        view: ViewId | None = None,
+        *,
+        lacking: Iterable[str] = (),
+    ) -> None:
         """Serves these parts, whose buffers are those of the header, in place of all others.
 
         They must be still until `drop`, but for buffers, which are copied.
+
+        Args:
+            header: The committed header.
+            parts: Those that are served.
+            view: As of `part_name`.
+            lacking: Names of parts that are not here at this header: whoever asks for one hears so at once.
         """
         self.drop()
+        for part in lacking:
+            self._server.drop(part_name(header, part, view))
         for state in parts:
             name = part_name(header, state.part, view)
             self._server.hold(name, header.seq, state.tensors(), state.manifest(), copies=state.volatile())

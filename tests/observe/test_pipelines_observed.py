@@ -139,6 +139,15 @@ def test_what_sums_hold_and_who_has_parts_is_judged(
     assert any(words in line for line in bad), bad
 
 
+def test_parts_that_were_read_from_a_file_are_had(tmp_path: Path) -> None:
+    run = made()
+    for lines in run.lines.values():
+        for line in lines:
+            if line["name"] == "part_pulled":
+                line.update(name="resumed_kept", step=3, keeper="c~0", path="f", parts=[[2, 3]])
+    assert not [line for line in auditing.violations(auditing.audit(run.write(tmp_path))) if "neither" in line]
+
+
 def test_a_sum_that_nobody_tells_is_none_that_is_missing(tmp_path: Path) -> None:
     """The log of a member that was killed ends before its commit."""
     run = made()

@@ -184,6 +184,17 @@ def test_parts_are_served_at_one_header_until_they_are_dropped():
             pull_part([started[0].endpoint], dial, later, mine.part("layer.0"), config=PATIENT)
 
 
+def test_who_lacks_a_part_at_the_header_says_so_at_once():
+    theirs, mine = trained(), Member()
+    with donors("a", "b") as started:
+        PartServer(started[0].server).hold(HEADER, theirs.parts("layer.1"))
+        PartServer(started[1].server).hold(HEADER, theirs.parts("layer.0"), lacking=["layer.1"])
+        with pytest.raises(StateError, match="not served here any more"):
+            pull_part([started[1].endpoint], dial, HEADER, mine.part("layer.1"), config=PATIENT)
+        report = pull_part([d.endpoint for d in started], dial, HEADER, mine.part("layer.1"), config=PATIENT)
+    assert report.by_source.keys() == {"a"}
+
+
 def test_a_name_tells_header_part_and_at_genesis_the_view():
     names = {
         part_name(HEADER, "layer.1"),

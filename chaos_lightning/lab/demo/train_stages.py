@@ -32,6 +32,7 @@ class Stages(Demo):
     def __init__(self, folder: Path, pause_s: float) -> None:
         super().__init__(folder, pause_s)
         self._session: Any = None
+        self._step = 0
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._session = trainer.strategy.session  # type: ignore[attr-defined]
@@ -53,7 +54,9 @@ class Stages(Demo):
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         engine = self._session.engine
-        engine.events.emit(STEP_LOSS, step=engine.header.step, loss=float(outputs["loss"]))
+        if engine.header.step > self._step:  # a batch of one that was put out comes to nothing
+            self._step = engine.header.step
+            engine.events.emit(STEP_LOSS, step=self._step, loss=float(outputs["loss"]))
 
 
 def held(module: nn.Module) -> dict[str, str]:
@@ -80,7 +83,8 @@ def main() -> None:
         profile="" if args.alone else args.profile,
         **words,
     )
-    trainer, model = fit(args, strategy, Stages(args.folder, args.pause))
+    # Nobody asks the process for comparison to stop, or to die.
+    trainer, model = fit(args, strategy, Stages(args.folder / "alone" if args.alone else args.folder, args.pause))
     session = strategy.session
     if session is not None and not session.departed:
         about = {"member": session.engine.name, "step": trainer.global_step, "tensors": held(model)}
