@@ -47,7 +47,7 @@ ARGUMENTS = (
     f"--layers={LAYERS}", f"--width={WIDTH}", f"--batch-size={BATCH}", "--text=24000", "--pause=0.02",
     f"--device-memory={DEVICE_MEMORY}",
 )  # fmt: skip
-QUICK = Pace(rest_steps=6)
+QUICK = Pace(rest_steps=3)
 FREEZE_S = 2.5
 
 
@@ -336,4 +336,4 @@ def demo_pipeline(
     arguments = (*ARGUMENTS, f"--profile={folder / 'profile.json'}", f"--accelerator={accelerator}")
     script = "chaos_lightning.lab.demo.train_stages"
     cast = Cast(folder, arguments, places=places_for(DEVICES[0]), script=script)
-    play(scenario(cast, QUICK if quick else Pace(rest_steps=10)), folder, keep=keep)
+    play(scenario(cast, QUICK if quick else Pace(rest_steps=6)), folder, keep=keep)
