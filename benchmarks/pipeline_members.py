@@ -313,7 +313,10 @@ class PipelineJob:
             self.harness.wait_for("welcomed", lambda r, name=name: r.member.startswith(f"{name}~"))
         self.harness.wait_for("attempt")
         self._scheduler.stop()
+        last = self.harness.records[-1]
         self._scheduler.start(least)
+        for name in names:
+            self.harness.wait_for("scheduler", lambda r, name=name: r.member.startswith(f"{name}~"), after=last)
 
     def start(self, name: str, **more: Any) -> None:
         """Starts a member of this name."""

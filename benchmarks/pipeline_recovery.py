@@ -131,7 +131,7 @@ class Story:
     def victim(self, other_than: Sequence[str] = ()) -> str:
         """Returns the next member in turn that runs layers, and has none in common with these."""
         rows = self.layers
-        taken = [rows[name] for name in other_than]
+        taken = [rows.get(name) for name in other_than]
         free = [name for name in sorted(rows) if name not in other_than and rows[name] not in taken]
         return free[next(self._turn) % len(free)]
 
