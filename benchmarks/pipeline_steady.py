@@ -215,6 +215,7 @@ def real(result: Result, size: str, pairs: int, count: int) -> None:
             times = [(turn(mine, count), turn(peer, count)) for _ in range(pairs)]
             for worker in (*mine, *peer):
                 worker.pipe.send(("end",))
+            for worker in (*mine, *peer):  # the last step takes all of them
                 worker.receive(120.0)
         finally:
             for worker in (*mine, *peer):
