@@ -156,8 +156,8 @@ class UnitTime(NamedTuple):
 
     Attributes:
         began_s: When its turn came.
-        waited_s: Until its tensors were there.
-        ran_s: From then on, until what it sends had been handed over.
+        waited_s: For its tensors, once the user's data were there.
+        ran_s: Without that, until what it sends had been handed over.
     """
 
     unit: StepUnit
@@ -293,14 +293,17 @@ class PipelineExecutor:
 
     def _run_unit(self, work: StepWork, unit: StepUnit, last: Sequence[int], sums: StepSums) -> UnitTime:
         began = time.monotonic()
+        # What a forward pass needs of the user's data is fetched while the tensors are on their way.
+        batch = work.batch(unit.micro_batch) if unit.kind == FORWARD else None
+        fetched = time.monotonic()
         received = Border(()) if unit.taken is None else self._exchange.take(work.attempt, unit.taken)
         ready = time.monotonic()
         self.begun.add(unit.micro_batch)
         try:
             if work.call is not None:
-                sent = self._evaluate(work, unit, received, sums)
+                sent = self._evaluate(work, unit, batch, received, sums)
             elif unit.kind == FORWARD:
-                sent = self._forward(work, unit, received, sums)
+                sent = self._forward(work, unit, batch, received, sums)
             else:
                 if self._finishing is not None and last:
                     self._finishing.closing(last)
@@ -313,15 +316,15 @@ class PipelineExecutor:
         if self._finishing is not None:
             for layer in last:
                 self._finishing.layer_done(layer)
-        return UnitTime(unit, began, ready - began, time.monotonic() - ready)
+        return UnitTime(unit, began, ready - fetched, time.monotonic() - ready + fetched - began)
 
     # ------------------------------------------------------------------ forward
 
-    def _forward(self, work: StepWork, unit: StepUnit, received: Border, sums: StepSums) -> Border:
+    def _forward(self, work: StepWork, unit: StepUnit, batch: Any, received: Border, sums: StepSums) -> Border:
         j, key = unit.micro_batch, (unit.micro_batch, unit.first, unit.end)
         entered = self._here(received, "activations")
         with nullcontext() if self.kept is None else self.kept.during(key, entered):
-            done = self._pass(work, unit, entered, received.specs)
+            done = self._pass(work, unit, batch, entered, received.specs)
         if unit.end < len(self._layers):
             border = Border(tuple(t.detach() for t in done.tensors), done.specs)
             sent = tuple(map(_Sent.of, done.tensors))
@@ -335,14 +338,14 @@ class PipelineExecutor:
         return Border(())
 
     @torch.no_grad()
-    def _evaluate(self, work: StepWork, unit: StepUnit, received: Border, sums: StepSums) -> Border:
-        done = self._pass(work, unit, self._here(received, "activations"), received.specs)
+    def _evaluate(self, work: StepWork, unit: StepUnit, batch: Any, received: Border, sums: StepSums) -> Border:
+        done = self._pass(work, unit, batch, self._here(received, "activations"), received.specs)
         if unit.end == len(self._layers):
             sums.results[unit.micro_batch] = _detached(done.result)
         return Border(done.tensors, done.specs)
 
-    def _pass(self, work: StepWork, unit: StepUnit, entered: Sequence[Tensor], specs: str) -> Pass:
-        batch, at = work.batch(unit.micro_batch), (work.step, unit.micro_batch)
+    def _pass(self, work: StepWork, unit: StepUnit, batch: Any, entered: Sequence[Tensor], specs: str) -> Pass:
+        at = work.step, unit.micro_batch
         with self._around():
             return self._layers.run(unit.first, unit.end, batch, entered, specs, at=at, call=work.call)
 
