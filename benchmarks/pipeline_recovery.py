@@ -54,7 +54,7 @@ class Campaign:
     shape: str
     policy: str
     state_mib: float = SMALL_MIB
-    forward_s: float = 0.01
+    forward_s: float = 0.03
 
     @property
     def model(self) -> dict[str, Any]:

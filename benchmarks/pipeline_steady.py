@@ -31,7 +31,7 @@ SIZES = {"small": (256, 48), "middle": (384, 72), "large": (512, 96)}
 """By name: features, and rows of a micro-batch."""
 BOUNDS = {"small": 1.10, "middle": 1.05, "large": 1.05}
 BLOCKS, MICRO_BATCHES = 4, 8
-TIMED, TIMED_BATCH = {"layers": 6, "width": 64, "forward_s": 0.01, "backward_s": 0.02}, 2
+TIMED, TIMED_BATCH = {"layers": 6, "width": 64, "forward_s": 0.03, "backward_s": 0.06}, 2
 SIMULATED, KEPT = 1.05, 0.1
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from chaos_lightning.data.order import keyed_randomness, seed_generators
 from chaos_lightning.planning import orders
@@ -46,10 +46,12 @@ class KeyedSamples(Dataset[Any]):
             batches = units if self._unit == "batch" else [[unit] for unit in units]
             if callable(many := getattr(self.dataset, "__getitems__", None)):
                 return self._collate(many(list(chain.from_iterable(batches))))
+            draws = type(self.dataset) is not TensorDataset  # which draws nothing; to seed takes longer than to read it
             samples = []
             for position, keys in zip(positions, batches, strict=True):
                 for place, key in enumerate(keys):
-                    seed_generators(orders.key("sample", self._seed, epoch, position, place))
+                    if draws:
+                        seed_generators(orders.key("sample", self._seed, epoch, position, place))
                     samples.append(self.dataset[key])
             return self._collate(samples)
 
