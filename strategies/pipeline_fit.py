@@ -40,7 +40,7 @@ from chaos_lightning.pipeline.step import PipelineStep
 from chaos_lightning.pipeline.told import StepOutcome, clip_coefficient, scale_gradients
 from chaos_lightning.pipeline.undo import Undo, undone
 from chaos_lightning.planning.pipelines.files import read_job
-from chaos_lightning.planning.pipelines.request import PipelineRequest
+from chaos_lightning.planning.pipelines.request import PipelineRequest, read_request
 from chaos_lightning.planning.pipelines.units import FORWARD
 from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Header, View
@@ -236,6 +236,7 @@ class PipelineFit:
             device=self._trainer.strategy.root_device,
             timeout_s=engine.config.step_timeout_s,
         )
+        step.foresee(read_request(self.request).job)
         engine.attach(UndoneUnits(step, undo, logs, engine), self.held)
         its_logs = UnitLogs(self._trainer, self._collectives, chain.refuse_placeholders, "validation_step")
         self._evaluation = PipelineEvaluation(
@@ -300,6 +301,10 @@ class UndoneUnits:
         self._step, self._undo, self._logs, self._engine = step, undo, logs, engine
         self.borders, self.reduced, self.end = step.borders, step.reduced, step.end
         self.commit, self.restart = step.commit, step.restart
+
+    @property
+    def speed(self) -> float:
+        return self._step.speed
 
     def remember_base(self) -> None:
         """The model is what the last header has committed, and so are metrics."""

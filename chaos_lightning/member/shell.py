@@ -166,7 +166,8 @@ class Shell:
 
     def heartbeat(self) -> Heartbeat:
         """For the agent's thread: values may be one slot old."""
-        return replace(self.machine.heartbeat(), step_time_s=self.server.pace.usual_s)
+        speed = self.units.speed if self.units is not None else 0.0
+        return replace(self.machine.heartbeat(), step_time_s=self.server.pace.usual_s, speed=speed)
 
     # ------------------------------------------------------------------ events
 

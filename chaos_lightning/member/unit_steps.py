@@ -31,6 +31,10 @@ class UnitStep(Protocol):
     def borders(self) -> Chunks:
         """Takes frames with border tensors; in the loop's thread."""
 
+    @property
+    def speed(self) -> float:
+        """How fast this member computes, as `Heartbeat.speed`; any thread."""
+
     def reduced(self, view: ViewId, seq: int) -> None:
         """All that this member owns is reduced; in the loop's thread."""
 

@@ -51,7 +51,7 @@ class Hearing:
         """This peer said so."""
         match message:
             case Heartbeat(_, seq, step, step_time_s):  # the most frequent one
-                peer.seq, peer.step, peer.step_time_s = seq, step, step_time_s
+                peer.seq, peer.step, peer.step_time_s, peer.speed = seq, step, step_time_s, message.speed
                 self.book.reached = max(self.book.reached, step)
             case Ready():
                 if peer.standing is Standing.LINKING:

@@ -80,6 +80,8 @@ class Peer:
     step: int = 0
     step_time_s: float = 0.0
     """As it says; 0: not known yet."""
+    speed: float = 0.0
+    """How fast it computes, beside what its request for pipelines foresees; 0: not known."""
     head: str = ""
     parts: tuple[Span, ...] = ()
     """Parts of the training state that it holds, as it said last."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from chaos_lightning.membership.book import Book
@@ -26,6 +27,7 @@ from chaos_lightning.membership.parts import Division, division, numbers
 from chaos_lightning.membership.peers import listed
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Roster
+from chaos_lightning.membership.speeds import Speeds, changes
 from chaos_lightning.membership.topology import Pair, connected
 from chaos_lightning.planning.pipelines.job import JobError
 from chaos_lightning.planning.pipelines.request import PipelineRequest, read_request
@@ -78,6 +80,9 @@ class PipelineChoice:
 
 class ViewPipeliner(ABC):
     """Makes the pipelines of views."""
+
+    speeds: Mapping[str, float] = MappingProxyType({})
+    """By id: how fast members compute beside their devices, 1 if absent (speeds.py); it changes as they tell."""
 
     @abstractmethod
     def reroute(
@@ -194,6 +199,9 @@ class Pipelining:
         """The last answers."""
         self._lack = ""
         """Why no pipelines fit, as it was told last."""
+        self._speeds = Speeds(roster.peers, roster.requests)
+        self._foreseen: Mapping[str, float] = {}
+        """Factors of members' speeds by which the last view's pipelines were made, as far as they are known."""
         self._step_s: object = None
         """Estimate of a step of the last view, if it is known (s)."""
 
@@ -201,6 +209,7 @@ class Pipelining:
     def _pipeliner(self) -> ViewPipeliner:
         if self._made is None:
             self._made = self._pipeliner_for(self._roster.requests)
+            self._made.speeds = self._speeds.planned
         return self._made
 
     @property
@@ -263,7 +272,9 @@ class Pipelining:
     ) -> PipelineChoice:
         if not members:
             return PipelineChoice(text="", reason="nobody is left who runs anything")
-        told = tuple(m.id in self._roster.requests for m in (*members, *leaving))
+        self._look_at_speeds()
+        speed = self._speeds.planned.get
+        told = tuple((m.id in self._roster.requests, speed(m.id)) for m in (*members, *leaving))
         key = (before, tuple(members), tuple(leaving), held, pairs, told)
         if key not in self._known:
             holds = None if held is None else dict(held)
@@ -288,16 +299,28 @@ class Pipelining:
 
     # ------------------------------------------------------------------ a better plan
 
+    def speeds(self, latest: View) -> Mapping[str, float]:
+        """Returns how fast the members of this view compute, by id: factors that say who is unlike the others."""
+        self._look_at_speeds()
+        return self._speeds.own(latest.ids())
+
+    def _look_at_speeds(self) -> None:
+        if (oldest := self._request) is not None:
+            self._speeds.look(oldest)
+
     def wish(self, latest: View) -> str | None:
         """Returns what to ask another process for, for the members of this view; None if nothing."""
         return self._pipeliner.wish(latest.members)
 
     def better(self, latest: View, plan: str) -> tuple[str, str] | None:
         """Returns the pipelines by a plan that was found for the members of this view, and why; None if it stays."""
-        pairs = self._graph.of_view(latest)
+        pairs, speeds = self._graph.of_view(latest), self.speeds(latest)
         choice = self._pipeliner.better(latest.pipelines, latest.members, plan, pairs)
         choice = self._linked(choice, latest.members, pairs)
+        if why := listed(changes(self._foreseen, speeds), "; "):
+            choice = replace(choice, reason=f"{why}; {choice.reason}")
         if choice.text in ("", latest.pipelines):
+            self._step_s = choice.facts.get("step_s") or self._step_s
             self._note(latest, choice)
             return None
         self._remember((latest.pipelines, latest.members, plan), choice)
@@ -313,6 +336,7 @@ class Pipelining:
         choices = (c for c in reversed(self._known.values()) if c.text == after.pipelines)
         if before is None or before.pipelines != after.pipelines:
             choice = next(choices, None)
+            self._foreseen = self.speeds(after) if before is not None else {}
             self._step_s = choice.facts.get("step_s") if choice is not None else None
             if choice is not None:
                 self._note(after, choice)
@@ -329,7 +353,7 @@ class Pipelining:
         number = str(view.id) if view is not None else ""
         found = division(view).pipelines if view is not None else None
         plan = {} if found is None else _plan_facts(found)
-        self._desk.note("pipelines", **{"view": number, "reason": choice.reason, **plan, **choice.facts})
+        self._desk.note("pipelines", **{"view": number, **plan, **choice.facts, "reason": choice.reason})
 
     def facts(self) -> dict[str, object]:
         """Returns the pipelines of the last view, as in "3 x 2", and how long a step is estimated to take (s)."""

@@ -114,7 +114,8 @@ class PlannedPipeliner(ViewPipeliner):
             request = self._requests.get(m.id)
             like = request.device if request is not None else pipeliner.profile.devices[0]
             host = f"machine {m.host or m.address}"  # no member's id looks like this
-            found.append(replace(like, name=m.id, host=host, unit=m.node))
+            speed = like.speed * self.speeds.get(m.id, 1.0)
+            found.append(replace(like, name=m.id, speed=speed, host=host, unit=m.node))
         return found
 
 

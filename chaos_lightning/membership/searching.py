@@ -1,21 +1,31 @@
 """Searches for better pipelines while a job goes on, and lets a later header carry those that pay.
 
 Theory of operation. A decision takes pipelines that are found in milliseconds. Once a view of other members is settled,
-the best plan for them is asked for (`SearchPipelines`). Another process finds it (control/drawing.py), which takes
-seconds, and answers (`PipelinesFound`). If the members are still the same and the gain outweighs the transition, the
-next view has these pipelines: it has the same members, parts move before the first slot that it rules (P8), and nobody
-is asked for a promise. A process that fails or dies is an answer, too: the pipelines stay.
+or a member computes faster or slower than when a plan was asked for last, the best plan is asked for
+(`SearchPipelines`). Another process finds it (control/drawing.py), which takes seconds, and answers (`PipelinesFound`).
+If the members are still the same and the gain outweighs the transition, the next view has these pipelines: it has the
+same members, parts move before the first slot that it rules (P8), and nobody is asked for a promise. A process that
+fails or dies is an answer, too: the pipelines stay.
+
+Requests for the same members follow each other after pauses that double, so that a member whose speed wavers moves
+layers to and fro ever less often.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.effects import PipelinesFound, SearchPipelines
 from chaos_lightning.membership.pipelining import Pipelining
 from chaos_lightning.membership.redrawing import REPLAN_PAUSE_S
 from chaos_lightning.protocol.types import View
+
+LONGEST_PAUSE_S = 512.0
+"""Most seconds between two requests for the same members whose speeds have changed."""
+_QUIET = 8
+"""After so many pauses without a request the next pause is the shortest again."""
 
 
 class PipelineSearch:
@@ -29,6 +39,10 @@ class PipelineSearch:
         """Token of the request that is not answered yet; 0: there is none."""
         self._asked_for: tuple[str, ...] = ()
         """Members that the last request was for."""
+        self._speeds: Mapping[str, float] = {}
+        """Their speeds then."""
+        self._pause_s = REPLAN_PAUSE_S
+        """Seconds from the last request to the next one for these members."""
         self._asked_at = float("-inf")
         self._found = ""
         """The plan that was found for them."""
@@ -49,16 +63,25 @@ class PipelineSearch:
         """
         if not latest.pipelines:
             return None
+        since_s = self._desk.now - self._asked_at
         if latest.ids() != self._asked_for:
             self._out, self._found = 0, ""
-            if self._desk.now - self._asked_at >= REPLAN_PAUSE_S:
+            if since_s >= REPLAN_PAUSE_S:
+                self._pause_s = REPLAN_PAUSE_S
                 self._ask(latest)
             return None
         plan, self._found = self._found, ""
-        return self._pipelining.better(latest, plan) if plan else None
+        if plan:
+            return self._pipelining.better(latest, plan)
+        if not self._out and since_s >= self._pause_s and self._pipelining.speeds(latest) != self._speeds:
+            longer_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._pause_s = longer_s if since_s < _QUIET * self._pause_s else REPLAN_PAUSE_S
+            self._ask(latest)
+        return None
 
     def _ask(self, latest: View) -> None:
         self._asked_for, self._asked_at = latest.ids(), self._desk.now
+        self._speeds = self._pipelining.speeds(latest)
         wish = self._pipelining.wish(latest)
         if wish is not None:
             self._count += 1

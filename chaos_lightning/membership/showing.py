@@ -80,7 +80,7 @@ class Showing:
         return bool(behind or silent or not here or member.leaving)
 
     def _runs(self, peer: Peer) -> dict[str, object]:
-        """Returns which layers a member of a view with pipelines runs, in words."""
+        """Returns which layers a member of a view with pipelines runs, in words, and how fast if it is known."""
         latest = self._book.latest
         pipelines = division(latest).pipelines if latest is not None and latest.pipelines else None
         if pipelines is None or peer.standing is not Standing.MEMBER:
@@ -88,7 +88,8 @@ class Showing:
         mine = pipelines.plan.stages.get(peer.id, ())
         runs = ", ".join(f"{s.first}-{s.end - 1}" if s.end - s.first > 1 else str(s.first) for s in mine)
         one = sum(s.end - s.first for s in mine) == 1
-        return {"runs": f"layer{'' if one else 's'} {runs}" if runs else "stands by"}
+        told = {"speed": round(peer.speed, 2)} if peer.speed else {}
+        return {"runs": f"layer{'' if one else 's'} {runs}" if runs else "stands by", **told}
 
     def _described(self, peer: Peer) -> dict[str, object]:
         return {

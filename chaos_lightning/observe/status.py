@@ -59,7 +59,7 @@ def status(
 USUAL = {"connected": True, "loaded": True, "leaving": "", "dead": "", "way": "", "progress": "", "step_time_s": 0.0}
 """Columns that `status` leaves out while every member has this value: a line per member fits 80 columns."""
 CUT = ("id", "progress", "leaving")
-FIRST_TO_GO = ("host", "seq", "view", "step_time", "way", "loaded", "connected", "standing", "silent")
+FIRST_TO_GO = ("host", "seq", "view", "step_time", "way", "loaded", "connected", "standing", "silent", "speed")
 """What a narrower terminal does not show; `--json` has it."""
 
 

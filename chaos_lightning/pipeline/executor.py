@@ -13,7 +13,6 @@ undoes what the attempt has done. The executor knows no network and no Lightning
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torch.utils._pytree import tree_map
 from chaos_lightning.errors import AttemptOverError, ConfigurationError, StateError, UnsupportedError
 from chaos_lightning.pipeline.base import BaseBuffers
 from chaos_lightning.pipeline.kept import KeptBytes
+from chaos_lightning.pipeline.layer_times import LayerClock, Mark
 from chaos_lightning.pipeline.tensors import Border
 from chaos_lightning.planning.pipelines.units import FORWARD, BorderKey, StepUnit, closing, coverage
 from chaos_lightning.protocol.types import LayersCovered, ViewId
@@ -152,18 +152,16 @@ class StepWork:
 
 
 class UnitTime(NamedTuple):
-    """When a unit ran, by the monotonic clock, in seconds.
+    """A unit that ran, and when the device computed it.
 
     Attributes:
-        began_s: When its turn came.
-        waited_s: For its tensors, once the user's data were there.
-        ran_s: Without that, until what it sends had been handed over.
+        began: Before the first operation, once its tensors and its micro-batch were there.
+        ended: Behind the last operation, before anything was sent.
     """
 
     unit: StepUnit
-    began_s: float
-    waited_s: float
-    ran_s: float
+    began: Mark
+    ended: Mark
 
 
 @dataclass
@@ -246,6 +244,7 @@ class PipelineExecutor:
         self._root, self._layers, self._exchange, self._finishing = root, layers, exchange, finishing
         self._around = around
         self._device = torch.device(device)
+        self.clock = LayerClock(self._device)
         self._buffers = BaseBuffers(root)
         self._forwards: dict[tuple[int, int, int], _Forward] = {}
         self.kept = KeptBytes(root) if counted else None
@@ -292,14 +291,12 @@ class PipelineExecutor:
         return sums
 
     def _run_unit(self, work: StepWork, unit: StepUnit, last: Sequence[int], sums: StepSums) -> UnitTime:
-        began = time.monotonic()
         # What a forward pass needs of the user's data is fetched while the tensors are on their way.
         batch = work.batch(unit.micro_batch) if unit.kind == FORWARD else None
-        fetched = time.monotonic()
         received = Border(()) if unit.taken is None else self._exchange.take(work.attempt, unit.taken)
-        ready = time.monotonic()
         self.begun.add(unit.micro_batch)
         try:
+            began = self.clock.mark()
             if work.call is not None:
                 sent = self._evaluate(work, unit, batch, received, sums)
             elif unit.kind == FORWARD:
@@ -311,12 +308,13 @@ class PipelineExecutor:
         except Exception as error:
             error.add_note(f"This happened in {unit} (step {work.step}).")
             raise
+        ended = self.clock.mark()
         if unit.sent is not None:
             self._exchange.send(work.attempt, unit.to, unit.sent, sent)
         if self._finishing is not None:
             for layer in last:
                 self._finishing.layer_done(layer)
-        return UnitTime(unit, began, ready - fetched, time.monotonic() - ready + fetched - began)
+        return UnitTime(unit, began, ended)
 
     # ------------------------------------------------------------------ forward
 

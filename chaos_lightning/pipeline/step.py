@@ -34,6 +34,8 @@ from chaos_lightning.pipeline.executor import (
     StepWork,
 )
 from chaos_lightning.pipeline.parts import ModelParts
+from chaos_lightning.pipeline.speed import UnitSpeed
+from chaos_lightning.planning.pipelines.job import TrainingJob
 from chaos_lightning.planning.pipelines.units import BACKWARD, FORWARD, StepUnit, ViewPipelines
 from chaos_lightning.protocol.spans import count, union
 from chaos_lightning.protocol.types import NO_VIEW, Header, LayersCovered, Span, ViewId
@@ -130,6 +132,7 @@ class PipelineStep:
         """Takes frames with border tensors (the loop's thread)."""
         self._readiness = _Readiness(parts, accumulation)
         self.executor = PipelineExecutor(root, layers, exchange, self._readiness, around=around, device=device)
+        self._speed: UnitSpeed | None = None
         self._timeout_s = timeout_s
         self._attempt = SlotAttempt(NO_VIEW, -1)
         self._units: tuple[StepUnit, ...] = ()
@@ -139,6 +142,10 @@ class PipelineStep:
         """The last attempt all of whose bytes are here."""
         self._over = NO_VIEW
         """Attempts of this and older views are over."""
+
+    def foresee(self, job: TrainingJob) -> None:
+        """Measures from now on how fast this member computes, beside what it has told the scheduler of its layers."""
+        self._speed = UnitSpeed(job, self.executor.clock)
 
     # ------------------------------------------------------------------ an attempt
 
@@ -189,6 +196,8 @@ class PipelineStep:
         except AttemptOverError:
             self.drop()
             raise
+        if self._speed is not None:
+            self._speed.add(sums.times)
         norms = part_norms(self._accumulation.memory, self._accumulation.section, self._attempt.seq)
         total = float(sum(sums.weights.values()))
         return StepContribution(total, presence, covered, self._micro_batches, norms, sums)
@@ -251,7 +260,12 @@ class PipelineStep:
                     "steps more time (step_timeout_s)"
                 )
 
-    # ------------------------------------------------------------------ the loop's thread
+    # ------------------------------------------------------------------ other threads
+
+    @property
+    def speed(self) -> float:
+        """How fast this member computes its units, beside what was foreseen; 0: not known."""
+        return 0.0 if self._speed is None else self._speed.told
 
     def reduced(self, view: ViewId, seq: int) -> None:
         """All that this member owns is reduced; the reducer's `on_done`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from chaos_lightning.protocol.types import MAX_MEMBERS, MAX_PARTS
+from chaos_lightning.protocol.types import MAX_MEMBERS, MAX_PARTS, MOST_SPEED
 
 NAME_NBYTES = 64
 """Names of jobs and nodes, as in `types.NAME`."""
@@ -66,6 +66,7 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
     "port": (0, (1 << 16) - 1),
     "latency_s": (0.0, 1e6),
     "rate_bps": (0.0, 1e18),
+    "Heartbeat.speed": (0.0, MOST_SPEED),
 }
 """Least and greatest value of these numbers, by field or by message and field."""
 

@@ -48,6 +48,8 @@ VERSION = 5
 
 MAX_MEMBERS = 1 << 16
 """Members of a view at most: fields of messages that count members, or links on a way, have room for so many."""
+MOST_SPEED = 1000.0
+"""Greatest speed that a member tells, and the inverse of the least one (`Heartbeat.speed`)."""
 MAX_PARTS = 1 << 17
 """Parts of the training state at most: twice as many as a model may have layers."""
 WHOLE: tuple[Span, ...] = ((0, 1),)
@@ -459,6 +461,8 @@ class Heartbeat:
     chain: str = ""
     """As in `Hello`, and so is the next one."""
     known: ViewId | None = None
+    speed: float = 0.0
+    """How fast the member computes its units, beside what its request for pipelines foresees; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ class Talk:
         self.notes: list[dict[str, Any]] = []
         self.searches: list[fx.SearchPipelines] = []
         self.done: list[fx.SchedulerDone] = []
+        self.speeds: dict[str, float] = {}
+        """As members tell them."""
         self.now = 0.0
         self.conns: dict[str, int] = {}
         self.ids: dict[str, str] = {}
@@ -98,7 +100,8 @@ class Talk:
             self.now += 0.05
             for name in list(self.conns):
                 view = self.machine.book.latest
-                self.say(name, Heartbeat(view.id if view is not None else NO_VIEW, self.head.seq, self.head.step))
+                stands, speed = view.id if view is not None else NO_VIEW, self.speeds.get(name, 0.0)
+                self.say(name, Heartbeat(stands, self.head.seq, self.head.step, speed=speed))
             self.feed(fx.SchedulerTick())
 
     def come(self, name: str, kept: Kept | None = None) -> None:

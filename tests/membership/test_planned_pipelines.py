@@ -347,6 +347,132 @@ def test_nothing_moves_for_a_better_plan_while_somebody_is_about_to_leave() -> N
     assert talk.names(tuple(m.id for m in talk.view.leaving)) == "a"
 
 
+# ------------------------------------------------------------------ slow members
+
+
+def settled_with(*names: str) -> Talk:
+    """A job whose first search for a better plan has found none."""
+    talk = talk_of(*names, min_nodes=len(names))
+    talk.wait(0.1)
+    talk.feed(searched(talk.searches[-1]))
+    talk.wait(3.0)
+    assert len(talk.searches) == 1
+    return talk
+
+
+def wished(talk: Talk) -> dict[str, float]:
+    """Speeds of members in the last request for a plan, by name."""
+    return {
+        d["name"].partition("~")[0]: d.get("speed", 1.0) for d in json.loads(talk.searches[-1].wish)["job"]["devices"]
+    }
+
+
+def test_a_member_that_has_become_slow_is_planned_around_and_the_event_says_by_how_much() -> None:
+    talk = settled_with("a", "b")
+    before = talk.view
+    talk.speeds = {"a": 1.0, "b": 0.9}
+    talk.wait(3.0)
+    assert len(talk.searches) == 1, "little changes nothing"
+    talk.speeds["b"] = 0.45
+    talk.wait(0.1)
+    assert (len(talk.searches), wished(talk)) == (2, {"a": 1.0, "b": 0.45})
+    talk.feed(searched(talk.searches[-1]))
+    after = talk.view
+    assert (after.ids(), after.pipelines != before.pipelines) == (before.ids(), True)
+    event = noted(talk, "pipelines")[-1]
+    assert event["view"] == str(after.id)
+    assert event["reason"].startswith(f"{talk.ids['b']} computes 2.2 times slower than foreseen; move by searched: ")
+    assert event["reason"] in after.reason
+    ways = {way["name"]: way["step_s"] for way in event["candidates"]}
+    assert ways["searched: move"] < ways["searched: reroute"]
+    talk.commit(after)
+    for name in "ab":
+        talk.stand(name)
+    talk.wait(5.0)
+    assert (talk.view, len(talk.searches)) == (after, 2)
+    talk.speeds["b"] = 1.05
+    talk.wait(5.0)
+    talk.feed(searched(talk.searches[-1]))
+    assert f"{talk.ids['b']} computes 2.2 times faster than foreseen" in talk.view.reason
+
+
+def test_what_is_slow_and_does_not_pay_stays_and_says_so() -> None:
+    talk = settled_with("a", "b")
+    view = talk.view
+    talk.speeds = {"a": 1.0, "b": 0.8}
+    talk.wait(0.1)
+    talk.feed(searched(talk.searches[-1]))
+    assert (talk.view, len(talk.searches)) == (view, 2)
+    event = noted(talk, "pipelines")[-1]
+    assert event["reason"].startswith(f"{talk.ids['b']} computes 1.2 times slower than foreseen; keep by searched")
+    assert talk.machine.snapshot()["estimated_step_s"] == event["step_s"]
+
+
+def test_a_plan_that_was_searched_is_judged_by_the_newest_speeds() -> None:
+    talk = talk_of("a", "b", min_nodes=2)
+    talk.wait(0.1)
+    talk.speeds = {"a": 1.0, "b": 0.5}
+    talk.wait(0.1)
+    talk.feed(searched(talk.searches[-1]))
+    assert noted(talk, "pipelines")[-1]["step_s"] == 24.0 / 0.5
+
+
+def test_members_that_all_are_slower_than_foreseen_are_estimated_so_and_not_planned_anew() -> None:
+    talk = settled_with("a", "b")
+    talk.speeds = {"a": 0.5, "b": 0.52}
+    talk.wait(5.0)
+    assert len(talk.searches) == 1
+    wish = talk.machine.pipelining.wish(talk.view)
+    assert wish is not None
+    assert {d["speed"] for d in json.loads(wish)["job"]["devices"]} == {0.5}
+    rows = talk.machine.snapshot()["members"]
+    assert isinstance(rows, list)
+    assert [row["speed"] for row in rows] == [0.5, 0.52]
+
+
+def test_a_speed_that_wavers_has_plans_searched_ever_less_often() -> None:
+    talk = settled_with("a", "b")
+
+    def waver(times: int) -> int:
+        asked = len(talk.searches)
+        for number in range(times):
+            talk.speeds = {"a": 1.0, "b": 0.4 if number % 2 else 1.0}
+            talk.wait(1.0)
+            if talk.machine.search._out:
+                talk.feed(fx.PipelinesFound(talk.searches[-1].token, None, "nothing is better"))
+        return len(talk.searches) - asked
+
+    assert 3 <= waver(61) <= 5, "after 2 s, 4 s, 8 s, ..."
+    talk.now += 600.0
+    talk.wait(0.1)
+    assert 2 <= waver(10) <= 4, "it was quiet for long"
+
+
+def test_nothing_is_asked_while_a_search_is_out_and_the_newest_speeds_after_that() -> None:
+    talk = settled_with("a", "b", "c")
+    talk.speeds = {"a": 1.0, "b": 1.0, "c": 0.5}
+    talk.wait(0.1)
+    talk.speeds["b"] = 0.3
+    talk.wait(20.0)
+    assert len(talk.searches) == 2
+    talk.feed(fx.PipelinesFound(talk.searches[-1].token, None, "it took too long"))
+    assert (len(talk.searches), wished(talk)) == (3, {"a": 1.0, "b": 0.3, "c": 0.5})
+
+
+def test_a_scheduler_that_is_started_anew_hears_again_how_fast_members_are() -> None:
+    talk = settled_with("a", "b")
+    view = talk.view
+    talk.speeds = {"a": 1.0, "b": 0.3}
+    talk.machine = SchedulerMachine(Settings(min_nodes=2), fx.Chain(2, view.id, (view,), id="c"), planned)
+    talk.now += 1.0
+    for name in "ab":
+        talk.come_back(name)
+    talk.wait(0.2)
+    talk.feed(searched(talk.searches[-1]))  # asked before the first heartbeats
+    talk.wait(2.0)
+    assert wished(talk) == {"a": 1.0, "b": 0.3}
+
+
 # ------------------------------------------------------------------ ends
 
 

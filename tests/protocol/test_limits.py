@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from dataclasses import replace
 from typing import Any
@@ -68,6 +69,9 @@ CONTRIBUTION = Contribution("a~1", ViewId(1, 1), 1, Kind.STEP, 0, "00")
         (replace(HELLO, term=(1 << 63) - 1), r"Hello\.term is 9223372036854775807"),
         (replace(HELLO, view=ViewId(1, -1)), r"ViewId\.number is -1"),
         (Heartbeat(ViewId(), 1 << 62, 0), r"Heartbeat\.seq is"),
+        (Heartbeat(ViewId(), 1, 0, speed=1e9), r"Heartbeat\.speed is 1000000000\.0; expected 0\.0 to 1000\.0"),
+        (Heartbeat(ViewId(), 1, 0, speed=-1.0), r"Heartbeat\.speed is -1\.0"),
+        (Heartbeat(ViewId(), 1, 0, speed=math.nan), r"Heartbeat\.speed is nan"),
         (LinkEvent("p" * 200, True, ""), r"LinkEvent\.peer has 200 bytes"),
         (Leave("r" * 20_000), r"Leave\.reason has 20000 bytes; expected 16384 at most"),
         (Differs("a~1", "\u00e9" * 10_000), r"Differs\.reason has 20000 bytes"),

@@ -34,8 +34,10 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.drop = nn.Dropout(dropout)
+        self.pause_s = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.pause_s)
         return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
@@ -52,9 +54,12 @@ class Tower(pl.LightningModule):
 
     chaos_chain = "blocks"
 
-    def __init__(self, blocks: int = 4, dropout: float = 0.0, tied: bool = False, lr: float = 0.01) -> None:
+    def __init__(
+        self, blocks: int = 4, dropout: float = 0.0, tied: bool = False, lr: float = 0.01, pause_s: float = 0.0
+    ) -> None:
         super().__init__()
-        self.count, self.dropout, self.tied, self.lr = blocks, dropout, tied, lr
+        self.count, self.dropout, self.tied, self.lr, self.pause_s = blocks, dropout, tied, lr, pause_s
+        self.slows: tuple[int, float] | None = None
         self.dies: tuple[int, int, int] | None = None
         self.rows: list[dict[str, float]] = []
 
@@ -79,6 +84,9 @@ class Tower(pl.LightningModule):
             self.dies = (self.dies[0], self.dies[1] - 1, 0)
             if self.dies[1] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
+        slow = self.slows is not None and self.trainer.global_step >= self.slows[0]
+        for block in self.blocks:
+            block.pause_s = self.pause_s * (self.slows[1] if self.slows and slow else 1.0)
         x, y = batch
         loss = nn.functional.cross_entropy(self.logits(x), y)
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -156,6 +164,7 @@ def trained(strategy: Any, spec: dict[str, Any], callbacks: list[pl.Callback], *
     pl.seed_everything(7, verbose=False)
     module, rows = Tower(**spec.get("model", {})), Rows(spec.get("paced_s", 0.0))
     module.dies = spec.get("dies")
+    module.slows = spec.get("slows")
     data = DataLoader(digits(spec.get("samples", 96)), batch_size=spec.get("batch", 4), shuffle=False)
     if "saves" in spec:
         callbacks.append(ModelCheckpoint(spec["saves"], "{step}", every_n_train_steps=3, save_top_k=-1))
@@ -184,6 +193,7 @@ def member(spec: dict[str, Any]) -> None:
     Args:
         spec: name, port, out (folder of the report); min_nodes, micro_batches, device_memory, policy, model (arguments
             of `Tower`), samples, batch, epochs, clip, precision, gates, dies (at a step, in the unit of this number),
+            slows (from a step on each block takes so many times its pause_s),
             validation (samples), saves (folder of checkpoints), ckpt_path, paced_s (after each step), dry_run,
             llama (a Llama instead of `Tower`).
     """

@@ -49,7 +49,7 @@ def check_equal(reports: list[dict[str, Any]], losses: list[float], parameters: 
 
 def plans(job: Any) -> list[dict[str, Any]]:
     """Decisions about pipelines, in order."""
-    return [e.fields for e in job.harness.log.read() if e.name == "pipelines"]
+    return [r.fields for r in job.harness.records if r.name == "pipelines"]
 
 
 def test_two_stages_train_as_one_process(job: Any) -> None:

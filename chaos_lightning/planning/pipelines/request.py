@@ -83,6 +83,12 @@ class PipelineRequest:
         return self.job.devices[0]
 
     @property
+    def work_s(self) -> float:
+        """Seconds that one micro-batch takes through all layers, forward and backward, on the member's device."""
+        costs = self.job.costs
+        return (costs.forward[-1] + costs.backward[-1]) / self.device.speed
+
+    @property
     def terms(self) -> tuple[tuple[str, str], ...]:
         """Values in which all members of a job must agree, as (name, value), in a fixed order."""
         shared = "; ".join(f"{name} by layers {', '.join(map(str, x))}" for name, x in sorted(self.shared.items()))

@@ -1,0 +1,60 @@
+"""Speed at which a member computes its units, beside what it foresaw when it asked for pipelines.
+
+Theory of operation. The request has a time for each layer, so it foresees a time for the units of a step, whichever
+layers they are of. The speed of a step is that time over the one that the device took. The median of the latest steps
+is told with each heartbeat: a scheduler plans by it, also one that was started anew. A member that has run nothing for
+many steps forgets it. Whatever slowed it down may be over, and nobody would know.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from chaos_lightning.pipeline.executor import UnitTime
+from chaos_lightning.pipeline.layer_times import LayerClock
+from chaos_lightning.planning.pipelines.job import TrainingJob
+from chaos_lightning.planning.pipelines.units import FORWARD, StepUnit
+from chaos_lightning.protocol.types import MOST_SPEED
+
+WINDOW = 9
+"""Number of steps of which the median is taken."""
+LEAST = 3
+"""Number of steps that are measured before anything is told."""
+IDLE_STEPS = 200
+"""Number of steps without units after which the speed is forgotten."""
+
+
+class UnitSpeed:
+    """See the module.
+
+    Args:
+        foreseen: Layers with their times, and this member's device.
+        clock: Made the marks of units.
+    """
+
+    def __init__(self, foreseen: TrainingJob, clock: LayerClock) -> None:
+        self._foreseen, self._clock = foreseen, clock
+        self._steps = deque[float](maxlen=WINDOW)
+        self._idle = 0
+        self.told = 0.0
+        """Median of the latest steps, 1: as foreseen, 0: not known. Any thread may read it."""
+
+    def add(self, times: Sequence[UnitTime]) -> None:
+        """Takes the units of a step that has run; waits until the device has passed them."""
+        took_s = sum(self._clock.seconds(t.began, t.ended) for t in times)
+        if took_s > 0.0:
+            self._idle = 0
+            self._steps.append(sum(self._foreseen_s(t.unit) for t in times) / took_s)
+        else:
+            self._idle += 1
+            if self._idle >= IDLE_STEPS:
+                self._steps.clear()
+        known = len(self._steps) >= LEAST
+        self.told = min(max(statistics.median(self._steps), 1 / MOST_SPEED), MOST_SPEED) if known else 0.0
+
+    def _foreseen_s(self, unit: StepUnit) -> float:
+        costs = self._foreseen.costs
+        sums = costs.forward if unit.kind == FORWARD else costs.backward
+        return (sums[unit.end] - sums[unit.first]) / self._foreseen.devices[0].speed + self._foreseen.overheads.unit_s

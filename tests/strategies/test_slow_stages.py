@@ -1,0 +1,35 @@
+"""A stage that becomes slow: its layers go to others, and the losses are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_pipelines_train import alone, check_equal, plans, start
+
+MOST = 120_000
+"""Bytes of memory in which most of six blocks fit, and not all."""
+MODEL = {"blocks": 6, "pause_s": 0.01, "lr": 0.002}
+
+
+def owned(event: dict[str, Any], name: str) -> int:
+    """Number of layers that a member runs."""
+    return sum(end - first for m, spans in event["layers"].items() if m.startswith(name) for first, end in spans)
+
+
+@pytest.mark.slow
+def test_a_stage_that_becomes_slow_gets_fewer_layers_and_the_event_says_why(job: Any) -> None:
+    job.fresh(min_nodes=3)
+    job.harness.declare("a", "b", "c")
+    asked = {"device_memory": MOST, "epochs": 14, "model": MODEL}
+    start(job, "ab", **asked)
+    start(job, "c", **asked, slows=(8, 4.0))
+    reports = job.finish("a", "b", "c")
+    check_equal(reports, *alone(epochs=14, model={**MODEL, "pause_s": 0.0}))
+    found = plans(job)
+    (moved,) = [e for e in found if "times slower than foreseen; move by searched: " in e["reason"]]
+    assert moved["reason"].startswith("c~")
+    ways = {way["name"]: way["step_s"] for way in moved["candidates"]}
+    assert ways["searched: move"] < ways["searched: reroute"]
+    assert moved["moved_nbytes"] > 0
+    assert owned(moved, "c~") < owned(found[found.index(moved) - 1], "c~")
