@@ -25,7 +25,7 @@ from chaos_lightning.strategies import pipeline_files
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.pipeline_evaluation import prepare_validation, refuse_freed, same_everywhere
 from chaos_lightning.strategies.pipeline_fit import PipelineFit
-from chaos_lightning.strategies.pipeline_refusals import PIPELINE_TABLE
+from chaos_lightning.strategies.pipeline_refusals import PIPELINE_TABLE, warn_of_parts
 from chaos_lightning.strategies.strategy import ChaosStrategy
 
 NAME = "chaos_pipeline"
@@ -149,6 +149,7 @@ class ChaosPipelineStrategy(ChaosStrategy):
         super().setup_environment()
         if self._fit is not None and self.session is not None:
             warn_unused(self.session.config)
+            warn_of_parts(self.session.trainer)
 
     def setup(self, trainer: pl.Trainer) -> None:
         if self.session is not None:

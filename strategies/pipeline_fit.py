@@ -30,6 +30,7 @@ from chaos_lightning.member.unit_steps import Attempt, UnitsDone
 from chaos_lightning.membership.parts import division, numbers
 from chaos_lightning.pipeline.attempts import UnitAttempt
 from chaos_lightning.pipeline.borders import BorderExchange
+from chaos_lightning.pipeline.checking import check_before_training
 from chaos_lightning.pipeline.describe import describe
 from chaos_lightning.pipeline.device_memory import DeviceMemory
 from chaos_lightning.pipeline.executor import Pass
@@ -66,6 +67,7 @@ class LoggedLayers:
 
     def __init__(self, model: PipelineModel, logs: UnitLogs) -> None:
         self._model, self._logs = model, logs
+        model.chain.aside = logs.aside
 
     def __len__(self) -> int:
         return len(self._model.chain)
@@ -134,10 +136,13 @@ class PipelineFit:
         return self._loader
 
     def look(self) -> list[str]:
-        """Looks at the model with a first micro-batch; returns the names of the buffers that all members have.
+        """Looks at the model with a first micro-batch, and compares it in stages with the whole.
+
+        Returns:
+            The names of the buffers that all members have.
 
         Raises:
-            ConfigurationError, UnsupportedError: The model cannot be cut; says why.
+            ConfigurationError, UnsupportedError: The model cannot be cut, or gives something else then; says why.
         """
         assert self._loader is not None
         trainer, model, options = self._trainer, self.model, self._options
@@ -158,6 +163,8 @@ class PipelineFit:
                     around=model.around,
                     say=_log.info,
                 )
+                with model.around():
+                    _log.info("%s", check_before_training(model.chain, model.parts, batch, job))
         shared = {p.removeprefix("shared."): ls for p, ls in model.parts.users.items() if p.startswith("shared.")}
         self.request = PipelineRequest(job, options.policy, options.copies, shared, options.on_lost_parts).to_json()
         self._held = model.held()

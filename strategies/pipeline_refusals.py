@@ -8,6 +8,7 @@ parameter, its gradient and its state. Those of torch.optim were read for that; 
 from __future__ import annotations
 
 import inspect
+import warnings
 
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
@@ -22,6 +23,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.pipeline.find_chain import find_chain
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.refusals import TABLE, Refusal, of_callbacks, of_modules, of_optimizers
+from chaos_lightning.strategies.replay import own_hooks
 
 BY_PARAMETER = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
@@ -35,6 +37,19 @@ _REPLACED = frozenset((
     "sharded optimizers",
 ))  # fmt: skip
 """Rows of strategy `chaos` that others take the place of here."""
+
+_LOOKING = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping")
+"""Hooks that are there to look at gradients, or to change them."""
+
+
+def warn_of_parts(trainer: Trainer) -> None:
+    """Warns of hooks that look at gradients: they see those of this member's layers."""
+    if found := [words for words, _ in own_hooks(trainer, _LOOKING)]:
+        warnings.warn(
+            f"{', '.join(found)}: a hook sees the gradients and weights of the layers that this member owns. Other "
+            "parameters have no gradient here, and their values are NaN, so a norm is that of a part of the model. To "
+            "clip by the norm of the whole, call self.clip_gradients in configure_gradient_clipping", stacklevel=2,
+        )  # fmt: skip
 
 
 def _steps_by_parameter(optimizer: Optimizer) -> bool:

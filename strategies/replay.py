@@ -118,7 +118,7 @@ def _parties(trainer: Trainer) -> Iterator[LightningModule | Callback]:
             yield callback
 
 
-def _hooks(trainer: Trainer, names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
+def own_hooks(trainer: Trainer, names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
     """(name in words, hook) of what the user overrides among these hooks."""
     names = tuple(names)
     for party in _parties(trainer):
@@ -131,7 +131,7 @@ def _hooks(trainer: Trainer, names: Iterable[str]) -> Iterator[tuple[str, Callab
 
 
 def _overridden(*names: str) -> Callable[[Trainer], str]:
-    return lambda trainer: ", ".join(words for words, _ in _hooks(trainer, names))
+    return lambda trainer: ", ".join(words for words, _ in own_hooks(trainer, names))
 
 
 def _own_precision(trainer: Trainer) -> str:
@@ -166,7 +166,7 @@ def _kept_models(trainer: Trainer) -> str:
 def _writing(trainer: Trainer) -> str:
     parties = list(_parties(trainer))
     found = []
-    for words, hook in _hooks(trainer, BETWEEN):
+    for words, hook in own_hooks(trainer, BETWEEN):
         if writes := sorted(set(writes_of(hook, parties))):
             found.append(f"{words} ({', '.join(writes[:3])})")
     return ", ".join(found)

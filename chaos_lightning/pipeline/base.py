@@ -22,14 +22,15 @@ class _Kept(NamedTuple):
     buffer: Tensor
     version: int
     address: int
-    copy: Tensor
+    copy: Tensor | None
+    """None: it is absent."""
 
 
 class BaseBuffers:
     """Copies of a model's buffers.
 
     Args:
-        root: The model; absent buffers are of layers that lie elsewhere.
+        root: The model. Of absent buffers, which are of layers that lie elsewhere, there are no values.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -38,12 +39,12 @@ class BaseBuffers:
 
     @property
     def nbytes(self) -> int:
-        return sum(kept.copy.nbytes for kept in self._kept.values())
+        return sum(kept.copy.nbytes for kept in self._kept.values() if kept.copy is not None)
 
     def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for module in self._root.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and not is_absent(buffer):
+                if buffer is not None:
                     yield module, name, buffer
 
     @torch.no_grad()
@@ -53,10 +54,12 @@ class BaseBuffers:
         for module, name, buffer in self._buffers():
             key = (id(module), name)
             kept = before.get(key)
-            if kept is None or kept.buffer is not buffer or not _alike(kept.copy, buffer):
+            copy = None if kept is None or kept.buffer is not buffer else kept.copy
+            if is_absent(buffer):
+                copy = None
+            elif kept is None or copy is None or not _alike(copy, buffer):
                 copy = buffer.detach().clone()
             else:
-                copy = kept.copy
                 moved = (buffer._version, buffer.data_ptr()) != (kept.version, kept.address)
                 if moved or buffer.is_floating_point():
                     copy.copy_(buffer)
@@ -66,7 +69,7 @@ class BaseBuffers:
     def restore(self) -> None:
         """Gives the buffers their values at the base, also those that were replaced by other tensors."""
         for (_, name), kept in self._kept.items():
-            if not torch.equal(kept.buffer, kept.copy):
+            if kept.copy is not None and not torch.equal(kept.buffer, kept.copy):
                 kept.buffer.copy_(kept.copy)
             kept.module._buffers[name] = kept.buffer
 

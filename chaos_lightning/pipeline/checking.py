@@ -5,9 +5,9 @@ its owner has: the rest stands in with NaN. Loss, gradients and changed buffers 
 bit, but for parameters of several layers, whose gradients are sums in another order; elsewhere as near as kernels keep
 to. So what leaves a block by another way than its output, as router losses do, is found.
 
-Where the whole has no room, stretches of four layers are compared with two stages of two: the first one, the last one,
-and one for each other row of classes that four blocks in a row have. Only one stretch has memory at a time; between
-stretches the micro-batch passes layer by layer. Values of tensors that are absent are made up.
+Where the whole has no room, stretches of four layers, or as many as have room, are compared with two stages: the first
+one, the last one, and one for each other row of classes that so many blocks in a row have. Only one stretch has memory
+at a time; between stretches the micro-batch passes layer by layer. Values of tensors that are absent are made up.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from chaos_lightning.errors import UnsupportedError
+from chaos_lightning.errors import ChaosError, UnsupportedError
 from chaos_lightning.pipeline.absent import is_absent, made_up, named_tensors, stand_in
+from chaos_lightning.pipeline.base import BaseBuffers
 from chaos_lightning.pipeline.chain import LayerChain
 from chaos_lightning.pipeline.executor import loss_of
 from chaos_lightning.pipeline.find_chain import kind_of
 from chaos_lightning.pipeline.forward import ForwardUnit, some_gradients
 from chaos_lightning.pipeline.parts import ModelParts
 from chaos_lightning.pipeline.undo import undone
-from chaos_lightning.planning.pipelines.job import TrainingJob
+from chaos_lightning.planning.pipelines.job import Costs, TrainingJob
 
 SUM_TOLERANCE = 1e-5
 """Largest difference of a sum in another order, by the largest element."""
 DEVICE_TOLERANCE = 1e-3
 """Largest difference on an accelerator, by the largest element."""
 _STRETCH = 4
+_UNCOMPARED = "the step in stages was not compared with the whole"
 _At = tuple[int, int]
 
 
@@ -63,16 +65,35 @@ def check_before_training(chain: LayerChain, parts: ModelParts, batch: Any, job:
     Raises:
         UnsupportedError: The stages give something else; names it.
     """
-    c, count = job.costs, len(chain)
-    # Gradients twice: those of the whole are kept beside those of the stages.
-    needed = c.parameters[-1] + 2 * c.gradients[-1] + c.activations[-1] + c.workspace(0, count)
-    if needed <= job.devices[0].memory_nbytes:
+    absent = any(is_absent(tensor) for *_, tensor in named_tensors(chain.root))
+    try:
+        return _compare_what_fits(chain, parts, batch, job)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        why = f"it runs out of memory ({error})"
+    except Exception as error:
+        if not absent or isinstance(error, ChaosError):
+            raise
+        why = f"with made-up values it raises {type(error).__name__}: {error}"
+    return f"{_UNCOMPARED}: {why}"
+
+
+def _compare_what_fits(chain: LayerChain, parts: ModelParts, batch: Any, job: TrainingJob) -> str:
+    memory_nbytes, costs, count = job.devices[0].memory_nbytes, job.costs, len(chain)
+    if _needed_nbytes(costs, range(count)) <= memory_nbytes:
         check_cut(chain, parts, batch)
         return f"the step gives the same in {count} stages as in one"
-    stretches = check_stretches(chain, parts, batch)
-    return (
-        f"the step gives the same in stages; compared at {len(stretches)} of its borders, as the whole has no room here"
-    )
+    for most in range(_STRETCH, 1, -1):
+        if all(_needed_nbytes(costs, stretch) <= memory_nbytes for stretch in _stretches(chain, most)):
+            number = len(check_stretches(chain, parts, batch, most))
+            return f"the step gives the same in stages; compared at {number} borders, as the whole has no room here"
+    return f"{_UNCOMPARED}: two layers have no room here"
+
+
+def _needed_nbytes(costs: Costs, layers: range) -> int:
+    """Returns the memory for a comparison of these layers; gradients of the whole are kept beside those of stages."""
+    sums = ((costs.parameters, 1), (costs.gradients, 2), (costs.activations, 1))
+    needed = sum(factor * (found[layers.stop] - found[layers.start]) for found, factor in sums)
+    return needed + costs.workspace(layers.start, layers.stop)
 
 
 def check_cut(
@@ -96,27 +117,29 @@ def check_cut(
     return None if whole.loss is None else float(whole.loss)
 
 
-def check_stretches(chain: LayerChain, parts: ModelParts, batch: Any, *, at: _At = (0, 0)) -> list[range]:
+def check_stretches(
+    chain: LayerChain, parts: ModelParts, batch: Any, most: int = _STRETCH, *, at: _At = (0, 0)
+) -> list[range]:
     """Compares stretches of a model that is too large for this machine; returns them.
 
     Args:
         chain: The layers; tensors may be absent.
         parts: Parts of the model.
         batch: A micro-batch.
+        most: Layers of a stretch.
         at: Step and micro-batch, for random numbers.
 
     Raises:
         UnsupportedError: The stages give something else; names it.
     """
-    stretches = _stretches(chain)
+    stretches = _stretches(chain, most)
     with undone(chain.root) as restore:
         reached, received = 0, _Received()
         for stretch in stretches:
             for layer in range(reached, stretch.start):
-                with made_up(_owned(chain.root, parts, range(layer, layer + 1))):
+                with _made_up(chain, parts, range(layer, layer + 1), restore):
                     unit = chain.run(layer, layer + 1, batch, *received, at=at)
                 received = _Received(tuple(t.detach() for t in unit.tensors), unit.specs)
-                restore()
             reached = stretch.start
             bounds = [stretch.start, stretch.start + max(1, len(stretch) // 2), stretch.stop]
             if len(stretch) > 1:
@@ -124,16 +147,16 @@ def check_stretches(chain: LayerChain, parts: ModelParts, batch: Any, *, at: _At
     return stretches
 
 
-def _stretches(chain: LayerChain) -> list[range]:
-    """Returns the stretches of a chain that are compared, in order."""
+def _stretches(chain: LayerChain, most: int) -> list[range]:
+    """Returns the stretches of a chain that are compared, in order, each of so many layers."""
     kinds = [kind_of(block) for block in chain.blocks]
-    last = max(0, len(kinds) - _STRETCH)
+    last = max(0, len(kinds) - most)
     found, seen = [], set[tuple[str, ...]]()
     for first in range(last + 1):
-        row = tuple(kinds[first : first + _STRETCH])
+        row = tuple(kinds[first : first + most])
         if row not in seen or first == last:
             seen.add(row)
-            found.append(range(first, min(first + _STRETCH, len(kinds))))
+            found.append(range(first, min(first + most, len(kinds))))
     return found
 
 
@@ -147,11 +170,10 @@ def _compare(
     restore: Callable[[], None],
 ) -> _Outcome:
     """Runs the layers between the outer bounds at once, and then in stages; refuses what differs from the former."""
-    with made_up(_owned(chain.root, parts, range(bounds[0], bounds[-1]))):
+    with _made_up(chain, parts, range(bounds[0], bounds[-1]), restore) as put_back:
         whole = _run(chain, parts, batch, [bounds[0], bounds[-1]], at, received)
-        restore()
+        put_back()
         cut = _run(chain, parts, batch, bounds, at, received)
-        restore()
     differing = _differing(whole, cut, parts)
     if differing:
         shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
@@ -194,10 +216,28 @@ def _buffers(root: nn.Module) -> dict[str, Tensor]:
     return {f"buffer {name}": buffer.clone() for name, buffer in root.named_buffers() if not is_absent(buffer)}
 
 
-def _owned(root: nn.Module, parts: ModelParts, layers: range) -> list[Tensor]:
-    """Returns the tensors that an owner of these layers has."""
+@contextmanager
+def _made_up(
+    chain: LayerChain, parts: ModelParts, layers: range, restore: Callable[[], None]
+) -> Iterator[Callable[[], None]]:
+    """Within it the tensors that an owner of these layers has are there, with made-up values if they are absent.
+
+    Yields:
+        A function that puts buffers and attributes back; that is done at the end, too.
+    """
     owned = parts.owned_by(layers)
-    return [t for name, _, _, t in named_tensors(root) if parts.part_of[name] in owned]
+    with made_up(t for name, _, _, t in named_tensors(chain.root) if parts.part_of[name] in owned):
+        buffers = BaseBuffers(chain.root)
+        buffers.remember()
+
+        def put_back() -> None:
+            restore()
+            buffers.restore()
+
+        try:
+            yield put_back
+        finally:
+            put_back()
 
 
 def _differing(whole: _Outcome, cut: _Outcome, parts: ModelParts) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,38 @@ def test_statistics_count_once_and_come_back() -> None:
     assert checked(model, image_step(model), images(), "net") is not None
     assert model.net[0][1].num_batches_tracked == 0
     assert not model.net[0][1].running_mean.any()
+
+
+class Residual(nn.Module):
+    """A block as of torchvision's ResNet, which writes to its own sum."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.conv, self.norm, self.relu = (
+            nn.Conv2d(width, out, 3, padding=1),
+            nn.BatchNorm2d(out),
+            nn.ReLU(inplace=True),
+        )
+        self.down = None if width == out else nn.Sequential(nn.Conv2d(width, out, 1), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm(self.conv(x))
+        out += x if self.down is None else self.down(x)
+        return self.relu(out)
+
+
+@pytest.mark.parametrize("cuts", [None, [2, 3]])
+@pytest.mark.parametrize("real", [True, False])
+def test_a_residual_net_is_the_same_in_stages(cuts: list[int] | None, real: bool) -> None:
+    torch.manual_seed(0)
+    stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    model = Holder(net=nn.Sequential(stem, Residual(4, 4), Residual(4, 8), Residual(8, 8), head))
+    tensors = [] if real else freed(model)
+    loss = checked(model, image_step(model), images(), "net", cuts=cuts)
+    assert loss is not None
+    assert loss == pytest.approx(2.3, abs=1) or not real
+    assert all(map(is_absent, tensors))
 
 
 def test_a_loss_from_inside_of_blocks_is_refused() -> None:
@@ -175,16 +208,64 @@ def test_what_passes_by_another_way_is_found_in_a_stretch(first: int) -> None:
         stretched(model, step, tokens())
 
 
-@pytest.mark.parametrize(("nbytes", "words"), [(300, "in 9 stages as in one"), (299, "compared at 2 of its borders")])
-def test_memory_decides_what_is_compared(nbytes: int, words: str) -> None:
+def before_training(model: nn.Module, step: Any, memory_nbytes: int) -> str:
+    """Compares a model whose layers need 30 bytes each."""
+    chain = LayerChain(model, "blocks", step, randomness=Randomness(3))
+    layer = Layer(name="", forward_s=1, backward_s=1, parameter_nbytes=10, gradient_nbytes=10)
+    layers = tuple(replace(layer, name=f"{i}") for i in range(len(chain)))
+    job = TrainingJob(layers=layers, devices=(Device(name="d", memory_nbytes=memory_nbytes),), micro_batches=1)
+    try:
+        return check_before_training(chain, find_parts(chain, tokens()), tokens(), job)
+    finally:
+        chain.close()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [
+        (270, "in 9 stages as in one"),
+        (269, "compared at 2 borders"),
+        (120, "compared at 2 borders"),
+        (119, "compared at 2 borders"),
+        (60, "compared at 2 borders"),
+        (59, "was not compared with the whole: two layers have no room here"),
+    ],
+)
+def test_memory_decides_what_is_compared(nbytes: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    run = LayerChain.run
+    monkeypatch.setattr(
+        LayerChain, "run", lambda self, a, b, *c, **d: lengths.append(b - a) or run(self, a, b, *c, **d)
+    )
     model = GPT(blocks=9)
-    chain = LayerChain(model, "blocks", step_of(model), randomness=Randomness(3))
-    first = Layer(name="0", forward_s=1, backward_s=1, parameter_nbytes=100, gradient_nbytes=100)
-    layers = [first, *(Layer(name=f"{i}", forward_s=1, backward_s=1) for i in range(1, 9))]
-    device = Device(name="d", memory_nbytes=nbytes)
-    job = TrainingJob(layers=tuple(layers), devices=(device,), micro_batches=1)
-    assert words in check_before_training(chain, find_parts(chain, tokens()), tokens(), job)
-    chain.close()
+    assert words in before_training(model, step_of(model), nbytes)
+    lengths.remove(9)  # parts are looked for in the whole
+    assert max(lengths, default=0) == {270: 9, 269: 4, 120: 4, 119: 3, 60: 2, 59: 0}[nbytes]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("too much"), ValueError("no weights")])
+def test_what_cannot_be_compared_is_told_and_is_no_reason_to_end(error: Exception) -> None:
+    """Made-up values may be refused by the user's code; an error with the model's own values is one of the user's."""
+
+    def raises(model: Any, calls: list[int]) -> Any:
+        def step(batch: Any) -> Tensor:
+            calls.append(1)
+            if len(calls) > 1:  # behind the look for parts
+                raise error
+            return step_of(model)(batch)
+
+        return step
+
+    model = GPT()
+    freed(model)
+    assert (
+        f"was not compared with the whole: {'it runs' if 'too' in str(error) else 'with made-up values it raises'}"
+        in (before_training(model, raises(model, []), 1000))
+    )
+    model = GPT()
+    if isinstance(error, ValueError):
+        with pytest.raises(ValueError, match="no weights"):
+            before_training(model, raises(model, []), 1000)
 
 
 def test_metrics_count_nothing_of_a_comparison() -> None:

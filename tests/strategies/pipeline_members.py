@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import grad_norm
 from strategy_members import Gates
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -81,16 +82,21 @@ class Tower(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.dies is not None and self.dies[0] == self.trainer.global_step:
-            self.dies = (self.dies[0], self.dies[1] - 1, 0)
+            self.dies = (self.dies[0], self.dies[1] - 1, self.dies[2])
+            if self.dies[1] < 0 and self.dies[2]:
+                raise torch.OutOfMemoryError("a layer of the user's")
             if self.dies[1] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
         slow = self.slows is not None and self.trainer.global_step >= self.slows[0]
         for block in self.blocks:
             block.pause_s = self.pause_s * (self.slows[1] if self.slows and slow else 1.0)
-        x, y = batch
-        loss = nn.functional.cross_entropy(self.logits(x), y)
+        loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.logits(x), y)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -116,10 +122,23 @@ class Llama(Tower):
         self.net = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=self.count))
         set_without_chance(self)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(input_ids=batch[0], labels=batch[0]).loss
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+    def loss(self, batch: Any) -> Tensor:
+        return self.net(input_ids=batch[0], labels=batch[0]).loss  # type: ignore[no-any-return]
+
+
+class Watched(Tower):
+    """Clips by itself, looks at gradients before each step, and has a frozen block."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.blocks[0].requires_grad_(False)
+
+    def configure_gradient_clipping(self, optimizer: Any, *given: Any, **more: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen = grad_norm(self, 2)
+        self.log_dict(self.seen)
 
 
 class Rows(pl.Callback):
@@ -155,6 +174,7 @@ def quiet() -> None:
         "Checkpoint directory .* exists.*",
         "You defined a `validation_step`.*",
         "Be aware that when using `ckpt_path`.*",
+        "Watched.* a hook sees the gradients and weights.*",
     ):
         warnings.filterwarnings("ignore", message=text)
 
@@ -162,7 +182,7 @@ def quiet() -> None:
 def trained(strategy: Any, spec: dict[str, Any], callbacks: list[pl.Callback], **trainer: Any) -> tuple[Tower, Rows]:
     """Trains; see `member`."""
     pl.seed_everything(7, verbose=False)
-    module, rows = Tower(**spec.get("model", {})), Rows(spec.get("paced_s", 0.0))
+    module, rows = globals()[spec.get("kind", "Tower")](**spec.get("model", {})), Rows(spec.get("paced_s", 0.0))
     module.dies = spec.get("dies")
     module.slows = spec.get("slows")
     data = DataLoader(digits(spec.get("samples", 96)), batch_size=spec.get("batch", 4), shuffle=False)
@@ -179,7 +199,6 @@ def trained(strategy: Any, spec: dict[str, Any], callbacks: list[pl.Callback], *
         enable_model_summary=False,
         logger=False,
         log_every_n_steps=1,
-        gradient_clip_val=spec.get("clip"),
         precision=spec.get("precision", "32-true"),
         **trainer,
     )
@@ -192,10 +211,10 @@ def member(spec: dict[str, Any]) -> None:
 
     Args:
         spec: name, port, out (folder of the report); min_nodes, micro_batches, device_memory, policy, model (arguments
-            of `Tower`), samples, batch, epochs, clip, precision, gates, dies (at a step, in the unit of this number),
-            slows (from a step on each block takes so many times its pause_s),
-            validation (samples), saves (folder of checkpoints), ckpt_path, paced_s (after each step), dry_run,
-            llama (a Llama instead of `Tower`).
+            of `Tower`), samples, batch, epochs, clip, precision, gates, dies (at a step, in the unit of this number, 1: as
+            it runs out of memory), slows (from a step on each block takes so many times its pause_s), validation
+            (samples), saves (folder of checkpoints), ckpt_path, paced_s (after each step), dry_run, kind (a class of
+            this module instead of `Tower`).
     """
     quiet()
     strategy = ChaosPipelineStrategy(
@@ -218,5 +237,6 @@ def member(spec: dict[str, Any]) -> None:
         "epochs": rows.epochs,
         "validated": rows.validated,
         "parameters": found,
+        "seen": getattr(module, "seen", {}),
     }
     torch.save(report, Path(spec["out"]) / f"{spec['name']}.pt")

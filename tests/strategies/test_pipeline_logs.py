@@ -27,6 +27,7 @@ from chaos_lightning.pipeline.chain import LayerChain
 from chaos_lightning.replication.manifest import encode_manifest
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.metrics import MetricRoute, packed
+from chaos_lightning.strategies.pipeline_fit import LoggedLayers
 from chaos_lightning.strategies.pipeline_logs import UnitLogs, combined, read_extra
 
 MICRO_BATCHES, STEPS = 3, 4
@@ -429,11 +430,10 @@ def test_a_pass_that_looks_for_placeholders_counts_nothing() -> None:
     passes: list[int] = []
     chain = LayerChain(module, "blocks", lambda batch: passes.append(1) or module.training_step(batch))
     logs, batch = logs_of(module, chain.refuse_placeholders), torch.randn(3, 4)
-    chain.aside = logs.aside
-    first = chain.run(0, 1, batch)
+    layers = LoggedLayers(SimpleNamespace(chain=chain), logs)
+    first = layers.run(0, 1, batch, (), "", at=(0, 0), call=None)
     passes.clear()
-    with logs.unit(0, True):
-        chain.run(1, 2, batch, tuple(t.detach() for t in first.tensors), first.specs)
+    layers.run(1, 2, batch, tuple(t.detach() for t in first.tensors), first.specs, at=(0, 0), call=None)
     assert len(passes) == 2
     assert [logged.name for logged in read_extra(logs.extra(0))] == ["nan", "one"]
     assert module.mean.total == 1

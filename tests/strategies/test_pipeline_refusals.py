@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
@@ -98,7 +99,9 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], pl.LightningModule], str]] =
     "SyncBatchNorm": ({}, lambda: with_module(nn.SyncBatchNorm(3)), "extra (SyncBatchNorm)"),
     "lazy modules": ({}, lambda: with_module(nn.LazyLinear(3)), "extra (LazyLinear)"),
     "sparse gradients": ({}, lambda: with_module(nn.Embedding(3, 3, sparse=True)), "extra (Embedding)"),
-    "search callbacks": ({"callbacks": [LearningRateFinder()]}, Regression, "LearningRateFinder"),
+    "search callbacks": (
+        {"callbacks": [LearningRateFinder(), BatchSizeFinder()]}, Regression, "LearningRateFinder, BatchSizeFinder",
+    ),
     "callbacks that change what is trained": (
         {"callbacks": [ModelPruning("l1_unstructured")]}, Regression, "ModelPruning",
     ),
