@@ -259,18 +259,18 @@ class ScriptedJob:
             until(lambda m=m: any(isinstance(s, Ready) for s in m.said), f"links of {m.name}")
 
     def recover(self, pipelines, members):
-        """What the scheduler does after a death: everybody stands on the same header, and goes on with this view."""
+        """What the scheduler does after a death: all go on with this view from the newest header that any has."""
         self.number += 1
         number = ViewId(1, self.number)
         for m in members:
             m.hear(Prepare(number, "somebody died"))
         reports = [next(s for s in reversed(m.said) if isinstance(s, Report)) for m in members]
         assert all(r.number == number for r in reports)
-        assert len({r.head for r in reports}) == 1, "this script knows no hand-on"
+        base = max(reports, key=lambda r: r.seq).last
         self.number -= 1
         view = self.view(pipelines, members)
         for m in members:
-            m.hear(Decide(view, reports[0].last, reason="the others go on"))
+            m.hear(Decide(view, base, len({r.head for r in reports}) > 1, reason="the others go on"))
         return view
 
     def announce(self, pipelines, members, leaving=()):

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from test_step import NAMES, VACANT, A, B, C, D, a_loss, a_net, batches_of, pipe
 from until_support import until
 
 from chaos_lightning.errors import FencedError, UnsupportedError
+from chaos_lightning.membership.effects import PeerIn
 from chaos_lightning.membership.parts import division
 from chaos_lightning.pipeline.absent import is_absent
 from chaos_lightning.pipeline.told import clip_coefficient, scale_gradients
 from chaos_lightning.planning.ledger import spent_spans
 from chaos_lightning.protocol.spans import union
-from chaos_lightning.protocol.types import DriftedPart, Fence
+from chaos_lightning.protocol.types import DriftedPart, Fence, Header
 
 BOUND = 1e-12
 
@@ -170,6 +172,35 @@ def test_a_member_without_the_part_pulls_it_from_its_owner_after_a_decision(jobs
     check(job.parameters(left), one_process(net, momentum, batches, weights, 3))
 
 
+def test_a_step_that_is_handed_on_is_stepped_before_memory_is_laid_out_anew(jobs):
+    """The second header reaches b alone, and a dies. The decision moves parts, and c and d commit before they move."""
+    net, (batches, weights) = a_net(), equal()
+    job = jobs(net, NAMES)
+    job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))
+    job.train(1, batches, weights)
+    first, *left = job.members
+
+    def hears(feed, event):
+        if not (isinstance(event, PeerIn) and isinstance(event.message, Header)):
+            feed(event)
+
+    for m in left[1:]:
+        m.shell.feed = partial(hears, m.shell.feed)
+
+    def recover():
+        until(lambda: left[0].shell.machine.seq == 2, "the header at b")
+        first.die()
+        job.recover(pipelines([(0, 1, 2, 4)], [5], names=(C, B, D)), left)
+
+    headers = job.train(1, batches, weights, meanwhile=recover)
+    assert len({headers[m.name][0].hash for m in left}) == 1
+    check(job.parameters(left[1:]), one_process(net, momentum, batches, weights, 2))
+    for m in left[1:]:
+        del m.shell.feed
+    job.train(1, batches, weights, left)
+    check(job.parameters(left), one_process(net, momentum, batches, weights, 3))
+
+
 def test_a_member_that_is_put_out_stops_waiting_for_the_others(jobs):
     net, (batches, weights) = a_net(), equal()
     job = jobs(net, NAMES[:2])
@@ -303,6 +334,18 @@ def test_running_statistics_of_a_step_that_runs_again_count_each_micro_batch_onc
     by_d = in_groups(net, batches, weights, [GROUPS, GROUPS, [[2, 0, 3, 1, 4]]])
     expected = by_all | {n: t for n, t in by_d.items() if n.startswith(("2.", "3."))}
     check(tensors([m for m in job.members if m.name != B]), expected, 1e-6)
+
+
+def test_a_part_that_moves_within_a_step_has_the_buffers_of_its_base(jobs):
+    """d takes layer 1 over from members that have run micro-batches of the open step through it."""
+    net, (batches, weights) = a_net(norm=True), equal()
+    job = jobs(net, NAMES)
+    job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))
+    job.train(1, batches, weights)
+    dying = Dying(job, job.members[1], 3, pipelines([(0, 1, 4)], [5], names=(A, D)))
+    job.train(1, batches, weights, meanwhile=dying.recover)
+    left = [m for m in job.members if m.name in (A, D)]
+    check(tensors(left), in_groups(net, batches, weights, [GROUPS, [range(5)]]), 1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ drift

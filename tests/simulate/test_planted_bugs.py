@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 from simulate_support import BOUND, showing
@@ -11,6 +13,7 @@ from chaos_lightning.lab.simulate.bugs import BUGS, learners, links, members, sc
 from chaos_lightning.lab.simulate.world import Hooks, simulate
 
 STARRED = {"1", "2", "3", "4", "4a", "7", "8", "9", "10", "12", "12a", "12b", "14a", "15", "19", "25", "28", "31"}
+STARRED |= {f"P{number}" for number in range(1, 18)} - {"P16"}  # randomness: tests/pipeline/test_randomness.py
 
 
 @pytest.mark.parametrize("name", BUGS)
@@ -43,6 +46,21 @@ def test_every_starred_rule_of_these_machines_has_a_bug() -> None:
     assert {bug.rule for bug in BUGS.values()} >= STARRED
 
 
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_table_of_rules_of_pipelines_names_what_there_is() -> None:
+    """Planted bugs by name, all of them, and tests by their ids."""
+    text = (ROOT / "docs/protocol.md").read_text()
+    table = text.partition("### Where they are tested")[2].partition("\n## ")[0]
+    planted = set(re.findall(r"`(P\d+-[a-z-]+)`", table))
+    assert planted == {name for name in BUGS if name.startswith("P")}
+    ids = re.findall(r"`([a-z_/]+\.py)::(\w+)`", table)
+    assert len(ids) > 15
+    for file, test in ids:
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -55,6 +73,15 @@ def test_every_starred_rule_of_these_machines_has_a_bug() -> None:
         ("12-rash", "lives and answered in time"),
         ("19-trusting", "with a state that no donor has"),
         ("28-double-vote", "vote"),
+        ("P4-bare", "lacks parts"),
+        ("P4-restless", "lacks parts"),
+        ("P6-eager", "nobody finished the job"),
+        ("P6-one-sided", "do not hold all parts of the state without it"),
+        ("P11-own", "and they are others'"),
+        ("P13-own-header", "begins again from nothing"),
+        ("P13-hasty", "begins again from nothing"),
+        ("P14-copies", "and they are others'"),
+        ("P17-counting-unchecked", "metrics have counted"),
     ],
 )
 def test_bug_does_the_harm_that_its_rule_prevents(name: str, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -13,6 +14,7 @@ from chaos_lightning.lab.simulate.pipelines import RoundRobin
 from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
 from chaos_lightning.lab.simulate.plans import staged
 from chaos_lightning.lab.simulate.plans.families import FAMILIES
+from chaos_lightning.lab.simulate.staged import StagedNode
 from chaos_lightning.lab.simulate.staged_hooks import StagedHooks
 from chaos_lightning.lab.simulate.staged_oracle import StagedOracle
 from chaos_lightning.lab.simulate.training import Program
@@ -24,11 +26,12 @@ from chaos_lightning.membership.topology import every_pair, links_of, pair
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.request import PipelineRequest
 from chaos_lightning.planning.pipelines.units import ViewPipelines, coverage, coverage_error
-from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, Settings, View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, Kind, LinkSpec, Member, Settings, View, ViewId
 
 PLANS = (
-    staged.rerun_plan, staged.founding_plan, staged.leaving_plan, staged.announced_plan, staged.torn_plan,
-    staged.early_plan, staged.frozen_plan, staged.crowded_plan,
+    staged.rerun_plan, staged.founding_plan, staged.leaving_plan, staged.let_go_plan, staged.announced_plan,
+    staged.torn_plan, staged.early_plan, staged.frozen_plan, staged.crowded_plan, staged.sides_plan,
+    staged.drifting_plan, staged.parting_plan, staged.rounds_plan, staged.tied_plan,
 )  # fmt: skip
 
 
@@ -103,19 +106,27 @@ def test_many_jobs_are_well_with_the_planners_pipelines(plan: Callable[[int], Pl
         assert simulate(plan(seed), PlannedHooks).violation == "", seed
 
 
-def job(*faults: Fault, members: int = 4, stages: int = 2) -> World:
-    """A finished job of 120 steps."""
-    plan = Plan(
+def job_plan(*faults: Fault, members: int = 4, stages: int = 2, length: int = 480, **program: Any) -> Plan:
+    """A job of length / 4 steps."""
+    return Plan(
         seed=5,
         settings=Settings(job="sim", min_nodes=members - 1),
-        program=Program(layers=4, stages=stages, micro_batches=4, epochs=1, length=480),
+        program=Program(layers=4, stages=stages, micro_batches=4, epochs=1, length=length, **program),
         nodes=tuple(NodeSpec(name=f"n{i}") for i in range(members)),
         starts=tuple(0.001 * (i + 1) for i in range(members)),
         faults=faults,
     )
+
+
+def run(plan: Plan) -> World:
     world = World(plan, StagedHooks())
     assert world.run().violation == ""
     return world
+
+
+def job(*faults: Fault, members: int = 4, stages: int = 2) -> World:
+    """A finished job of 120 steps."""
+    return run(job_plan(*faults, members=members, stages=stages))
 
 
 def committed(world: World) -> list[str]:
@@ -135,6 +146,81 @@ def test_parts_move_when_a_member_leaves_and_the_leaver_goes_after_that() -> Non
     assert [m.name for m in let_go.leaving] == ["n1"]
     assert world.oracle.pulls > 0
     assert world.nodes["n1"].outcome.startswith("left")
+
+
+def steps(world: World) -> int:
+    return sum(h.kind is Kind.STEP for h in world.oracle.headers.values())
+
+
+def test_all_come_back_and_go_on_from_what_each_wrote_down() -> None:
+    """Each has some of the parts in its file, and gets none of them from the others."""
+    plan = job_plan(*(Fault(action="leave", node=f"n{i}", at=0.4) for i in range(2)), members=2)
+    again = tuple(NodeSpec(name=f"r{i}", after=f"n{i}") for i in range(2))
+    world = run(replace(plan, nodes=(*plan.nodes, *again), starts=(*plan.starts, 0.1, 0.1)))
+    parting = next(v for v in world.store.views if not v.members)
+    founded = world.store.views[-1]
+    assert founded.predecessor == parting.id
+    assert "from the state that" in founded.reason
+    assert steps(world) == steps(job(members=2))
+    kept = {n.name: n.file[0] for n in world.nodes.values() if isinstance(n, StagedNode) and n.file is not None}
+    assert {name: k.header.prev_hash for name, k in kept.items()} == {
+        n: world.nodes[n].header.hash for n in ("n0", "n1")
+    }
+    assert all(k.parts != ((0, 5),) for k in kept.values())
+
+
+def test_a_job_begins_anew_only_where_a_file_is_missing() -> None:
+    """n1 dies before it has written its layers down, and nobody else has them."""
+    faults = [Fault(action="leave", node=f"n{i}", at=0.4) for i in range(2)]
+    plan = job_plan(*faults, Fault(action="kill", node="n1", trap=("keeps", 0, 0)), members=2)
+    world = World(plan, StagedHooks())
+    assert world.run().violation == ""
+    assert world.oracle.lost()
+
+
+def test_a_part_that_drifts_is_pulled_and_no_view_changes() -> None:
+    world = run(replace(job_plan(length=80), drift=0.2))
+    assert isinstance(world.oracle, StagedOracle)
+    drifted = [d for h in world.oracle.headers.values() for d in h.drifted]
+    assert len(drifted) > 2
+    assert len(world.store.views) == len(run(job_plan(length=80)).store.views)
+    assert world.oracle.pulls > len(drifted)
+
+
+def test_rounds_of_evaluation_count_each_batch_once_also_after_a_death() -> None:
+    plan = job_plan(
+        Fault(action="kill", node="n2", trap=("forward", 9, 1)), length=80, evaluates=True, gather_every=1, shared=True
+    )
+    world = run(plan)
+    rounds = [h for h in world.oracle.headers.values() if h.kind is Kind.GATHER]
+    assert len(rounds) == steps(world) == 20
+    assert all(any(h.answers) for h in rounds)
+
+
+MACHINES = {"the root": "n0", "another member": "n2", "the scheduler": ""}
+
+
+def dying(machine: str, skip: int) -> Plan:
+    """A job in which a machine dies before the effect with this number; a member leaves, and its layers move."""
+    node, more = MACHINES[machine], {"gather_every": 3, "evaluates": True, "shared": True, "work_s": 0.4}
+    fault = Fault(action="kill" if node else "sched-crash", node=node, lasts=0.1, trap=("any", 0, skip))
+    leaves = Fault(action="leave", node="n3", at=0.1)
+    plan = job_plan(leaves, fault, members=5, length=32, **more)
+    return replace(plan, settings=replace(plan.settings, min_nodes=3), store_s=0.002, limit_s=25.0)
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12))])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_death_before_any_effect_loses_nothing(machine: str, part: int) -> None:
+    """Of the root, of another member and of the scheduler, until there is no such effect any more."""
+    deaths = 0
+    for skip in range(part, 1200, 12):
+        world = run(dying(machine, skip))
+        node = world.nodes.get(MACHINES[machine])
+        if not (node.outcome == "killed" if node is not None else world.schedulers.crashes):
+            break
+        deaths += 1
+    assert 4 < deaths < 99
 
 
 def test_all_leave_at_one_header() -> None:

@@ -40,8 +40,9 @@ class Trap:
     """Stops the process before the `skip`+1-th effect of a kind, from slot `seq` on."""
 
     kind: str
-    """"header", "greeting" (to a learner), "contribution", "committed", "entered", "report", "observe" or "pull"; with
-    pipelines also "forward" and "backward": a unit begins."""
+    """"header", "greeting" (to a learner), "contribution", "committed", "entered", "report", "observe", "pull" or
+    "any"; with pipelines also "forward" and "backward": a unit begins; "keeps" and "kept": before and after it writes
+    its parts down."""
     seq: int
     skip: int
     spring: Callable[[], None]
@@ -49,6 +50,8 @@ class Trap:
     def matches(self, effect: fx.MemberEffect, seq: int) -> bool:
         if seq < self.seq:
             return False
+        if self.kind == "any":
+            return not isinstance(effect, fx.Note)
         match effect:
             case fx.ToPeer(peer, Header() as header):
                 greeting = peer in header.learners and header.view_change is None
@@ -182,6 +185,7 @@ class Connected(Process):
             **self.machine.knowledge(),
             replay="" if spec.replay else "it was told to join by pause",
             pipelines=asked(self.world.program),
+            kept=self.machine.parts.kept,
         )
 
     def tell(self, message: FromMember) -> None:

@@ -83,7 +83,11 @@ class PartPlane:
 
     def _layers(self, opened: _Open, member: str) -> tuple[int, ...]:
         """Returns the parts that this member has reduced: all that it owns but the rest."""
-        return tuple(p for p in numbers(opened.division.owned(member)) if p < opened.division.layer_count)
+        return tuple(p for p in numbers(opened.division.owned(member)) if p < len(opened.division.names) - 1)
+
+    def owners(self, parts: Division, part: int) -> tuple[str, ...]:
+        """Returns who adds up a part's sums."""
+        return parts.owners[part]
 
     def give(self, part: int, raw: RawSum) -> None:
         """This member's raw sum of a layer is final."""
@@ -94,7 +98,7 @@ class PartPlane:
 
     def _tree(self, opened: _Open, part: int) -> Mapping[str, str]:
         if part not in opened.trees:
-            owners = opened.division.owners[part]
+            owners = self.owners(opened.division, part)
             root = owners[(opened.seq + part) % len(owners)]
             near = neighbours(owners, [(a, b) for a, b in links_of(opened.view)])
             found = breadth_first(root, near, root)

@@ -44,7 +44,11 @@ def asked(program: Program) -> str:
     # A member that hands layers over keeps them for a while.
     device = Device(name="me", memory_nbytes=2 * (program.most or program.layers) * _LAYER_NBYTES)
     job = TrainingJob(layers=layers, devices=(device,), micro_batches=program.micro_batches)
-    return PipelineRequest(job, "adaptive", 2).to_json()
+    return PipelineRequest(job, "adaptive", 2, _shared(program), program.on_lost_parts).to_json()
+
+
+def _shared(program: Program) -> dict[str, tuple[int, ...]]:
+    return {"tied": program.users} if program.shared else {}
 
 
 class RoundRobin(ViewPipeliner):
@@ -59,7 +63,7 @@ class RoundRobin(ViewPipeliner):
         self._layers, self._stages, self._micro_batches = program.layers, program.stages, program.micro_batches
         self._most = program.most or program.layers
         self._need = max(program.least, -(-self._layers // self._most))
-        self._seed = seed
+        self._seed, self._shared = seed, _shared(program)
 
     def reroute(
         self,
@@ -84,16 +88,18 @@ class RoundRobin(ViewPipeliner):
                 return before, "as before"
             left = self._vacated(plan, {*ids, VACANT}, ids) if self._draw("again", ids) % 2 else None
             if left is not None and self._is_linked(left, links):
-                return _text(left), "the owners of the same layers run what is vacant"
+                return self._text(left), "the owners of the same layers run what is vacant"
         for turn in range(_TURNS):
             dealt = self._dealt(ids, turn)
             if self._is_linked(dealt, links):
-                return _text(dealt), "stages are dealt anew"
+                return self._text(dealt), "stages are dealt anew"
         return "", "no border between stages has a link"
 
     def _is_linked(self, plan: PipelinePlan, links: Collection[Pair]) -> bool:
-        """Whether each border of a route has a link, and links connect the owners of each layer."""
-        if not all(connected(owners, links) for owners in set(plan.owners)):
+        """Whether each border of a route has a link, and links connect the owners of each part."""
+        holders = plan.holders()
+        shared = (sorted(set().union(*(holders[x] for x in users))) for users in self._shared.values())
+        if not all(connected(owners, links) for owners in (*set(plan.owners), *shared)):
             return False
         routes = (plan.route(j) for j in range(plan.micro_batches))
         return all(frozenset((a.device, b.device)) in links for route in routes for a, b in pairwise(route))
@@ -153,15 +159,14 @@ class RoundRobin(ViewPipeliner):
             start += row.micro_batches
         return replace(left, detours=tuple(detours))
 
-
-def _text(plan: PipelinePlan) -> str:
-    """Returns the text of a plan, with lists that run one micro-batch after the other where pipelines share any."""
-    together, lists = set(coupled(plan)), dict[str, list[Instruction]]()
-    for j, q in enumerate(plan.homes):
-        route = plan.route(j) if q in together else ()
-        passes = [(FORWARD, k) for k in range(len(route))] + [(BACKWARD, k) for k in reversed(range(len(route)))]
-        for kind, k in passes:
-            lists.setdefault(route[k].device, []).append(Instruction(k, kind, j))
-    made = ViewPipelines(plan, {name: tuple(row) for name, row in lists.items()})
-    made.check()
-    return made.to_json()
+    def _text(self, plan: PipelinePlan) -> str:
+        """Returns the text of a plan, with lists that run one micro-batch after the other where pipelines share any."""
+        together, lists = set(coupled(plan)), dict[str, list[Instruction]]()
+        for j, q in enumerate(plan.homes):
+            route = plan.route(j) if q in together else ()
+            passes = [(FORWARD, k) for k in range(len(route))] + [(BACKWARD, k) for k in reversed(range(len(route)))]
+            for kind, k in passes:
+                lists.setdefault(route[k].device, []).append(Instruction(k, kind, j))
+        made = ViewPipelines(plan, {name: tuple(row) for name, row in lists.items()}, self._shared)
+        made.check()
+        return made.to_json()

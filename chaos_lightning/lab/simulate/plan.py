@@ -26,6 +26,8 @@ class NodeSpec:
     """Names in its Hello; empty: whoever it can reach."""
     script: str = "same"
     """What it runs; members must run the same."""
+    after: str = ""
+    """Name of the process in whose place it is started once that has ended; it offers the file that that one kept."""
     parts_at: int = 0
     """From this slot on its hyperparameters are others than the job's; 0: never."""
 
@@ -139,6 +141,8 @@ class Plan:
     """Nobody dies and no link fails: a recovery is a violation."""
     damage: float = 0.0
     """Part of all pulled state ranges that are damaged on the way."""
+    drift: float = 0.0
+    """Part of all comparisons of state hashes at a member in which one of its parts has drifted; 0: none compare."""
     store_s: float = 0.004
     watched: bool = False
     """Machines tell others what their process tables say."""

@@ -2,14 +2,18 @@
 
 Theory of operation. The member's machine is the real one. The training thread runs the units that the entered view
 gives it, one after the other, each when its tensor is here; it hands the raw sum of a layer to the plane as soon as its
-last unit of that layer is over, and contributes when all of its units have run. An attempt ends with its view: a Decide
-drops everything, and the units run again once the one under way is over (P7). Parts are pulled one by one from those
-that hold them at the very header (P8).
+last unit of that layer is over, and contributes when all of its units have run and it knows the norms of the sums that
+it has to tell. Rounds of evaluation are forward units. An attempt ends with its view: a Decide drops everything, and
+the units run again once the one under way is over (P7). Parts are pulled one by one from those that hold them at the
+very header (P8). When all leave, each writes its parts down; a process that is started in the place of another one
+offers what that one wrote (P13).
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from chaos_lightning.lab.simulate.dataplane import DataPlane
@@ -25,12 +29,17 @@ from chaos_lightning.lab.simulate.staged_training import (
     Attempt,
     Batch,
     Parts,
+    RawSum,
     backward,
-    batch_of,
+    clipping,
     entering,
     forward,
     loss,
+    norms,
+    shared,
     stepped,
+    weight,
+    work_of,
 )
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberPhase
@@ -53,8 +62,9 @@ class Border:
 
 @dataclass(slots=True)
 class Run:
-    """One attempt of the training thread at a step."""
+    """One attempt of the training thread at a step, or at a round of evaluation."""
 
+    kind: Kind
     attempt: Attempt
     view: View
     batch: Batch
@@ -65,11 +75,18 @@ class Run:
     activations: dict[tuple[int, int], int] = field(default_factory=dict)
     """What entered a layer, by micro-batch and layer."""
     grads: dict[int, list[int]] = field(default_factory=dict)
+    """Gradients by part."""
+    counts: list[tuple[int, int]] = field(default_factory=list)
+    """Batches that its metrics have counted in a round, with what left the last layer."""
     busy: bool = False
+    over: bool = False
+    """All units have run; it waits for the sums of which it tells the norms."""
 
 
 class StagedNode(Node):
     """See the module."""
+
+    part_plane_class: type[PartPlane] = PartPlane
 
     def __init__(self, world: Job, spec: NodeSpec, number: int) -> None:
         super().__init__(world, spec, number)
@@ -84,11 +101,16 @@ class StagedNode(Node):
         """The run before, or this one."""
         self._opened: View | None = None
         self._early: list[Border] = []
+        self.file: tuple[Kept, Parts, str] | None = None
+        """What it wrote down when all left: also the values, and of which lineage they are."""
+        self._drifted = -1
+        """A part whose hash it has said wrongly in the open step."""
         self._busy_until = 0.0
         """When (virtual s) the unit under way is over."""
 
     def _make_plane(self) -> DataPlane:
-        return PartPlane(self._send_part, self._ranges_done)  # type: ignore[return-value]  # used by this class alone
+        made = self.part_plane_class
+        return made(self._send_part, self._ranges_done)  # type: ignore[return-value]  # used by this class alone
 
     @property
     def parts_plane(self) -> PartPlane:
@@ -157,17 +179,45 @@ class StagedNode(Node):
     def _viewed(self, view: View) -> None:
         self._part(view)
         if self.machine.seq > GENESIS.seq:
+            self._resume(view)
             return
         founded = self.world.founding_of(view)
         if not self.lineage:
             self.lineage = founded
             if self.truth.lineage != founded:
+                if self.spec.after:
+                    self.truth.begins_anew()
                 self.world.founds(self)
         made = numbers(division(view).made(self.me))
         self.values = {p: hash((self.name, self.life, str(view.id), p)) for p in made}
         self.truth.makes(self.lineage, view.id, self.values)
         if not self.training and self.me not in view.joiners:
             self._start(GENESIS)
+
+    def _offered(self) -> tuple[Kept, Parts, str] | None:
+        """What the process wrote down in whose place this one is."""
+        before = self.world.nodes.get(self.spec.after)
+        return before.file if isinstance(before, StagedNode) else None
+
+    def connect(self) -> None:
+        """As it is, once the process has ended in whose place this one is started."""
+        before, offered = self.world.nodes.get(self.spec.after), self._offered()
+        if before is not None and before.alive:
+            self.timer(self.kernel.between(0.1, 0.6), self.connect)
+            return
+        self.machine.parts.kept = offered[0] if offered is not None else None
+        super().connect()
+
+    def _resume(self, view: View) -> None:
+        """The job is founded on what lay in files: it has its own there (14c, P13)."""
+        offered, header = self._offered(), self.machine.header
+        if offered is None or self.training or offered[0].header.hash != header.hash or self.lineage:
+            return
+        _, self.values, self.lineage = offered[0], dict(offered[1]), offered[2]
+        self.truth.resumed(self.lineage, header)
+        self.header = header
+        if self.me not in view.joiners:
+            self._start(header)
 
     def parts_loaded(self, header: Header, view: View, values: Parts, lineage: str) -> None:
         """A pull is complete, and each part equals the donors'."""
@@ -192,8 +242,17 @@ class StagedNode(Node):
         """Others wait for its tensors: it trains on until it is let go."""
         return False
 
+    def runs_units(self) -> bool:
+        """Whether units run for the open slot."""
+        kind = self.next_kind()
+        return kind is Kind.STEP or (kind is Kind.GATHER and self.world.program.evaluates)
+
+    def lacks(self, view: View) -> bool:
+        """Whether a part is not here that it owns in this view."""
+        return any(p not in self.values for p in numbers(division(view).owned(self.me)))
+
     def _begin(self) -> None:
-        if self.next_kind() is Kind.STEP:
+        if self.runs_units():
             self._go()
         else:
             super()._begin()
@@ -203,9 +262,9 @@ class StagedNode(Node):
         view, header = self._opened, self.header
         if view is None or not self.training or self.outcome or self.machine.phase is not MemberPhase.ACTIVE:
             return
-        if self.machine.header is not header or self.next_kind() is not Kind.STEP or view is not self.machine.view:
+        if self.machine.header is not header or view is not self.machine.view or not self.runs_units():
             return
-        if any(p not in self.values for p in numbers(division(view).owned(self.me))):
+        if self.lacks(view):
             return
         attempt = Attempt(view.id, header.seq + 1, header.hash)
         if self.run is not None and self.run.attempt == attempt:
@@ -213,31 +272,44 @@ class StagedNode(Node):
         run = self._new_run(attempt, view)
         self.run = self.last_run = run
         closed = {layer for row in run.closes for layer in row}
-        for layer in sorted(set(run.grads) - closed):
-            self.timer(0.0, lambda k=layer: self._give(run, k))  # type: ignore[misc]
+        for part in sorted(set(run.grads) - closed):
+            self.timer(0.0, lambda k=part: self._give(run, k))  # type: ignore[misc]
         for tensor in [b for b in self._early if self.takes(run, b)]:
             run.borders[tensor.key] = tensor.value
         self._early = [b for b in self._early if (b.attempt.view, b.attempt.seq) > (attempt.view, attempt.seq)]
         self.timer(max(0.0, self._busy_until - self.kernel.now), lambda: self._next(run))
 
     def _new_run(self, attempt: Attempt, view: View) -> Run:
-        batch = batch_of(self.world.program, self.header.ledger)
+        kind = self.next_kind()
+        batch = work_of(self.world.program, self.header, kind)
         parts = division(view)
         units = parts.pipelines.units(self.me, batch.empty) if parts.pipelines is not None else ()
-        run = Run(attempt, view, batch, deque(units), units, deque(closing(units)))
-        run.grads.update({layer: [] for layer in self._layers(parts)})
+        if kind is not Kind.STEP:
+            units = tuple(u for u in units if u.kind == FORWARD)
+        run = Run(kind, attempt, view, batch, deque(units), units, self._closes(units))
+        if kind is Kind.STEP:
+            run.grads.update({part: [] for part in self._reduced(parts)})
         return run
+
+    def _closes(self, units: tuple[StepUnit, ...]) -> deque[tuple[int, ...]]:
+        """Returns, by unit, the parts whose raw sum is final here after it."""
+        rows, program = list(closing(units)), self.world.program
+        last = max((i for i, row in enumerate(rows) if set(row) & set(program.users)), default=-1)
+        if last >= 0:
+            rows[last] = (*rows[last], program.layers)
+        return deque(rows)
 
     def with_units(self, run: Run, units: tuple[StepUnit, ...]) -> Run:
         """The same run with other units."""
-        return replace(run, units=deque(units), all_units=units, closes=deque(closing(units)))
+        return replace(run, units=deque(units), all_units=units, closes=self._closes(units))
 
-    def _layers(self, parts: Division) -> list[int]:
-        return [p for p in numbers(parts.owned(self.me)) if p < parts.layer_count]
+    def _reduced(self, parts: Division) -> list[int]:
+        """Returns the parts that it owns and whose gradients are summed: all but the rest."""
+        return [p for p in numbers(parts.owned(self.me)) if p < len(parts.names) - 1]
 
-    def _give(self, run: Run, layer: int) -> None:
+    def _give(self, run: Run, part: int) -> None:
         if run is self.run:
-            self.parts_plane.give(layer, tuple(sorted(run.grads[layer])))
+            self.parts_plane.give(part, tuple(sorted(run.grads[part])))
 
     def takes(self, run: Run, tensor: Border) -> bool:
         """A tensor counts in its own attempt only (P7)."""
@@ -256,8 +328,8 @@ class StagedNode(Node):
         if run is not self.run or run.busy or not self.alive:
             return
         if not run.units:
-            run.busy = True  # nothing follows
-            self._step_over(run)
+            run.busy = run.over = True  # nothing follows
+            self._units_over(run)
             return
         unit = run.units[0]
         if unit.taken is not None and unit.taken not in run.borders:
@@ -294,29 +366,80 @@ class StagedNode(Node):
         value = self._forward(run, unit) if unit.kind == FORWARD else self._backward(run, unit)
         if unit.sent is not None:
             self.world.fabric.send(self.me, unit.to, Border(run.attempt, unit.sent, value))
-        for layer in run.closes.popleft():
-            self._give(run, layer)
+        for part in run.closes.popleft():
+            self._give(run, part)
         self._next(run)
+
+    def weight(self, layer: int) -> int:
+        """What a layer computes with."""
+        return weight(self.world.program, self.values, layer)
 
     def _forward(self, run: Run, unit: StepUnit) -> int:
         j = unit.micro_batch
         value = run.borders[unit.taken] if unit.taken is not None else entering(run.attempt, run.batch, j)
         for layer in range(unit.first, unit.end):
             run.activations[j, layer] = value
-            value = forward(value, layer, self.values[layer])
+            value = forward(value, layer, self.weight(layer))
         run.activations[j, unit.end] = value
+        if run.kind is Kind.GATHER and unit.end == self.world.program.layers:
+            run.counts.append((j, value))
         return value
 
     def _backward(self, run: Run, unit: StepUnit) -> int:
         j = unit.micro_batch
         gradient = run.borders[unit.taken] if unit.taken is not None else loss(run.activations[j, unit.end])
         for layer in reversed(range(unit.first, unit.end)):
-            gradient, own = backward(gradient, run.activations[j, layer], layer, self.values[layer])
+            gradient, own = backward(gradient, run.activations[j, layer], layer, self.weight(layer))
             run.grads[layer].append(own)
+            if layer in self.world.program.users:
+                run.grads[self.world.program.layers].append(shared(own))
         return gradient
 
-    def _step_over(self, run: Run) -> None:
-        """All units have run: what they covered, and the samples of first and last layers."""
+    def _ranges_done(self, view: ViewId, seq: int) -> None:
+        super()._ranges_done(view, seq)
+        if self.run is not None and self.run.over and self.run.attempt.view == view:
+            self._units_over(self.run)
+
+    def _units_over(self, run: Run) -> None:
+        """All units have run, and maybe all sums are here: what it contributes."""
+        if run.kind is Kind.GATHER:
+            self._round_over(run)
+            return
+        parts, results = division(run.view), self.parts_plane.results(run.attempt.view, run.attempt.seq)
+        told = [p for p in numbers(parts.made(self.me)) if p < len(parts.names) - 1]
+        if all(p in results for p in told):
+            run.over = False
+            self._step_over(run, norms({p: results[p] for p in told}) if told else b"")
+
+    def _hashes(self, run: Run) -> tuple[str, ...]:
+        """Hashes of the parts that it owns; one of them may have drifted, if older owners can tell (P12)."""
+        drift, parts = self.world.plan.drift, division(run.view)
+        self._drifted = -1
+        if not drift:
+            return ()
+        owned, random = numbers(parts.owned(self.me)), self.kernel.random
+        youngest = [p for p in owned if parts.owners[p][0] != self.me == parts.owners[p][-1]]
+        if youngest and random.random() < drift:
+            self._drifted = random.choice(youngest)
+        return tuple(str(self.values[p] ^ (p == self._drifted)) for p in owned)
+
+    def _round_over(self, run: Run) -> None:
+        """A round of evaluation: what its last layers have counted."""
+        batches, payload = [j for j in range(len(run.batch.positions)) if j not in run.batch.empty], b""
+        if run.counts:
+            payload = json.dumps(run.counts).encode()
+        self.truth.voted(self.me, run.attempt.seq, payload)
+        self._contribute(
+            Kind.GATHER,
+            payload=payload,
+            name="validation",
+            prev_hash=run.attempt.base,
+            coverage=coverage(run.all_units, FORWARD),
+            micro_batches=union((j, j + 1) for j in batches),
+        )
+
+    def _step_over(self, run: Run, said: bytes) -> None:
+        """A step: what its sums cover, and the samples of first and last layers."""
         batch, layers = run.batch, self.world.program.layers
         forwards = [u for u in run.all_units if u.kind == FORWARD]
         spans = [s for u in forwards if u.first == 0 for s in batch.positions[u.micro_batch]]
@@ -328,13 +451,15 @@ class StagedNode(Node):
             coefficient=1.0,
             spent=(Spent("", batch.epoch, union(spans)),) if spans else (),
             name="step",
+            payload=said,
+            state_hashes=self._hashes(run),
             prev_hash=run.attempt.base,
             coverage=coverage(run.all_units),
             micro_batches=union((j, j + 1) for j in full),
         )
 
     def _contribute(self, kind: Kind, view: ViewId = NO_VIEW, **fields: object) -> None:
-        if kind is Kind.STEP and self.run is not None and not self.outcome:
+        if self.run is not None and kind is self.run.kind and not self.outcome:
             if self.machine.phase is MemberPhase.ACTIVE and self.run.view is self.machine.view:
                 super()._contribute(kind, view=self.run.attempt.view, **fields)
             return
@@ -346,14 +471,22 @@ class StagedNode(Node):
         before, closed = self.header, self.truth.view(header.view)
         parts = division(closed)
         if header.kind is Kind.STEP and not header.error:
-            results = self.parts_plane.results(header.view, header.seq)
-            owned = [p for p in numbers(parts.owned(self.me)) if p in self.values]
-            if lacking := [p for p in owned if p < parts.layer_count and p not in results]:
-                raise Violation(f"{self.me} commits slot {header.seq} without the sums of layers {lacking} (P4)")
+            results, owned = self.parts_plane.results(header.view, header.seq), numbers(parts.owned(self.me))
+            if lacking := [p for p in owned if p not in self.values]:
+                raise Violation(f"{self.me} commits slot {header.seq}, and lacks parts {lacking} that it owns (P4)")
+            if lacking := [p for p in self._reduced(parts) if p not in results]:
+                raise Violation(f"{self.me} commits slot {header.seq} without the sums of parts {lacking} (P4)")
             mine = {p: self.values[p] for p in owned}
-            self.values.update(stepped(mine, results, len(parts.names) - 1, header))
+            clipped = self.clipped(header, {p: results[p] for p in self._reduced(parts)})
+            self.values.update(stepped(mine, results, len(parts.names) - 1, header, clipped))
+        named = [d.part for d in header.drifted if d.member == self.me]
+        if self._drifted >= 0 and header.kind is Kind.STEP and self._drifted not in named:
+            self.values[self._drifted] ^= 1
+        self._drifted = -1
         self.run = None
         self.truth.applied(self.me, self.lineage, before, header, contributors, self.values)
+        for part in named:
+            del self.values[part]
         self.header, self.assigning = header, self.machine.assigning
         self.externalise(before, header)
         if header.error:
@@ -362,6 +495,10 @@ class StagedNode(Node):
         elif self.machine.phase is MemberPhase.ACTIVE:
             self._begin()
         self._part(header.view_change)
+
+    def clipped(self, header: Header, results: Mapping[int, RawSum]) -> str:
+        """What its step is clipped with, by what the header hands on (P11)."""
+        return clipping(header.answers)
 
     # ------------------------------------------------------------------ serving others
 
@@ -379,11 +516,26 @@ class StagedNode(Node):
 
     def _part(self, view: View | None) -> None:
         """All leave: it writes its parts down, and says so (P13)."""
+        if view is not None and not view.members and any(m.id == self.me for m in view.leaving):
+            self._write_down()
+
+    def _write_down(self) -> None:
         machine = self.machine
-        if view is None or view.members or not any(m.id == self.me for m in view.leaving):
+        held = machine.parts.held if machine.seq > GENESIS.seq else ()
+        kept = Kept(kept_header(machine.header, machine.header.view), self.me, machine.chain, held)
+        file = kept, {p: self.values[p] for p in numbers(held)}, self.lineage
+        self.timer(self.kernel.between(0.005, 0.05), lambda: self._keep(file))
+
+    def _keep(self, file: tuple[Kept, Parts, str]) -> None:
+        if self.sprung("keeps"):
             return
-        kept = Kept(kept_header(machine.header, machine.header.view), self.me, machine.chain, machine.parts.held)
-        self.timer(self.kernel.between(0.005, 0.05), lambda: self.say(kept))
+        self.file = file if file[1] else self.file
+        self.say(file[0])
+
+        def over() -> None:
+            self.sprung("kept")
+
+        self.timer(0.02, over)
 
     def _left(self, reason: str) -> None:
         self.truth.goes(self.me, self)
@@ -393,6 +545,12 @@ class StagedNode(Node):
         if "held by nobody who answers" in reason:
             self.truth.passed_over(self.me, self.header)
             self.troubled_at = self.kernel.now
+        elif (
+            rejoin
+            and self.silent_s() <= self.world.settings.last_holder_timeout_s
+            and not self.world.store.tip.finished
+        ):
+            self.truth.put_out(self.me, self)
         super()._ejected(reason, rejoin, phase)
 
     def restart(self) -> None:

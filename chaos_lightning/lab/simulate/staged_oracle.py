@@ -2,21 +2,33 @@
 
 Theory of operation. Whatever a member holds after a header must be what one process would hold that has all parts and
 ran every micro-batch once, in the attempt that the header closed. So a sum that misses a micro-batch, has one twice, or
-has a gradient of another attempt or another state shows at the first commit. Before slot 1 each view has a state of its
-own, made part by part by the oldest owners in it (P14).
+has a gradient of another attempt or another state shows at the first commit. So do norms of other parts than all, and
+batches that a round of evaluation counts twice. Before slot 1 each view has a state of its own, made part by part by
+the oldest owners in it (P14). What lies in files at one header counts as if it were held (P13).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from chaos_lightning.lab.simulate.oracle import Oracle, Violation
-from chaos_lightning.lab.simulate.staged_training import Attempt, Parts, batch_of, result_of, stepped
+from chaos_lightning.lab.simulate.staged_training import (
+    Attempt,
+    Parts,
+    batch_of,
+    clipping,
+    norms,
+    result_of,
+    stepped,
+    tensors_of,
+    work_of,
+)
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.parts import division, numbers
-from chaos_lightning.protocol.types import GENESIS, Header, Kind, View, ViewId
+from chaos_lightning.protocol.types import GENESIS, Header, Kept, Kind, View, ViewId
 
 _Key = tuple[str, str]
 
@@ -31,6 +43,7 @@ class HoldsParts(Protocol):
     header: Header
     values: Parts
     machine: MemberMachine
+    file: tuple[Kept, Parts, str] | None
 
 
 @dataclass(slots=True)
@@ -57,6 +70,42 @@ class StagedOracle(Oracle):
         for part, value in made.items():
             if truth.setdefault(part, value) != value:
                 raise Violation(f"part {part} of view {view} is made twice (P14)")
+
+    def resumed(self, lineage: str, header: Header) -> None:
+        """The job is founded on what files hold at the header before this one (P13)."""
+        key = (lineage, header.hash)
+        self.truths[key], self.headers[key] = self.truths[lineage, header.prev_hash], header
+
+    def begins_anew(self) -> None:
+        """The job is founded from nothing; not if all have parted in good order, or files hold every part (P13)."""
+        files = [m.file[0] for m in self.members if m.file is not None]
+        whole = any(self._filed(k.header.prev_hash) >= self.every for k in files)
+        if whole or (files and not any(m.outcome == "killed" for m in self.members)):
+            where = sorted({f"{k.member}: {k.parts} at slot {k.header.seq - 1}" for k in files})
+            raise Violation(f"the job begins again from nothing, and this was written down: {where} (P13)")
+
+    def _filed(self, head: str) -> set[int]:
+        """Parts that lie in files at this header."""
+        files = [m.file[0] for m in self.members if m.file is not None]
+        return {p for k in files if k.header.prev_hash == head for p in numbers(k.parts)}
+
+    @property
+    def every(self) -> set[int]:
+        """All parts."""
+        return set(range(self.program.rest + 1))
+
+    def put_out(self, who: str, member: HoldsParts) -> None:
+        """A member that lives is out: no part of the state may go with it that nobody else has (P6)."""
+        here = [m for m in self.members if m.alive and not m.outcome and m.training and m is not member]
+        if not here or member.header.seq == GENESIS.seq or any(m.header.kind is Kind.CLOSING for m in here):
+            return
+        before = [*here, member]
+        if any(self._held(m.header, before) >= self.every for m in before) and not self._whole(here):
+            raise Violation(f"{who} is out, and the others do not hold all parts of the state without it (P6)")
+
+    def _whole(self, here: list[HoldsParts]) -> bool:
+        """Whether these and files hold all parts at one header."""
+        return any(self._held(m.header, here) | self._filed(m.header.hash) >= self.every for m in here)
 
     def pulled(self, who: str, lineage: str, header: Header, view: ViewId, values: Mapping[int, int]) -> None:
         """A member says that parts which it lacked are here (P8)."""
@@ -102,15 +151,12 @@ class StagedOracle(Oracle):
         here = [m for m in self.members if m.alive and not m.outcome and m.training]
         if not here or any(m.header.seq == GENESIS.seq for m in here):
             return False
-        every = set(range(self.program.layers + 1))
-        if any(self._held(m.header, here) >= every for m in here):
-            return False
-        return all(m.machine.notice for m in here)
+        return not self._whole(here) and all(m.machine.notice for m in here)
 
     def passed_over(self, who: str, header: Header) -> None:
         """A member at this header is out, since a part of the state at it is held by nobody who answers (P5)."""
         here = [m for m in self.members if m.alive and not m.frozen and not m.outcome and m.training]
-        if self._held(header, here) >= set(range(self.program.layers + 1)):
+        if self._held(header, here) >= self.every:
             raise Violation(
                 f"{who} is out though all parts at its slot {header.seq} are held by members that live (P5)"
             )
@@ -140,11 +186,13 @@ class StagedOracle(Oracle):
         """All parts after this header."""
         base = self.truths[self._key(lineage, before, header.view)]
         if header.kind is not Kind.STEP:
+            if header.kind is Kind.GATHER and self.program.evaluates:
+                self._check_round(before, header, base)
             return dict(base)
         if not header.reduced:
             raise Violation(f"slot {header.seq} is a step of pipelines, and its header needs bytes (P4)")
         program, batch = self.program, batch_of(self.program, before.ledger)
-        if missing := [p for p in range(program.layers + 1) if p not in base]:
+        if missing := sorted(self.every - set(base)):
             raise Violation(f"slot {header.seq} is committed, and nobody has ever had parts {missing} (P14)")
         used = sorted(p for spans in batch.positions for start, stop in spans for p in range(start, stop))
         left = set(_positions(program.unspent(before.ledger, batch.epoch)))
@@ -154,8 +202,17 @@ class StagedOracle(Oracle):
                 f"slot {header.seq}: its ledger spends {spent} and it weighs {header.total_weight:g}; the header "
                 f"before gives it {used} (P2)"
             )
-        sums = result_of(program, Attempt(header.view, header.seq, before.hash), batch, base)
-        return stepped(base, dict(enumerate(sums)), program.layers, header)
+        sums = dict(enumerate(result_of(program, Attempt(header.view, header.seq, before.hash), batch, base)))
+        return stepped(base, sums, program.rest, header, clipping([norms(sums)]))
+
+    def _check_round(self, before: Header, header: Header, base: Parts) -> None:
+        """A round of evaluation has counted each of its batches once, in the attempt that its header closed (P17)."""
+        program, batch = self.program, work_of(self.program, before, header.kind)
+        attempt = Attempt(header.view, header.seq, before.hash)
+        due = {j: tensors_of(program, attempt, batch, base, j)[-1] for j in range(program.micro_batches)}
+        found = sorted((j, value) for text in header.answers if text for j, value in json.loads(text))
+        if found != [(j, due[j]) for j in sorted(due) if j not in batch.empty]:
+            raise Violation(f"slot {header.seq}: metrics have counted batches {[j for j, _ in found]} (P17)")
 
 
 def _positions(spans: tuple[tuple[int, int], ...]) -> list[int]:

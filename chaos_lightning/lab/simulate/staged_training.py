@@ -4,16 +4,17 @@ Theory of operation. The training state has parts (membership/parts.py): layers 
 between stages and a gradient are numbers, too: hashes of everything that went into them, of the attempt above all. So
 a sum is right exactly if it is the sum that one process would get which has the whole state and runs every micro-batch
 once, and `result_of` computes that one. A member's raw sum of a layer is the sorted row of its micro-batches'
-gradients, so a gradient that is there twice shows.
+gradients, so a gradient that is there twice shows. The norm of a sum is a number of its hash, and now and then NaN.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chaos_lightning.lab.simulate.training import Program
-from chaos_lightning.protocol.types import Header, Ledger, Span, ViewId
+from chaos_lightning.protocol.types import Header, Kind, Ledger, Span, ViewId
 
 RawSum = tuple[int, ...]
 """Gradients of one layer, sorted."""
@@ -51,6 +52,14 @@ def batch_of(program: Program, ledger: Ledger) -> Batch:
     return Batch(epoch, tuple(((row[0], row[-1] + 1),) if row else () for row in rows))
 
 
+def work_of(program: Program, before: Header, kind: Kind) -> Batch:
+    """Returns the samples of the slot after this header: of a step, or of a round of evaluation (P17)."""
+    if kind is Kind.STEP:
+        return batch_of(program, before.ledger)
+    count = 1 + before.seq % program.micro_batches
+    return Batch(0, tuple(((j, j + 1),) if j < count else () for j in range(program.micro_batches)))
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """An attempt at a step: what tells its tensors from all others."""
@@ -64,6 +73,11 @@ class Attempt:
 def entering(attempt: Attempt, batch: Batch, micro_batch: int) -> int:
     """Returns what enters layer 0."""
     return hash((attempt.view, attempt.base, batch.epoch, batch.positions[micro_batch]))
+
+
+def weight(program: Program, parts: Mapping[int, int], layer: int) -> int:
+    """Returns what a layer computes with: its own part, and the shared one if it uses that."""
+    return hash((parts[layer], parts[program.layers])) if layer in program.users else parts[layer]
 
 
 def forward(tensor: int, layer: int, value: int) -> int:
@@ -81,32 +95,61 @@ def backward(gradient: int, tensor: int, layer: int, value: int) -> tuple[int, i
     return hash(("backward", gradient, tensor, layer, value)), hash(("gradient", gradient, tensor, layer, value))
 
 
+def tensors_of(program: Program, attempt: Attempt, batch: Batch, parts: Mapping[int, int], j: int) -> list[int]:
+    """Returns what enters each layer in one micro-batch, and what leaves the last one."""
+    tensors = [entering(attempt, batch, j)]
+    for layer in range(program.layers):
+        tensors.append(forward(tensors[-1], layer, weight(program, parts, layer)))
+    return tensors
+
+
 def result_of(program: Program, attempt: Attempt, batch: Batch, parts: Mapping[int, int]) -> list[RawSum]:
-    """Returns the sum of each layer over all micro-batches, as one process computes it that has all parts."""
-    sums: list[list[int]] = [[] for _ in range(program.layers)]
+    """Returns the sum of each part over all micro-batches, as one process computes it that has all parts."""
+    sums: list[list[int]] = [[] for _ in range(program.rest)]
     for j in range(program.micro_batches):
         if j in batch.empty:
             continue
-        tensors = [entering(attempt, batch, j)]
-        for layer in range(program.layers):
-            tensors.append(forward(tensors[-1], layer, parts[layer]))
+        tensors = tensors_of(program, attempt, batch, parts, j)
         gradient = loss(tensors[-1])
         for layer in reversed(range(program.layers)):
-            gradient, own = backward(gradient, tensors[layer], layer, parts[layer])
+            gradient, own = backward(gradient, tensors[layer], layer, weight(program, parts, layer))
             sums[layer].append(own)
+            if layer in program.users:
+                sums[program.layers].append(shared(own))
     return [tuple(sorted(row)) for row in sums]
 
 
-def stepped(parts: Mapping[int, int], results: Mapping[int, Sequence[int]], rest: int, header: Header) -> Parts:
-    """Returns parts after a step: layers by their sums, the rest by the header.
+def shared(own: int) -> int:
+    """Returns the gradient of the shared parameter beside this one of a layer that uses it."""
+    return hash(("shared", own))
+
+
+# ------------------------------------------------------------------ the norm (P11)
+
+
+def norms(sums: Mapping[int, RawSum]) -> bytes:
+    """Returns what the oldest owners of these parts say of their reduced sums."""
+    values = {part: hash(row) % 1009 for part, row in sums.items()}
+    return json.dumps({part: value if value % 17 else float("nan") for part, value in values.items()}).encode()
+
+
+def clipping(said: Sequence[bytes]) -> str:
+    """Returns what the step of every part is clipped with: the norms of all parts, in their order."""
+    found = {int(part): value for text in said if text for part, value in json.loads(text).items()}
+    return str(sorted(found.items()))
+
+
+def stepped(parts: Mapping[int, int], results: Mapping[int, RawSum], rest: int, header: Header, clipped: str) -> Parts:
+    """Returns parts after a step: layers and what they share by their sums, the rest by the header.
 
     Args:
         parts: Before, as far as they are here.
-        results: Sums of layers.
+        results: Sums of parts.
         rest: Number of the rest.
         header: The step's.
+        clipped: See `clipping`.
     """
-    after = {part: hash((value, tuple(results[part]))) for part, value in parts.items() if part in results}
+    after = {part: hash((value, results[part], clipped)) for part, value in parts.items() if part in results}
     if rest in parts:
         after[rest] = hash((parts[rest], header.seq))
     return after

@@ -37,6 +37,9 @@ class Program:
         micro_batch_size: Samples of each.
         most: Layers that a member has room for; 0: all.
         least: Members with which a plan fits at least.
+        on_lost_parts: What becomes of the job if parts of the state are lost (planning/pipelines/request.py).
+        shared: The first and the last layer share a parameter, which is a part of its own.
+        evaluates: Each collective is a round of evaluation in pipelines.
     """
 
     epochs: int = 2
@@ -50,6 +53,19 @@ class Program:
     micro_batch_size: int = 1
     most: int = 0
     least: int = 1
+    on_lost_parts: str = "wait"
+    shared: bool = False
+    evaluates: bool = False
+
+    @property
+    def users(self) -> tuple[int, ...]:
+        """Layers that use the shared parameter; its part has the number behind theirs."""
+        return (0, self.layers - 1) if self.shared else ()
+
+    @property
+    def rest(self) -> int:
+        """Number of the part that all members own."""
+        return self.layers + self.shared
 
     def epoch(self, ledger: Ledger) -> int:
         """The epoch of the next step; `epochs` when all are spent."""

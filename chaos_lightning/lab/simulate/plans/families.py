@@ -11,7 +11,7 @@ from chaos_lightning.lab.simulate.plans.links import SPARSE, WIRED, crowd_plan
 from chaos_lightning.lab.simulate.plans.members import DYING, busy_plan, random_plan
 from chaos_lightning.lab.simulate.plans.outer import outer_plan, waiting_plan
 from chaos_lightning.lab.simulate.plans.schedulers import FAILING, lost_plan
-from chaos_lightning.lab.simulate.plans.staged import staged_plan
+from chaos_lightning.lab.simulate.plans.staged import staged_family
 
 _OTHERS: tuple[Callable[[int], Plan], ...] = (*DYING, *JOINING, *WIRED, *SPARSE)
 
@@ -43,6 +43,6 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "founding": founding_plan,
     "outer": outer_plan,
     "waiting": waiting_plan,
-    "pipelines": staged_plan,
+    "pipelines": staged_family,
 }
 """What a long run may be confined to, by name."""

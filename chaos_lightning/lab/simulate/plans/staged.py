@@ -3,20 +3,24 @@
 Theory of operation. What goes wrong is drawn as for other jobs (members.py); traps strike in units, too. Members are
 few, so that the owners of a part often die together, and layers few, so that runs are fast. Some orders of events are
 aimed at: a death while parts move, a header that is through to one member only, an only holder that freezes, members
-that are too few for any plan before newcomers come.
+that are too few for any plan before newcomers come, members in two parts of which none holds the whole state, parts
+that drift, all that leave and come back. Members and schedulers also die before any effect of theirs at all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
 from chaos_lightning.lab.simulate.plans.members import KINDS, random_plan
 from chaos_lightning.lab.simulate.training import Program
 
 TRAPS = (
-    "forward", "backward", "backward", "header", "header", "contribution", "committed", "entered", "report", "pull"
+    "forward", "backward", "backward", "header", "header", "contribution", "committed", "entered", "report", "pull",
+    "any", "any",
 )  # fmt: skip
 """Where in a step, or in a recovery, a process is struck."""
 _DEATHS = ("kill-trap", "kill-trap", "kill-trap", "kill-too", "freeze-trap", "slow-link")
@@ -36,6 +40,8 @@ def staged_program(random: Random) -> Program:
         stages=stages,
         micro_batches=micro_batches,
         most=random.choice((0, 0, -(-layers // stages))),
+        shared=random.random() < 0.5,
+        evaluates=random.random() < 0.5,
     )
 
 
@@ -48,16 +54,20 @@ def staged_plan(seed: int, kinds: tuple[str, ...] = (*KINDS, *_DEATHS)) -> Plan:
         program=staged_program(random),
         faults=tuple(_aimed(random, fault) for fault in plan.faults),
         nodes=tuple(replace(node, replay=False) for node in plan.nodes),
+        drift=random.choice((0.0, 0.0, 0.05)),
     )
 
 
 def _aimed(random: Random, fault: Fault) -> Fault:
-    """The same at another place, if it is one."""
+    """The same at another place, if it is one; of a scheduler before any of its effects."""
+    if fault.action in ("sched-crash", "sched-freeze") and random.random() < 0.8:
+        return replace(fault, trap=("any", 0, random.randint(0, 20)))
     if fault.trap is None:
         return fault
     _, seq, skip = fault.trap
     kind = random.choice(TRAPS)
-    return replace(fault, trap=(kind, seq, random.randint(0, 6) if kind in ("forward", "backward") else skip))
+    skips = {"forward": random.randint(0, 6), "backward": random.randint(0, 6), "any": random.randint(0, 40)}
+    return replace(fault, trap=(kind, seq, skips.get(kind, skip)))
 
 
 def _job(seed: int, count: int, *, stages: int = 2, min_nodes: int = 1, faults: tuple[Fault, ...] = ()) -> Plan:
@@ -65,8 +75,9 @@ def _job(seed: int, count: int, *, stages: int = 2, min_nodes: int = 1, faults: 
     random = Random(seed * 7907 + 11)
     plan = random_plan(seed, ("join",), damage=0.0)
     program = Program(
-        epochs=2, length=40, gather_every=random.choice((0, 2)), work_s=0.03, layers=4, stages=stages, micro_batches=4
-    )
+        epochs=2, length=40, gather_every=random.choice((0, 2)), work_s=0.03, layers=4, stages=stages, micro_batches=4,
+        shared=random.random() < 0.5, evaluates=random.random() < 0.5,
+    )  # fmt: skip
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=min_nodes, max_nodes=16),
@@ -77,7 +88,7 @@ def _job(seed: int, count: int, *, stages: int = 2, min_nodes: int = 1, faults: 
         slow_links=(),
         damage=0.0,
         store_s=0.002,
-        limit_s=40.0,
+        limit_s=28.0,
     )
 
 
@@ -132,6 +143,20 @@ def leaving_plan(seed: int) -> Plan:
     return replace(
         plan, faults=tuple(faults), program=program, damage=random.choice((0.0, 0.9, 0.97, 0.99)), limit_s=150.0
     )
+
+
+def let_go_plan(seed: int) -> Plan:
+    """An only owner of some layers leaves, who gets them takes long, and a link breaks meanwhile, maybe twice."""
+    random = Random(seed * 83 + 13)
+    plan = _job(seed, 3, stages=3, min_nodes=2)
+    going, one, other = (f"n{i}" for i in random.sample(range(3), 3))
+    at = random.uniform(1.0, 1.5)
+    later = [at + random.uniform(1.05, 1.4), at + random.uniform(1.4, 2.0)]
+    faults = (
+        Fault(action="leave", node=going, at=at),
+        *(Fault(action="link", node=one, other=other, at=moment) for moment in later),
+    )
+    return replace(plan, faults=faults, program=replace(plan.program, length=160), damage=0.92, limit_s=150.0)
 
 
 def announced_plan(seed: int) -> Plan:
@@ -196,7 +221,9 @@ def frozen_plan(seed: int) -> Plan:
     who = f"n{random.randrange(count)}"
     kind = random.choice(("forward", "backward", "committed", "contribution"))
     lasts = random.choice((3.0, 6.0, 9.5, 14.0))
-    return replace(plan, faults=(Fault(action="freeze", node=who, lasts=lasts, trap=_trap(random, kind)),))
+    fault = Fault(action="freeze", node=who, lasts=lasts, trap=_trap(random, kind))
+    program = replace(plan.program, on_lost_parts=random.choice(("wait", "end")))
+    return replace(plan, faults=(fault,), program=program)
 
 
 def crowded_plan(seed: int) -> Plan:
@@ -212,3 +239,80 @@ def crowded_plan(seed: int) -> Plan:
         starts=(*plan.starts, at + random.uniform(-0.05, 2.0)),
         program=replace(plan.program, stages=random.choice((1, 1, 2)), least=3),
     )
+
+
+def sides_plan(seed: int) -> Plan:
+    """Links break so that members are in two parts for a while; one of these may hold all parts of the state."""
+    random = Random(seed * 71 + 10)
+    count = random.choice((3, 4, 5))
+    plan = _job(seed, count, min_nodes=1)
+    some = random.sample(range(count), random.randint(1, count // 2))
+    at, lasts = random.uniform(0.15, 0.5), random.choice((3.0, 6.0, 9.0))
+    fault = Fault(action="split", node=",".join(f"n{i}" for i in some), at=at, lasts=lasts)
+    return replace(plan, faults=(fault,), limit_s=60.0)
+
+
+def drifting_plan(seed: int) -> Plan:
+    """Parts drift at members; one member may die meanwhile."""
+    random = Random(seed * 73 + 11)
+    plan = rerun_plan(seed)
+    return replace(plan, drift=random.choice((0.05, 0.3)), faults=plan.faults if random.random() < 0.7 else ())
+
+
+def parting_plan(seed: int) -> Plan:
+    """All leave at about the same time, and others are started in their places; one or two may die meanwhile."""
+    random = Random(seed * 79 + 12)
+    count = random.choice((2, 3, 4))
+    plan = _job(seed, count, stages=random.randint(1, min(count, 3)), min_nodes=1)
+    at = random.uniform(0.2, 0.6)
+    names = [f"n{i}" for i in range(count)]
+    faults = [Fault(action="leave", node=n, at=at + random.choice((0.0, random.uniform(0.0, 0.9)))) for n in names]
+    dying = random.sample(names, random.choice((0, 0, 1, 2)))
+    faults += [Fault(action="kill", node=n, trap=(k, 0, 0)) for n, k in zip(dying, ("kept", "keeps"), strict=False)]
+    places = tuple(NodeSpec(name=f"r{i}", host=f"h{i}", after=f"n{i}") for i in range(count))
+    return replace(
+        plan,
+        nodes=(*plan.nodes, *places),
+        starts=(*plan.starts, *(0.01 for _ in places)),
+        faults=tuple(faults),
+        program=replace(plan.program, length=80),
+        limit_s=90.0,
+    )
+
+
+def with_program(plan: Callable[[int], Plan], **fields: Any) -> Callable[[int], Plan]:
+    """The same plans with these fields of the program."""
+
+    def changed(seed: int) -> Plan:
+        made = plan(seed)
+        return replace(made, program=replace(made.program, **fields))
+
+    return changed
+
+
+rounds_plan = with_program(rerun_plan, gather_every=1, evaluates=True)
+tied_plan = with_program(rerun_plan, shared=True)
+
+STAGED: tuple[Callable[[int], Plan], ...] = (
+    *(staged_plan,) * 12,
+    rerun_plan,
+    rounds_plan,
+    founding_plan,
+    leaving_plan,
+    let_go_plan,
+    announced_plan,
+    torn_plan,
+    early_plan,
+    moved_plan,
+    frozen_plan,
+    crowded_plan,
+    sides_plan,
+    drifting_plan,
+    parting_plan,
+)
+"""What a long run of the family draws from."""
+
+
+def staged_family(seed: int) -> Plan:
+    """Of the plans about pipelines the one whose turn it is."""
+    return STAGED[seed % len(STAGED)](seed)
