@@ -25,7 +25,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import xxhash
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from benchmarks.victims import write_out
 from benchmarks.workers import Scheduler, scratch
@@ -181,6 +182,8 @@ class Watch(pl.Callback):
         self._strikes.watch(getattr(module, str(getattr(module, "chaos_chain"))))  # noqa: B009
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if resave := self._spec.pop("resave", None):
+            trainer.save_checkpoint(resave)
         while (self._folder / f"gate-{trainer.global_step}").exists():
             time.sleep(GATE_S)
 
@@ -236,16 +239,20 @@ def module_of(spec: dict[str, Any]) -> tuple[Any, Any]:
     if about.pop("kind") == "timed":
         width, generator = about["width"], torch.Generator().manual_seed(3)
         return TimedModel(**about), TensorDataset(torch.randn(4096, width, generator=generator))
-    return FixedGPT(**about), prose(about["block"], spec["text"])[0]
+    text = prose(about["block"], spec["text"])[0]
+    return FixedGPT(**about), Subset(text, range(spec.get("samples", len(text))))
 
 
-def member(spec: dict[str, Any]) -> None:
+def member(spec: dict[str, Any], *callbacks: pl.Callback) -> None:
     """One member, or the training in one process.
 
     Args:
         spec: name, folder, model (kind: gpt or timed, and arguments), batch, micro_batches; steps, clip, double
             (precision), hashes, gradients (of which steps), text (bytes). Of a member also endpoint, policy,
             device_memory, profile; counted (the tensors that units keep). strategy: "auto" for plain Lightning.
+            saves (folder of checkpoints), save_every (steps); ckpt_path, and resave: where it is saved at once;
+            samples: of the text.
+        callbacks: More of them.
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
@@ -261,12 +268,16 @@ def member(spec: dict[str, Any]) -> None:
         strikes.engine = lambda: strategy.session._engine
     pl.seed_everything(7, verbose=False)
     module, data = module_of(spec)
+    saves = []
+    if "saves" in spec:
+        saves = [ModelCheckpoint(spec["saves"], "{step}", every_n_train_steps=spec["save_every"], save_top_k=-1)]
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, accumulate_grad_batches=accumulate,
-        max_epochs=-1, max_steps=spec.get("steps", -1), callbacks=[watch], gradient_clip_val=spec.get("clip"),
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=1, strategy=strategy, accumulate_grad_batches=accumulate, max_epochs=-1,
+        max_steps=spec.get("steps", -1), callbacks=[watch, *callbacks, *saves], gradient_clip_val=spec.get("clip"),
+        logger=False, enable_checkpointing=bool(saves), enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(data, batch_size=spec["batch"], shuffle=False, drop_last=True))
+    loader = DataLoader(data, batch_size=spec["batch"], shuffle=False, drop_last=True)
+    trainer.fit(module, loader, ckpt_path=spec.get("ckpt_path"))
     found = {n: t.detach().clone() for n, t in tensors_of(module).items()}
     report = {"rows": watch.rows, "gradients": watch.gradients, "tensors": found, "peak_nbytes": max(peaks)}
     report["request"] = watch.request
@@ -317,6 +328,15 @@ class PipelineJob:
         self._scheduler.start(least)
         for name in names:
             self.harness.wait_for("scheduler", lambda r, name=name: r.member.startswith(f"{name}~"), after=last)
+
+    def again(self, names: Sequence[str], **more: Any) -> None:
+        """Starts all anew and at once, as a launcher does with a job that has ended to begin again."""
+        since = self.harness.records[-1]
+        self._scheduler.stop()
+        self._scheduler.start(len(names))
+        for name in names:
+            self.start(name, **more)
+        self.harness.wait_for("attempt", after=since)
 
     def start(self, name: str, **more: Any) -> None:
         """Starts a member of this name."""

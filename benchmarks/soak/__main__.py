@@ -15,6 +15,8 @@ looks whether links that were mended came back into views. The peer is training 
 the same epochs without pause, with several world sizes and seeds. The final loss must lie within the 95 % prediction
 interval for one more such run, and within the 99 % interval of what as many steps would have given (log loss over log
 steps: more members make fewer and larger steps of the same epochs).
+
+With --pipelines members train in stages; pipelines.py says how they are hurt and judged.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ def options() -> argparse.Namespace:
     p.add_argument(
         "--schedulers-every-s", type=float, default=-1.0, help="the same for these; -1: twice as rarely, 0: none"
     )
+    p.add_argument("--pipelines", action="store_true", help="members train in stages; see benchmarks/soak/pipelines.py")
     p.add_argument("--plan", default="", help="how gradients travel, for the scheduler; empty: as by default")
     p.add_argument("--pace-s", type=float, default=0.1, help="pause in each step")
     p.add_argument("--stuck-s", type=float, default=60.0, help="give up after so long without a step")
@@ -77,6 +80,10 @@ def epochs_of(args: argparse.Namespace, length: int) -> int:
 
 def main() -> int:
     args = options()
+    if args.pipelines:
+        from benchmarks.soak.pipelines import soak
+
+        return soak(args)
     length = training_length()
     epochs = epochs_of(args, length)
     result = Result("soak")

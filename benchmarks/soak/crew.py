@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak.checks import Freeze
-from benchmarks.soak.links import Links
+from benchmarks.soak.links import DECK, Links
 from benchmarks.soak.member import member
 from benchmarks.soak.schedulers import Control
 from benchmarks.soak.ways import Ways
@@ -81,6 +81,16 @@ class Crew:
     undeclared: list[str] = field(default_factory=list)
     over: bool = False
 
+    founders, most, kept, deck = FOUNDERS, MOST, KEPT, DECK
+    polite = (0,)
+    """Exit codes of those that end as they should."""
+    work = staticmethod(member)
+    """Runs a member in its process."""
+
+    def spares(self, name: str) -> bool:
+        """Whether nothing is lost for good with this member."""
+        return True
+
     def start(self, name: str) -> None:
         ctx = context("benchmarks.soak.member", "chaos_lightning.trainer", "sklearn.datasets")
         endpoint = self.endpoint
@@ -88,7 +98,7 @@ class Crew:
             self.ways[name] = self.control.way(name)
             endpoint = self.ways[name].endpoint
         args = (endpoint, name, str(self.folder), self.seed, self.epochs, self.pace_s, self.relay)
-        self.alive[name] = Process(name, Worker(ctx, member, *args))
+        self.alive[name] = Process(name, Worker(ctx, self.work, *args))
         if self.control is not None:
             self.control.know({process.pid: other for other, process in self.alive.items()})
 
@@ -117,7 +127,7 @@ class Crew:
             if code is None:
                 continue
             self._hear(process)
-            if code != 0:
+            if code not in self.polite:
                 self.killed.add(f"{name}-{process.pid}")
                 if not process.may_die:
                     self.undeclared.append(f"{name} ended with exit code {code}")
@@ -167,7 +177,7 @@ class Driver:
         self.crew, self.links, self._log, self._every_s = crew, links, log, every_s
         self._rng = random.Random(seed)
         self._seed = seed
-        self._spares = (f"n{i}" for i in itertools.count(FOUNDERS))
+        self._spares = (f"n{i}" for i in itertools.count(crew.founders))
         self._due: list[Any] = []
         self._began = (time.monotonic(), crew.step)
         self._tried = 0.0
@@ -207,7 +217,7 @@ class Driver:
             spares=[next(self._spares) for _ in range(DOZEN)],
             steps=max(DOZEN, int(DOZEN * self._every_s * pace)),
             count=DOZEN,
-            keep=KEPT,
+            keep=self.crew.kept,
         )
         self._due = [replace(f, step=(f.step or 0) + self.crew.step) for f in plan]
         self.plans += [str(f) for f in self._due]
@@ -219,7 +229,7 @@ class Driver:
         crew, name = self.crew, fault.node
         process = crew.alive.get(name)
         if fault.action is Action.JOIN:
-            if process is not None or len(crew.alive) >= MOST or not self._stay(name):
+            if process is not None or len(crew.alive) >= crew.most or not self._stay(name):
                 return False
             self.links.came(name)
             crew.start(name)
@@ -246,4 +256,4 @@ class Driver:
         """Whether the others do well without this one, and each of them and itself finds a whole link to them."""
         steady = [p.name for p in self.crew.steady(self.links.parted()) if p.name != name]
         present = {p.name for p in self.crew.alive.values() if not p.may_die and not p.word}
-        return self.links.holds(steady, present | {name})
+        return self.crew.spares(name) and self.links.holds(steady, present | {name})

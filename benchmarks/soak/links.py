@@ -20,7 +20,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,7 @@ class Links:
         seed: Of the draws.
         every_s: Mean time between two events; 0: links are left alone.
         kept: So many steady members are never parted from the scheduler or from each other.
+        deck: Cards that are drawn.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Links:
         seed: int,
         every_s: float,
         kept: int = 2,
+        deck: Sequence[str] = DECK,
     ) -> None:
         self.relay = relay
         self.hurts: list[Hurt] = []
@@ -101,7 +103,7 @@ class Links:
         self._log, self._endpoint, self._ways = log, endpoint, ways
         self._every_s, self._kept = every_s, kept
         self._rng = random.Random(seed)
-        self._deck: list[str] = []
+        self._cards, self._deck = deck, list[str]()
         self._next_at = time.monotonic() + every_s
         self._due: list[tuple[float, Hurt]] = []
         self._states: dict[Pair, str] = {}
@@ -157,7 +159,7 @@ class Links:
             return
         self._next_at = now + _AGAIN_S
         if not self._deck:
-            self._deck = list(DECK)
+            self._deck = list(self._cards)
             self._rng.shuffle(self._deck)
         for kind in dict.fromkeys(self._deck):
             if self._strike(kind, sorted(steady), sorted(present)):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.members import fingerprint
 from benchmarks.soak.checks import Parting, Verdict, check, read
-from benchmarks.soak.crew import FOUNDERS, Crew, Driver
+from benchmarks.soak.crew import Crew, Driver
 from benchmarks.soak.links import LONGEST_BLINK_S, PARTING, Hurt, Links
 from benchmarks.soak.member import HELD_OUT, digits, make
 from benchmarks.soak.schedulers import SETTLED_S, control
@@ -124,8 +124,17 @@ class Standstill:
         return now - self._since > self._patience_s
 
 
-def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew, Driver, float]:
-    """The soak itself; returns the crew, the driver and how long it took, s."""
+def disturbed(
+    folder: Path, args: argparse.Namespace, epochs: int, make: type[Crew] = Crew
+) -> tuple[Crew, Driver, float]:
+    """The soak itself; returns the crew, the driver and how long it took, s.
+
+    Args:
+        folder: Of all that is kept.
+        args: The soak's.
+        epochs: That members train.
+        make: Makes the crew.
+    """
     from chaos_lightning.events.events import EventLog
     from chaos_lightning.lab.edge.relay import LinkRelay
 
@@ -136,13 +145,13 @@ def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew
         control(args, folder, log, ways=relay is not None) as schedulers,
     ):
         relayed = relay.address if relay else ""
-        crew = Crew(schedulers.endpoint, folder, args.seed, epochs, args.pace_s, relayed, control=schedulers)
-        links = Links(relay, log, schedulers.endpoint, crew.ways, args.seed, args.links_every_s)
+        crew = make(schedulers.endpoint, folder, args.seed, epochs, args.pace_s, relayed, control=schedulers)
+        links = Links(relay, log, schedulers.endpoint, crew.ways, args.seed, args.links_every_s, crew.kept, crew.deck)
         try:
-            for index in range(FOUNDERS):
+            for index in range(crew.founders):
                 crew.start(f"n{index}")
             patience = time.monotonic() + 60
-            while len(crew.able()) < FOUNDERS and time.monotonic() < patience:
+            while len(crew.able()) < crew.founders and time.monotonic() < patience:
                 crew.turn()
             began, told = time.monotonic(), time.monotonic()
             driver = Driver(crew, log, links, args.seed, args.every_s)

@@ -23,6 +23,7 @@ from benchmarks.survival import Case, report
 from benchmarks.world import World
 
 EVERY = (
+    "estimator",
     "join",
     "kill",
     "links_secure",
@@ -32,6 +33,7 @@ EVERY = (
     "outer_server",
     "overlay",
     "pipeline_equal",
+    "pipeline_policies",
     "pipeline_recovery",
     "pipeline_steady",
     "soak",

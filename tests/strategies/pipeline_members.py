@@ -211,7 +211,7 @@ def member(spec: dict[str, Any]) -> None:
 
     Args:
         spec: name, port, out (folder of the report); min_nodes, micro_batches, device_memory, policy, model (arguments
-            of `Tower`), samples, batch, epochs, clip, precision, gates, dies (at a step, in the unit of this number, 1: as
+            of `Tower`), samples, batch, epochs, precision, gates, dies (at a step, in the unit of this number, 1: as
             it runs out of memory), slows (from a step on each block takes so many times its pause_s), validation
             (samples), saves (folder of checkpoints), ckpt_path, paced_s (after each step), dry_run, kind (a class of
             this module instead of `Tower`).
