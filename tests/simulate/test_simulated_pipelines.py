@@ -40,6 +40,13 @@ def test_jobs_of_the_family_are_well(seed: int) -> None:
     assert simulate(FAMILIES["pipelines"](seed), StagedHooks).violation == ""
 
 
+def test_members_that_have_no_room_for_all_layers_may_wait_for_others() -> None:
+    """Two with room for two layers each of six; nobody else comes."""
+    world = World(staged.staged_plan(650), StagedHooks())
+    assert world.run().violation == ""
+    assert not world.store.views
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_jobs_at_which_something_is_aimed_are_well(plan: Callable[[int], Plan]) -> None:
     for seed in range(3):

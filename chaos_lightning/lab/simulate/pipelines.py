@@ -62,7 +62,7 @@ class RoundRobin(ViewPipeliner):
     def __init__(self, program: Program, seed: int = 0) -> None:
         self._layers, self._stages, self._micro_batches = program.layers, program.stages, program.micro_batches
         self._most = program.most or program.layers
-        self._need = max(program.least, -(-self._layers // self._most))
+        self._need = program.needed
         self._seed, self._shared = seed, _shared(program)
 
     def reroute(

@@ -9,7 +9,7 @@ Theory of operation. Three things must hold in every run, whatever goes wrong:
   that struck, and schedulers that began.
 - *Stuck without an explanation.* A run that does not end must be one in which the members cannot go on: in no part of
   the graph that the network and everybody's wishes allow are there enough to reach min_nodes with the training state,
-  and each of them has been told what it waits for.
+  or with room for any pipelines, and each of them has been told what it waits for.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Progress:
         holders = {n.name for n in here if n.training}
         links = frozenset(pair(a.name, b.name) for a in here for b in here if a is not b and may_link(a, b))
         groups = [g for g in components([n.name for n in here], links) if not holders or holders & set(g)]
-        enough = [g for g in groups if len(g) >= world.settings.min_nodes]
+        enough = [g for g in groups if len(g) >= max(world.settings.min_nodes, world.program.needed)]
         return not enough and all(n.machine.notice for n in here)
 
 

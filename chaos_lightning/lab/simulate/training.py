@@ -58,6 +58,11 @@ class Program:
     evaluates: bool = False
 
     @property
+    def needed(self) -> int:
+        """Members with which a plan fits at least; 1 without pipelines."""
+        return max(self.least, -(-self.layers // self.most) if self.most else 1)
+
+    @property
     def users(self) -> tuple[int, ...]:
         """Layers that use the shared parameter; its part has the number behind theirs."""
         return (0, self.layers - 1) if self.shared else ()
