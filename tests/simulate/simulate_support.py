@@ -46,6 +46,7 @@ SHOWED = {
         "8-learners": 4,
         "10-redeal": 13,
     },
+    **{"P4-steps-only": 12, "P5-believing": 6, "P6-eager": 14, "P9-lingering": 8, "P13-forgetful": 20, "P14-copies": 5},
     **{"11-stubborn": 14, "12-gullible": 6, "12a-stubborn": 21, "14a-hurried": 6, "15-mixed": 27, "links-own-ways": 11},
     "links-stale": 3,
 }

@@ -75,7 +75,7 @@ def test_the_table_of_rules_of_pipelines_names_what_there_is() -> None:
         ("28-double-vote", "vote"),
         ("P4-bare", "lacks parts"),
         ("P4-restless", "lacks parts"),
-        ("P6-eager", "nobody finished the job"),
+        ("P6-eager", "so the job ends"),
         ("P6-one-sided", "do not hold all parts of the state without it"),
         ("P11-own", "and they are others'"),
         ("P13-own-header", "begins again from nothing"),

@@ -500,7 +500,7 @@ _BUGS: dict[str, tuple[str, Callable[[int], Plan], type[Hooks]]] = {
     ),
     "P4-steps-only": ("only steps wait for the parts", leaving_plan, _parts(LaxParts)),
     "P4-bare": ("a step's contribution without its parts", leaving_plan, _parts(BareParts, node=BareNode)),
-    "P4-restless": ("newcomers do without the rest", crowded_plan, _parts(RestlessParts)),
+    "P4-restless": ("newcomers do without the rest", crowded_plan, _parts(RestlessParts, node=BareNode)),
     "P5-not-handed-on": (
         "to whom a step can be handed on does not count", torn_plan, hooks(scheduler=ForgetfulScheduler)
     ),
