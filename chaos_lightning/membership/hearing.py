@@ -11,7 +11,7 @@ from chaos_lightning.membership.judging import Deaths
 from chaos_lightning.membership.keeping import Keeper
 from chaos_lightning.membership.learners import Learners
 from chaos_lightning.membership.links import LinkRegistry
-from chaos_lightning.membership.peers import Peer, Standing
+from chaos_lightning.membership.peers import Peer, Standing, Tempo
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.protocol.types import (
@@ -51,7 +51,7 @@ class Hearing:
         """This peer said so."""
         match message:
             case Heartbeat(_, seq, step, step_time_s):  # the most frequent one
-                peer.seq, peer.step, peer.step_time_s, peer.speed = seq, step, step_time_s, message.speed
+                peer.seq, peer.step, peer.tempo = seq, step, Tempo(step_time_s, message.speed)
                 self.book.reached = max(self.book.reached, step)
             case Ready():
                 if peer.standing is Standing.LINKING:

@@ -59,6 +59,19 @@ class Standing(enum.StrEnum):
 NEWCOMER = (Standing.LINKING, Standing.READY, Standing.OBSERVING)
 
 
+@dataclass(frozen=True, slots=True)
+class Tempo:
+    """Speed of a member as its heartbeats tell it; 0: not known.
+
+    Attributes:
+        step_s: Median of its latest steps.
+        speed: Speed at which it computes, beside what its request for pipelines foresees.
+    """
+
+    step_s: float = 0.0
+    speed: float = 0.0
+
+
 @dataclass(slots=True)
 class Peer:
     """What the scheduler knows of one incarnation."""
@@ -78,10 +91,8 @@ class Peer:
     """Number of workers of its node."""
     seq: int = 0
     step: int = 0
-    step_time_s: float = 0.0
-    """As it says; 0: not known yet."""
-    speed: float = 0.0
-    """How fast it computes, beside what its request for pipelines foresees; 0: not known."""
+    tempo: Tempo = Tempo()
+    """As it says."""
     head: str = ""
     parts: tuple[Span, ...] = ()
     """Parts of the training state that it holds, as it said last."""

@@ -88,7 +88,7 @@ class Showing:
         mine = pipelines.plan.stages.get(peer.id, ())
         runs = ", ".join(f"{s.first}-{s.end - 1}" if s.end - s.first > 1 else str(s.first) for s in mine)
         one = sum(s.end - s.first for s in mine) == 1
-        told = {"speed": round(peer.speed, 2)} if peer.speed else {}
+        told = {"speed": round(peer.tempo.speed, 2)} if peer.tempo.speed else {}
         return {"runs": f"layer{'' if one else 's'} {runs}" if runs else "stands by", **told}
 
     def _described(self, peer: Peer) -> dict[str, object]:
@@ -100,7 +100,7 @@ class Showing:
             "view": str(peer.entered),
             "seq": peer.seq,
             "step": peer.step,
-            "step_time_s": round(peer.step_time_s, 6),
+            "step_time_s": round(peer.tempo.step_s, 6),
             "loaded": peer.loaded,
             "way": peer.way,
             "progress": _in_words(peer.progress) if peer.progress is not None and not peer.loaded else "",

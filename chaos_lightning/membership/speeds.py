@@ -44,7 +44,11 @@ class Speeds:
         Args:
             oldest: Request whose layers plans take.
         """
-        told = {m: self._told(p.speed, m, oldest) for m, p in self._peers.items() if p.speed and m in self._requests}
+        told = {
+            m: self._told(speed, m, oldest)
+            for m, p in self._peers.items()
+            if (speed := p.tempo.speed) and m in self._requests
+        }
         if told:
             self._common = _counted(self._common, statistics.median_high(told.values()))
         self._own = {m: _counted(self._own.get(m, 1.0), speed / self._common) for m, speed in told.items()}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos_lightning.membership.peers import Peer, Standing
+from chaos_lightning.membership.peers import Peer, Standing, Tempo
 from chaos_lightning.membership.speeds import NOTICED, Speeds, changes
 from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob
 from chaos_lightning.planning.pipelines.request import PipelineRequest
@@ -33,7 +33,7 @@ class Told:
 
     def tell(self, **speeds: float) -> dict[str, float]:
         for name, speed in speeds.items():
-            self.peers[name].speed = speed
+            self.peers[name].tempo = Tempo(speed=speed)
         self.speeds.look(self.requests["a"])
         return self.speeds.own(self.peers)
 
