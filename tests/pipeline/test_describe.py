@@ -17,6 +17,7 @@ from torchmetrics import MeanMetric
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.pipeline import describe as module
+from chaos_lightning.pipeline import layer_times
 from chaos_lightning.pipeline.absent import is_absent, named_tensors
 from chaos_lightning.pipeline.building import ModelMemory
 from chaos_lightning.pipeline.chain import LayerChain
@@ -109,6 +110,20 @@ def test_a_weight_of_several_layers_counts_at_each() -> None:
 # ------------------------------------------------------------------------------------------------ what is measured
 
 
+class Clock:
+    """A clock of its own: whoever looks at it or sleeps moves it, and nothing else does."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def perf_counter(self) -> float:
+        self._now_s += 1e-4
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
 class Slow(GPT):
     """Its blocks sleep, each for another time."""
 
@@ -133,6 +148,9 @@ def test_times_and_bytes_are_alike_however_they_are_measured(
 ) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(module, "BUDGET_S", 0.3)
+    clock = Clock()
+    monkeypatch.setattr(layer_times, "time", clock)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
     reference = described(Slow()).layers
     model = Slow()
     if not real:
