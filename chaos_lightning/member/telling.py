@@ -30,6 +30,8 @@ def lines(before: View | None, after: View, me: str, *, carried: bool, replays: 
         replays: Newcomers that came in by replay; the others came in by a pause.
     """
     new = after.ids()
+    if not new:
+        return ["all members leave"]
     old = before.ids() if before is not None else tuple(m for m in new if m != me or me not in after.joiners)
     size = f"{len(new)} member{'s' if len(new) != 1 else ''}"
     if (batch := global_batch(after)) != (global_batch(before) if before is not None else 0):

@@ -53,6 +53,10 @@ def test_each_change_is_one_line_and_ranks_follow() -> None:
     ]
 
 
+def test_that_all_leave_is_one_line() -> None:
+    assert lines(view("a~1", "b~2"), view(), "a~1", carried=True) == ["all members leave"]
+
+
 def test_a_newcomer_says_how_it_comes_in() -> None:
     came = view("a~1", "b~2", joiners=("b~2",))
     assert lines(None, came, "b~2", carried=False) == [
@@ -75,7 +79,7 @@ def test_what_becomes_of_the_batch_is_said_if_it_changes() -> None:
     assert batch_line(view("a~1", "b~2"), view("b~2", "c~3")) == ""
 
 
-@given(st.lists(st.sampled_from("abcdef"), unique=True, min_size=1), st.lists(st.sampled_from("abcdef"), unique=True))
+@given(*[st.lists(st.sampled_from("abcdef"), unique=True, min_size=1)] * 2)
 def test_who_comes_or_goes_is_named_once(old: list[str], new: list[str]) -> None:
     said = lines(view(*old), view(*new), "me", carried=True)
     assert sorted(line.split()[0] for line in said) == sorted(set(old) ^ set(new))
