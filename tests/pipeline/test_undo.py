@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Accuracy, CatMetric, MeanMetric, MetricCollection, SumMetric
 
+from chaos_lightning.pipeline.absent import is_absent, stand_in
 from chaos_lightning.pipeline.undo import MOST_ITEMS, Undo, undone
 
 
@@ -115,6 +116,16 @@ def test_nothing_is_left_of_what_was_undone() -> None:
     assert torch.equal(torch.get_rng_state(), drawn[0])
     assert random.getstate() == drawn[1]
     assert np.array_equal(np.random.get_state()[1], drawn[2])
+
+
+def test_an_absent_buffer_that_a_step_assigns_is_the_same_object_again() -> None:
+    model = nn.Module()
+    model.register_buffer("centre", stand_in(torch.zeros(4), torch.device("cpu")))
+    buffer = model.centre
+    with undone(model):
+        model.centre = torch.ones(4)
+    assert model.centre is buffer
+    assert is_absent(buffer)
 
 
 def test_it_is_undone_when_the_step_raises() -> None:
