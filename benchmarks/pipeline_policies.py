@@ -47,6 +47,7 @@ LEAST, NEAR = 0.97, 0.05
 """Bounds: samples of `adaptive` over the best of the others; distance of simulated over real samples from 1."""
 AFTER = 4
 """Steps whose median is that of those who are left."""
+MODEL = {**TIMED, "forward_s": 0.01, "backward_s": 0.02}
 PAPER = {"dynamic": 1.229, "reroute": 1.355}
 AS_A_JOB = "restart, as a job does"
 
@@ -125,11 +126,15 @@ def wait(job: PipelineJob, up: set[str], until: float, saves: Path) -> None:
     while (left := until - time.monotonic()) > 0:
         job.harness.wait_until(lambda: ended() or time.monotonic() >= until, "the history's next event", left + 5)
         if ended():
-            newest = max(saves.glob("step=*.ckpt"), key=lambda file: int(file.stem.partition("=")[2]))
-            job.again(sorted(up), ckpt_path=str(newest))
+            job.again(sorted(up), ckpt_path=max(map(str, saves.glob("step=*.ckpt")), key=step_of))
 
 
 # ------------------------------------------------------------------------------------------------ what was seen
+
+
+def step_of(path: str) -> int:
+    """Returns the step of a checkpoint."""
+    return int(Path(path).stem.partition("=")[2])
 
 
 def trained(records: Sequence[Record], until: float) -> int:
@@ -137,6 +142,8 @@ def trained(records: Sequence[Record], until: float) -> int:
     records = [r for r in records if r.mono <= until]
     resumed = max((r for r in records if r.name == "resumed"), key=lambda r: r.mono, default=None)
     since, base = (resumed.mono, int(resumed["step"])) if resumed else (0.0, 0)
+    if any(r.name == "ended" and r.mono > since for r in records):
+        return max((step_of(r["path"]) for r in records if r.name == "checkpoint"), default=0)
     return base + len({r["seq"] for r in records if r.name == "committed" and r["kind"] == "step" and r.mono > since})
 
 
@@ -282,8 +289,8 @@ def main() -> int:
     history, length_s = (QUICK, QUICK_S) if args.quick else (HISTORY, LENGTH_S)
     with scratch() as folder:
         file = folder / "profile.json"
-        profile = profile_of(TIMED, file)
-        about = {"model": TIMED, "batch": BATCH, "micro_batches": MICRO_BATCHES, "profile": str(file)}
+        profile = profile_of(MODEL, file)
+        about = {"model": MODEL, "batch": BATCH, "micro_batches": MICRO_BATCHES, "profile": str(file)}
         about["device_memory"] = memory_of(profile, OWNED)
         names = ["adaptive", "restart"] if args.quick else args.policies
         stories = {name: play(result, name, history, length_s, about) for name in names}

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import math
 import os
 import random
@@ -127,6 +128,8 @@ def member(
     root = Path(folder)
     os.environ["CHAOS_LOG_DIR"] = str(root / "events")
     random.seed(f"{seed}, {name}, {os.getpid()}")
+    for talker in ("chaos_lightning", "lightning"):
+        logging.getLogger(talker).setLevel(logging.ERROR)  # it is in the event log
     about = json.loads((root / "about.json").read_text())
     reporter = Reporter(pipe, Journal(root, name), root / f"strike-{name}", pace_s)
     pipeline_members.member({**about, "endpoint": endpoint, "name": name, "folder": folder}, reporter)

@@ -81,6 +81,9 @@ def test_what_came_after_a_checkpoint_is_void_at_a_restart():
     records += [record(9.0, "resumed", f"{m}~1", step=3) for m in "ab"]
     records += [r for seq in range(1, 3) for r in step(seq, 9.0 + seq, "ab")]
     assert policies.trained(records, 5.5) == 5
+    saved = [record(2.0, "checkpoint", path="saves/step=3.ckpt"), record(6.0, "ended", reason="restart")]
+    assert policies.trained([*records, *saved], 7.0) == 3, "the job is not there again"
+    records += saved
     assert policies.trained(records, 20.0) == 3 + 2
     story = policies.story_of("restart", records, 2.0, [])
     assert story.samples == (5 - 2) * policies.MICRO_BATCHES * policies.BATCH
