@@ -5,6 +5,7 @@ The training thread is this one; what the I/O thread says is posted before, or b
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -328,7 +329,8 @@ class Served:
         self.names.append(name.partition("/")[2])
 
     def drop(self, name: str) -> None:
-        self.names.remove(name.partition("/")[2])
+        with contextlib.suppress(ValueError):  # of a part that is not here, too, whoever asks hears so at once
+            self.names.remove(name.partition("/")[2])
 
 
 def moving(mail: Mailbox, holds: tuple[tuple[int, int], ...] = ()) -> tuple[PartMoves, Held, Served, list[Any]]:
