@@ -206,9 +206,6 @@ def restarts(ways: policies.Options) -> Iterator[PlanCandidate | None]:
     yield from policies.adaptive(ways) if ways.whole else [ways.restart()]
 
 
-policies.POLICIES[AS_A_JOB] = restarts
-
-
 def measured_costs(stories: Sequence[Story], step_s: float) -> Pauses:
     """Returns what changes cost, as measured; what was not seen costs what the planner of a running job assumes."""
     usual = {"reroute": PAUSES.reroute_s, "fill": PAUSES.fill_s, "move": PAUSES.move_s, "reload": PAUSES.reload_s}
@@ -285,6 +282,7 @@ def main() -> int:
     p = Options(__doc__)
     p.add_argument("--policies", nargs="*", default=list(PIPELINE_POLICIES), help="which; adaptive is among them")
     args = p.parse_args()
+    policies.POLICIES[AS_A_JOB] = restarts
     result = Result("pipeline_policies")
     history, length_s = (QUICK, QUICK_S) if args.quick else (HISTORY, LENGTH_S)
     with scratch() as folder:

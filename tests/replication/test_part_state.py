@@ -353,7 +353,8 @@ def test_a_part_is_read_without_a_model():
         started[0].server.hold(part_name(HEADER, "layer.1"), 3, [], theirs.part("layer.0").manifest())
         with pytest.raises(StateError, match=r"part 'layer.0' of the training state; expected 'layer.1'"):
             part_manifest(ways[:1], dial, HEADER, "layer.1", config=PATIENT)
-    assert sum(report.by_source.values()) == report.nbytes
+    # Memory that was just free may have some of the bytes already.
+    assert sum(report.by_source.values()) + report.skipped == report.nbytes
     assert state_hash(copy.tensors()) == part_hashes(theirs.parts())["layer.0"]
 
 
