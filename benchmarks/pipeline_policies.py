@@ -42,7 +42,7 @@ from chaos_lightning.planning.pipelines.pipeliner import PAUSES
 from chaos_lightning.planning.pipelines.request import PIPELINE_POLICIES
 
 MICRO_BATCHES, OWNED, SAVE_EVERY = 12, 4.2, 4
-"""Of a step; layers for which a device has memory; steps between two checkpoints."""
+"""Micro-batches of a step, layers for which a device has memory, and steps between two checkpoints."""
 LEAST, NEAR = 0.97, 0.05
 """Bounds: samples of `adaptive` over the best of the others; distance of simulated over real samples from 1."""
 AFTER = 4

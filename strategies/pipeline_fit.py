@@ -263,7 +263,7 @@ class PipelineFit:
     # ------------------------------------------------------------------ while it trains
 
     def output(self) -> dict[str, Tensor]:
-        """What `training_step` returns: the mean loss of the step."""
+        """Returns what `training_step` is to return: the mean loss of the step."""
         assert self._stepper is not None
         return self._stepper.output()
 
@@ -423,7 +423,7 @@ class PipelineStepper:
         return weight_of(module, own, batch.index, batch.weight(j))
 
     def output(self) -> dict[str, Tensor]:
-        """What the step's `training_step` returns at all members."""
+        """Returns what the step's `training_step` is to return at all members."""
         assert self._outcome is not None
         return {"loss": torch.tensor(self._outcome.loss, device=self._trainer.strategy.root_device)}
 
@@ -465,7 +465,7 @@ class PipelineStepper:
         """There are none."""
 
     def nothing(self) -> Tensor:
-        """What a closure returns that came to nothing."""
+        """Returns the loss of a closure that came to nothing."""
         return torch.zeros((), device=self._trainer.strategy.root_device)
 
     def forget_accumulation(self) -> None:

@@ -334,7 +334,7 @@ class Stepper:
         self._watch.put_back()
 
     def nothing(self) -> Tensor | None:
-        """What a closure returns that came to nothing."""
+        """Returns the loss of a closure that came to nothing."""
         return torch.zeros((), device=self._module.device) if self.manual is None else None
 
     def forget_accumulation(self) -> None:

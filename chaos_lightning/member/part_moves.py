@@ -145,9 +145,10 @@ class PartMoves:
             return
         parts, me = division(view), self._mail.who()
         first = header.hash == GENESIS.hash
-        here = [parts.names[part] for part in numbers(parts.made(me) if first else self._holds())]
+        mine = frozenset(numbers(parts.made(me) if first else self._holds()))
+        here = [name for part, name in enumerate(parts.names) if part in mine]
         # Newcomers ask all owners in this view, and would wait for one that gets the part itself.
-        lacking = [] if first else [name for name in parts.names if name not in here]
+        lacking = [] if first else [name for part, name in enumerate(parts.names) if part not in mine]
         self._server.hold(header, self.states(here), view.id if first else None, lacking=lacking)
 
     def serve_all(self, header: Header) -> None:

@@ -40,7 +40,7 @@ class Commit:
     """Cumulative use by all, as the header says."""
     t: float = 0.0
     micro_batches: Spans = ()
-    """Of the slot, where layers lie at several members."""
+    """Micro-batches of the slot, where layers lie at several members."""
     coverage: tuple[tuple[int, int, Spans], ...] = ()
     """(first, end, micro-batches) of runs of layers: what this member's sums held."""
 

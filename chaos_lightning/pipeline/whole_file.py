@@ -45,7 +45,7 @@ from chaos_lightning.replication.memory import region, synchronize
 PIECE_NBYTES = 4 << 20
 """Bytes that are written at a time."""
 _DESCRIPTOR, _ENTRY = b"PK\x07\x08", b"PK\x01\x02"
-"""Of zip archives: what follows a record's bytes, and a record's entry in the directory at the end."""
+"""Marks of zip archives: of what follows a record's bytes, and of a record's entry in the directory at the end."""
 
 
 class PartSource(Protocol):

@@ -56,7 +56,7 @@ from chaos_lightning.transport.pacing import pace
 HOLD = 0.6
 """So much of a usual step learners have for reading a state or sums in place, before a copy is made for them."""
 
-_MOST_DROPPED = 256
+_MOST_DROPPED = 4096
 """So many names are known to have been dropped; of others it is thought that they may come."""
 
 _MOST_IDLE_MS = 1e9
@@ -207,8 +207,8 @@ class StateServer:
                 self._versions[head] = kept
                 return
             self._dropped[head] = None
-            for oldest in list(self._dropped)[:-_MOST_DROPPED]:
-                del self._dropped[oldest]
+            while len(self._dropped) > _MOST_DROPPED:
+                del self._dropped[next(iter(self._dropped))]
             self._changed.notify_all()
 
     def asked_at(self, name: str, version: int) -> float:

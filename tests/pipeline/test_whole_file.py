@@ -33,7 +33,7 @@ def written(tmp_path: Path, holder: Holder, source: Any, **more: Any) -> Path:
 
 
 def records(path: Path) -> dict[str, bytes]:
-    """Of a file, without the name of the archive and the number that torch gives to what it has written."""
+    """Returns a file's records, without the archive's name and the number that torch gives to what it has written."""
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None, "a checksum is wrong"
         found = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
@@ -72,7 +72,7 @@ def test_another_process_goes_on_from_it_as_from_a_plain_one(tmp_path: Path, kin
 
 
 def test_only_parts_that_are_in_the_checkpoint_are_asked_for(tmp_path: Path) -> None:
-    """Of weights only, and of some of them: as where a user leaves out what was not trained."""
+    """A checkpoint may have weights only, and some of them, as where a user leaves out what was not trained."""
     whole = trained()
     member = holding(whole, "adamw", (2,))
     checkpoint = member.checkpoint()

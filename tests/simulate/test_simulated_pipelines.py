@@ -219,7 +219,7 @@ def dying(machine: str, skip: int) -> Plan:
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12))])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_death_before_any_effect_loses_nothing(machine: str, part: int) -> None:
-    """Of the root, of another member and of the scheduler, until there is no such effect any more."""
+    """The root, another member and the scheduler die, until there is no such effect any more."""
     deaths = 0
     for skip in range(part, 1200, 12):
         world = run(dying(machine, skip))

@@ -101,7 +101,7 @@ class Ends(pl.Callback):
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Of other sizes each."""
+    """The micro-batches have different sizes."""
     g = torch.Generator().manual_seed(1)
     sizes = [2 + (7 * j) % 5 for j in range(MICRO_BATCHES * STEPS)]
     return [(torch.randn(n, 4, generator=g).double(), torch.randn(n, 1, generator=g).double()) for n in sizes]
@@ -158,7 +158,7 @@ class Units(SingleDeviceStrategy):
 
 
 def restore(metric: Any, kept: Any) -> None:
-    """What `undo` does elsewhere."""
+    """It stands for what `undo` does elsewhere."""
     several = isinstance(metric, MetricCollection)
     pairs = zip(metric.values(), kept.values(), strict=True) if several else [(metric, kept)]
     for each, its in pairs:

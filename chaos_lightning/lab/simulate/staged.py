@@ -371,7 +371,7 @@ class StagedNode(Node):
         self._next(run)
 
     def weight(self, layer: int) -> int:
-        """What a layer computes with."""
+        """Returns the values that a layer computes with."""
         return weight(self.world.program, self.values, layer)
 
     def _forward(self, run: Run, unit: StepUnit) -> int:

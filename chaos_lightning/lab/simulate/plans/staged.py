@@ -314,5 +314,5 @@ STAGED: tuple[Callable[[int], Plan], ...] = (
 
 
 def staged_family(seed: int) -> Plan:
-    """Of the plans about pipelines the one whose turn it is."""
+    """Returns the plan about pipelines whose turn it is."""
     return STAGED[seed % len(STAGED)](seed)
