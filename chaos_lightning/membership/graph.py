@@ -177,12 +177,17 @@ class Graph:
         """Whether it can come in by its link to this one; by a link that carries nothing only where it is needed."""
         return self._usable(newcomer, member, patient=not self._few())
 
-    def reachable(self, members: Sequence[str]) -> list[Peer]:
+    def reachable(self, members: Sequence[str], waiting: Sequence[str] = ()) -> list[Peer]:
         """Newcomers that are ready and links lead to from these members, over each other if need be.
 
         They come in one after the other, each when somebody is in to whom it has a link.
+
+        Args:
+            members: By id.
+            waiting: Newcomers that a view was to let in which no header has carried (`Ruling.waiting`); they count, too.
         """
-        here = [p for p in self._roster.willing() if not p.stranded]
+        here = [p for p in map(self._roster.peers.__getitem__, waiting) if not p.leaving]
+        here += [p for p in self._roster.willing() if not p.stranded]
         ids = [*members, *(p.id for p in here)]
         inside = frozenset(members)
         part = frozenset(next((g for g in components(ids, self.pairs(ids)) if not inside.isdisjoint(g)), ()))

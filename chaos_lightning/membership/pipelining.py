@@ -7,8 +7,8 @@ for each view that it makes. It knows nothing of reports: a member that is to ow
 any text that it gives may rule.
 
 After a death too few members may be left for any plan. Then leavers that no header has let go stay on as members, and
-newcomers that are ready come in with the Decide, as joiners on its base: the job waits for them all the same, and no
-boundary can come before. Where even that is not enough, the survivors hold and are told what a plan lacks, or the job
+newcomers that are ready, or that a view was to let in which no header has carried, come in with the Decide, as joiners
+on its base: the job waits for them all the same, and no boundary can come before. Where even that is not enough, the survivors hold and are told what a plan lacks, or the job
 ends, if that is what members asked for. After the closing header nothing runs, and all go.
 """
 
@@ -376,7 +376,7 @@ class Pipelining:
         if self._parts(latest, members, leaving):
             return Lineup(pipelines=latest.pipelines, leaving=(*members, *leaving))
         bound = [known[m] for m in ruling.bound]
-        coming = [p.member for p in self._graph.reachable(ruling.members)] if members else []
+        coming = [p.member for p in self._graph.reachable(ruling.members, ruling.waiting)] if members else []
         lacks = ""
         for stay, join in (([], []), (bound, []), ([], coming), (bound, coming)):
             chosen = [*members, *stay, *join]

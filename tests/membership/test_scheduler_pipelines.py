@@ -14,6 +14,7 @@ from chaos_lightning.membership.pipelining import PipelineChoice, Pipelining, Vi
 from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import (
     GENESIS,
+    NO_VIEW,
     Decide,
     Finished,
     Header,
@@ -127,6 +128,24 @@ def test_newcomers_come_in_with_a_decision_where_no_plan_fits_those_who_go_on() 
     decision = talk.last("d", Decide)
     assert isinstance(decision, Decide)
     assert (talk.names(decision.view.ids()), decision.view.joiners) == ("a b d", (talk.ids["d"],))
+    assert decision.base == talk.head
+
+
+def test_newcomers_that_no_header_has_let_in_come_in_with_a_decision() -> None:
+    talk = Talk("a", "b", program=replace(PROGRAM, stages=1, least=2), min_nodes=2)
+    founded = talk.view
+    talk.come("c")
+    talk.wait(1.0)
+    assert talk.names(talk.view.ids()) == "a b c"
+    assert talk.view.joiners == (talk.ids["c"],)
+    talk.die("a")
+    talk.reports("b", founded, talk.owned("b", founded))
+    prepare = talk.last("c", Prepare)
+    assert isinstance(prepare, Prepare)
+    talk.say("c", Report(prepare.number, NO_VIEW, 0, GENESIS.hash, (), last=GENESIS))
+    decision = talk.last("c", Decide)
+    assert isinstance(decision, Decide)
+    assert (talk.names(decision.view.ids()), decision.view.joiners) == ("b c", (talk.ids["c"],))
     assert decision.base == talk.head
 
 
