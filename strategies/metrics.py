@@ -352,24 +352,44 @@ def is_metrics(module: nn.Module) -> bool:
     return isinstance(module, Metric) or (bool(children) and all(is_metrics(child) for child in children))
 
 
+_Kept = dict[int, tuple[Metric, dict[str, Any], int, Any]]
+_kept: list[_Kept] = []
+"""States of metrics as they were before, by id; for each `untouched` within another."""
+
+
 @contextmanager
-def untouched() -> Iterator[None]:
-    """Metrics that are updated inside have the states of before afterwards, wherever they live: the first thing that an
-    update does is to set an attribute of its metric."""
-    kept: dict[int, tuple[Metric, dict[str, Any], int, Any]] = {}
+def watched() -> Iterator[None]:
+    """`untouched` is quick inside: to change a class costs a look at all its subclasses."""
     real = Metric.__setattr__
+    if vars(real).get("watches"):
+        yield
+        return
 
     def setattr_(metric: Metric, name: str, value: Any) -> None:
-        if name in ("_computed", "_update_count") and id(metric) not in kept and "_update_count" in vars(metric):
-            kept[id(metric)] = (metric, metric._copy_state_dict(), metric._update_count, metric._computed)
+        if _kept and name in ("_computed", "_update_count") and "_update_count" in vars(metric):
+            for kept in _kept:
+                if id(metric) not in kept:
+                    kept[id(metric)] = (metric, metric._copy_state_dict(), metric._update_count, metric._computed)
         real(metric, name, value)
 
+    vars(setattr_)["watches"] = True
     Metric.__setattr__ = setattr_  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         Metric.__setattr__ = real  # type: ignore[method-assign]
-        for metric, states, count, computed in kept.values():
-            for name, value in states.items():
-                setattr(metric, name, value)
-            metric._update_count, metric._computed = count, computed
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Metrics that are updated inside have the states of before afterwards, wherever they live: the first thing that an
+    update does is to set an attribute of its metric."""
+    with watched():
+        _kept.append({})
+        try:
+            yield
+        finally:
+            for metric, states, count, computed in _kept.pop().values():
+                for name, value in states.items():
+                    setattr(metric, name, value)
+                metric._update_count, metric._computed = count, computed

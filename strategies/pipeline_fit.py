@@ -49,6 +49,7 @@ from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.environment import local_rank
 from chaos_lightning.strategies.lightning_types import Trainer
+from chaos_lightning.strategies.metrics import watched
 from chaos_lightning.strategies.pipeline_evaluation import PipelineEvaluation
 from chaos_lightning.strategies.pipeline_logs import UnitLogs
 from chaos_lightning.strategies.pipeline_model import PipelineModel, samples_of
@@ -250,6 +251,7 @@ class PipelineFit:
             self._trainer, gather, lambda: engine, lambda: step, its_logs, lambda: chain.is_last
         )
         self._stepper.attach(step, logs)
+        self._opened.enter_context(watched())
         precision = self._trainer.precision_plugin
         precision.clip_grad_by_norm = self._stepper.clip  # type: ignore[method-assign]
         self._opened.callback(delattr, precision, "clip_grad_by_norm")

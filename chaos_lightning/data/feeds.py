@@ -32,8 +32,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from chaos_lightning.data.accumulations import Part
+from chaos_lightning.data.generators import keyed_randomness
 from chaos_lightning.data.keyed import KeyedSamples, MicroBatchKey, keyed_settings
-from chaos_lightning.data.order import Orders, keyed_randomness
+from chaos_lightning.data.order import Orders
 from chaos_lightning.data.source import Stats
 from chaos_lightning.data.taped import TapeOrders
 from chaos_lightning.data.workers import tie_workers

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
-from chaos_lightning.data.order import keyed_randomness, seed_generators
+from chaos_lightning.data.generators import keyed_randomness, seed_generators
 from chaos_lightning.planning import orders
 from chaos_lightning.protocol.types import Span
 

@@ -19,11 +19,9 @@ DistributedSampler (it would shard a second time), samplers without an end.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +35,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from chaos_lightning.data.generators import keyed_randomness
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.planning import orders
 from chaos_lightning.protocol.types import Span
@@ -62,30 +61,6 @@ def fast_permutation(length: int, seed: int, epoch: int, stream: str = "") -> np
         value *= np.uint64(orders.MULTIPLIER_2)
         value ^= value >> np.uint64(31)
     return np.argsort(value).astype(np.int64, copy=False)
-
-
-def seed_generators(key: int, *generators: torch.Generator) -> None:
-    """Seeds the CPU generators of torch, numpy and random (and the given ones) with `key`."""
-    for generator in (torch.default_generator, *generators):
-        generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-
-
-@contextlib.contextmanager
-def keyed_randomness(key: int, *generators: torch.Generator) -> Iterator[None]:
-    """The CPU generators of torch, numpy and random (and the given ones) seeded with `key`; put back at the end."""
-    owned = (torch.default_generator, *generators)
-    states = [generator.get_state() for generator in owned]
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        seed_generators(key, *generators)
-        yield
-    finally:
-        for generator, state in zip(owned, states, strict=True):
-            generator.set_state(state)
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _chain(sampler: Any) -> list[Any]:

@@ -184,7 +184,7 @@ class Graph:
 
         Args:
             members: By id.
-            waiting: Newcomers that a view was to let in which no header has carried (`Ruling.waiting`); they count, too.
+            waiting: Newcomers that count, too: a view was to let them in, and no header has carried it.
         """
         here = [p for p in map(self._roster.peers.__getitem__, waiting) if not p.leaving]
         here += [p for p in self._roster.willing() if not p.stranded]

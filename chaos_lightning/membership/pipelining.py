@@ -8,8 +8,9 @@ any text that it gives may rule.
 
 After a death too few members may be left for any plan. Then leavers that no header has let go stay on as members, and
 newcomers that are ready, or that a view was to let in which no header has carried, come in with the Decide, as joiners
-on its base: the job waits for them all the same, and no boundary can come before. Where even that is not enough, the survivors hold and are told what a plan lacks, or the job
-ends, if that is what members asked for. After the closing header nothing runs, and all go.
+on its base: the job waits for them all the same, and no boundary can come before. Where even that is not enough, the
+survivors hold and are told what a plan lacks, or the job ends, if that is what members asked for. After the closing
+header nothing runs, and all go.
 """
 
 from __future__ import annotations

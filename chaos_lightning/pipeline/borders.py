@@ -74,6 +74,11 @@ class BorderExchange:
             start = key.micro_batch << _LAYER_BITS | key.layer
             self._send(to, _TYPES[key.kind], attempt.view, attempt.seq, start, payload)
 
+    def there(self, attempt: SlotAttempt, key: BorderKey) -> bool:
+        """Whether `take` would not wait for a border of the open attempt."""
+        with self._changed:
+            return self._over(attempt) or self._there(attempt, key)
+
     def take(self, attempt: SlotAttempt, key: BorderKey) -> Border:
         """Waits for a border of the open attempt.
 

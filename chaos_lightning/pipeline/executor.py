@@ -13,6 +13,7 @@ undoes what the attempt has done. The executor knows no network and no Lightning
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -51,6 +52,9 @@ class Exchange(Protocol):
         Raises:
             AttemptOverError: The attempt has ended.
         """
+
+    def there(self, attempt: SlotAttempt, key: BorderKey) -> bool:
+        """Whether `take` would not wait."""
 
     def take(self, attempt: SlotAttempt, key: BorderKey) -> Border:
         """Waits for a border.
@@ -247,6 +251,10 @@ class PipelineExecutor:
         self.clock = LayerClock(self._device)
         self._buffers = BaseBuffers(root)
         self._forwards: dict[tuple[int, int, int], _Forward] = {}
+        self._coming: deque[int] = deque()
+        """Micro-batches of forward units that have not run yet, ..."""
+        self._fetched: list[Any] = []
+        """... and the first one of them if it was fetched."""
         self.kept = KeptBytes(root) if counted else None
         self.begun: set[int] = set()
         """Micro-batches of which units have run since the last header."""
@@ -278,6 +286,7 @@ class PipelineExecutor:
         if work.call is None:
             self._begin()
         self.begun = set()
+        self._coming, self._fetched = deque(u.micro_batch for u in work.units if u.kind == FORWARD), []
         sums = StepSums()
         try:
             for unit, last in zip(work.units, closing(work.units), strict=True):
@@ -291,8 +300,9 @@ class PipelineExecutor:
         return sums
 
     def _run_unit(self, work: StepWork, unit: StepUnit, last: Sequence[int], sums: StepSums) -> UnitTime:
-        # What a forward pass needs of the user's data is fetched while the tensors are on their way.
-        batch = work.batch(unit.micro_batch) if unit.kind == FORWARD else None
+        if unit.taken is not None and not self._exchange.there(work.attempt, unit.taken):
+            self._fetch(work)
+        batch = self._next_batch(work) if unit.kind == FORWARD else None
         received = Border(()) if unit.taken is None else self._exchange.take(work.attempt, unit.taken)
         self.begun.add(unit.micro_batch)
         try:
@@ -315,6 +325,16 @@ class PipelineExecutor:
             for layer in last:
                 self._finishing.layer_done(layer)
         return UnitTime(unit, began, ended)
+
+    def _fetch(self, work: StepWork) -> None:
+        """Fetches what the next forward unit needs of the user's data, as while tensors are on their way."""
+        if self._coming and not self._fetched:
+            self._fetched.append(work.batch(self._coming[0]))
+
+    def _next_batch(self, work: StepWork) -> Any:
+        self._fetch(work)
+        self._coming.popleft()
+        return self._fetched.pop()
 
     # ------------------------------------------------------------------ forward
 

@@ -10,15 +10,13 @@ real. The generators of torch for the CPU and for the device, of Python and of n
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
-_numpy: Any = np.random  # its stubs do not know how to put another generator in place
+from chaos_lightning.data.generators import keyed_randomness
 
 
 def key(*names: object) -> int:
@@ -39,46 +37,18 @@ class Randomness:
         self._seed = seed
         kind = torch.device(device)
         self._module: Any = None if kind.type in ("cpu", "meta") else torch.get_device_module(kind)
-        self._generators: list[np.random.MT19937] = []
-        """One for each depth of streams within streams: reading numpy's state takes a tenth of a millisecond, but it is
-        quick to put another generator in its place."""
-        self._depth = 0
 
     @contextmanager
     def stream(self, *names: object) -> Iterator[None]:
         """Within it numbers are drawn from the stream of these names; after it, as if nothing had been drawn."""
         seed = key(self._seed, *names)
-        of_torch, of_python, of_numpy = torch.default_generator.get_state(), random.getstate(), self._enter_numpy()
-        of_device = None if self._module is None else self._module.get_rng_state()
-        try:
-            torch.default_generator.manual_seed(seed)
-            if self._module is not None:
+        with keyed_randomness(seed):
+            if self._module is None:
+                yield
+                return
+            before = self._module.get_rng_state()
+            try:
                 self._module.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed & 0xFFFFFFFF)
-            yield
-        finally:
-            torch.default_generator.set_state(of_torch)
-            if self._module is not None:
-                self._module.set_rng_state(of_device)
-            random.setstate(of_python)
-            self._leave_numpy(*of_numpy)
-
-    def _enter_numpy(self) -> tuple[Any, Any]:
-        """Returns the generator that was in use, and its state if it keeps a number that another one would lose."""
-        state = None
-        if self._depth == 0:
-            found: Any = np.random.get_state(legacy=False)
-            state = found if found["has_gauss"] else None
-        if self._depth == len(self._generators):
-            self._generators.append(np.random.MT19937(0))
-        before = _numpy.get_bit_generator()
-        _numpy.set_bit_generator(self._generators[self._depth])
-        self._depth += 1
-        return before, state
-
-    def _leave_numpy(self, before: Any, state: Any) -> None:
-        self._depth -= 1
-        _numpy.set_bit_generator(before)
-        if state is not None:
-            np.random.set_state(state)
+                yield
+            finally:
+                self._module.set_rng_state(before)

@@ -119,6 +119,10 @@ class MemoryExchange:
             self.post.sent[attempt, to, key] = replace(border, tensors=tensors)
             self.post.lock.notify_all()
 
+    def there(self, attempt, key):
+        with self.post.lock:
+            return attempt.view <= self.post.over or (attempt, self.me, key) in self.post.sent
+
     def take(self, attempt, key):
         with self.post.lock:
             there = lambda: attempt.view <= self.post.over or (attempt, self.me, key) in self.post.sent  # noqa: E731

@@ -191,6 +191,10 @@ class Ends:
             self.post.sent[attempt, to, key] = border
             self.post.changed.notify_all()
 
+    def there(self, attempt: Any, key: Any) -> bool:
+        with self.post.changed:
+            return attempt in self.post.over or (attempt, self.member_id, key) in self.post.sent
+
     def take(self, attempt: Any, key: Any) -> Any:
         with self.post.changed:
             place = (attempt, self.member_id, key)
