@@ -26,11 +26,12 @@ from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.parts import Division, division, numbers
 from chaos_lightning.membership.peers import listed
+from chaos_lightning.membership.rates import MeasuredLink, change
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.speeds import Speeds, changes
-from chaos_lightning.membership.topology import Pair, connected
-from chaos_lightning.planning.pipelines.job import JobError
+from chaos_lightning.membership.topology import Pair, Topology, connected
+from chaos_lightning.planning.pipelines.job import JobError, LinkRate
 from chaos_lightning.planning.pipelines.request import PipelineRequest, read_request
 from chaos_lightning.planning.pipelines.units import ViewPipelines
 from chaos_lightning.protocol.spans import subtract
@@ -84,6 +85,8 @@ class ViewPipeliner(ABC):
 
     speeds: Mapping[str, float] = MappingProxyType({})
     """By id: how fast members compute beside their devices, 1 if absent (speeds.py); it changes as they tell."""
+    link: LinkRate | None = None
+    """What members on different machines have measured of their links (rates.py)."""
 
     @abstractmethod
     def reroute(
@@ -186,10 +189,19 @@ class Pipelining:
         book: The chain.
         roster: Everybody.
         graph: Which links a view may use.
+        topology: What members have told of their links.
         pipeliner_for: Makes what makes pipelines, once somebody asks for them.
     """
 
-    def __init__(self, desk: Desk, book: Book, roster: Roster, graph: Graph, pipeliner_for: PipelinerFactory) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        book: Book,
+        roster: Roster,
+        graph: Graph,
+        topology: Topology,
+        pipeliner_for: PipelinerFactory,
+    ) -> None:
         self._desk = desk
         self._book = book
         self._roster = roster
@@ -201,8 +213,10 @@ class Pipelining:
         self._lack = ""
         """Why no pipelines fit, as it was told last."""
         self._speeds = Speeds(roster.peers, roster.requests)
+        self._link = MeasuredLink(topology)
         self._foreseen: Mapping[str, float] = {}
         """Factors of members' speeds by which the last view's pipelines were made, as far as they are known."""
+        self._foreseen_link: LinkRate | None = None
         self._step_s: object = None
         """Estimate of a step of the last view, if it is known (s)."""
 
@@ -274,9 +288,10 @@ class Pipelining:
         if not members:
             return PipelineChoice(text="", reason="nobody is left who runs anything")
         self._look_at_speeds()
+        self._look_at_links(members)
         speed = self._speeds.planned.get
         told = tuple((m.id in self._roster.requests, speed(m.id)) for m in (*members, *leaving))
-        key = (before, tuple(members), tuple(leaving), held, pairs, told)
+        key = (before, tuple(members), tuple(leaving), held, pairs, told, self._link.usual)
         if key not in self._known:
             holds = None if held is None else dict(held)
             choice = self._pipeliner.reroute(before, members, leaving=leaving, held=holds, links=pairs)
@@ -309,16 +324,26 @@ class Pipelining:
         if (oldest := self._request) is not None:
             self._speeds.look(oldest)
 
+    def link(self, latest: View) -> LinkRate | None:
+        """Returns the link between members of this view on different machines, as they have measured it."""
+        self._look_at_links(latest.members)
+        return self._link.usual
+
+    def _look_at_links(self, members: Sequence[Member]) -> None:
+        self._link.look(members)
+        self._pipeliner.link = self._link.usual
+
     def wish(self, latest: View) -> str | None:
         """Returns what to ask another process for, for the members of this view; None if nothing."""
         return self._pipeliner.wish(latest.members)
 
     def better(self, latest: View, plan: str) -> tuple[str, str] | None:
         """Returns the pipelines by a plan that was found for the members of this view, and why; None if it stays."""
-        pairs, speeds = self._graph.of_view(latest), self.speeds(latest)
+        pairs, speeds, link = self._graph.of_view(latest), self.speeds(latest), self.link(latest)
         choice = self._pipeliner.better(latest.pipelines, latest.members, plan, pairs)
         choice = self._linked(choice, latest.members, pairs)
-        if why := listed(changes(self._foreseen, speeds), "; "):
+        off = [*changes(self._foreseen, speeds), change(self._foreseen_link, link)]
+        if why := listed((words for words in off if words), "; "):
             choice = replace(choice, reason=f"{why}; {choice.reason}")
         if choice.text in ("", latest.pipelines):
             self._step_s = choice.facts.get("step_s") or self._step_s
@@ -338,6 +363,7 @@ class Pipelining:
         if before is None or before.pipelines != after.pipelines:
             choice = next(choices, None)
             self._foreseen = self.speeds(after) if before is not None else {}
+            self._foreseen_link = self.link(after) if before is not None else None
             self._step_s = choice.facts.get("step_s") if choice is not None else None
             if choice is not None:
                 self._note(after, choice)

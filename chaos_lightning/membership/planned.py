@@ -1,10 +1,11 @@
 """Pipelines of views by the planner, from what members ask for: devices for members, layers for parts of the state.
 
 Theory of operation. Each member says what its model and its device are like. Of the model the oldest member's word
-counts, of a device its own member's. Workers of one node die together, and members of one machine share its links.
-Part numbers of layers are the layers' own numbers, so what members hold needs no more than that the other parts are
-left out. Where members are as before and no link has gone, the pipelines stay as they are: better ones are searched for
-while the job goes on (searching.py).
+counts, of a device its own member's, and of links between machines what members measure, unless the profile names a
+rate. Workers of one node die together, and members of one machine share its links. Part numbers of layers are the
+layers' own numbers, so what members hold needs no more than that the other parts are left out. Where members are as
+before and no link has gone, the pipelines stay as they are: better ones are searched for while the job goes on
+(searching.py).
 
 How often members are lost is learnt from the chain of views. A scheduler that is started anew begins to learn again.
 """
@@ -19,7 +20,7 @@ from chaos_lightning.membership.parts import numbers
 from chaos_lightning.membership.pipelining import PipelineChoice, ViewPipeliner
 from chaos_lightning.membership.topology import Pair
 from chaos_lightning.planning.pipelines.history import LossHistory
-from chaos_lightning.planning.pipelines.job import Device
+from chaos_lightning.planning.pipelines.job import Device, LinkRate
 from chaos_lightning.planning.pipelines.linked import missing_link
 from chaos_lightning.planning.pipelines.pipeliner import PipelineAnswer, Pipeliner
 from chaos_lightning.planning.pipelines.plan import PipelinePlan
@@ -37,7 +38,7 @@ class PlannedPipeliner(ViewPipeliner):
     def __init__(self, requests: Mapping[str, PipelineRequest]) -> None:
         self._requests = requests
         self._history = LossHistory()
-        self._last: tuple[PipelineRequest, Pipeliner] | None = None
+        self._last: tuple[PipelineRequest, LinkRate | None, Pipeliner] | None = None
         self._since: float | None = None
         """Since when (s) the members have been those of the last view."""
 
@@ -101,11 +102,14 @@ class PlannedPipeliner(ViewPipeliner):
         oldest = next((self._requests[m.id] for m in members if m.id in self._requests), None)
         if oldest is None:
             return None
-        if self._last is None or self._last[0] is not oldest:
-            made = Pipeliner(oldest.job, oldest.policy, copies=oldest.copies, shared=oldest.shared)
+        if self._last is None or self._last[0] is not oldest or self._last[1] != self.link:
+            job = oldest.job
+            if self.link is not None and job.between_hosts == LinkRate():
+                job = replace(job, between_hosts=self.link)
+            made = Pipeliner(job, oldest.policy, copies=oldest.copies, shared=oldest.shared)
             made.history = self._history
-            self._last = oldest, made
-        return self._last[1]
+            self._last = oldest, self.link, made
+        return self._last[2]
 
     def _devices(self, pipeliner: Pipeliner, members: Iterable[Member]) -> list[Device]:
         """Returns the members' devices; of one that has not told its own, the oldest member's."""

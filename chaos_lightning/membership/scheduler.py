@@ -153,7 +153,7 @@ class SchedulerMachine:
         self.roster = roster = Roster(desk, book, detector, topology, chain)
         self.recovery = recovery = Recovery(desk, book, roster)
         self.graph = graph = Graph(desk, book, roster, topology)
-        self.pipelining = Pipelining(desk, book, roster, graph, pipeliner_for)
+        self.pipelining = Pipelining(desk, book, roster, graph, topology, pipeliner_for)
         self.links = LinkRegistry(desk, book, roster, recovery, graph, topology, detector)
         self.showing = Showing(desk, book, roster, graph, topology)
         self.rewiring = Rewiring(desk, book, roster, recovery, graph, topology, detector)

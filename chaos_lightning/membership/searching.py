@@ -1,7 +1,7 @@
 """Searches for better pipelines while a job goes on, and lets a later header carry those that pay.
 
 Theory of operation. A decision takes pipelines that are found in milliseconds. Once a view of other members is settled,
-or a member computes faster or slower than when a plan was asked for last, the best plan is asked for
+or members compute or links carry more or less than when a plan was asked for last, the best plan is asked for
 (`SearchPipelines`). Another process finds it (control/drawing.py), which takes seconds, and answers (`PipelinesFound`).
 If the members are still the same and the gain outweighs the transition, the next view has these pipelines: it has the
 same members, parts move before the first slot that it rules (P8), and nobody is asked for a promise. A process that
@@ -20,6 +20,7 @@ from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.effects import PipelinesFound, SearchPipelines
 from chaos_lightning.membership.pipelining import Pipelining
 from chaos_lightning.membership.redrawing import REPLAN_PAUSE_S
+from chaos_lightning.planning.pipelines.job import LinkRate
 from chaos_lightning.protocol.types import View
 
 LONGEST_PAUSE_S = 512.0
@@ -40,7 +41,9 @@ class PipelineSearch:
         self._asked_for: tuple[str, ...] = ()
         """Members that the last request was for."""
         self._speeds: Mapping[str, float] = {}
-        """Their speeds then."""
+        """Their speeds then, ..."""
+        self._link: LinkRate | None = None
+        """... and the link between their machines."""
         self._pause_s = REPLAN_PAUSE_S
         """Seconds from the last request to the next one for these members."""
         self._asked_at = float("-inf")
@@ -73,15 +76,19 @@ class PipelineSearch:
         plan, self._found = self._found, ""
         if plan:
             return self._pipelining.better(latest, plan)
-        if not self._out and since_s >= self._pause_s and self._pipelining.speeds(latest) != self._speeds:
+        if not self._out and since_s >= self._pause_s and self._changed(latest):
             longer_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._pause_s = longer_s if since_s < _QUIET * self._pause_s else REPLAN_PAUSE_S
             self._ask(latest)
         return None
 
+    def _changed(self, latest: View) -> bool:
+        pipelining = self._pipelining
+        return pipelining.speeds(latest) != self._speeds or pipelining.link(latest) != self._link
+
     def _ask(self, latest: View) -> None:
         self._asked_for, self._asked_at = latest.ids(), self._desk.now
-        self._speeds = self._pipelining.speeds(latest)
+        self._speeds, self._link = self._pipelining.speeds(latest), self._pipelining.link(latest)
         wish = self._pipelining.wish(latest)
         if wish is not None:
             self._count += 1

@@ -21,7 +21,7 @@ from chaos_lightning.membership.planned import PlannedPipeliner
 from chaos_lightning.membership.scheduler import SchedulerMachine, planned
 from chaos_lightning.membership.searching import searched
 from chaos_lightning.membership.topology import connected, every_pair, pair
-from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob
+from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, TrainingJob
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.request import PIPELINE_POLICIES, PipelineRequest
 from chaos_lightning.planning.pipelines.units import ViewPipelines, coverage, coverage_error
@@ -32,6 +32,7 @@ from chaos_lightning.protocol.types import (
     Decide,
     Fence,
     Leave,
+    LinkReport,
     Member,
     NextView,
     Notice,
@@ -166,7 +167,7 @@ def test_measured_times_may_differ_and_each_device_is_its_own() -> None:
     made = talk.machine.pipelining._made
     assert isinstance(made, PlannedPipeliner)
     assert made._last is not None
-    assert made._last[1].profile.layers[0].forward_s == 1.0, "the oldest member's word counts"
+    assert made._last[2].profile.layers[0].forward_s == 1.0, "the oldest member's word counts"
 
 
 # ------------------------------------------------------------------ losses
@@ -394,6 +395,46 @@ def test_a_member_that_has_become_slow_is_planned_around_and_the_event_says_by_h
     talk.wait(5.0)
     talk.feed(searched(talk.searches[-1]))
     assert f"{talk.ids['b']} computes 2.2 times faster than foreseen" in talk.view.reason
+
+
+def tells_of_links(talk: Talk, rate_bps: float, latency_s: float = 0.002) -> None:
+    """Each member has measured its links to all others."""
+    for name in talk.conns:
+        for other in talk.conns:
+            if other != name:
+                talk.say(name, LinkReport(talk.ids[other], latency_s, rate_bps, "probe"))
+    talk.wait(0.1)
+
+
+def between_hosts(talk: Talk) -> dict[str, float]:
+    """The link between machines in the last request for a plan."""
+    found: dict[str, float] = json.loads(talk.searches[-1].wish)["job"].get("between_hosts", {})
+    return found
+
+
+def test_plans_are_made_by_the_links_that_members_measure() -> None:
+    talk = settled_with("a", "b")
+    assert between_hosts(talk) == {}
+    tells_of_links(talk, 1e8)
+    assert (len(talk.searches), between_hosts(talk)) == (2, {"rate_bps": 1e8, "latency_s": 0.002})
+    talk.feed(searched(talk.searches[-1]))
+    (*_, event) = noted(talk, "pipelines")
+    assert event["reason"].startswith("links between machines carry 100 Mbps after 2 ms; ")
+    talk.wait(10.0)
+    tells_of_links(talk, 0.9e8, 0.0022)
+    assert len(talk.searches) == 2, "little changes nothing"
+    tells_of_links(talk, 1e7)
+    assert (len(talk.searches), between_hosts(talk)["rate_bps"]) == (3, 1e7)
+
+
+def test_a_rate_that_the_profile_names_counts_whatever_is_measured() -> None:
+    given = request()
+    named = replace(given, job=replace(given.job, between_hosts=LinkRate(rate_bps=5e9, latency_s=0.0)))
+    talk = talk_of("a", "b", asks=named, min_nodes=2)
+    talk.wait(3.0)
+    tells_of_links(talk, 1e8)
+    talk.wait(3.0)
+    assert between_hosts(talk)["rate_bps"] == 5e9
 
 
 def test_what_is_slow_and_does_not_pay_stays_and_says_so() -> None:

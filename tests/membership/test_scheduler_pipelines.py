@@ -333,7 +333,8 @@ def test_pipelines_whose_owners_of_a_layer_no_links_connect_do_not_fit() -> None
     machine = Talk("a").machine
     them = tuple(map(member, ("a~1", "b~2", "c~3")))
     made = Careless(pipelines_of("a~1:2+c~3:2,b~2:4"))
-    pipelining = Pipelining(machine.desk, machine.book, machine.roster, machine.graph, lambda requests: made)
+    shared = (machine.desk, machine.book, machine.roster, machine.graph, machine.topology)
+    pipelining = Pipelining(*shared, lambda requests: made)
     ab, ac, bc = (frozenset(ends) for ends in (("a~1", "b~2"), ("a~1", "c~3"), ("b~2", "c~3")))
     text, why = pipelining.of(them, frozenset({ac, bc}))
     assert text is None
