@@ -149,22 +149,25 @@ class Edges:
         self._world.kernel.after(_LOOK_S, self._look)
 
     def look(self) -> None:
-        """Members that hold the state and whose graph is in several parts may be put out for that."""
+        """Members that hold the state and whose graph is in several parts may be put out for that, and so may a joiner
+        that cannot reach any of them."""
         world = self._world
         views = world.store.views
         members = {m.id: m.name for view in views[-2:] for m in view.members}
-        here = [world.nodes[name] for m, name in members.items() if self._trains(name, m)]
+        living = [world.nodes[name] for m, name in members.items() if self._lives(name, m)]
+        here = [n for n in living if n.training]
         names = [n.name for n in here]
         pairs = frozenset(pair(a.name, b.name) for a in here for b in here if a is not b and self.may_link(a, b))
-        if not connected(names, pairs):
-            for node in here:
-                node.troubled_at = world.kernel.now
+        apart = here if not connected(names, pairs) else []
+        loading = [n for n in living if not n.training and not any(self.may_link(n, a) for a in here)]
+        for node in (*apart, *loading):
+            node.troubled_at = world.kernel.now
 
-    def _trains(self, name: str, member_id: str) -> bool:
+    def _lives(self, name: str, member_id: str) -> bool:
         node = self._world.nodes.get(name)
         if node is None or not node.alive or node.frozen or node.machine.member_id != member_id:
             return False
-        return node.training and not node.outcome
+        return not node.outcome
 
     def may_link(self, one: Endpoint, other: Endpoint) -> bool:
         """As far as the network and everybody's wishes go."""

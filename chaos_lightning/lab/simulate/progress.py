@@ -101,7 +101,8 @@ class Progress:
         holders = {n.name for n in here if n.training}
         links = frozenset(pair(a.name, b.name) for a in here for b in here if a is not b and may_link(a, b))
         groups = [g for g in components([n.name for n in here], links) if not holders or holders & set(g)]
-        enough = [g for g in groups if len(g) >= max(world.settings.min_nodes, world.program.needed)]
+        least = max(world.settings.min_nodes, world.program.needed)
+        enough = any(len(group) >= least for group in groups) and least <= world.settings.max_nodes
         return not enough and all(n.machine.notice for n in here)
 
 

@@ -95,9 +95,13 @@ class StagedOracle(Oracle):
         return set(range(self.program.rest + 1))
 
     def put_out(self, who: str, member: HoldsParts) -> None:
-        """A member that lives is out: no part of the state may go with it that nobody else has (P6)."""
+        """A member that lives is out: no part of the state may go with it that nobody else has (P6).
+
+        At GENESIS owners make their parts, so nothing is lost for those that stand there (P14).
+        """
         here = [m for m in self.members if m.alive and not m.outcome and m.training and m is not member]
-        if not here or member.header.seq == GENESIS.seq or any(m.header.kind is Kind.CLOSING for m in here):
+        over = any(m.header.kind is Kind.CLOSING or m.header.seq == GENESIS.seq for m in here)
+        if not here or member.header.seq == GENESIS.seq or over:
             return
         before = [*here, member]
         if any(self._held(m.header, before) >= self.every for m in before) and not self._whole(here):
@@ -154,16 +158,24 @@ class StagedOracle(Oracle):
         return not self._whole(here) and all(m.machine.notice for m in here)
 
     def passed_over(self, who: str, header: Header) -> None:
-        """A member at this header is out, since a part of the state at it is held by nobody who answers (P5)."""
+        """A member at this header is out, since a part of the state at it is held by nobody who answers (P5).
+
+        Nothing is lost where its side of a split goes on from GENESIS, for owners make their parts there (P14).
+        """
         here = [m for m in self.members if m.alive and not m.frozen and not m.outcome and m.training]
+        if header.prev_hash == GENESIS.hash and any(m.header.seq == GENESIS.seq for m in here):
+            return
         if self._held(header, here) >= self.every:
             raise Violation(
                 f"{who} is out though all parts at its slot {header.seq} are held by members that live (P5)"
             )
 
     def goes(self, who: str, member: HoldsParts) -> None:
-        """A member that was let go ends: whoever lacks a part at its header must be able to get it (P9)."""
-        if member.header.seq == GENESIS.seq:
+        """A member that was let go ends: whoever lacks a part at its header must be able to get it (P9).
+
+        After the closing header nobody needs any.
+        """
+        if member.header.seq == GENESIS.seq or member.header.kind is Kind.CLOSING:
             return
         others = [m for m in self.members if m is not member and m.alive and not m.outcome]
         at = [m for m in others if m.machine.header.hash == member.header.hash]
