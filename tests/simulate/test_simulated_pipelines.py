@@ -87,21 +87,6 @@ def test_jobs_of_the_family_are_well_with_the_planners_pipelines(seed: int) -> N
     assert simulate(FAMILIES["pipelines"](seed), PlannedHooks).violation == ""
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(1096, id="newcomers of a view that no header has carried are needed"),
-        pytest.param(1734, id="a side of a split goes on from GENESIS, where owners make their parts"),
-        pytest.param(3398, id="the same, and who is past GENESIS is out"),
-        pytest.param(2831, id="a joiner that reaches nobody is put out while it loads"),
-        pytest.param(3150, id="a job may have fewer members than any plan needs"),
-        pytest.param(4109, id="after the closing header nobody needs parts"),
-    ],
-)
-def test_jobs_at_which_something_was_found(seed: int) -> None:
-    assert simulate(staged.staged_plan(seed), StagedHooks).violation == ""
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_jobs_at_which_something_is_aimed_are_well_with_the_planners_pipelines(plan: Callable[[int], Plan]) -> None:
     for seed in range(3):
