@@ -1,12 +1,14 @@
 """Predicted steps against those of real pipelines: the paper's Fig. 9, with processes.
 
-One process trains timed layers and is measured as `chaos-lightning profile` does it. Jobs of six members take the file
-that comes of it. Each job has another number of micro-batches and another memory, so another shape; its members leave
-or are killed one by one, and each time the survivors go on by another plan: twelve plans. The scheduler's prediction
-of each is compared with the median of its steps.
+One process trains timed layers and is measured as `chaos-lightning profile` does it beside a job that runs: six members
+train by a plan, and the file has what their units and steps take beside layers. Other jobs of six members take this
+file. Each job has another number of micro-batches and another memory, so another shape; its members leave or are killed
+one by one, and each time the survivors go on by another plan: twelve plans. The scheduler's prediction of each, as it
+chose it, is compared with the median of its steps. From the second plan of a job on, it has measured the job's own
+steps.
 
-Measured steps are longer than predicted ones: the file knows no hop, no unit's own work, and no commit. The three costs
-are fitted to the steps of all plans but one, and the plan that was left out is predicted again with them, each in turn.
+What the file does not know, the cost of a hop, of a unit, and of another commit, is fitted to the steps of all plans
+but one, and the plan that was left out is predicted again with that, each in turn.
 
 Real layers are told only, as ratios within one run: two processes are two devices of this machine at best, and slow
 each other down. Both plans of two devices are compared with one device.
@@ -15,8 +17,8 @@ each other down. Both plans of two devices are compared with one device.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ from benchmarks.workers import scratch
 from chaos_lightning.lab.timed_layers import alike
 from chaos_lightning.planning.pipelines.calibration import fit
 from chaos_lightning.planning.pipelines.estimate import estimate
-from chaos_lightning.planning.pipelines.files import read_job
-from chaos_lightning.planning.pipelines.job import Device, TrainingJob
+from chaos_lightning.planning.pipelines.files import read_job, to_dict
+from chaos_lightning.planning.pipelines.job import Device, Overheads, TrainingJob
 
 NAMES = "abcdef"
 LAYERS, BATCH = 6, 2
@@ -58,6 +60,8 @@ class Series:
         return f"{self.policy}, {self.owned:g} layers a device, {self.micro_batches} micro-batches"
 
 
+PROFILED_PLAN = Series("dynamic", 4.2, 6, (6,))
+"""Runs beside the profile; none of those that are predicted."""
 SERIES = (
     Series("dynamic", 4.2, 12, (6, 4, 3)),
     Series("reroute", 4.2, 9),
@@ -100,6 +104,16 @@ def profile_of(model: dict[str, Any], file: Path, **more: Any) -> TrainingJob:
     return read_job(file)
 
 
+def beside_job(what: Series, profile: TrainingJob, file: Path, model: dict[str, Any], names: str, steps: int
+               ) -> TrainingJob:  # fmt: skip
+    """Returns a profile with what a running job has measured beside layers, and writes it to the file."""
+    facts: list[dict[str, Any]] = []
+    series(what, profile, file, model, names, steps, lambda job: facts.append(job.facts()))
+    whole = replace(profile, overheads=Overheads(**facts[-1]["machine"]["overheads"]))
+    file.write_text(json.dumps(to_dict(whole)))
+    return whole
+
+
 def memory_of(profile: TrainingJob, owned: float) -> int:
     """Returns the memory of a device that has room for so many of the profile's layers, in bytes."""
     return alike(profile.layers[1], 1, micro_batches=1, samples=1, owned=owned).devices[0].memory_nbytes
@@ -125,9 +139,16 @@ def victim(job: PipelineJob, names: Sequence[str]) -> str:
     return next(n for n in reversed(names) if sum(rows[n] == rows[other] for other in names) > 1)
 
 
-def series(what: Series, profile: TrainingJob, file: Path, model: dict[str, Any], names: str, steps: int
-           ) -> list[PlanRun]:  # fmt: skip
-    """Runs a job from its founding to its last plan."""
+def series(
+    what: Series,
+    profile: TrainingJob,
+    file: Path,
+    model: dict[str, Any],
+    names: str,
+    steps: int,
+    look: Callable[[PipelineJob], None] = lambda job: None,
+) -> list[PlanRun]:
+    """Runs a job from its founding to its last plan; looks at it after the steps of each."""
     print(f" {what}", flush=True)
     about = {"model": model, "batch": BATCH, "micro_batches": what.micro_batches, "profile": str(file)}
     about |= {"policy": what.policy, "device_memory": memory_of(profile, what.owned), "text": 60_000}
@@ -143,6 +164,7 @@ def series(what: Series, profile: TrainingJob, file: Path, model: dict[str, Any]
                     job.harness.declare(name := there.pop())
                     job.harness.terminate(name)
             found.append(measured(job, steps, members))
+            look(job)
         job.end()
         for name in there:
             if job.harness.wait_exit(name):
@@ -162,13 +184,13 @@ def told(result: Result, what: Series, found: Sequence[PlanRun]) -> None:
 
 
 def explained(result: Result, profile: TrainingJob, found: Sequence[PlanRun]) -> None:
-    """Adds the three costs that the profile does not know, and how plans are predicted with those of the others."""
+    """Adds the three costs as all plans tell them, and how plans are predicted with those of the others."""
     rows = [(at.plan, at.step_s) for at in found if not at.rerouted]
     names = sorted({name for plan, _ in rows for name in plan.devices})
     job = replace(profile, devices=tuple(Device(name=n, memory_nbytes=1 << 40) for n in names))
     costs = fit(job, rows).overheads
     for what, seconds in (("hop", costs.hop_s), ("unit", costs.unit_s), ("commit", costs.commit_s)):
-        result.add(f"fitted to all plans: a {what} costs beyond the profile", 1e3 * seconds, "ms")
+        result.add(f"fitted to all plans: a {what} costs", 1e3 * seconds, "ms")
     errors = []
     for at, (plan, step_s) in enumerate(rows):
         others = fit(job, [*rows[:at], *rows[at + 1 :]]).overheads
@@ -181,6 +203,7 @@ def real(result: Result, folder: Path, steps: int) -> None:
     """Real layers: two devices against one, as measured and as predicted."""
     file = folder / "real.json"
     profile = profile_of(REAL, file, text=60_000)
+    profile = beside_job(Series("reroute", 9.0, 6, (2,)), profile, file, REAL, "ab", steps)
     two = series(Series("reroute", 9.0, 4, (2, 1)), profile, file, REAL, "ab", steps)
     halves = series(Series("reroute", 2.9, 4, (2,)), profile, file, REAL, "ab", steps)
     for fast in (two[0], halves[0]):
@@ -197,7 +220,9 @@ def main() -> int:
     result = Result("estimator")
     with scratch() as folder:
         file = folder / "timed.json"
-        profile = profile_of(TIMED, file)
+        profile = beside_job(PROFILED_PLAN, profile_of(TIMED, file), file, TIMED, NAMES, args.steps)
+        for cost, seconds in asdict(profile.overheads).items():
+            result.add(f"profile: {cost} as the job beside it has measured it", 1e3 * seconds, "ms")
         result.details["profile"] = json.loads(file.read_text())
         found: list[PlanRun] = []
         for what in SERIES[:1] if args.quick else SERIES:

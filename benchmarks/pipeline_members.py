@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from benchmarks.victims import write_out
 from benchmarks.workers import Scheduler, scratch
+from chaos_lightning.control.channel import fetch_all
 from chaos_lightning.errors import DeadlineError
 from chaos_lightning.events.events import Record
 from chaos_lightning.lab.demo.train import GPT, prose
@@ -44,6 +45,7 @@ from chaos_lightning.planning.pipelines.files import to_dict
 from chaos_lightning.planning.pipelines.job import TrainingJob
 from chaos_lightning.protocol.codec import decode_peer
 from chaos_lightning.protocol.types import Header, Kind
+from chaos_lightning.security.credentials import Credentials
 from chaos_lightning.strategies import ChaosPipelineStrategy
 from chaos_lightning.transport.links import Links
 
@@ -337,6 +339,10 @@ class PipelineJob:
         for name in names:
             self.start(name, **more)
         self.harness.wait_for("attempt", after=since)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what the scheduler says of the job."""
+        return fetch_all(self._scheduler.endpoint, Credentials.load("", ""), 5.0)
 
     def start(self, name: str, **more: Any) -> None:
         """Starts a member of this name."""

@@ -24,7 +24,7 @@ from benchmarks.common import MIB, Options, Result, median, run
 from benchmarks.pipeline_members import PLACES, PipelineJob, pipeline_job
 from chaos_lightning.events.events import Record
 from chaos_lightning.lab.timed_layers import TimedModel
-from chaos_lightning.planning.pipelines.job import Device
+from chaos_lightning.planning.pipelines.job import Device, Overheads
 from chaos_lightning.planning.pipelines.planner import Planner
 
 NAMES = "abcdef"
@@ -224,6 +224,7 @@ class Story:
         gone: list[str] = []
         for _ in range(2):
             before = self.job.harness.records[-1]
+            overheads = Overheads(**self.job.facts()["machine"].get("overheads", {}))
             name = self.victim(gone)
             gone.append(name)
             self.job.strike(name, "between")
@@ -232,18 +233,25 @@ class Story:
             ends = [t for t, _ in self.steps(at, gone)][-SETTLED:]
             step_s = median([b - a for a, b in itertools.pairwise(ends)])
             left = len(NAMES) - len(gone)
-            wanted_s, words = self._wanted(left)
+            wanted_s, words = self._wanted(left, overheads)
             shape = [r for r in self.last("pipelines") if r.get("view")][-1]["shape"]
             title = f"{self.campaign}: {left + 1} -> {left} devices ({shape}), measured step over {words}"
             result.add(title, step_s / wanted_s, "ratio", 1 / THROUGHPUT)
 
-    def _wanted(self, devices: int) -> tuple[float, str]:
+    def _wanted(self, devices: int, overheads: Overheads) -> tuple[float, str]:
+        """Returns the step that so many devices should have, s, and whose word that is.
+
+        Args:
+            devices: Their number.
+            overheads: As the job had measured them before the last death.
+        """
         choice = [r for r in self.last("pipelines") if r.get("view")][-1]
         if self.campaign.policy == "reroute":
             return float(choice["candidates"][choice["chosen"]]["step_s"]), "its prediction"
         job = profile_of(self.campaign)
         fleet = tuple(Device(name=f"d{i}", memory_nbytes=job.devices[0].memory_nbytes) for i in range(devices))
-        return Planner(replace(job, devices=fleet)).exact().estimate.step_s, "the planner's best"
+        job = replace(job, devices=fleet, overheads=overheads)
+        return Planner(job).exact().estimate.step_s, "the planner's best, with costs of the plan before"
 
 
 def profile_of(campaign: Campaign) -> Any:

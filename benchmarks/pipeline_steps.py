@@ -102,17 +102,18 @@ def committed(records: Iterable[Record]) -> list[Committed]:
 def runs(records: Iterable[Record]) -> list[PlanRun]:
     """Returns which steps ran by which plan, in order; all of one chain of views."""
     records = list(records)
-    chosen = {view_number(r["view"]): r for r in records if r.name == "pipelines" and r.get("view") and r.get("step_s")}
+    told = [r for r in records if r.name == "pipelines" and r.get("view") and r.get("step_s")]
+    chosen = {view_number(r["view"]): r for r in reversed(told)}  # what was said first; later it may know its steps
     found: list[PlanRun] = []
     last: tuple[int, int] | None = None
     for end, by in committed(records):
-        told = next(iter(by.values()))
-        number = max((n for n in chosen if n <= view_number(told["view"])), default=None)
+        one = next(iter(by.values()))
+        number = max((n for n in chosen if n <= view_number(one["view"])), default=None)
         if number is None:
             continue
         if number != last:
             choice, last = chosen[number], number
-            members = len(told["contributors"])
+            members = len(one["contributors"])
             found.append(PlanRun(str(choice["shape"]), float(choice["step_s"]), members, bool(choice["detours"])))
         found[-1].ends.append(end)
         found[-1].coverage = {m: r["coverage"] for m, r in by.items() if r.get("coverage")}

@@ -309,7 +309,7 @@ class UndoneUnits:
     def __init__(self, step: PipelineStep, undo: Undo, logs: UnitLogs, engine: Engine) -> None:
         self._step, self._undo, self._logs, self._engine = step, undo, logs, engine
         self.borders, self.reduced, self.end = step.borders, step.reduced, step.end
-        self.commit, self.restart = step.commit, step.restart
+        self.commit, self.restart, self.step_time = step.commit, step.restart, step.step_time
 
     @property
     def speed(self) -> float:

@@ -166,8 +166,11 @@ class Shell:
 
     def heartbeat(self) -> Heartbeat:
         """For the agent's thread: values may be one slot old."""
-        speed = self.units.speed if self.units is not None else 0.0
-        return replace(self.machine.heartbeat(), step_time_s=self.server.pace.usual_s, speed=speed)
+        heartbeat, units = self.machine.heartbeat(), self.units
+        if units is None:
+            return replace(heartbeat, step_time_s=self.server.pace.usual_s)
+        took = units.step_time(heartbeat.view)
+        return replace(heartbeat, step_time_s=took.step_s, between_s=took.between_s, speed=units.speed)
 
     # ------------------------------------------------------------------ events
 

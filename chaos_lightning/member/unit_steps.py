@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.errors import AttemptOverError, DeadlineError, DepartedError
@@ -22,6 +22,18 @@ from chaos_lightning.membership.parts import division
 from chaos_lightning.planning.trees import OwnedSpans
 from chaos_lightning.protocol.types import Header, Kind, LayersCovered, Span, Spent, View, ViewId
 from chaos_lightning.transport.link import Chunks
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step at one member; 0: not known.
+
+    Attributes:
+        step_s: From its first unit to that of the next step.
+        between_s: From its last unit to the first one of the next step.
+    """
+
+    step_s: float = 0.0
+    between_s: float = 0.0
 
 
 class UnitStep(Protocol):
@@ -34,6 +46,9 @@ class UnitStep(Protocol):
     @property
     def speed(self) -> float:
         """How fast this member computes, as `Heartbeat.speed`; any thread."""
+
+    def step_time(self, view: ViewId) -> StepTime:
+        """Medians of the latest steps by the plan of this view; any thread."""
 
     def reduced(self, view: ViewId, seq: int) -> None:
         """All that this member owns is reduced; in the loop's thread."""

@@ -50,8 +50,9 @@ class Hearing:
     def hear(self, peer: Peer, message: FromMember) -> None:
         """This peer said so."""
         match message:
-            case Heartbeat(_, seq, step, step_time_s):  # the most frequent one
-                peer.seq, peer.step, peer.tempo = seq, step, Tempo(step_time_s, message.speed)
+            case Heartbeat(view, seq, step, step_time_s):  # the most frequent one
+                peer.seq, peer.step = seq, step
+                peer.tempo = Tempo(step_time_s, message.speed, view, message.between_s)
                 self.book.reached = max(self.book.reached, step)
             case Ready():
                 if peer.standing is Standing.LINKING:

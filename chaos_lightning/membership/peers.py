@@ -66,10 +66,14 @@ class Tempo:
     Attributes:
         step_s: Median of its latest steps.
         speed: Speed at which it computes, beside what its request for pipelines foresees.
+        view: View that it stood in then.
+        between_s: Of these steps what lies between units of one and of the next.
     """
 
     step_s: float = 0.0
     speed: float = 0.0
+    view: ViewId = NO_VIEW
+    between_s: float = 0.0
 
 
 @dataclass(slots=True)

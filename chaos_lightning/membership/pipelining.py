@@ -15,9 +15,10 @@ header nothing runs, and all go.
 
 from __future__ import annotations
 
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -29,9 +30,9 @@ from chaos_lightning.membership.peers import listed
 from chaos_lightning.membership.rates import MeasuredLink, change
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Roster
-from chaos_lightning.membership.speeds import Speeds, changes
+from chaos_lightning.membership.speeds import NOTICED, Speeds, changes
 from chaos_lightning.membership.topology import Pair, Topology, connected
-from chaos_lightning.planning.pipelines.job import JobError, LinkRate
+from chaos_lightning.planning.pipelines.job import JobError, LinkRate, Overheads
 from chaos_lightning.planning.pipelines.request import PipelineRequest, read_request
 from chaos_lightning.planning.pipelines.units import ViewPipelines
 from chaos_lightning.protocol.spans import subtract
@@ -39,6 +40,8 @@ from chaos_lightning.protocol.types import NO_VIEW, Hello, Kind, Member, Span, V
 
 LEAVES_TOGETHER_S = 1.0
 """A leave that moves parts waits so long for the leaves of others, which may make another move of it (P13)."""
+LEAST_S = 1e-6
+"""Costs of less count as none."""
 _ANSWERS = 8
 """Number of answers that are kept: a decision that waits asks again and again."""
 
@@ -50,6 +53,12 @@ Held = tuple[tuple[str, tuple[Span, ...]], ...] | None
 def _of(text: str, members: Sequence[Member]) -> Division:
     """Returns the division of the state in a view of these members with this text."""
     return Division(tuple(m.id for m in members), ViewPipelines.from_json(text))
+
+
+def _alike(a: Overheads, b: Overheads | None) -> bool:
+    """Whether costs differ so little that tables of plans may stay."""
+    pairs = zip(astuple(a), astuple(b), strict=True) if b is not None else ((1.0, 0.0),)
+    return all(abs(x - y) <= NOTICED * max(x, y, LEAST_S) for x, y in pairs)
 
 
 def _plan_facts(pipelines: ViewPipelines) -> dict[str, object]:
@@ -87,6 +96,8 @@ class ViewPipeliner(ABC):
     """By id: how fast members compute beside their devices, 1 if absent (speeds.py); it changes as they tell."""
     link: LinkRate | None = None
     """What members on different machines have measured of their links (rates.py)."""
+    overheads: Overheads | None = None
+    """What units and steps of the job take beyond their layers, as it was measured; None: as members foresee it."""
 
     @abstractmethod
     def reroute(
@@ -123,6 +134,16 @@ class ViewPipeliner(ABC):
             links: Pairs of members that have a link.
         """
         return PipelineChoice(text=before, reason="nobody has asked for another plan")
+
+    def measured(self, view: View, step_s: float, between_s: Mapping[str, float]) -> Overheads | None:
+        """Returns what the steps of this view, which take so long, take beyond their layers; None: that is not known.
+
+        Args:
+            view: The view.
+            step_s: Of a step.
+            between_s: By member: from its last unit of a step to the first of the next, as far as that is told.
+        """
+        return None
 
     def followed(self, before: View | None, after: View, now: float) -> None:
         """A view is decided, or a scheduler has just begun to look at the job.
@@ -293,6 +314,7 @@ class Pipelining:
         told = tuple((m.id in self._roster.requests, speed(m.id)) for m in (*members, *leaving))
         key = (before, tuple(members), tuple(leaving), held, pairs, told, self._link.usual)
         if key not in self._known:
+            self._look_at_steps()
             holds = None if held is None else dict(held)
             choice = self._pipeliner.reroute(before, members, leaving=leaving, held=holds, links=pairs)
             self._remember(key, self._linked(choice, members, pairs))
@@ -333,13 +355,32 @@ class Pipelining:
         self._link.look(members)
         self._pipeliner.link = self._link.usual
 
+    def _overheads(self) -> Overheads | None:
+        """Returns what steps of the last view take beyond their layers; None if members have not told it."""
+        latest, peers = self._book.latest, self._roster.peers
+        if latest is None or not latest.pipelines:
+            return None
+        tempos = {m.id: peers[m.id].tempo for m in latest.members if m.id in peers}
+        told = {m: t for m, t in tempos.items() if t.step_s and t.view == latest.id}
+        if not told:
+            return None
+        step_s = statistics.median(t.step_s for t in told.values())
+        return self._pipeliner.measured(latest, step_s, {m: t.between_s for m, t in told.items() if t.between_s})
+
+    def _look_at_steps(self) -> None:
+        """Estimates of plans have what was measured; of the view before while nothing was in the last one."""
+        if (found := self._overheads()) is not None and not _alike(found, self._pipeliner.overheads):
+            self._pipeliner.overheads = found
+
     def wish(self, latest: View) -> str | None:
         """Returns what to ask another process for, for the members of this view; None if nothing."""
+        self._look_at_steps()
         return self._pipeliner.wish(latest.members)
 
     def better(self, latest: View, plan: str) -> tuple[str, str] | None:
         """Returns the pipelines by a plan that was found for the members of this view, and why; None if it stays."""
         pairs, speeds, link = self._graph.of_view(latest), self.speeds(latest), self.link(latest)
+        self._look_at_steps()
         choice = self._pipeliner.better(latest.pipelines, latest.members, plan, pairs)
         choice = self._linked(choice, latest.members, pairs)
         off = [*changes(self._foreseen, speeds), change(self._foreseen_link, link)]
@@ -383,13 +424,16 @@ class Pipelining:
         self._desk.note("pipelines", **{"view": number, **plan, **choice.facts, "reason": choice.reason})
 
     def facts(self) -> dict[str, object]:
-        """Returns the pipelines of the last view, as in "3 x 2", and how long a step is estimated to take (s)."""
+        """Returns the pipelines of the last view, as in "3 x 2", how long a step is estimated to take (s), and what was
+        measured of it beyond layers.
+        """
         latest = self._book.latest
         pipelines = division(latest).pipelines if latest is not None and latest.pipelines else None
         if pipelines is None:
             return {}
         known = {"estimated_step_s": self._step_s} if self._step_s is not None else {}
-        return {"pipelines": pipelines.plan.shape, **known}
+        measured = {"overheads": asdict(found)} if (found := self._overheads()) is not None else {}
+        return {"pipelines": pipelines.plan.shape, **known, **measured}
 
     # ------------------------------------------------------------------ after a failure
 

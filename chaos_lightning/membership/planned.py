@@ -20,7 +20,7 @@ from chaos_lightning.membership.parts import numbers
 from chaos_lightning.membership.pipelining import PipelineChoice, ViewPipeliner
 from chaos_lightning.membership.topology import Pair
 from chaos_lightning.planning.pipelines.history import LossHistory
-from chaos_lightning.planning.pipelines.job import Device, LinkRate
+from chaos_lightning.planning.pipelines.job import Device, LinkRate, Overheads
 from chaos_lightning.planning.pipelines.linked import missing_link
 from chaos_lightning.planning.pipelines.pipeliner import PipelineAnswer, Pipeliner
 from chaos_lightning.planning.pipelines.plan import PipelinePlan
@@ -82,6 +82,13 @@ class PlannedPipeliner(ViewPipeliner):
         found, devices = PipelinePlan.from_json(plan), self._devices(pipeliner, members)
         return _choice(pipeliner.better(before, devices, found, _few(links, members)), len(members))
 
+    def measured(self, view: View, step_s: float, between_s: Mapping[str, float]) -> Overheads | None:
+        """See `ViewPipeliner.measured`."""
+        pipeliner = self._pipeliner(view.members)
+        if pipeliner is None:
+            return None
+        return pipeliner.measured(view.pipelines, self._devices(pipeliner, view.members), step_s, between_s)
+
     def followed(self, before: View | None, after: View, now: float) -> None:
         """See `ViewPipeliner.followed`."""
         if before is not None and self._since is not None:
@@ -109,6 +116,7 @@ class PlannedPipeliner(ViewPipeliner):
             made = Pipeliner(job, oldest.policy, copies=oldest.copies, shared=oldest.shared)
             made.history = self._history
             self._last = oldest, self.link, made
+        self._last[2].overheads = self.overheads
         return self._last[2]
 
     def _devices(self, pipeliner: Pipeliner, members: Iterable[Member]) -> list[Device]:

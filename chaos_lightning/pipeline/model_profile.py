@@ -1,9 +1,11 @@
 """A measured model as the planner's file: what was measured, the devices and links it runs on, and how well it fits.
 
 Theory of operation. `ModelProfile` is what a process measured; it travels as JSON to the command that asked for it. A
-`Fleet` says on what the model is to run: this machine, or the members of a running job with their measured links. Links
-that differ little from the others of their kind are given as one rate, since plans for equal links are exact. Layers
-that took no time, such as the backward pass of frozen ones, get `LEAST_S`, because the planner divides by times.
+`ProfiledFleet` says on what the model is to run: this machine, or the members of a running job with their measured
+links. What units and the end of a step cost beside layers only those members know, who want their machine's processors
+at once; a process by itself knows what lies between two of its own steps. Links that differ little from the others of
+their kind are given as one rate, since plans for equal links are exact. Layers that took no time, such as the backward
+pass of frozen ones, get `LEAST_S`, because the planner divides by times.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from chaos_lightning.machine.units import duration
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.files import read_job
-from chaos_lightning.planning.pipelines.job import Layer
+from chaos_lightning.planning.pipelines.job import Layer, Overheads
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 
 LEAST_S = 1e-9
@@ -71,6 +74,8 @@ class ProfiledFleet:
     within_host: Mapping[str, Any] = field(default_factory=dict)
     between_hosts: Mapping[str, Any] = field(default_factory=dict)
     links: tuple[Mapping[str, Any], ...] = ()
+    overheads: Mapping[str, float] | None = None
+    """What a job with pipelines has measured of its steps beyond layers; None: no such job has."""
     words: str = ""
     """Where it comes from."""
 
@@ -110,9 +115,13 @@ def fleet_of_job(facts: Mapping[str, Any], profile: ModelProfile) -> ProfiledFle
             special += odd
     words = f"{len(devices)} members of job {facts.get('job', '?')}, {len(rows)} links between them as measured"
     words += "" if rows else f"; {UNKNOWN}"
+    if (overheads := machine.get("overheads")) is not None:
+        words += (
+            f"; beside layers a unit takes {duration(overheads['unit_s'])} and a step {duration(overheads['commit_s'])}"
+        )
     return ProfiledFleet(
         devices=devices, within_host=usual.get(True, {}), between_hosts=usual.get(False, {}), links=tuple(special),
-        words=words,
+        overheads=overheads, words=words,
     )  # fmt: skip
 
 
@@ -136,6 +145,9 @@ def write(path: Path, profile: ModelProfile, fleet: ProfiledFleet) -> None:
         about["tied_nbytes"] = profile.tied_nbytes
     about["layers"] = [_told(asdict(layer)) for layer in profile.layers]
     about["devices"] = [dict(device) for device in fleet.devices]
+    alone = {"commit_s": max(0.0, profile.period_s - profile.step_s)}
+    if overheads := _told(alone if fleet.overheads is None else fleet.overheads):
+        about["overheads"] = overheads
     for key, value in (("within_host", fleet.within_host), ("between_hosts", fleet.between_hosts)):
         if value:
             about[key] = _told(value)
@@ -166,7 +178,7 @@ def _told(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def estimated_s(path: Path) -> float:
-    """Returns the estimator's step of a file's model on one device, in seconds."""
-    job = read_job(path)
+    """Returns the estimator's step of a file's model on one device, without `overheads`, in seconds."""
+    job = replace(read_job(path), overheads=Overheads())
     whole = Pipeline((PlanStage(job.devices[0].name, 0, len(job.layers)),), job.micro_batches)
     return estimate(job, PipelinePlan(len(job.layers), (whole,))).step_s

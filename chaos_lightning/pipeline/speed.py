@@ -1,9 +1,13 @@
-"""Speed at which a member computes its units, beside what it foresaw when it asked for pipelines.
+"""Speed at which a member computes its units, beside what it foresaw when it asked for pipelines; and its steps.
 
 Theory of operation. The request has a time for each layer, so it foresees a time for the units of a step, whichever
 layers they are of. The speed of a step is that time over the one that the device took. The median of the latest steps
 is told with each heartbeat: a scheduler plans by it, also one that was started anew. A member that has run nothing for
 many steps forgets it. Whatever slowed it down may be over, and nobody would know.
+
+A step takes longer than its layers: units wait for data and for processors, and the step ends with sums, a commit and
+an optimizer, for which all members of a machine want its processors at once. So steps of the plan in force are timed,
+too, from the first unit of one to that of the next, and the part of it that lies between the steps' units.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
+from chaos_lightning.member.unit_steps import StepTime
 from chaos_lightning.pipeline.executor import UnitTime
-from chaos_lightning.pipeline.layer_times import LayerClock
+from chaos_lightning.pipeline.layer_times import LayerClock, Mark
 from chaos_lightning.planning.pipelines.job import TrainingJob
+from chaos_lightning.planning.pipelines.plan import PipelinePlan
 from chaos_lightning.planning.pipelines.units import FORWARD, StepUnit
 from chaos_lightning.protocol.types import MOST_SPEED
 
@@ -40,6 +46,17 @@ class UnitSpeed:
         self._idle = 0
         self.told = 0.0
         """Median of the latest steps, 1: as foreseen, 0: not known. Any thread may read it."""
+        self.step_time = StepTime()
+        """Medians of the latest steps of the plan in force. Any thread may read it."""
+        self._plan: PipelinePlan | None = None
+        self._times = deque[StepTime](maxlen=WINDOW)
+        self._last: tuple[Mark, Mark] | None = None  # of the last step: its first unit begins, its last one ends
+
+    def follow(self, plan: PipelinePlan) -> None:
+        """Steps run by this plan from now on."""
+        if plan != self._plan:
+            self._plan, self._last, self.step_time = plan, None, StepTime()
+            self._times.clear()
 
     def add(self, times: Sequence[UnitTime]) -> None:
         """Takes the units of a step that has run; waits until the device has passed them."""
@@ -47,8 +64,13 @@ class UnitSpeed:
         if took_s > 0.0:
             self._idle = 0
             self._steps.append(sum(self._foreseen_s(t.unit) for t in times) / took_s)
+            if self._last is not None:
+                self._times.append(StepTime(*(self._clock.seconds(mark, times[0].began) for mark in self._last)))
+                if len(self._times) >= LEAST:
+                    self.step_time = StepTime(*map(statistics.median, zip(*self._times, strict=True)))
+            self._last = times[0].began, times[-1].ended
         else:
-            self._idle += 1
+            self._idle, self._last = self._idle + 1, None
             if self._idle >= IDLE_STEPS:
                 self._steps.clear()
         known = len(self._steps) >= LEAST
@@ -57,4 +79,4 @@ class UnitSpeed:
     def _foreseen_s(self, unit: StepUnit) -> float:
         costs = self._foreseen.costs
         sums = costs.forward if unit.kind == FORWARD else costs.backward
-        return (sums[unit.end] - sums[unit.first]) / self._foreseen.devices[0].speed + self._foreseen.overheads.unit_s
+        return (sums[unit.end] - sums[unit.first]) / self._foreseen.devices[0].speed

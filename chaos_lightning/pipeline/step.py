@@ -25,6 +25,7 @@ from torch import nn
 from chaos_lightning.collectives.accumulation import Accumulation
 from chaos_lightning.collectives.norms import PartNorm, part_norms
 from chaos_lightning.errors import AttemptOverError, DeadlineError
+from chaos_lightning.member.unit_steps import StepTime
 from chaos_lightning.pipeline.borders import BorderExchange
 from chaos_lightning.pipeline.executor import (
     Layers,
@@ -163,6 +164,8 @@ class PipelineStep:
             member: This member's id.
             empty: Micro-batches without samples.
         """
+        if self._speed is not None:
+            self._speed.follow(view.plan)
         self._attempt, self._units = attempt, view.units(member, empty)
         self._micro_batches = union((j, j + 1) for j in range(view.plan.micro_batches) if j not in empty)
         for parameter in self._root.parameters():
@@ -266,6 +269,10 @@ class PipelineStep:
     def speed(self) -> float:
         """How fast this member computes its units, beside what was foreseen; 0: not known."""
         return 0.0 if self._speed is None else self._speed.told
+
+    def step_time(self, view: ViewId) -> StepTime:
+        """Medians of the latest steps by the plan of this view."""
+        return self._speed.step_time if self._speed is not None and view == self._attempt.view else StepTime()
 
     def reduced(self, view: ViewId, seq: int) -> None:
         """All that this member owns is reduced; the reducer's `on_done`."""

@@ -67,6 +67,7 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
     "latency_s": (0.0, 1e6),
     "rate_bps": (0.0, 1e18),
     "Heartbeat.speed": (0.0, MOST_SPEED),
+    **dict.fromkeys(("Heartbeat.step_time_s", "Heartbeat.between_s"), (0.0, 1e6)),
 }
 """Least and greatest value of these numbers, by field or by message and field."""
 

@@ -457,12 +457,14 @@ class Heartbeat:
     seq: int
     step: int
     step_time_s: float = 0.0
-    """Median of the last steps; 0: not known yet."""
+    """Median of the last steps, in pipelines of those by the plan of `view`; 0: not known yet."""
     chain: str = ""
     """As in `Hello`, and so is the next one."""
     known: ViewId | None = None
     speed: float = 0.0
     """How fast the member computes its units, beside what its request for pipelines foresees; 0: not known."""
+    between_s: float = 0.0
+    """Of these steps the time from the last unit of one to the first unit of the next; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ def test_steps_belong_to_the_plan_of_their_view():
     records = [plan(0.0, "1.1", "move"), plan(3.0, "1.4", "reroute", 0.8, detours=2)]
     for seq, at in enumerate((1.0, 1.5, 2.0, 2.5, 3.1), 1):
         records += step(seq, at, "abc")
+    records.append(plan(2.1, "1.1", "keep", 0.6))  # a search found nothing better, and steps are known by then
     records += step(6, 3.9, "ab", "1.2")  # links changed, and the pipelines did not
     records += [*step(7, 5.0, "ab", "1.4"), *step(8, 6.0, "ab", "1.4")[:1]]
     one, two = runs(records)

@@ -11,9 +11,10 @@ import pytest
 from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.shell import Shell
+from chaos_lightning.member.unit_steps import StepTime
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.codec import encode_peer
-from chaos_lightning.protocol.types import GENESIS, Member, Welcome
+from chaos_lightning.protocol.types import GENESIS, Heartbeat, Member, ViewId, Welcome
 
 
 def test_a_newcomer_that_gets_another_id_closes_the_links_of_the_one_it_was() -> None:
@@ -58,6 +59,18 @@ def test_what_links_carry_is_a_small_part_of_the_log(
             shell.beat()
             now += 0.5
     assert sum(r.name == "links" for r in read_events(tmp_path)) == told
+
+
+def test_a_heartbeat_tells_steps_of_the_view_that_it_names() -> None:
+    nobody = SimpleNamespace(grid=())
+    server = SimpleNamespace(server=SimpleNamespace(forwarder=None, pace=SimpleNamespace(usual_s=0.3)))
+    links = SimpleNamespace(chunk=None, generation=None)
+    shell = Shell(*cast(Any, (nobody, Mailbox("b"), EventLog(None), links, server, nobody, print, nobody)))
+    shell.machine = cast(Any, SimpleNamespace(heartbeat=lambda: Heartbeat(ViewId(1, 7), 3, 2)))
+    assert shell.heartbeat() == Heartbeat(ViewId(1, 7), 3, 2, 0.3)
+    steps = {ViewId(1, 7): StepTime(0.4, 0.1)}
+    shell.units = cast(Any, SimpleNamespace(speed=0.9, step_time=steps.__getitem__))
+    assert shell.heartbeat() == Heartbeat(ViewId(1, 7), 3, 2, 0.4, speed=0.9, between_s=0.1)
 
 
 def test_a_header_is_handed_on_as_the_bytes_that_came(monkeypatch: pytest.MonkeyPatch) -> None:

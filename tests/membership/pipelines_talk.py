@@ -57,6 +57,8 @@ class Talk:
         self.done: list[fx.SchedulerDone] = []
         self.speeds: dict[str, float] = {}
         """As members tell them."""
+        self.steps: dict[str, tuple[float, float]] = {}
+        """Seconds of a step, and between units of two steps, likewise."""
         self.now = 0.0
         self.conns: dict[str, int] = {}
         self.ids: dict[str, str] = {}
@@ -101,7 +103,9 @@ class Talk:
             for name in list(self.conns):
                 view = self.machine.book.latest
                 stands, speed = view.id if view is not None else NO_VIEW, self.speeds.get(name, 0.0)
-                self.say(name, Heartbeat(stands, self.head.seq, self.head.step, speed=speed))
+                step_s, between_s = self.steps.get(name, (0.0, 0.0))
+                told = {"speed": speed, "between_s": between_s}
+                self.say(name, Heartbeat(stands, self.head.seq, self.head.step, step_s, **told))
             self.feed(fx.SchedulerTick())
 
     def come(self, name: str, kept: Kept | None = None) -> None:

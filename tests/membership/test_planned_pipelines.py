@@ -21,7 +21,9 @@ from chaos_lightning.membership.planned import PlannedPipeliner
 from chaos_lightning.membership.scheduler import SchedulerMachine, planned
 from chaos_lightning.membership.searching import searched
 from chaos_lightning.membership.topology import connected, every_pair, pair
-from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, TrainingJob
+from chaos_lightning.planning.pipelines.estimate import estimate
+from chaos_lightning.planning.pipelines.files import job_of
+from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, Overheads, TrainingJob
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.request import PIPELINE_POLICIES, PipelineRequest
 from chaos_lightning.planning.pipelines.units import ViewPipelines, coverage, coverage_error
@@ -512,6 +514,95 @@ def test_a_scheduler_that_is_started_anew_hears_again_how_fast_members_are() -> 
     talk.feed(searched(talk.searches[-1]))  # asked before the first heartbeats
     talk.wait(2.0)
     assert wished(talk) == {"a": 1.0, "b": 0.3}
+
+
+# ------------------------------------------------------------------ steps that take longer
+
+
+def beside_layers(talk: Talk) -> tuple[float, float]:
+    """What was measured of a unit and of the end of a step (s)."""
+    found = talk.machine.snapshot()["overheads"]
+    assert isinstance(found, dict)
+    assert found["hop_s"] == 0.0
+    return found["unit_s"], found["commit_s"]
+
+
+def test_what_steps_take_beyond_layers_is_in_the_estimates_of_the_next_plan() -> None:
+    talk = talk_of("a", "b", "c", "d", asks=request(HALF), min_nodes=3)
+    first = noted(talk, "pipelines")[-1]
+    assert first["view"] == str(talk.view.id)
+    assert "overheads" not in talk.machine.snapshot()
+    talk.steps = dict.fromkeys("abcd", (first["step_s"] + 1.0, 1.0))
+    talk.wait(5.0)
+    assert beside_layers(talk) == (0.0, pytest.approx(1.0))
+    assert talk.machine.snapshot()["estimated_step_s"] == first["step_s"]
+    talk.commit()
+    loses(talk, "d")
+    assert talk.names(talk.view.ids()) == "a b c"
+    event = noted(talk, "pipelines")[-1]
+    devices = tuple(Device(name=m.id, memory_nbytes=HALF) for m in talk.view.members)
+    plan = ViewPipelines.from_json(talk.view.pipelines).plan
+    assert event["step_s"] == pytest.approx(estimate(replace(request().job, devices=devices), plan).step_s + 1.0)
+    assert "overheads" not in talk.machine.snapshot(), "what was told is of the view before"
+
+
+def test_the_end_of_a_step_alone_is_what_steps_take_longer_where_units_take_what_is_foreseen() -> None:
+    talk = settled_with("a", "b")
+    talk.steps = dict.fromkeys("ab", (25.5, 1.5))
+    talk.wait(0.1)
+    assert beside_layers(talk) == (0.0, 1.5)
+    talk.steps = dict.fromkeys("ab", (25.5, 0.0))
+    talk.wait(0.1)
+    assert beside_layers(talk) == (0.0, 1.5), "members of an older version do not tell what lies between"
+    talk.steps = dict.fromkeys("ab", (25.5, 50.0))
+    talk.wait(0.1)
+    assert beside_layers(talk) == (0.0, 1.5), "no end is longer than what the step takes longer"
+
+
+def test_steps_that_take_less_than_their_layers_have_no_costs_below_zero() -> None:
+    talk = settled_with("a", "b")
+    talk.steps = dict.fromkeys("ab", (0.1, 0.1))
+    talk.wait(0.1)
+    assert beside_layers(talk) == (0.0, 0.0)
+    assert json.loads(talk.machine.pipelining.wish(talk.view) or "")["job"].get("overheads") is None
+
+
+def test_members_that_are_slower_than_foreseen_do_not_count_twice() -> None:
+    talk = settled_with("a", "b")
+    talk.speeds, talk.steps = {"a": 0.5, "b": 0.5}, dict.fromkeys("ab", (48.25, 0.25))
+    talk.wait(3.0)
+    assert beside_layers(talk) == (0.0, 0.25)
+
+
+def test_a_profile_that_knows_what_steps_take_is_followed_until_the_job_has_measured_it() -> None:
+    known = request()
+    known = replace(known, job=replace(known.job, overheads=Overheads(commit_s=3.0)))
+    talk = talk_of("a", "b", asks=known, min_nodes=2)
+    assert noted(talk, "pipelines")[0]["step_s"] == 27.0
+    talk.steps = dict.fromkeys("ab", (28.0, 4.0))
+    talk.wait(0.1)
+    assert beside_layers(talk) == (0.0, 4.0)
+
+
+def test_plans_keep_costs_that_have_changed_little() -> None:
+    talk = settled_with("a", "b")
+    for between_s, counted_s in ((1.0, 1.0), (1.1, 1.0), (1.3, 1.3)):
+        talk.steps = dict.fromkeys("ab", (24.0 + between_s, between_s))
+        talk.wait(0.1)
+        wish = json.loads(talk.machine.pipelining.wish(talk.view) or "")
+        assert job_of(wish["job"], "the wish").overheads.commit_s == pytest.approx(counted_s)
+
+
+def test_a_scheduler_that_is_started_anew_hears_again_how_long_steps_take() -> None:
+    talk = settled_with("a", "b")
+    view = talk.view
+    talk.machine = SchedulerMachine(Settings(min_nodes=2), fx.Chain(2, view.id, (view,), id="c"), planned)
+    talk.now += 1.0
+    talk.steps = dict.fromkeys("ab", (26.0, 2.0))
+    for name in "ab":
+        talk.come_back(name)
+    talk.wait(0.2)
+    assert beside_layers(talk) == (0.0, 2.0)
 
 
 # ------------------------------------------------------------------ ends

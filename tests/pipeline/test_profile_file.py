@@ -17,7 +17,7 @@ from chaos_lightning.pipeline.model_profile import (
     write,
 )
 from chaos_lightning.planning.pipelines.files import read_job
-from chaos_lightning.planning.pipelines.job import Layer
+from chaos_lightning.planning.pipelines.job import Layer, Overheads
 from chaos_lightning.planning.pipelines.planner import Planner
 
 
@@ -86,6 +86,32 @@ def test_members_of_a_job_are_the_devices_and_share_a_hosts_memory(tmp_path: Pat
     assert [(x.a, x.b) for x in read.links] == [("m0", "m3")]
     assert read.link("m0", "m2").latency_s == 0.001
     assert Planner(read).first().plan.layer_count == 2
+
+
+NOTHING = {"hop_s": 0.0, "unit_s": 0.0, "commit_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("of_job", "period_s", "expected"),
+    [
+        (None, 0.2, Overheads(commit_s=0.1)),
+        (None, 0.09, Overheads()),
+        (NOTHING, 0.2, Overheads()),
+        ({**NOTHING, "unit_s": 0.003, "commit_s": 0.061}, 0.2, Overheads(unit_s=0.003, commit_s=0.061)),
+    ],
+)
+def test_what_lies_between_two_steps_is_told_of_the_process_where_no_job_has_measured_its_own(
+    tmp_path: Path, of_job: dict[str, float] | None, period_s: float, expected: Overheads
+) -> None:
+    facts, measured = job(), replace(PROFILE, period_s=period_s)
+    facts["machine"] |= {} if of_job is None else {"overheads": of_job}
+    fleet = fleet_of_job(facts, measured)
+    assert fleet is not None
+    write(tmp_path / "job.yaml", measured, fleet)
+    assert read_job(tmp_path / "job.yaml").overheads == expected
+    assert ("beside layers a unit takes" in fleet.words) is (of_job is not None)
+    # A step of the process is compared with its layers alone.
+    assert estimated_s(tmp_path / "job.yaml") == pytest.approx(3 * (2 * 0.0123456 + 0.025) + 0.002, rel=1e-6)
 
 
 def test_cards_of_a_job_have_memory_of_their_own() -> None:

@@ -20,6 +20,8 @@ from chaos_lightning.pipeline.absent import is_absent
 from chaos_lightning.pipeline.chain import LayerChain
 from chaos_lightning.pipeline.executor import SlotAttempt
 from chaos_lightning.pipeline.parts import find_parts
+from chaos_lightning.pipeline.speed import LEAST
+from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob
 from chaos_lightning.planning.pipelines.plan import Detour, Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.schedules import read_instruction
 from chaos_lightning.planning.pipelines.units import ViewPipelines, coverage_error
@@ -373,6 +375,27 @@ def test_a_part_moves_between_steps(jobs):
     job.commit(2, given)
     check(averages(job), {n: g * sum(weights) for n, g in first_average.items()}, sum(weights))
     assert layers_of(after, B) == [1, 2, 3]
+
+
+def test_a_step_is_told_of_the_view_by_whose_plan_it_runs(jobs):
+    net, batches = a_net(), batches_of()
+    job, first = begun(jobs, net, NAMES[:2], pipelines([(0, 2, 4)], [5]))
+    layers = tuple(Layer(name=f"l{i}", forward_s=0.1, backward_s=0.2) for i in range(4))
+    foreseen = TrainingJob(layers=layers, devices=(Device(name="d", memory_nbytes=1),), micro_batches=5)
+    for m in job.members:
+        m.step.foresee(foreseen)
+    for number in range(1, LEAST + 2):
+        job.commit(number, job.run(SlotAttempt(first.id, number), first, number, batches, weights_of(batches)))
+        told = [m.step.step_time(first.id) for m in job.members]
+        assert all(0.0 < between_s < step_s for step_s, between_s in told) is (number > LEAST), told
+    second = job.view(2, pipelines([(0, 2, 4)], [5]))
+    assert [m.step.step_time(second.id) for m in job.members] == [(0.0, 0.0)] * 2, "nothing has run in it"
+    for m in job.members:
+        m.step.open(SlotAttempt(second.id, 9), job.pipelines[second.id], m.name)
+        assert m.step.step_time(second.id).step_s > 0.0, "the plan is as before"
+        assert m.step.step_time(first.id) == (0.0, 0.0)
+        m.step.open(SlotAttempt(second.id, 9), pipelines([(0, 1, 4)], [5]), m.name)
+        assert m.step.step_time(second.id) == (0.0, 0.0)
 
 
 def test_a_member_that_joins_again_waits_for_attempts_of_any_view(jobs):

@@ -57,12 +57,12 @@ def test_a_speed_does_not_depend_on_which_layers_a_member_has() -> None:
     assert speed.told == pytest.approx(0.5)
 
 
-def test_the_devices_speed_and_the_cost_of_a_unit_are_foreseen() -> None:
+def test_the_devices_speed_is_foreseen_and_what_a_unit_takes_beside_its_layers_is_no_computing() -> None:
     fast, costly = UnitSpeed(job(speed=2.0), CLOCK), UnitSpeed(job(unit_s=1.0), CLOCK)
     for _ in range(LEAST):
         fast.add(ran(0, 4))
         costly.add(ran(0, 1))
-    assert (fast.told, costly.told) == (pytest.approx(0.5), pytest.approx(5 / 3))
+    assert (fast.told, costly.told) == (pytest.approx(0.5), 1.0)
 
 
 @pytest.mark.parametrize(("slower", "told"), [(1e9, 1 / MOST_SPEED), (1e-9, MOST_SPEED)])
@@ -85,6 +85,36 @@ def test_a_member_that_runs_nothing_keeps_its_speed_for_a_while_and_forgets_it()
     for _ in range(LEAST):
         speed.add(ran(0, 4))
     assert speed.told == 1.0
+
+
+def test_a_step_lasts_from_its_first_unit_to_that_of_the_next_and_is_of_the_plan_in_force() -> None:
+    speed, now = UnitSpeed(job(), CLOCK), 0.0
+    plans = plan_of([(0, 2, 4)], [2]), plan_of([(0, 3, 4)], [2])
+
+    def steps(number: int, between_s: float) -> None:
+        nonlocal now
+        for _ in range(number):
+            now += between_s
+            speed.add([t._replace(began=t.began + now, ended=t.ended + now) for t in ran(0, 2)])
+            now += 1006.0  # until the last unit has ended
+
+    speed.follow(plans[0])
+    steps(LEAST, 5.0)
+    assert speed.step_time == (0.0, 0.0), "so many steps have one period less"
+    steps(1, 5.0)
+    assert speed.step_time == (1011.0, 5.0)
+    steps(1, 50.0)
+    assert speed.step_time == (1011.0, 5.0), "one step that is out of line changes nothing"
+    speed.follow(plan_of([(0, 2, 4)], [2]))
+    assert speed.step_time == (1011.0, 5.0), "an equal plan"
+    speed.follow(plans[1])
+    assert speed.step_time == (0.0, 0.0)
+    steps(1, 100.0)  # from the plan before
+    steps(LEAST, 4.0)
+    assert speed.step_time == (1010.0, 4.0)
+    speed.add([])
+    steps(WINDOW, 3.0)
+    assert speed.step_time == (1009.0, 3.0), "a step without units has no period, nor has the one after it"
 
 
 class Sleeping(nn.Module):

@@ -25,12 +25,13 @@ from typing import Any
 
 from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.pipelines import policies
+from chaos_lightning.planning.pipelines.calibration import LITTLE
 from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, Decision, Outlook, PlanCandidate, choose
-from chaos_lightning.planning.pipelines.estimate import StepEstimate
+from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
 from chaos_lightning.planning.pipelines.files import job_of, to_dict
 from chaos_lightning.planning.pipelines.formation import Pauses
 from chaos_lightning.planning.pipelines.history import LossHistory
-from chaos_lightning.planning.pipelines.job import Device, JobError, NamedLink, TrainingJob
+from chaos_lightning.planning.pipelines.job import Device, JobError, NamedLink, Overheads, TrainingJob
 from chaos_lightning.planning.pipelines.linked import Links, seated_by_links
 from chaos_lightning.planning.pipelines.lists import plan_lists
 from chaos_lightning.planning.pipelines.moves import Held, Moves
@@ -154,6 +155,7 @@ class Pipeliner:
 
     Attributes:
         history: Losses of this job. Whoever has a clock tells it what it sees.
+        overheads: As this job has measured them (`measured`); None: as the profile has them.
 
     Raises:
         PlanError: There is no such policy.
@@ -175,6 +177,8 @@ class Pipeliner:
         self.profile, self.policy, self.copies, self.pauses = profile, policy, copies, pauses
         self.shared = dict(shared or {})
         self.history = LossHistory()
+        self.overheads: Overheads | None = None
+        self._alone: tuple[tuple[str, tuple[Device, ...]], StepEstimate, float] | None = None
         self._planners: dict[int, Planner] = {}
         self._last: tuple[str, PipelinePlan] | None = None
         if policy in ("adaptive", "restart"):
@@ -209,7 +213,8 @@ class Pipeliner:
                 for b in sorted(ends.get(x.b, ())):
                     if a != b or x.a == x.b:
                         links.setdefault(frozenset((a, b)), replace(x, a=a, b=b))
-        return replace(self.profile, devices=tuple(devices), links=tuple(links.values()))
+        overheads = self.overheads or self.profile.overheads
+        return replace(self.profile, devices=tuple(devices), links=tuple(links.values()), overheads=overheads)
 
     def _planner(self, job: TrainingJob, copies: int) -> Planner:
         last = self._planners.get(copies)
@@ -320,6 +325,42 @@ class Pipeliner:
             members: Of the view that rules.
         """
         return PlanWish(self._job(members), self.copies) if self.policy in ("adaptive", "dynamic") else None
+
+    def measured(
+        self, text: str, members: Collection[Device], step_s: float, between_s: Mapping[str, float]
+    ) -> Overheads:
+        """Returns what a unit and the end of a step cost beside layers, given how long steps take.
+
+        The end is that of the member with first layers that waits least from one step to the next. What else a step
+        takes is shared out by the units on its critical path.
+
+        Args:
+            text: The pipelines of the view by which it ran.
+            members: Of that view.
+            step_s: Of a step.
+            between_s: By member: from its last unit of a step to the first of the next, as far as that is told.
+
+        Raises:
+            PlanError: The text is none of this job's.
+        """
+        plan, bare = self.read(text), Overheads(hop_s=self.profile.overheads.hop_s)
+        cost, units = self._layers_alone(text, replace(self._job(members), overheads=bare))
+        beyond_s = max(0.0, step_s - cost.step_s)
+        firsts = [name for name in (p.stages[0].device for p in plan.pipelines) if between_s.get(name)]
+        ends_s = (between_s[name] - (cost.step_s - cost.ends_s[name]) for name in firsts)
+        commit_s = max(0.0, min((beyond_s, *ends_s)))
+        return replace(bare, unit_s=(beyond_s - commit_s) / units, commit_s=commit_s)
+
+    def _layers_alone(self, text: str, job: TrainingJob) -> tuple[StepEstimate, float]:
+        """The estimate of a step in which units take what their layers do, and how many are on its critical path."""
+        key = text, job.devices
+        if self._alone is None or self._alone[0] != key:
+            plan = self.read(text)
+            cost = estimate(job, plan, quick=True)
+            little_s = LITTLE * cost.step_s
+            raised = estimate(replace(job, overheads=replace(job.overheads, unit_s=little_s)), plan, quick=True)
+            self._alone = key, cost, (raised.step_s - cost.step_s) / little_s
+        return self._alone[1:]
 
     # ------------------------------------------------------------------------------------------------ parts
 

@@ -173,7 +173,7 @@ class Planner:
         longest = 0 if self.copies == 1 else len(job.devices) // self.copies
         return (
             job.alike, job.devices[0].kind, self._per_host, self._usual, job.within_host, job.layers, job.micro_batches,
-            job.overheads, job.memory, job.tied_nbytes, longest,
+            replace(job.overheads, commit_s=0.0), job.memory, job.tied_nbytes, longest,
         )  # fmt: skip
 
     def exact(self, devices: Collection[str] | None = None) -> PlannedPipelines:

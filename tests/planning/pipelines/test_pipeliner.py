@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import permutations, product
 
 import pytest
@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE
-from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, MemoryRules, NamedLink, TrainingJob
+from chaos_lightning.planning.pipelines.estimate import estimate
+from chaos_lightning.planning.pipelines.job import (
+    Device,
+    Layer,
+    LinkRate,
+    MemoryRules,
+    NamedLink,
+    Overheads,
+    TrainingJob,
+)
 from chaos_lightning.planning.pipelines.moves import move_list, renamed
 from chaos_lightning.planning.pipelines.pipeliner import PipelineAnswer, Pipeliner, PlanWish, search_plan
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
@@ -499,3 +508,34 @@ def test_another_kind_of_members_is_planned_by_its_own_times() -> None:
     for name in ("big", "small", "big"):
         members = [replace(pipeliner.device(f"{name}~{i}"), name=f"m{i}~1") for i in range(4)]
         assert pipeliner.first(members).text == Pipeliner(profile).first(members).text
+
+
+# ------------------------------------------------------------------ what steps take beside layers
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "unequal"), [(1, 3, 1.0), (2, 4, 1.0), (3, 2, 1.0), (2, 3, 2.0)])
+def test_costs_beside_layers_are_found_again_in_the_steps_that_they_make_longer(
+    stages: int, micro_batches: int, unequal: float
+) -> None:
+    """Two pipelines; members of the second may be faster: they wait, and their end is not the step's."""
+    pipeliner = Pipeliner(profile_of(stages, 2 * micro_batches, within_host=LinkRate(), between_hosts=LinkRate()))
+    members = [replace(d, speed=unequal) for d in members_of(pipeliner, 2 * stages)]
+    members[:stages] = members_of(pipeliner, stages)
+    text, costs = text_of(2, stages, micro_batches), Overheads(unit_s=0.25, commit_s=0.5)
+    informed = Pipeliner(replace(pipeliner.profile, overheads=costs))
+    job = replace(informed.profile, devices=tuple(members))
+    cost = estimate(job, ViewPipelines.from_json(text).plan)
+    between_s = {name: cost.step_s - end_s for name, end_s in cost.ends_s.items()}  # of first stages; others wait more
+    found = pipeliner.measured(text, members, cost.step_s, between_s)
+    assert astuple(found) == pytest.approx(astuple(costs))
+    pipeliner.overheads = found
+    again = pipeliner.measured(text, members, cost.step_s, between_s)
+    assert astuple(again) == pytest.approx(astuple(found)), "what was measured before does not count"
+    assert pipeliner.measured(text, members, cost.step_s, {}).unit_s == 0.0, "nobody tells what lies between steps"
+    ours, theirs = (one.first(members[: stages + 1]).chosen for one in (pipeliner, informed))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.step_s == pytest.approx(theirs.step_s)
+    wish = pipeliner.wish(members)
+    assert wish is not None
+    assert astuple(PlanWish.from_dict(wish.to_dict()).job.overheads) == pytest.approx(astuple(costs))

@@ -502,3 +502,13 @@ def test_a_prepared_plan_is_as_good_on_the_hosts_that_are_left() -> None:
         fresh = prepared.planner.exact([d.name for d in fleet if d.name != lost])
         assert ready
         assert planned.estimate.step_s == pytest.approx(fresh.estimate.step_s)
+
+
+def test_tables_of_times_hold_whatever_the_end_of_a_step_costs_and_not_whatever_a_unit_does() -> None:
+    planner = Planner(job_of(3))
+    tables = planner.shapes
+    for cost, kept in (("commit_s", True), ("unit_s", False)):
+        job = replace(planner.job, overheads=replace(planner.job.overheads, **{cost: 1.0}))
+        other = planner.on(job)
+        assert (other.shapes is tables) is kept
+        assert plan_of(other) == plan_of(Planner(job))
