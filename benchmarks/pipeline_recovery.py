@@ -8,19 +8,23 @@ its place, or the frozen one wakes, before the next blow. All of it is one job, 
 
 Measured, from the event logs: the time from the blow to the commit of the next step at all survivors, less that step
 (it runs again as a whole) and less the rest of the unit that was under way at a survivor. Where layers move, their
-bytes must be those of the planner's list. At last two members die and nobody comes: steps of five and of four devices
+bytes must be those of the planner's list. At last two members go and nobody comes: steps of five and of four devices
 are compared with the planner's best plan for so many, or with its prediction.
+
+Beside it, without bounds: what a restart from a checkpoint costs, by torchrun around torch's own pipelining.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.common import MIB, Options, Result, median, run
+from benchmarks.peers import torchrun_pipeline
 from benchmarks.pipeline_members import PLACES, PipelineJob, pipeline_job
 from chaos_lightning.events.events import Record
 from chaos_lightning.lab.timed_layers import TimedModel
@@ -36,6 +40,8 @@ BOUNDS_S = {("reroute", "sigkill"): 0.15, ("reroute", "sigstop"): 0.8}
 MOVE_S = {50: 0.6, 200: 1.2}
 """Most seconds beyond the step that runs again, by policy and blow, or by MiB of weights and optimizer state."""
 THROUGHPUT = 0.95
+RESTART = "torchrun"
+"""Name of the part beside ours."""
 AFTER = 4
 """Steps whose median is that of the survivors."""
 SETTLED = 10
@@ -135,6 +141,11 @@ class Story:
         free = [name for name in sorted(rows) if name not in other_than and rows[name] not in taken]
         return free[next(self._turn) % len(free)]
 
+    def spare(self, gone: Collection[str]) -> list[str]:
+        """Returns the members without which the others still hold all layers."""
+        held = {n: {i for a, b in spans for i in range(a, b)} for n, spans in self.layers.items() if n not in gone}
+        return [n for n, mine in held.items() if mine and mine <= set().union(*(held[m] for m in held if m != n))]
+
     def root(self) -> str:
         view = self.last("view")[-1]
         return str(view["members"][0]).rpartition("~")[0]
@@ -220,15 +231,21 @@ class Story:
                 yield max(0.0, r.mono - decided[r.member])
 
     def shrink(self, result: Result) -> None:
-        """Two die, and nobody comes: how fast five and four devices are."""
+        """Two die, or leave if they alone hold layers, and nobody comes: how fast five and four devices are."""
         gone: list[str] = []
         for _ in range(2):
-            before = self.job.harness.records[-1]
+            before, spare = self.job.harness.records[-1], self.spare(gone)
             overheads = Overheads(**self.job.facts()["machine"].get("overheads", {}))
-            name = self.victim(gone)
+            name = spare[0] if spare else self.victim(gone)
             gone.append(name)
-            self.job.strike(name, "between")
-            at = self.job.struck(name, before).mono
+            if spare:
+                self.job.strike(name, "between")
+                at = self.job.struck(name, before).mono
+            else:
+                self.job.harness.declare(name)
+                self.job.harness.terminate(name)
+                self.job.harness.wait_exit(name)
+                at = self.job.harness.records[-1].mono
             self.job.harness.wait_until(lambda at=at: len(self.steps(at, gone)) > SETTLED + AFTER, "steady steps")
             ends = [t for t, _ in self.steps(at, gone)][-SETTLED:]
             step_s = median([b - a for a, b in itertools.pairwise(ends)])
@@ -260,8 +277,10 @@ def profile_of(campaign: Campaign) -> Any:
     return model.job(micro_batches=MICRO_BATCHES, samples=BATCH, owned=OWNED[campaign.shape])
 
 
-def play(result: Result, campaign: Campaign, blows: Sequence[tuple[str, str]], *, shrinks: bool, keep: str) -> None:
-    """One campaign from its founding to its audit.
+def play(
+    result: Result, campaign: Campaign, blows: Sequence[tuple[str, str]], *, shrinks: bool, keep: str
+) -> list[Blow]:
+    """Returns the blows of one campaign, from its founding to its audit.
 
     Args:
         result: Takes the figures.
@@ -293,6 +312,7 @@ def play(result: Result, campaign: Campaign, blows: Sequence[tuple[str, str]], *
         result.add(f"{campaign}: steps lost of {len(numbers)}", numbers[-1] - len(numbers), "count", 0)
         result.audit(job.harness.logs, f"{campaign}: audit, violations", str(campaign))
     report(result, campaign, story.blows)
+    return story.blows
 
 
 def report(result: Result, campaign: Campaign, blows: Sequence[Blow]) -> None:
@@ -314,26 +334,48 @@ def report(result: Result, campaign: Campaign, blows: Sequence[Blow]) -> None:
     result.details[str(campaign)] = [vars(b) for b in blows]
 
 
+def campaigns(times: int, quick: bool) -> dict[str, tuple[Campaign, list[tuple[str, str]], bool]]:
+    """Returns the campaigns by the name that --only takes: each with its blows, and whether it shrinks at the end."""
+    kills = [(place, "sigkill") for place in (*PLACES, "two at once")]
+    stops = [(place, "sigstop") for place in ("forward", "backward", "all-reduce")]
+    if quick:
+        few = [(place, "sigkill") for place in ("backward", "contributed", "handing out", "two at once")]
+        return {
+            "reroute-3x2": (Campaign("3 x 2", "reroute"), [*few, stops[1]] * times, True),
+            "moves-50": (Campaign("2 x 3", "dynamic", 50.0), few[:1] * times, False),
+        }
+    found = {
+        f"{policy}-{shape.replace(' ', '')}": (Campaign(shape, policy), [*kills, *stops] * times, True)
+        for shape, policy in itertools.product(OWNED, ("reroute", "dynamic"))
+    }
+    for state_mib in MOVE_S:
+        campaign = Campaign("2 x 3", "dynamic", float(state_mib), 0.01 if state_mib < 100 else 0.02)
+        found[f"moves-{state_mib}"] = campaign, [("backward", "sigkill"), ("all-reduce", "sigkill")] * times, False
+    return found
+
+
 def main() -> int:
     p = Options(__doc__)
     p.add_count("--times", 3, 1, "deaths at each place")
     p.add_argument("--keep-logs", default="", help="folder that keeps the members' event logs")
+    p.add_argument("--only", nargs="*", default=[], help="names of parts, such as moves-50; a wrong one tells all")
     args = p.parse_args()
-    result = Result("pipeline_recovery")
-    kills = [(place, "sigkill") for place in (*PLACES, "two at once")]
-    stops = [(place, "sigstop") for place in ("forward", "backward", "all-reduce")]
-    if args.quick:
-        few = [(place, "sigkill") for place in ("backward", "contributed", "handing out", "two at once")]
-        play(result, Campaign("3 x 2", "reroute"), [*few, stops[1]], shrinks=True, keep=args.keep_logs)
-        play(result, Campaign("2 x 3", "dynamic", 50.0), few[:1], shrinks=False, keep=args.keep_logs)
-        return result.finish(args)
-    for shape, policy in itertools.product(OWNED, ("reroute", "dynamic")):
-        blows = [*kills, *stops] * args.times
-        play(result, Campaign(shape, policy), blows, shrinks=True, keep=args.keep_logs)
-    for state_mib in MOVE_S:
-        blows = [("backward", "sigkill"), ("all-reduce", "sigkill")] * args.times
-        campaign = Campaign("2 x 3", "dynamic", float(state_mib), 0.01 if state_mib < 100 else 0.02)
-        play(result, campaign, blows, shrinks=False, keep=args.keep_logs)
+    result, ours_s = Result("pipeline_recovery"), dict[str, float]()
+    parts = campaigns(args.times, args.quick)
+    if unknown := set(args.only) - {*parts, RESTART}:
+        p.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join([*parts, RESTART])}")
+    for name, (campaign, blows, shrinks) in parts.items():
+        if not args.only or name in args.only:
+            begun = time.monotonic()
+            done = play(result, campaign, blows, shrinks=shrinks, keep=args.keep_logs)
+            result.details[f"{name}: took, s"] = round(time.monotonic() - begun, 1)
+            if campaign.shape == "3 x 2":
+                ours_s[str(campaign)] = median([b.total_s for b in done if b.kind == "sigkill"])
+    if RESTART in args.only or not (args.only or args.quick):
+        about = Campaign("3 x 2", "").model, BATCH, MICRO_BATCHES
+        torchrun_pipeline.measure(result, *about, 2 if args.quick else 3, ours_s)
+    elif not args.only:
+        result.remark("no restart by torchrun under --quick: it takes two minutes (--only torchrun)")
     return result.finish(args)
 
 

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,24 +70,23 @@ class Line:
 
 
 class Job:
-    """Three agents, each in a session of its own; their workers' files are in `folder`."""
+    """Agents, each in a session of its own; their workers' files are in `folder`."""
 
-    def __init__(self, folder: Path, state_mib: float) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
-        port = free_port()
-        for name in ("a0", "a1", "a2"):
-            command = [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:3", "--nproc-per-node", "1",
-                "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "10",
-                "-m", "benchmarks.peers.torchrun", str(folder), str(state_mib),
-            ]  # fmt: skip
-            env = {**os.environ, "BENCH_AGENT": name, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+    def start(self, name: str, *options: str, module: str, words: Sequence[str], **env: str) -> None:
+        """An agent with these options, whose workers run a module with the folder and these words."""
+        command = [
+            sys.executable, "-m", "torch.distributed.run", *options, "--max-restarts", "10",
+            "-m", module, str(self.folder), *words,
+        ]  # fmt: skip
+        about = {"BENCH_AGENT": name, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **env}
+        with (self.folder / f"{name}.log").open("wb") as log:
             self.agents[name] = subprocess.Popen(
-                command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+                command, env={**os.environ, **about}, stdout=log, stderr=log, start_new_session=True
             )
-            if name == "a0":
-                wait_listening(f"127.0.0.1:{port}", self.agents[name], "torchrun's rendezvous store", 60.0)
 
     def lines(self, agent: str) -> list[Line]:
         """All steps of this agent's workers, in time order."""
@@ -111,12 +110,16 @@ class Job:
             if len(done) == len(agents):
                 return done
             if time.monotonic() > end:
-                raise TimeoutError(f"torchrun: no step of {world} workers within {PATIENCE_S:g} s")
+                said = "".join(path.read_text(errors="replace")[-1000:] for path in self.folder.glob("*.log"))
+                raise TimeoutError(f"torchrun: no step of {world} workers within {PATIENCE_S:g} s; it said: {said}")
             time.sleep(0.05)
 
     def close(self) -> None:
         for agent in self.agents.values():
-            # Its workers are in sessions of their own: they end by themselves once their all-reduce breaks.
+            agent.terminate()  # its workers are in sessions of their own, and it ends them
+        for agent in self.agents.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(10)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
             agent.wait(10)
@@ -132,14 +135,28 @@ def _kill_worker(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def job(state_mib: float) -> Iterator[Job]:
-    """Three agents in a scratch folder."""
+def running() -> Iterator[Job]:
+    """A job in a scratch folder, without agents so far."""
     with scratch() as folder:
-        them = Job(folder, state_mib)
+        them = Job(folder)
         try:
             yield them
         finally:
             them.close()
+
+
+@contextlib.contextmanager
+def job(state_mib: float) -> Iterator[Job]:
+    """Three agents with one worker each."""
+    port = free_port()
+    options = ["--nnodes", "2:3", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
+    with running() as them:
+        for name in ("a0", "a1", "a2"):
+            there = f"127.0.0.1:{port}"
+            them.start(name, *options, there, module="benchmarks.peers.torchrun", words=[str(state_mib)])
+            if name == "a0":
+                wait_listening(there, them.agents[name], "torchrun's rendezvous store", 60.0)
+        yield them
 
 
 def one_run(state_mib: float, rng: random.Random) -> tuple[float, int]:

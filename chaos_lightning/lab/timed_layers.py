@@ -11,82 +11,17 @@ Times are met as long as arithmetic and wake-ups fit in: 10 ms and more for a pa
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from chaos_lightning.lab.timed_layer import TimedLayer
 from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob
 
 PARAMETERS = 3
 """Number of parameters of a layer; AdamW counts steps in four bytes for each."""
-
-
-class _Deadline:
-    """End of a backward pass, by the monotonic clock, in seconds."""
-
-    at_s = 0.0
-
-    def sleep(self) -> None:
-        time.sleep(max(0.0, self.at_s - time.monotonic()))
-
-
-class _Leaving(torch.autograd.Function):
-    """Last operation of a layer; its backward pass comes first, and sets the deadline."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, deadline: _Deadline, backward_s: float) -> Tensor:
-        ctx.deadline, ctx.backward_s = deadline, backward_s
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.deadline.at_s = time.monotonic() + ctx.backward_s
-        return gradients[0], None, None
-
-
-class _Entering(torch.autograd.Function):
-    """First operation of a layer; its backward pass comes last, and sleeps until the deadline.
-
-    The layer's `anchor` has it run where no gradient of the input is wanted.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, deadline: _Deadline) -> Tensor:
-        ctx.deadline = deadline
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.deadline.sleep()
-        return gradients[0], gradients[0].new_zeros(1), None
-
-
-class TimedLayer(nn.Module):
-    """A residual layer that takes its time.
-
-    Args:
-        width: Features.
-        forward_s: Seconds of a forward pass.
-        backward_s: Seconds of a backward pass.
-    """
-
-    def __init__(self, width: int, forward_s: float, backward_s: float) -> None:
-        super().__init__()
-        self.forward_s, self.backward_s = forward_s, backward_s
-        self.linear = nn.Linear(width, width)
-        self.anchor = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        ends, back = _Deadline(), _Deadline()
-        ends.at_s = time.monotonic() + self.forward_s
-        x = _Entering.apply(x, self.anchor, back)  # type: ignore[no-untyped-call]
-        x = _Leaving.apply(x + 0.1 * self.linear(x), back, self.backward_s)  # type: ignore[no-untyped-call]
-        ends.sleep()
-        return x
 
 
 class TimedModel(LightningModule):  # type: ignore[misc]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import pipeline_policies as policies
+from benchmarks import pipeline_recovery as recovery
 from benchmarks.pipeline_steps import committed, plan_of, runs
 from benchmarks.soak import pipelines as soak
 from chaos_lightning.errors import PlanError
@@ -72,6 +73,29 @@ def test_steps_belong_to_the_plan_of_their_view():
     assert (two.members, two.rerouted, two.predicted_s) == (2, True, 0.8)
     assert two.ends == [5.0], "the last step is not committed by all of its members"
     assert len(committed(records)) == 7
+
+
+@pytest.mark.parametrize(
+    ("layers", "spare"),
+    [
+        ({"b": [(0, 2)], "c": [(2, 3)], "d": [(3, 6)]}, []),
+        ({"b": [(0, 2)], "c": [(2, 6)], "d": [(1, 4)], "e": [(0, 1)], "f": []}, ["b", "d", "e"]),
+    ],
+)
+def test_nobody_dies_who_alone_holds_a_layer(layers: dict[str, Any], spare: list[str]):
+    choice = record(1.0, "pipelines", view="1.2", layers={f"{name}~1": spans for name, spans in layers.items()})
+    job: Any = SimpleNamespace(harness=SimpleNamespace(records=[choice]))
+    assert recovery.Story(job, recovery.Campaign("2 x 3", "dynamic")).spare(["a"]) == spare
+
+
+def test_benchmarks_of_recoveries_run_by_parts():
+    parts = recovery.campaigns(3, quick=False)
+    assert list(parts) == [
+        "reroute-3x2", "dynamic-3x2", "reroute-2x3", "dynamic-2x3", "moves-50", "moves-200"
+    ]  # fmt: skip
+    blows = parts["dynamic-2x3"][1]
+    assert {blows.count(blow) for blow in blows} == {3}
+    assert set(recovery.campaigns(1, quick=True)) <= set(parts)
 
 
 # ------------------------------------------------------------------------------------------------ policies

@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from chaos_lightning.lab.timed_layers import PARAMETERS, TimedLayer, TimedModel
+from chaos_lightning.lab.timed_layer import TimedLayer
+from chaos_lightning.lab.timed_layers import PARAMETERS, TimedModel
 
 SHORT_S, LONG_S = 0.02, 0.04
 
@@ -22,7 +23,16 @@ def test_passes_end_at_their_deadlines_also_where_no_gradient_of_the_input_is_wa
     assert time.monotonic() - between >= LONG_S
     expected = torch.autograd.grad((x + 0.1 * layer.linear(x)).square().sum(), layer.linear.weight)[0]
     torch.testing.assert_close(layer.linear.weight.grad, expected)
-    assert layer.anchor.grad.item() == 0.0
+
+
+def test_no_optimizer_state_stays_zero():
+    """A pull would leave it out as a thing that is here already, and the bytes would not be those of the list."""
+    layer = TimedLayer(4, 0.0, 0.0)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        assert all(t.count_nonzero() for t in state.values())
 
 
 def test_the_planner_is_told_of_every_byte():
