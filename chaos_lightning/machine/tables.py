@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
@@ -11,6 +13,14 @@ from rich.text import Text
 
 _LEAST = 12
 """Cells that are left of a column that is cut."""
+_ENDLESS = 10_000
+"""Cells of a line in a pipe or file."""
+
+
+def console_of_stdout() -> Console:
+    """Returns a console for tables and plain text. In a pipe or a file lines are never cut, unless COLUMNS is set."""
+    wide = _ENDLESS if not sys.stdout.isatty() and not os.environ.get("COLUMNS") else None
+    return Console(width=wide, markup=False, highlight=False)
 
 
 class FittingTable:

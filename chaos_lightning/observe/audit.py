@@ -191,6 +191,7 @@ class _Judge:
         bad: list[str] = []
         remarks: list[str] = []
         matched, total = 0, len(self.facts.pulls)
+        compared = self._compared()
         by_head: dict[str, dict[str, str]] = {}
         for head, member, value in self.facts.hashes:
             by_head.setdefault(head, {})[member] = value
@@ -200,14 +201,13 @@ class _Judge:
                 remarks.append(f"{pull.member} pulled its state without naming header and hash")
             elif not donors:
                 # Agreement afterwards is weaker evidence: equal states a few slots on can only come from equal ones.
-                later = self._agrees_later(pull.member)
-                if later is None and pull.member in self.facts.never_in:
+                if pull.member in compared:
+                    matched += 1
+                elif pull.member in self.facts.never_in:
                     total -= 1
                     remarks.append(f"{pull.member} pulled a state and never came in, so it was never asked to be equal")
-                elif later is None:
-                    remarks.append(f"{pull.member}: no donor's hash at {pull.head}, and none later to compare with")
                 else:
-                    matched += 1
+                    remarks.append(f"{pull.member}: no donor's hash at {pull.head}, and none later to compare with")
             elif any(v != pull.hash for v in donors.values()):
                 rows = ", ".join(f"{m}={v}" for m, v in sorted(donors.items()))
                 bad.append(f"{pull.member} took over state {pull.hash} at {pull.head}; donors had {rows}")
@@ -217,19 +217,24 @@ class _Judge:
             entered = {p.member: p.head for p in self.facts.pulls if p.head}
             entries = [p for p in history.check_members(run, entered) if p.rule == "entry"]
             bad += [p.text for p in self._proven(entries, remarks)]
-        text = f"{matched} of {total} joiners' states matched"
+        said = [f"{matched} of {total} joiners' states matched"] if total or not self.facts.parts else []
         parts = sum(told.pulled for told in self.facts.parts.values())
         bad += [p.text for p in self._proven((p for told in self.facts.parts.values() for p in told.problems), remarks)]
-        if parts:
-            text += f"; {parts} parts of the state were got and proved, each before its new owner trained with it"
-        return self._finding(4, (matched > 0 or parts > 0) and matched == total, text, bad, remarks)
+        if self.facts.parts:
+            joined = {member for member, told in self.facts.parts.items() if told.joined}
+            said += [
+                f"{len(joined)} joiners came in by parts, and parts of {len(joined & compared)} of them were compared "
+                "with those of other owners later",
+                f"{parts} parts of the state were got and proved, each before its new owner trained with it",
+            ]
+        return self._finding(4, (matched > 0 or parts > 0) and matched == total, "; ".join(said), bad, remarks)
 
-    def _agrees_later(self, member: str) -> bool | None:
-        by_head: dict[str, dict[str, str]] = {}
-        for head, who, value in [*self.facts.hashes, *self.facts.pulled_hashes]:
-            by_head.setdefault(head, {})[who] = value
-        shared = [h for h in by_head.values() if member in h and len(h) > 1]
-        return True if shared else None  # a disagreement is contract 1's finding
+    def _compared(self) -> set[str]:
+        """Returns members whose state or part was compared with another's; where they differ, contract 1 says so."""
+        by_head: dict[str, set[str]] = {}
+        for head, who, _ in [*self.facts.hashes, *self.facts.pulled_hashes]:
+            by_head.setdefault(head, set()).add(who)
+        return {member for members in by_head.values() if len(members) > 1 for member in members}
 
     # ---------------------------------------------------------------------------------------------- 2
 

@@ -66,6 +66,8 @@ class PartsTold:
     member: str
     founder: bool = False
     """It founded the job, and may have made what it owns."""
+    joined: bool = False
+    """It came into the running job."""
     pulled: int = 0
     """Number of parts that it got."""
     problems: list[Problem] = field(default_factory=list)

@@ -231,6 +231,8 @@ class _Gathering:
                 facts.pulled_hashes.append((pulled.head, pulled.member, pulled.hash))
         elif r.name == "joined":
             witness.joined, witness.came_with = r.t, f.integer(r.get("seq"))
+            if r.member in facts.parts:
+                facts.parts[r.member].joined = not witness.founder
         elif r.name == "fenced":
             witness.fenced = r.t
         if r.name in _GOODBYES:

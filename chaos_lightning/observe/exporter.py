@@ -147,7 +147,7 @@ class RunTotals:
             self._finish()
         elif own and r.name == "fenced" and r.member in self._joined:  # others say hello anew beside a kept state
             self._add("fenced_total", 1)
-        elif own and r.name == "pull_done":
+        elif own and (r.name == "pull_done" or (r.name == "part_pulled" and r.member not in self._joined)):
             self._add("state_bytes_total", f.number(r.get("nbytes")))
         elif own and r.name == "links":
             self._links(r)

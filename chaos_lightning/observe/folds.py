@@ -15,7 +15,7 @@ import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chaos_lightning.observe.fields import Stream, node_of
 from chaos_lightning.observe.spans import Span, Spans, intersect, merge, overlaps, size, subtract
@@ -103,6 +103,8 @@ class RecoveryTimes:
     survivors: int
     how: str
     """"hand-on", "redo", "next" (nothing was open) or "stayed" (it thawed in time)."""
+    waited: float = 0.0
+    """Seconds of the recovery in which fewer than min_nodes were here."""
 
     @property
     def seconds(self) -> float | None:
@@ -254,7 +256,7 @@ def joins(timeline: Timeline) -> list[Join]:
                 pull_done=done[-1].done if done else None,
                 contributed=first.get(life.member),
                 sources=tuple(sorted(((d, n, s) for d, (n, s) in sources.items()), key=lambda x: (-x[1], x[0]))),
-                nbytes=sum(p.nbytes for p in done),
+                nbytes=sum(p.nbytes for p in life.pulls),
                 skipped=sum(p.skipped for p in done),
                 seconds=sum(p.seconds for p in done),
                 pause=pause,
@@ -287,9 +289,26 @@ def recoveries(timeline: Timeline) -> list[RecoveryTimes]:
     for member, t in timeline.deaths.items():
         life = timeline.lives.get(member)
         if member not in explained and life is not None and life.joined is not None and life.end not in _GOOD_ENDS:
-            noticed = min(t, timeline.suspects.get(member, t))
-            found.append(_recovery(timeline, chain, life, "death", "", noticed, None))
+            found.append(_recovery(timeline, chain, life, "death", "", _noticed(timeline, member, t), None))
+    waits = _waits(timeline)
+    found = [replace(r, waited=_overlap(waits, r.at, r.recovered)) for r in found]
     return sorted(found, key=lambda r: r.at)
+
+
+def _noticed(timeline: Timeline, member: str, death: float) -> float:
+    """Returns when the suspicion began that ended in a member's death (wall time, s); earlier ones were cleared."""
+    alive = max((s.commits[member].t for s in timeline.slots.values() if member in s.commits), default=0.0)
+    return max((t for t in timeline.suspects.get(member, ()) if alive < t <= death), default=death)
+
+
+def _overlap(windows: Sequence[tuple[float, float]], start: float, stop: float | None) -> float:
+    """Returns the seconds from start to stop that lie in at least one window; 0 without a stop."""
+    total, at = 0.0, start
+    for begin, end in sorted(windows):
+        end = min(end, start if stop is None else stop)
+        total += max(0.0, end - max(begin, at))
+        at = max(at, end)
+    return total
 
 
 def _recovery(
@@ -299,9 +318,8 @@ def _recovery(
     handed = {seq for t, seq in timeline.hand_ons if t >= at}
     redone = {seq for t, seq in timeline.redos if t >= at}
     without = [v.t for v in timeline.views.values() if v.t >= at and v.members and member not in v.members]
-    noticed = [
-        t for t in (timeline.suspects.get(member), timeline.deaths.get(member)) if t is not None and t >= at - 0.001
-    ]
+    told = (*timeline.suspects.get(member, ()), timeline.deaths.get(member, 0.0))
+    noticed = [t for t in told if t >= at - 0.001]
     after: SlotFact | None = None
     how = "next"
     for slot in chain:

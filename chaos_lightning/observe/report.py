@@ -118,23 +118,31 @@ def write_job(
 def summary(timeline: Timeline) -> str:
     """The run in one line."""
     good = folds.goodput(timeline)
-    joins, recoveries, slowest_s = _counts(timeline)
+    joins, recoveries, slowest = _counts(timeline)
     text = (
         f"{good.steps} steps, {good.samples} samples, {len(timeline.nodes())} nodes in "
         f"{duration(timeline.stop - timeline.origin)}; goodput {good.share:.1%}; {joins} joins"
     )
     if recoveries:
         text += f"; {recoveries} deaths and freezes"
-        if slowest_s is not None:
-            text += f", recovered within {duration(slowest_s)}"
+        if slowest is not None:
+            text += f", recovered within {_lasted(slowest)}"
     return text
 
 
-def _counts(timeline: Timeline) -> tuple[int, int, float | None]:
-    """Joins; deaths and freezes; the slowest recovery of those, s."""
+def _counts(timeline: Timeline) -> tuple[int, int, folds.RecoveryTimes | None]:
+    """Joins; deaths and freezes; the slowest recovery of those."""
     joins = sum(j.pull_done is not None for j in folds.joins(timeline))
     recoveries = folds.recoveries(timeline)
-    return joins, len(recoveries), max((r.seconds for r in recoveries if r.seconds is not None), default=None)
+    ended = [r for r in recoveries if r.seconds is not None]
+    return joins, len(recoveries), max(ended, key=lambda r: r.seconds or 0.0, default=None)
+
+
+def _lasted(recovery: folds.RecoveryTimes) -> str:
+    if recovery.seconds is None:
+        return "not in this log"
+    waited = f" ({duration(recovery.waited)} of it below min_nodes)" if recovery.waited else ""
+    return f"{duration(recovery.seconds)}{waited}"
 
 
 def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: str, short: str = "") -> str:
@@ -200,7 +208,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequen
 
 def _cards(timeline: Timeline) -> str:
     good = folds.goodput(timeline)
-    joins, recoveries, slowest_s = _counts(timeline)
+    joins, recoveries, slowest = _counts(timeline)
     cards = [
         (duration(timeline.stop - timeline.origin), "from the first member to the last event"),
         (str(good.steps), "committed steps"),
@@ -209,7 +217,7 @@ def _cards(timeline: Timeline) -> str:
         (f"{good.share:.1%}", "goodput"),
         (str(joins), "joins"),
         (str(recoveries), "deaths and freezes"),
-        ("-" if slowest_s is None else duration(slowest_s), "slowest recovery"),
+        ("-" if slowest is None else _lasted(slowest), "slowest recovery, to the next commit of all survivors"),
     ]
     return card_row(cards)
 
@@ -305,13 +313,15 @@ def _joins(timeline: Timeline) -> str:
         given = now.sources if now is not None and now.sources else [(d, n) for d, n, _ in j.sources]
         sources = ", ".join(f"{escaped(node_of(d))} {amount(n)}" for d, n in given if n) or "-"
         speed = now.rate_bps / 8 if now is not None else j.rate
+        moved_nbytes = sum(p.nbytes for p in timeline.part_pulls if p.member == j.member) - j.nbytes
+        pulled = part(now.nbytes, now.total) if now is not None and now.total else amount(j.nbytes)
         rows.append(
             (
                 escaped(j.member) + (" <span class=small>(again)</span>" if j.again else ""),
                 f"replay of {j.replayed} steps" if j.replayed else escaped(j.way or "pause"),
                 _at(j.born, timeline),
                 _at(j.contributed, timeline),
-                part(now.nbytes, now.total) if now is not None and now.total else amount(j.nbytes),
+                pulled + (f", then {amount(moved_nbytes)}" if moved_nbytes > 0 else ""),
                 amount(j.skipped),
                 _took(j),
                 f"{amount(speed)}/s" if speed else "-",
@@ -339,7 +349,7 @@ def _recoveries(timeline: Timeline) -> str:
                 _at(r.at, timeline),
                 duration(r.noticed - r.at) if r.noticed is not None else "-",
                 duration(r.decided - r.at) if r.decided is not None else "-",
-                duration(r.seconds) if r.seconds is not None else "not in this log",
+                _lasted(r),
                 escaped(charts.HOW[r.how]) + (f" ({r.seq})" if r.seq is not None else ""),
                 str(r.survivors),
             )

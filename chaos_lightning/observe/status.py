@@ -56,17 +56,19 @@ def status(
     show(printable(facts))
 
 
-USUAL = {"connected": True, "loaded": True, "leaving": "", "dead": "", "way": "", "progress": "", "step_time_s": 0.0}
+USUAL = {"connected": True, "loaded": True, "way": "", "progress": "", "step_time_s": 0.0}
 """Columns that `status` leaves out while every member has this value: a line per member fits 80 columns."""
-CUT = ("id", "progress", "leaving")
-FIRST_TO_GO = ("host", "seq", "view", "step_time", "way", "loaded", "connected", "standing", "silent", "speed")
+CUT = ("progress", "runs")
+FIRST_TO_GO = ("host", "seq", "view", "step_time", "way", "loaded", "connected", "silent", "speed", "standing")
 """What a narrower terminal does not show; `--json` has it."""
+REASONS = ("dead", "leaving")
+"""Columns that `status` writes below the table as sentences, since each of them would fill a line."""
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from rich.console import Console
+    from chaos_lightning.machine.tables import console_of_stdout
 
-    console = Console(markup=False, highlight=False)
+    console = console_of_stdout()
     machine = facts.get("machine", {})
     if facts.get("owed"):
         console.print(f"owes: {facts['owed']}")
@@ -105,9 +107,11 @@ def counted(machine: dict[str, Any]) -> str:
 def _show_rows(console: Any, rows: list[dict[str, Any]]) -> None:
     from chaos_lightning.machine.tables import FittingTable
 
+    whys = [(row, word) for row in rows for word in REASONS if row.get(word)]
+    rows = [row | {"standing": next((word for word in REASONS if row.get(word)), row.get("standing"))} for row in rows]
     columns = [
         key
-        for key in dict.fromkeys(key for row in rows for key in row)
+        for key in dict.fromkeys(key for row in rows for key in row if key not in REASONS)
         if key not in USUAL or any(row.get(key) != USUAL[key] for row in rows)
     ]
     names = [column.removesuffix("_s") for column in columns]
@@ -121,6 +125,8 @@ def _show_rows(console: Any, rows: list[dict[str, Any]]) -> None:
             )
         )
     console.print(table)
+    for row, word in whys:
+        console.print(f"{row['id']}: {word}: {row[word]}")
 
 
 def _show_candidacy(console: Any, facts: dict[str, Any]) -> None:

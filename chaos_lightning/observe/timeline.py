@@ -210,7 +210,8 @@ class Timeline:
     """Header hash -> member -> state hash."""
     deaths: dict[str, float] = field(default_factory=dict)
     """Member -> when somebody first said that it is dead."""
-    suspects: dict[str, float] = field(default_factory=dict)
+    suspects: dict[str, list[float]] = field(default_factory=dict)
+    """Member -> when it was suspected; most suspicions are cleared."""
     hand_ons: list[tuple[float, int]] = field(default_factory=list)
     """(time, seq)."""
     redos: list[tuple[float, int]] = field(default_factory=list)
@@ -292,6 +293,8 @@ class Timeline:
             life.role = life.role if life.role == "founder" else str(record.get("role", life.role))
             life.state = "training"
             life.last_step = f.integer(record.get("step"))
+            if life.pulls and life.pulls[-1].done is None:
+                life.pulls[-1].done = record.t  # it came in by parts
 
     def _left(self, record: Record, life: Life) -> None:
         self._end(life, record, "left", str(record.get("reason", "")))
@@ -359,6 +362,25 @@ class Timeline:
 
     def _part_pulled(self, record: Record, life: Life) -> None:
         self.part_pulls.append(PartPullFact.of(record))
+        self._part_arrives(record, life)
+
+    def _parts_read(self, record: Record, life: Life) -> None:
+        if record.get("parts"):
+            self._part_arrives(record, life)
+
+    def _part_arrives(self, record: Record, life: Life) -> None:
+        """Parts that come before a newcomer joins are its pull of the state; later ones move between members."""
+        if life.joined is not None:
+            return
+        seconds = f.number(record.get("seconds"))
+        if not life.pulls:
+            life.pulls.append(PullFact(record.t - seconds))
+        pull = life.pulls[-1]
+        pull.nbytes += f.integer(record.get("nbytes"))
+        pull.seconds += seconds
+        for donor, nbytes in f.amounts(record.get("by_source")):
+            before, took = pull.sources.get(donor, (0, 0.0))
+            pull.sources[donor] = (before + nbytes, took + seconds)
 
     # ----------------------------------------------------------------------------------------------- state on its way
 
@@ -429,7 +451,7 @@ class Timeline:
         self._note(record, f"dead: {evidence}")
 
     def _suspect(self, record: Record) -> None:
-        self.suspects.setdefault(record.member, record.t)
+        self.suspects.setdefault(record.member, []).append(record.t)
 
     def _notice(self, record: Record) -> None:
         if "waiting" in record.fields:
@@ -530,6 +552,7 @@ _OWN = {
     "pull_progress": Timeline._pull_progress,
     "pull_done": Timeline._pull_done,
     "part_pulled": Timeline._part_pulled,
+    "resumed_kept": Timeline._parts_read,
 }
 """Of the member that wrote them: a scheduler's event of the same name says less, and a moment earlier."""
 _TOLD = {

@@ -101,9 +101,9 @@ def end(arguments: Sequence[str]) -> int:
 
 def show_outer(facts: dict[str, Any]) -> None:
     """Prints what a leader says of an outer job."""
-    from rich.console import Console
+    from chaos_lightning.machine.tables import console_of_stdout
 
-    console = Console(markup=False, highlight=False)
+    console = console_of_stdout()
     if facts["role"] == "standby":
         console.print(f"job {facts['job']} at {facts['endpoint']}: stands by")
     else:

@@ -13,8 +13,10 @@ from observe_synthetic import Script
 from rich.console import Console
 
 from chaos_lightning.events.reader import read_events
+from chaos_lightning.machine.units import amount
 from chaos_lightning.observe import audit as auditing
-from chaos_lightning.observe import report
+from chaos_lightning.observe import folds, report
+from chaos_lightning.observe.exporter import RunTotals
 from chaos_lightning.observe.render import draw, from_status, from_timeline
 from chaos_lightning.observe.status import _show
 from chaos_lightning.observe.timeline import Timeline
@@ -156,6 +158,107 @@ def test_a_sum_that_nobody_tells_is_none_that_is_missing(tmp_path: Path) -> None
     assert not [line for line in auditing.violations(auditing.audit(run.write(tmp_path))) if "micro-batches" in line]
 
 
+def joined_by_parts() -> Script:
+    """A fifth process comes into the run, pulls two parts and the rest, and gets one more in the next view."""
+    run = made()
+    run.welcome("e~2", run.process("e"), "joiner")
+    head = run.slot("boundary")
+    members = ["a~1", "b~1", "c~1", "e~2"]
+    owns = OWNS | {"c~1": [[0, 3], [4, 5]], "e~2": [[2, 5]]}
+    run.view(members, "e~2 joins", ("e~2",))
+    own(run, owns)
+    for number, (nbytes, donor) in enumerate([(1000, "b~1"), (2000, "c~1"), (4, "a~1")], 2):
+        run.now += 0.25
+        about = {"part": f"layer.{number}", "number": number, "nbytes": nbytes, "by_source": {donor: nbytes}}
+        run.say("e~2", "part_pulled", **about, seq=run.seq, seconds=0.2, hash="5eed")
+    run.say("e~2", "joined", role="joiner", seq=run.seq, step=run.step)
+    for member in ("b~1", "e~2"):
+        run.say(member, "state_hash", seq=run.seq, head=f"{head}/layer.3", hash="5eed")
+    run.slot(took=0.6)
+    run.view(members, "layers move")
+    own(run, owns | {"e~2": [[1, 5]]})
+    run.now += 0.2
+    about = {"part": "layer.1", "number": 1, "nbytes": 500, "by_source": {"a~1": 500}}
+    run.say("e~2", "part_pulled", **about, seq=run.seq, seconds=0.1, hash="5eed")
+    run.slot()
+    return run
+
+
+def test_who_came_in_by_parts_has_joined(tmp_path: Path, unpictured: None) -> None:
+    records = list(read_events(joined_by_parts().write(tmp_path)))
+    timeline = Timeline.of(records)
+    (join,) = folds.joins(timeline)
+    assert (join.member, join.nbytes, join.seconds) == ("e~2", 3004, pytest.approx(0.6))
+    assert join.sources == (("c~1", 2000, 0.2), ("b~1", 1000, 0.2), ("a~1", 4, 0.2))
+    assert join.pull_done is not None
+    assert join.contributed is not None
+    assert join.pause > 0.3
+    assert "; 1 joins;" in report.summary(timeline)
+    page = report.write_report(tmp_path).page.read_text()
+    (row,) = [r for r in page.split("<tr>") if f"c {amount(2000)}" in r]
+    assert "not done" not in row
+    assert "then 500 B" in row
+
+
+def test_bytes_of_parts_count_as_those_of_a_state_until_a_newcomer_is_in(tmp_path: Path) -> None:
+    totals = RunTotals()
+    for record in read_events(joined_by_parts().write(tmp_path)):
+        totals.take(record)
+    assert totals.values["state_bytes_total"][()] == 3004
+
+
+def test_a_newcomer_that_never_came_in_has_not_joined(tmp_path: Path) -> None:
+    run = joined_by_parts()
+    for lines in run.lines.values():
+        cut = [i for i, x in enumerate(lines) if x["name"] == "joined" and x["member"] == "e~2"]
+        del lines[cut[0] if cut else len(lines) :]
+    timeline = Timeline.of(read_events(run.write(tmp_path)))
+    assert timeline.lives["e~2"].pulls[0].nbytes == 3004
+    assert "; 0 joins;" in report.summary(timeline)
+
+
+def test_who_has_all_from_a_file_has_joined(tmp_path: Path) -> None:
+    run = joined_by_parts()
+    for lines in run.lines.values():
+        for line in lines:
+            if line["name"] == "part_pulled" and line["member"] == "e~2":
+                line.update(name="resumed_kept", step=3, keeper="e~0", path="f", parts=[[2, 5]], nbytes=0)
+    assert "; 1 joins;" in report.summary(Timeline.of(read_events(run.write(tmp_path))))
+
+
+def test_the_audit_says_what_it_compared_of_joiners_that_came_by_parts(tmp_path: Path) -> None:
+    found = findings(joined_by_parts(), tmp_path)[4]
+    assert found.verdict == auditing.OK, found
+    assert "1 joiners came in by parts, and parts of 1 of them were compared with those of other owners" in found.text
+    assert "5 parts of the state were got and proved" in found.text
+    assert "0 of 0" not in found.text
+
+
+def test_a_recovery_begins_with_the_suspicion_that_led_to_it(tmp_path: Path, unpictured: None) -> None:
+    """Earlier ones were cleared; the time below min_nodes is told apart."""
+    run = Script()
+    run.found(["a", "b", "c"])
+    scheduler = f"scheduler-s-{run.pid}.jsonl"
+    run.say("", "suspect", file=scheduler, evidence="silent")["member"] = "c~1"
+    for _ in range(30):
+        run.slot()
+    run.now += 0.3
+    for what in ("suspect", "death"):
+        run.say("", what, file=scheduler, evidence="silent")["member"] = "c~1"
+    for member in ("a~1", "b~1"):
+        run.say(member, "notice", text="training waits: 2 of min_nodes=3 nodes are here", waiting=True)
+    run.now += 4.0
+    for member in ("a~1", "b~1"):
+        run.say(member, "notice", text="enough nodes are here", waiting=False)
+    run.view(["a~1", "b~1"], "c~1: dead")
+    run.slot(took=1.0)
+    timeline = Timeline.of(read_events(run.write(tmp_path)))
+    (recovery,) = folds.recoveries(timeline)
+    assert recovery.seconds == pytest.approx(5.0, abs=0.01)
+    assert recovery.waited == pytest.approx(4.0, abs=0.01)
+    assert "recovered within 5 s (4 s of it below min_nodes)" in report.summary(timeline)
+
+
 def shown(what: Any, width: int = 160) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(what)
@@ -201,3 +304,45 @@ def test_the_status_tells_the_estimated_and_the_measured_step(capsys: pytest.Cap
     said = " ".join(capsys.readouterr().out.split())
     assert "pipelines: 2 x 2 (pipelines x stages); a step is estimated at 90 ms, measured 0.12 s" in said
     assert ("step estimated", "90 ms") in from_status(facts).figures
+
+
+def dead_and_leaving() -> dict[str, Any]:
+    """Facts of a job in which one member has died and one leaves."""
+    why = "its control stream is closed, and its link to vm-0-2334~2000001: closed (Connection reset by peer)"
+    usual = {
+        "id": "", "host": "a-host-with-a-long-name.example", "standing": "member", "connected": True, "view": "3.2",
+        "seq": 4711, "step": 3012, "step_time_s": 0.62, "loaded": True, "way": "", "progress": "", "leaving": "",
+        "dead": "", "silent_s": 0.1, "speed": 0.97,
+    }  # fmt: skip
+    members = [
+        usual | {"id": "vm-0-2334~2000001", "runs": "layers 0-2"},
+        usual | {"id": "vm-0-2338~2000002", "runs": "layers 3-5", "dead": why, "connected": False, "silent_s": 12.5},
+        usual | {"id": "vm-0-2335~2000003", "runs": "stands by", "leaving": "Ctrl+C"},
+    ]
+    machine = {"phase": "preparing", "view": "3.1", "members": members, "others": [], "links": []}
+    return {"job": "j", "endpoint": "h:1", "term": 3, "min_nodes": 2, "max_nodes": 4, "machine": machine}
+
+
+@pytest.mark.parametrize("width", [80, 0])
+def test_who_is_dead_and_why_takes_no_room_from_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """At 80 columns, and in a pipe, where each line is as long as it takes."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if width:
+        monkeypatch.setenv("COLUMNS", str(width))
+    facts = dead_and_leaving()
+    _show(facts)
+    lines = capsys.readouterr().out.splitlines()
+    names = [member["id"] for member in facts["machine"]["members"]]
+    one, two, three = (next(x for x in lines if x.startswith(f"{name} ")) for name in names)
+    for line, words in ((one, "member 3012 layers 0-2 0.97"), (two, "dead 3012 layers 3-5"), (three, "leaving 3012")):
+        assert set(words.split()) <= set(line.split()), line
+    assert ("a-host" in one) == (not width)
+    if width:
+        assert max(map(len, lines)) <= width
+    said = " ".join(" ".join(lines).split())
+    assert "vm-0-2338~2000002: dead: its control stream is closed, and its link to vm-0-2334~2000001: closed (" in said
+    assert lines[-1] == "vm-0-2335~2000003: leaving: Ctrl+C"
+    if not width:
+        assert lines[-2].endswith("closed (Connection reset by peer)")
