@@ -42,6 +42,7 @@ from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import Boundary, OuterSession, agreement_of, renew
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import Covered, JobProgress
+from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.planning.batches import UNTOLD
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.variables import warn_of_unknown
@@ -88,6 +89,7 @@ class DiLoCo:
         mine, rules = declared(ClusterOptions), {f.name for f in fields(OuterSettings)}
         if unknown := sorted(set(settings) - set(mine) - rules):
             raise ConfigurationError(f"unknown settings {unknown}; expected some of {sorted({*mine, *rules})}")
+        alone("chaos_lightning.diloco", "its steps end with those of others; measure the loop without it")
         self.options = ClusterOptions.build({k: v for k, v in settings.items() if k in mine})
         self.session: OuterSession | None = None
         self._rules = {k: v for k, v in settings.items() if k in rules}

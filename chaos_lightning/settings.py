@@ -37,6 +37,8 @@ from chaos_lightning.protocol.types import PlanSpec, Settings, check_nodes, is_n
 from chaos_lightning.transport.sealing import RULES, Level, require_library
 
 DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_PORT}"
+PROFILED = "CHAOS_PROFILED"
+"""Variable that `chaos-lightning profile` sets: this process trains alone, and has no part in a job of others."""
 ON_LAST_EXIT = ("checkpoint", "none")
 """What `on_last_exit` may be beside a folder."""
 
@@ -256,10 +258,14 @@ class EngineConfig:
 
     @classmethod
     def build(cls, given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:
-        """Merges arguments that are not None over the environment over the defaults."""
+        """Merges arguments that are not None over the environment over the defaults.
+
+        Under `chaos-lightning profile` arguments do not count: the environment names a job of this process alone.
+        """
         if unknown := set(given) - set(declared(cls)):
             raise ConfigurationError(f"unknown settings {sorted(unknown)}; expected some of {sorted(declared(cls))}")
-        values = from_environment(declared(cls), environ) | {k: v for k, v in given.items() if v is not None}
+        own = {} if PROFILED in environ else {k: v for k, v in given.items() if v is not None}
+        values = from_environment(declared(cls), environ) | own
         if not values.get("name"):
             node = environ.get("CHAOS_NODE")
             local = environ.get("LOCAL_RANK", "0")

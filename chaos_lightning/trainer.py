@@ -65,6 +65,7 @@ from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.keeping import LoadedCheckpoint, remembered
 from chaos_lightning.member.micro_batches import MicroBatches
 from chaos_lightning.member.process_group import warn_who_asks
+from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.replication.access import ModuleState, Stateful, module_extra
@@ -140,6 +141,7 @@ class Trainer:
     def __init__(self, **settings: Any) -> None:
         _close_what_was_left_open()
         warn_of_unknown()
+        alone("chaos_lightning.trainer.Trainer")
         self.engine = Engine(EngineConfig.build(settings))
         self._state: ModuleState | None = None
         self._optimizer: Optimizer | None = None

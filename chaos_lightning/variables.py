@@ -14,7 +14,7 @@ from chaos_lightning.declared import declared
 from chaos_lightning.outer.cluster_options import ClusterOptions
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.pipeline.options import PipelineOptions
-from chaos_lightning.settings import EngineConfig
+from chaos_lightning.settings import PROFILED, EngineConfig
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -26,6 +26,7 @@ OTHERS = frozenset(
         "CHAOS_SETTINGS",
         "CHAOS_AGENT",
         "CHAOS_PS",
+        PROFILED,
         "CHAOS_LINK_RELAY",  # of emulated networks, fuzzers and demos, as all that follow
         "CHAOS_EMULATE",
         "CHAOS_HOST",

@@ -38,6 +38,7 @@ from chaos_lightning.outer.replica import Replica
 from chaos_lightning.outer.session import OuterSession, agreement_of
 from chaos_lightning.outer.strategy_options import ARGUMENTS, DiLoCoOptions, build
 from chaos_lightning.outer.types import Agreement
+from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.strategies.companion import Launcher, RankLauncher
 from chaos_lightning.strategies.elastic import OuterTerms, replica_of, words_of
@@ -109,6 +110,8 @@ class ClusterStrategy(Strategy):
         trainer: Trainer | None = model._trainer
         self.fit = None
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if alone(f"strategy {NAME}"):
             return
         check_host_version(NAME)
         patience_s = build(self.options, self._given)[1].patience_s

@@ -129,6 +129,13 @@ class ChaosPipelineStrategy(ChaosStrategy):
         if trainer is not None and trainer.state.fn not in (None, TrainerFn.FITTING):
             refuse_freed(model, str(trainer.state.fn))
 
+    def _train_alone(self, trainer: Trainer) -> None:
+        """Micro-batches are accumulated, and the model is whole."""
+        assert self.pipeline is not None
+        trainer.accumulate_grad_batches = self.pipeline.micro_batches
+        if self.pipeline.chain:
+            trainer.lightning_module.chaos_chain = self.pipeline.chain  # type: ignore[assignment]
+
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """A model that is built within it has no memory before somebody owns it."""

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from chaos_lightning.data.workers import tie_workers
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.pipeline.device_memory import device_memory
+from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.pipeline.options import PipelineOptions
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
@@ -175,6 +176,9 @@ class ChaosStrategy(ParallelStrategy):
                 self._evaluate()
             return
         self._has_fitted = True
+        if alone(f"strategy {self.strategy_name}"):
+            self._train_alone(trainer)
+            return
         check_host_version(self.strategy_name)
         # Samples are assigned here; a DistributedSampler would shard a second time.
         connector = trainer._accelerator_connector
@@ -206,6 +210,9 @@ class ChaosStrategy(ParallelStrategy):
             Companion(self.session),
             *(c for c in trainer.callbacks if not isinstance(c, Companion)),
         ]
+
+    def _train_alone(self, trainer: Trainer) -> None:
+        """Prepares a fit without a job, as outside of fit."""
 
     def _pipeline_fit(self, trainer: Trainer, options: PipelineOptions) -> PipelineFit:
         memory = device_memory(options.given_memory, self.root_device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

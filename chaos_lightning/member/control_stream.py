@@ -3,21 +3,25 @@
 Theory of operation. An `Agent` holds one conversation from hello to goodbye; who begins anew has another one, and the
 stream stays the same to all who speak over it. Before it is opened, and between two agents, what is sent is dropped, as
 it is while a stream is broken: the member machine says again what still matters. What the scheduler says goes to the
-I/O thread, and to `Waiting`, which shows it.
+I/O thread, and to `Waiting`, which shows it. A welcome also tells which of this member's settings do not count.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.hosting import host_for_engine
+from chaos_lightning.member.hello import unheeded
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.member.waiting import Waiting
-from chaos_lightning.protocol.types import FromMember, Hello, ToMember
+from chaos_lightning.protocol.types import FromMember, Hello, ToMember, Welcome
 from chaos_lightning.security.credentials import Secret
 from chaos_lightning.settings import EngineConfig
+
+_log = logging.getLogger("chaos_lightning")
 
 
 class ControlStream:
@@ -36,6 +40,7 @@ class ControlStream:
         self._mail = mail
         self._waiting = waiting
         self._agent: Agent | None = None
+        self._unheeded: list[str] = []
 
     def open(self, shell: Shell, hello: Callable[[], Hello]) -> None:
         """Says hello, if the stream is not open.
@@ -71,6 +76,11 @@ class ControlStream:
             self._agent = None
 
     def _hear(self, shell: Shell, message: ToMember) -> None:
+        if isinstance(message, Welcome):
+            before, self._unheeded = self._unheeded, unheeded(self._config, message)
+            for line in self._unheeded:
+                if line not in before:
+                    _log.warning("%s", line)
         self._waiting.hear(message)
         shell.loop.call(lambda: shell.control(message))
 

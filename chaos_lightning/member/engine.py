@@ -43,7 +43,7 @@ from chaos_lightning.member.calls import users_line
 from chaos_lightning.member.choice import TransferChoice
 from chaos_lightning.member.control_stream import ControlStream
 from chaos_lightning.member.entrance import Entrance, no_replay
-from chaos_lightning.member.hello import hello, listening_address, warn_of_rules
+from chaos_lightning.member.hello import hello, listening_address
 from chaos_lightning.member.keeping import Keeping, LoadedCheckpoint
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.losses import Losses
@@ -331,7 +331,6 @@ class Engine:
                 self._forget()
                 self._mail.pause(pause_s)
         made.accumulation.settle()
-        warn_of_rules(self.config, made.shell.welcome)
         self._tell_of_loss(made.shell.machine.assigning)
         self._waiting.over(f"this member is rank {self.rank} of {self.world_size}")
         report = self._transfer.report
@@ -833,12 +832,15 @@ class Engine:
         """
         if not self.out:
             others = self._mail.together or self.resumed
-            lock = self._keeping.final_lock() if state is not None and others else None
+            in_parts = self._moves is not None
+            lock = self._keeping.final_lock() if state is not None and others and not in_parts else None
             try:
                 if self.header.kind is not Kind.CLOSING:  # else others closed the job in a slot that this one yielded
                     self._slot(Kind.CLOSING, name="closing")
                 self.events.emit("finished", seq=self.header.seq, step=self.header.step)
                 self._keeping.clear(self.view.chain if self.view is not None else "")
+                if in_parts and others and self.rank == 0:
+                    self._keeping.lacks_final(self.header.step, self._saved, self.member_id)
                 if lock is not None and state is not None and self.view is not None and self._hello is not None:
                     with meanwhile or contextlib.nullcontext():
                         self._keeping.keep_final(self.header, self.view, self.member_id, self._hello, state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
@@ -66,13 +65,14 @@ def _facing_all(config: EngineConfig) -> str:
     return found
 
 
-def warn_of_rules(config: EngineConfig, welcome: Welcome | None) -> None:
-    """Warns of every setting of this member's that the job does not go by: its scheduler was started with another.
+def unheeded(config: EngineConfig, welcome: Welcome) -> list[str]:
+    """Returns a line for each setting of this member's that the job does not go by: its scheduler was started with
+    another.
 
-    What equals the default counts as not set.
+    A setting that equals the default counts as not set, but for a min_nodes for which a founder has to wait.
     """
-    if welcome is None or not welcome.max_nodes:
-        return
+    if not welcome.max_nodes:
+        return []
     plan, rules = config.plan_spec, welcome.plan
     words = {
         setting: (given, the_jobs)
@@ -83,11 +83,12 @@ def warn_of_rules(config: EngineConfig, welcome: Welcome | None) -> None:
         words["plan"] = (config.plan, f"{rules.kind!r}")
     if config.chunk_nbytes not in (0, rules.chunk_nbytes):
         words["chunk_nbytes"] = (config.chunk_nbytes, rules.chunk_nbytes)
-    for setting, (given, the_jobs) in words.items():
-        warnings.warn(
-            f"{setting}={given} of {config.name} is not honoured: the job's scheduler was started with {the_jobs}",
-            stacklevel=3,
-        )
+    if welcome.role == "founder" and config.min_nodes < welcome.min_nodes:
+        words["min_nodes"] = (config.min_nodes, welcome.min_nodes)
+    return [
+        f"{setting}={given} of {config.name} is not honoured: the job's scheduler was started with {the_jobs}"
+        for setting, (given, the_jobs) in words.items()
+    ]
 
 
 def _default(setting: str) -> object:

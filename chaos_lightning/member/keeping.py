@@ -39,7 +39,7 @@ from chaos_lightning.member.part_moves import HeldParts
 from chaos_lightning.membership.parts import REST, division, numbers
 from chaos_lightning.protocol.codec import decode, encode
 from chaos_lightning.protocol.spans import union
-from chaos_lightning.protocol.types import MAX_PARTS, WHOLE, Header, Hello, Kept, Span, View, ViewId, kept_header
+from chaos_lightning.protocol.types import MAX_PARTS, WHOLE, Header, Hello, Kept, Saved, Span, View, ViewId, kept_header
 from chaos_lightning.replication import kept as files
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.part_state import PartAccess, part_hashes, part_name
@@ -48,8 +48,6 @@ from chaos_lightning.settings import ON_LAST_EXIT, EngineConfig
 
 _log = logging.getLogger("chaos_lightning")
 
-
-_IN_PARTS = "each member holds parts of it; save checkpoints"
 MAX_CHECKPOINTS = 1000
 """Number of checkpoints that a job remembers; the oldest ones are forgotten first."""
 
@@ -328,13 +326,23 @@ class Keeping:
         lock.close()
         return None
 
+    def lacks_final(self, step: int, saved: Saved | None, member: str) -> None:
+        """Says that those who come late do not get a final state that members hold in parts.
+
+        Args:
+            step: Its step.
+            saved: The newest checkpoint of the job; if it is of that step, nothing is lost, and nothing said.
+            member: The one that says it.
+        """
+        if self._folder is None or self._finished_s <= 0 or (saved is not None and saved.step == step):
+            return
+        reason = f"no checkpoint holds the job's final state, of step {step}, of which each member has parts"
+        self._events.emit("error", what="keep", reason=reason)
+        _log.warning("%s: %s; who comes late does not get it", member, reason)
+
     def keep_final(self, header: Header, view: View, member: str, hello: Hello, state: StateAccess) -> None:
         """Writes the state at the job's end down, for those who come late."""
         assert self._folder is not None
-        if view.pipelines:
-            self._events.emit("error", what="keep", reason=_IN_PARTS)
-            _log.warning("%s: who comes late to the finished job does not get its final state: %s", member, _IN_PARTS)
-            return
         said = {
             "job": self._job,
             "member": member,

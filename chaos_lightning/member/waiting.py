@@ -5,7 +5,8 @@ again. Each text is shown once, by the logger "chaos_lightning" at WARNING, whic
 off; the end of the wait is shown, too, if there was anything to wait for. A member that is in no view yet need not wait
 for a header in order to leave: it says so, gives the scheduler a moment to release it, and closes its control stream.
 
-A newcomer that reaches no scheduler says so every few seconds, with the cause.
+A newcomer that reaches no scheduler says so in few words at first, since one may be about to start, and after some
+seconds again and again, with the cause.
 
 A member that no scheduler serves, because none answers or because it lacks the job's chain, hears nothing of it, and as
 a rule need not, for training goes on without it. Only when a slot does not commit meanwhile (after a death, or on one
@@ -32,6 +33,8 @@ SEVERED_S, SLOW_S = 2.0, 10.0
 """So long a slot may take without the scheduler until something is said: if a link is down, and if all stand."""
 UNHEARD_S = 5.0
 """Between two lines of a newcomer that no scheduler answers."""
+STARTS_S = 10.0
+"""How long a scheduler may take to start, before a newcomer says what to do about it."""
 ADVICE = "start the members that are missing, with this endpoint, or set min_nodes lower or join_timeout_s higher"
 
 
@@ -106,10 +109,14 @@ class Waiting:
         self._say(f"{text}; it goes on, or joins again, when the scheduler is back, and gives up in {left_s:.0f} s")
 
     def _unheard(self, what: str, waited_s: float, left_s: float, before: float) -> None:
-        """Nobody has answered this newcomer so far: it says so every few seconds."""
-        if waited_s < SEVERED_S or waited_s - before < UNHEARD_S:
+        """Nobody has answered this newcomer so far: it says so, and every few seconds once a start would be over."""
+        first, starts = before < 0, waited_s < STARTS_S
+        if waited_s < SEVERED_S or waited_s - before < UNHEARD_S or (starts and not first):
             return
         self._unheard_at = waited_s
+        if starts:
+            self._say(f"waits for {what}: the scheduler at {self._mail.endpoint} does not answer yet")
+            return
         self._say(
             f"waits for {what}: {self._mail.lost}. Start the scheduler, or the node that hosts it, or check the "
             f"endpoint; gives up in {left_s:.0f} s"

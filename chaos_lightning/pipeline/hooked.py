@@ -5,6 +5,9 @@ script starts imports first, as the folder is in PYTHONPATH. It calls `hook` her
 are imported, without importing torch itself, and then hears of optimizer steps. The first process that steps claims the
 measurement by a file in the folder; of several ranks only rank 0 does. It writes the profile there, or the error, and
 ends its script.
+
+A script that uses this package trains alone meanwhile, whatever it says of jobs (`alone`): strategies of Lightning do
+so without a job, a plain loop in a job of its own, with a scheduler of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -38,7 +42,44 @@ def prepare(folder: Path, settings: Mapping[str, Any], environ: Mapping[str, str
     (folder / "sitecustomize.py").write_text(HOOK)
     (folder / SETTINGS).write_text(json.dumps(settings))
     path = [str(folder), *filter(None, [environ.get("PYTHONPATH", "")])]
-    return {**environ, "PYTHONPATH": os.pathsep.join(path)}
+    return {**_own_job(folder, environ), "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _own_job(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment with a job of one process in the place of those that it names."""
+    from chaos_lightning.control.options import HOSTED
+    from chaos_lightning.declared import declared
+    from chaos_lightning.settings import PROFILED, EngineConfig
+
+    named = {made.variable for made in (*declared(EngineConfig).values(), *HOSTED.values())}
+    named |= {"CHAOS_TOKEN", "CHAOS_NODE", "CHAOS_SETTINGS", "CHAOS_AGENT"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    own = {"ENDPOINT": f"127.0.0.1:{port}", "JOB": "profile", "LOG_DIR": "none", "ON_LAST_EXIT": "none"}
+    own |= {"STORE": str(folder / "chain.sqlite"), "IDLE_TIMEOUT_S": "5"}
+    others = {name: value for name, value in environ.items() if name not in named}
+    return others | {f"CHAOS_{name}": value for name, value in own.items()} | {PROFILED: "1"}
+
+
+def alone(who: str, but: str = "") -> bool:
+    """Whether `chaos-lightning profile` runs this script, which then trains alone; if so, it says so.
+
+    Args:
+        who: The part of this package that would take part in a job.
+        but: What cannot go on alone, in words; "": it can.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    from chaos_lightning.errors import UnsupportedError
+    from chaos_lightning.settings import PROFILED
+
+    if PROFILED not in os.environ:
+        return False
+    if but:
+        raise UnsupportedError(f"{who} under `chaos-lightning profile` is not supported: {but}")
+    say(f"{who} trains alone here, whatever min_nodes is, and neither joins nor founds a job of others")
+    return True
 
 
 def hook(place: str) -> None:

@@ -39,6 +39,7 @@ from chaos_lightning.control.hosting import chain_at, ensure_scheduler, is_over,
 from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError
 from chaos_lightning.machine.addresses import is_local, split_endpoint
 from chaos_lightning.machine.orphan import VARIABLE, agent_mark
+from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.rendezvous.options import RendezvousOptions, read_options
 from chaos_lightning.rendezvous.polite import PoliteExit
 from chaos_lightning.security.credentials import Credentials, check_bind
@@ -187,6 +188,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
 
 def create_handler(params: RendezvousParameters) -> ChaosRendezvousHandler:
     """Makes the handler from torchrun's parameters."""
+    alone("torchrun's backend chaos", "one process is measured; start the script by python")
     warn_of_unknown()
     options = read_options(
         endpoint=params.endpoint,

@@ -223,6 +223,7 @@ def test_only_who_hangs_up_or_speaks_otherwise_is_of_another_kind() -> None:
 def test_a_newcomer_that_nobody_answers_says_so_every_few_seconds(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "SEVERED_S", 0.0)
     monkeypatch.setattr(waiting, "UNHEARD_S", 0.05)
+    monkeypatch.setattr(waiting, "STARTS_S", 0.0)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]

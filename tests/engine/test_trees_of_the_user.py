@@ -72,6 +72,17 @@ def test_settings_that_the_job_does_not_go_by_are_warned_about(job: Job) -> None
     assert "is not honoured" not in job.harness.children["a"].tail(200)
 
 
+def test_a_founder_is_told_of_another_min_nodes_before_it_waits(job: Job) -> None:
+    job.serve(min_nodes=2)
+    job.start("a")
+    job.harness.wait_for("notice", lambda r: "the job waits for min_nodes=2" in r["text"], node="a")
+    said = job.harness.children["a"].tail(200)
+    told = "min_nodes=1 of a is not honoured: the job's scheduler was started with 2"
+    assert 0 <= said.find(told) < said.find("the job waits for min_nodes=2: 1 is here"), said
+    job.start("b")
+    job.finish("a", "b")
+
+
 @pytest.mark.parametrize("missing", [0, 64])
 def test_trees_that_miss_bytes_of_the_model_end_the_member_before_it_joins(job: Job, missing: int) -> None:
     nbytes = gradient_nbytes()

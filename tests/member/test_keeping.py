@@ -24,7 +24,19 @@ from chaos_lightning.member.keeping import MAX_CHECKPOINTS, Keeping, LoadedCheck
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.units import ViewPipelines
-from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Hello, Kept, Kind, Member, Settings, Span, View, ViewId
+from chaos_lightning.protocol.types import (
+    GENESIS,
+    NO_VIEW,
+    Hello,
+    Kept,
+    Kind,
+    Member,
+    Saved,
+    Settings,
+    Span,
+    View,
+    ViewId,
+)
 from chaos_lightning.replication import ModuleState, StateAccess
 from chaos_lightning.replication import kept as files
 from chaos_lightning.replication.part_state import PartState
@@ -418,11 +430,15 @@ def test_files_with_parts_and_files_of_the_whole_are_not_mixed_up(caplog: pytest
     founder.close()
 
 
-def test_a_final_state_in_parts_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("saved", "told"), [(None, True), (Saved(2, "a.ckpt"), True), (Saved(3, "b.ckpt"), False)])
+def test_a_final_state_in_parts_is_told_of_if_no_checkpoint_holds_it(
+    caplog: pytest.LogCaptureFixture, saved: Saved | None, told: bool
+) -> None:
     with caplog.at_level(logging.WARNING):
-        keeping().keep_final(CLOSING, IN_PARTS, "a~1", said(), state(1))
-    assert "does not get its final state: each member holds parts of it" in caplog.text
-    assert not folder().exists() or not list(folder().glob("*/kept.json"))
+        keeping().lacks_final(3, saved, "a~1")
+    said = "a~1: no checkpoint holds the job's final state, of step 3, of which each member has parts; who comes late"
+    assert (said in caplog.text) is told
+    assert told or not caplog.messages
 
 
 def test_a_kept_state_with_parts_that_it_does_not_name_is_refused_by_name(

@@ -165,3 +165,17 @@ def test_who_waits_when_the_job_ends_for_all_hears_why_in_an_error_of_its_own() 
     mail.reset()
     assert not mail.ended
     mail.check()
+
+
+def test_a_newcomer_says_in_few_words_that_a_scheduler_starts_and_later_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mail, speaker = member()
+    speaker.stream("waits: no scheduler answered at h:1: Connection refused")
+    for waited_s in (1.0, 2.5, 3.5, 9.0, 10.5, 11.5, 16.0):
+        mail.on_lost("admission to the job", waited_s, 600.0 - waited_s)
+    calm, first, second = caplog.messages
+    assert calm == "m: waits for admission to the job: the scheduler at h:1 does not answer yet"
+    for line, left_s in ((first, 590), (second, 584)):
+        assert "no scheduler answered at h:1: Connection refused. Start the scheduler, or the node" in line
+        assert line.endswith(f"gives up in {left_s} s")

@@ -90,6 +90,66 @@ if __name__ == "__main__":
     print("trained to the end")
 """
 )
+STRATEGY = (
+    MODEL
+    + """
+import lightning as L
+from torch.utils.data import DataLoader, TensorDataset
+from chaos_lightning.strategies import ChaosPipelineStrategy, ChaosStrategy, DiLoCoStrategy
+
+strategies = {
+    "chaos_pipeline": lambda: ChaosPipelineStrategy(
+        micro_batches=4, min_nodes=2, device_memory="1 MiB", chain="net.blocks", endpoint="127.0.0.1:1", job="real"
+    ),
+    "chaos": lambda: ChaosStrategy(min_nodes=2, endpoint="127.0.0.1:1", job="real"),
+    "chaos_diloco": lambda: DiLoCoStrategy(server="127.0.0.1:1"),
+}
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleList(Block() for _ in range(4))
+
+    def configure_model(self):
+        self.net = Net()
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.net.parameters())
+
+
+if __name__ == "__main__":
+    data = DataLoader(TensorDataset(torch.randn(64, 32), torch.randint(0, 2, (64,))), 8)
+    L.Trainer(
+        strategy=strategies[given.strategy](), max_epochs=100, accelerator="cpu", devices=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False,
+    ).fit(Module(), data)
+    print("trained to the end")
+"""
+).replace("given = ", 'parser.add_argument("--strategy")\ngiven = ')
+PLAIN = (
+    MODEL
+    + """
+from torch.utils.data import DataLoader, TensorDataset
+from chaos_lightning.trainer import Trainer
+
+if __name__ == "__main__":
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = DataLoader(TensorDataset(torch.randn(64, 32), torch.randint(0, 2, (64,))), 8)
+    with Trainer(min_nodes=2, endpoint="127.0.0.1:1", job="real") as trainer:
+        for x, y in trainer.prepare(model, optimizer, data, epochs=100):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            trainer.update()
+            trainer.check_state_replication()
+"""
+)
 PARAMETERS = (32 * 32 + 32) * 4
 
 
@@ -103,6 +163,8 @@ def chaos(folder: Path, *words: str, **environment: str) -> subprocess.Completed
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(LOOP)
     (tmp_path / "lightning_train.py").write_text(LIGHTNING)
+    (tmp_path / "strategy_train.py").write_text(STRATEGY)
+    (tmp_path / "plain_train.py").write_text(PLAIN)
     return tmp_path
 
 
@@ -134,6 +196,32 @@ def test_a_lightning_script_is_profiled_without_a_changed_line(folder: Path) -> 
     assert [layer.name for layer in job.layers] == [f"net.blocks.{i}" for i in range(4)]
     assert [layer.optimizer_nbytes for layer in job.layers][:3] == [2 * PARAMETERS + 2 * 4] * 3
     assert (job.micro_batches, job.samples) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("script", "who", "micro_batches"),
+    [
+        (("strategy_train.py", "--strategy", "chaos_pipeline"), "strategy chaos_pipeline", 4),
+        (("strategy_train.py", "--strategy", "chaos"), "strategy chaos", 1),
+        (("strategy_train.py", "--strategy", "chaos_diloco"), "strategy chaos_diloco", 1),
+        (("plain_train.py",), "chaos_lightning.trainer.Trainer", 1),
+    ],
+)
+def test_a_script_that_waits_for_others_trains_alone(
+    folder: Path, script: tuple[str, ...], who: str, micro_batches: int
+) -> None:
+    """Nobody listens where its job would be, and nothing is left of one."""
+    state = folder / "state"
+    chain = ("--chain", "net.blocks") if micro_batches == 1 and len(script) > 1 else ()
+    words = ("profile", "--steps", "4", *chain, "--", "python", *script)
+    done = chaos(folder, *words, XDG_STATE_HOME=str(state), CHAOS_MIN_NODES="3", CHAOS_JOB="real")
+    assert done.returncode == 0, done.stderr
+    assert f"chaos-lightning profile: {who} trains alone here, whatever min_nodes is" in done.stderr
+    assert "trained to the end" not in done.stdout
+    job = read_job(folder / "profile.yaml")
+    assert (len(job.layers), job.micro_batches, job.samples) == (4, micro_batches, 8)
+    assert job.layers[0].name == ("net." if len(script) > 1 else "") + "blocks.0"
+    assert not list(state.rglob("*real*"))
 
 
 @pytest.mark.parametrize(
