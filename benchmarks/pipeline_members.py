@@ -329,7 +329,12 @@ class PipelineJob:
         last = self.harness.records[-1]
         self._scheduler.start(least)
         for name in names:
-            self.harness.wait_for("scheduler", lambda r, name=name: r.member.startswith(f"{name}~"), after=last)
+            self.harness.wait_until(lambda name=name: self._knows(name, last), f"{name} knows the scheduler or is dead")
+
+    def _knows(self, name: str, since: Record) -> bool:
+        """Whether a member knows the scheduler that was started then, or has struck itself before."""
+        found = {r.name for r in self.harness.records if r.member.startswith(f"{name}~") and r.mono > since.mono}
+        return "scheduler" in found or "fault_injected" in found
 
     def again(self, names: Sequence[str], **more: Any) -> None:
         """Starts all anew and at once, as a launcher does with a job that has ended to begin again."""
