@@ -36,7 +36,7 @@ from chaos_lightning.pipeline.device_memory import DeviceMemory
 from chaos_lightning.pipeline.executor import Pass
 from chaos_lightning.pipeline.held import HeldModel
 from chaos_lightning.pipeline.options import PipelineOptions
-from chaos_lightning.pipeline.preview import dry_run, preview_of_view
+from chaos_lightning.pipeline.preview import dry_run, preview_of_view, risk
 from chaos_lightning.pipeline.step import PipelineStep
 from chaos_lightning.pipeline.told import StepOutcome, clip_coefficient, scale_gradients
 from chaos_lightning.pipeline.undo import Undo, undone
@@ -190,10 +190,12 @@ class PipelineFit:
             return
         first, self._told = not self._told, view.pipelines
         pipelines = division(view).pipelines
+        request = PipelineRequest.from_json(self.request)
         if first:
-            self._teller.tell(*preview_of_view(PipelineRequest.from_json(self.request), view))
+            self._teller.tell(*preview_of_view(request, view))
         elif pipelines is not None:
-            self._teller.tell(f"pipelines x stages: {pipelines.plan.shape} now")
+            lines = risk(pipelines.plan, ends=request.ends_without_parts)
+            self._teller.tell(f"pipelines x stages: {pipelines.plan.shape} now", *lines)
 
     @property
     def words(self) -> dict[str, str]:

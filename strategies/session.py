@@ -43,7 +43,7 @@ from chaos_lightning.errors import (
 )
 from chaos_lightning.machine.signals import ExitSignals, aside, say
 from chaos_lightning.member import training
-from chaos_lightning.member.engine import Engine
+from chaos_lightning.member.engine import OTHERS_SAVE, Engine
 from chaos_lightning.member.keeping import LoadedCheckpoint, SavedCheckpoints
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.member.training import least_batch
@@ -844,8 +844,8 @@ class FitSession:
         if self.void or self.gone:
             why = "was put out of the job, so its state is void" if self.void else "has left the job"
             _log.warning(
-                "%s %s after step %d, so %s is not written here: the others go on, and their writer saves",
-                self.config.name, why, self.stepped[0], path,
+                "%s %s after step %d, so %s is not written here: %s",
+                self.config.name, why, self.stepped[0], path, OTHERS_SAVE if self.void else self.engine.saved_by,
             )  # fmt: skip
         return self.void or self.gone
 

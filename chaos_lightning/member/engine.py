@@ -85,6 +85,7 @@ from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Generation
 
 _log = logging.getLogger("chaos_lightning")
+OTHERS_SAVE = "the others go on, and their writer saves"
 MAY_GO_S = 0.5
 """How long the only member, which leaves, waits for the scheduler to let it go, before it takes another step."""
 NO_DONOR_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
@@ -787,6 +788,10 @@ class Engine:
             void = mail.ejected is not None or mail.crash is not None or (self.out and not parts)
         if not self.role or self.view is None or void or not asked or self.header.kind is Kind.CLOSING:
             return
+        if self._moves is not None and mail.left and not (mail.keeps or parts):
+            text = "%s: its parts of the training state at step %d are not kept: %s"
+            _log.warning(text, self.member_id, self.header.step, mail.left)
+            return
         assert self._hello is not None
         divided = self._parts_to_keep()
         kept = self._keeping.keep(
@@ -804,6 +809,14 @@ class Engine:
         founded = self.ruling_view if self.header.next_view == NO_VIEW else None  # no slot has been closed since
         closed = founded.id if founded is not None else self.header.view
         return closed, self._prepared().shell.machine.parts.held
+
+    @property
+    def saved_by(self) -> str:
+        """Words on who saves what this member, which has left the job, does not."""
+        gone = self._view_without()
+        if gone is not None and gone.members:
+            return OTHERS_SAVE
+        return self._mail.left or "all members leave"
 
     def _view_without(self) -> View | None:
         """Returns the view that lets this member go; None if none does."""

@@ -36,9 +36,10 @@ from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.machine.sweeps import sweep_run
 from chaos_lightning.member.events import committed_fields
 from chaos_lightning.member.part_moves import HeldParts
-from chaos_lightning.membership.parts import REST, division, numbers
+from chaos_lightning.membership.parts import REST, common, division, numbers
+from chaos_lightning.planning.pipelines.request import read_request
 from chaos_lightning.protocol.codec import decode, encode
-from chaos_lightning.protocol.spans import union
+from chaos_lightning.protocol.spans import subtract, union
 from chaos_lightning.protocol.types import MAX_PARTS, WHOLE, Header, Hello, Kept, Saved, Span, View, ViewId, kept_header
 from chaos_lightning.replication import kept as files
 from chaos_lightning.replication.access import StateAccess
@@ -298,9 +299,10 @@ class Keeping:
         whole = REST if mine else ""
         self._say_hashes(header, {whole: record.state_hash, **{n: p.state_hash for n, p in record.parts.items()}})
         self._events.emit("kept", step=last.step, seq=header.seq, head=header.hash, path=str(record.path))
+        what, then = _words_of_parts(view, hello, held)
         _log.warning(
-            "%s: the training state of job %s at %s is kept in %s; the next start goes on from it",
-            member, self._job, _step_of(steps), record.path,
+            "%s: %sthe training state of job %s at %s is kept in %s; the next start goes on from it%s",
+            member, what, self._job, _step_of(steps), record.path, then,
         )  # fmt: skip
         return Kept(header, member, view.chain, tuple(held))
 
@@ -504,6 +506,17 @@ def _spans(what: str, parts: object) -> tuple[Span, ...]:
     if not all(type(part) is int and 0 <= part < MAX_PARTS for part in found):
         raise StateError(f"{what} names no parts")
     return union((part, part + 1) for part in found)
+
+
+def _words_of_parts(view: View, hello: Hello, held: Sequence[Span]) -> tuple[str, str]:
+    """Returns in words which layers a file has, and which others a start needs; "" if it has all."""
+    parts, layers = division(view), read_request(hello.pipelines).layer_names if hello.pipelines else ()
+    whole = ((0, parts.layer_count),)
+    missing = subtract(whole, held) if view.pipelines else ()
+    if not missing:
+        return "", ""
+    needs = f" only with files of other members that have {parts.words(missing, layers)} at that step, too"
+    return f"a part ({parts.words(common(whole, held), layers)}) of ", needs
 
 
 def _step_of(said: Mapping[str, Any]) -> str:

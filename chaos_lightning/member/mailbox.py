@@ -47,6 +47,8 @@ class Mailbox:
     ended: bool = False
     """It is out since the whole job has ended without being finished."""
     left: str = ""
+    keeps: bool = True
+    """As `Left.keeps`."""
     job_over: ToldEnd | None = None
     """This newcomer came too late: its job is finished."""
     together: bool = False
@@ -87,7 +89,7 @@ class Mailbox:
             self.job_over = self.attempt = self.closed_under = self.parts = self.let_go = None
             self.gone_parts = ()
             self.left = self.notice = self.greeting = self.lost = ""
-            self.giving_up = self.ended = False
+            self.giving_up, self.ended, self.keeps = False, False, True
 
     def who(self) -> str:
         return self.member.id if self.member is not None else self.name

@@ -316,9 +316,9 @@ class Shell:
                 self.events.emit("fenced", reason=reason, rejoin=rejoin)
                 self.mailbox.post(ejected=(reason, rejoin), ended=over)
                 self.end_units()
-            case fx.Left(reason, asked):
+            case fx.Left(reason, asked, keeps):
                 self.events.emit("left", reason=reason)
-                self.mailbox.post(left=reason, **({"giving_up": True} if asked else {}))
+                self.mailbox.post(left=reason, keeps=keeps, **({"giving_up": True} if asked else {}))
             case fx.Note(name, fields):
                 self.events.emit(name, **dict(fields))
 

@@ -29,6 +29,7 @@ from chaos_lightning.protocol.types import Notice, Refused, ToMember, Welcome
 
 _log = logging.getLogger("chaos_lightning")
 _RELEASE_TIMEOUT_S = 2.0
+_RESET = "`chaos-lightning reset"
 SEVERED_S, SLOW_S = 2.0, 10.0
 """So long a slot may take without the scheduler until something is said: if a link is down, and if all stand."""
 UNHEARD_S = 5.0
@@ -129,11 +130,14 @@ class Waiting:
         _log.warning("%s: %s", self._mail.who(), text)
 
     def _told(self, message: Notice) -> None:
-        self._mail.post(notice=message.text if message.waiting else "")
-        if message.text not in self._shown:
+        text, endpoint = message.text, self._mail.endpoint
+        if endpoint:  # the scheduler does not know where its members reach it
+            text = text.replace(_RESET, f"{_RESET} --endpoint {endpoint}")
+        self._mail.post(notice=text if message.waiting else "")
+        if text not in self._shown:
             if message.waiting or self._shown:  # else it waits for nothing, and nothing will be over
-                self._shown.add(message.text)
-            _log.warning("%s: %s", self._mail.who(), printable(message.text))
+                self._shown.add(text)
+            _log.warning("%s: %s", self._mail.who(), printable(text))
 
     def over(self, words: str) -> None:
         """Training begins, or goes on."""

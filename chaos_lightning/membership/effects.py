@@ -226,6 +226,8 @@ class Left:
     reason: str
     asked: bool = False
     """It was to leave, by its own wish or by the operator's; else the job is finished."""
+    keeps: bool = True
+    """Its parts of the state may be gone on from; else the others go on, or an operator has ended the job."""
 
 
 @dataclass(frozen=True, slots=True)

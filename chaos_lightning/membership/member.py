@@ -336,11 +336,11 @@ class MemberMachine:
                 self._emit(ToScheduler(RebuildReport(self.view, self.waiting_view, self.promised)))
             case ToldEnd(reason):
                 self._leave_now(reason, asked=False)
-            case Released(reason, asked):
+            case Released(reason, asked, keep):
                 self.closing_is_stable = self.phase is MemberPhase.CLOSED
                 over = (MemberPhase.CLOSED, MemberPhase.LEAVING)
                 if asked or self.phase in over or self._entered_id == NO_VIEW:
-                    self._leave_now(reason, asked=asked)
+                    self._leave_now(reason, asked=asked, keeps=keep)
                 else:  # the others have finished the job while it was frozen or cut off: its state is not the final one
                     self._eject(f"{reason}, and this member has no part in its end", rejoin=True)
 
@@ -764,9 +764,9 @@ class MemberMachine:
         if (leaves or self.phase is MemberPhase.CLOSED) and self._now - self._lingers_since > LINGER_TIMEOUT_S:
             self._leave_now(f"{self._finish_reason}; not released within {LINGER_TIMEOUT_S:g} s", asked=leaves)
 
-    def _leave_now(self, reason: str, *, asked: bool) -> None:
+    def _leave_now(self, reason: str, *, asked: bool, keeps: bool = True) -> None:
         self.phase = MemberPhase.GONE
-        self._emit(Left(reason, asked))
+        self._emit(Left(reason, asked, keeps))
 
     def _eject(self, reason: str, *, rejoin: bool, over: bool = False) -> None:
         if rejoin and (self.pending_leave or self.phase is MemberPhase.LEAVING):

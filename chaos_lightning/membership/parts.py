@@ -133,14 +133,16 @@ class Division:
                 return f"no links connect {', '.join(owners)} with each other, which own {name}"
         return ""
 
-    def words(self, parts: Iterable[Span]) -> str:
-        """Returns these parts for people."""
+    def words(self, parts: Iterable[Span], layers: Sequence[str] = ()) -> str:
+        """Returns these parts for people, layers by these names of the model's own if there are as many."""
         found = []
+        names = (*layers, *self.names[self.layer_count :]) if len(layers) == self.layer_count else self.names
         for start, stop in parts:
-            if stop - start > 2 and stop <= self.layer_count:
-                found.append(f"{self.names[start]} to {self.names[stop - 1]}")
-            else:
-                found += self.names[start:stop]
+            end = min(stop, self.layer_count)
+            if end - start > 2:
+                found.append(f"{names[start]} to {names[end - 1]}")
+                start = end
+            found += names[start:stop]
         return ", ".join(found) or "nothing"
 
     def coverage_error(self, micro_batches: Iterable[Span], given: Mapping[str, Sequence[LayersCovered]]) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.graph import Graph
-from chaos_lightning.membership.parts import Division, division, numbers
+from chaos_lightning.membership.parts import Division, division
 from chaos_lightning.membership.peers import listed
 from chaos_lightning.membership.rates import MeasuredLink, change
 from chaos_lightning.membership.recovery import Ruling
@@ -267,16 +267,13 @@ class Pipelining:
     def ends_without_parts(self) -> bool:
         """Whether the job ends when parts of the training state are lost; else all wait."""
         asked = self._request
-        return asked is not None and (asked.on_lost_parts == "end" or asked.policy == "restart")
+        return asked is not None and asked.ends_without_parts
 
     def names(self, parts: Sequence[Span]) -> str:
         """Returns these parts for people, layers by the model's own names."""
         asked, latest = self._request, self._book.latest
         assert latest is not None
-        names = list(division(latest).names)
-        if asked is not None and asked.layer_count == division(latest).layer_count:
-            names[: asked.layer_count] = [layer.name for layer in asked.job.layers]
-        return listed(names[part] for part in numbers(parts))
+        return division(latest).words(parts, asked.layer_names if asked is not None else ())
 
     # ------------------------------------------------------------------ questions
 

@@ -952,13 +952,21 @@ class SchedulerMachine:
     def _go_without(self, ruling: Ruling) -> bool:
         """Parts of the training state are lost, and other parts are here: nobody guesses (P14).
 
-        The job ends, or all wait until an operator ends it, or brings a machine back: as members ask.
+        The job ends, or all wait until an operator ends it, or brings a machine back: as members ask. Whoever is to
+        leave goes at once, since it can serve nobody.
         """
         step, lost = max((p.step for p in self.roster.party()), default=0), self.pipelining.names(ruling.lost)
         text = f"{lost} of the training state (step {step} or later) are at no member that lives"
         if self.pipelining.ends_without_parts:
             return self._end(f"{text}, so the job ends; {self.book.saved_words}")
-        advice = "end the job (`chaos-lightning reset`) and begin it from a checkpoint"
+        if leaving := [p for p in self.roster.party() if p.leaving]:
+            for peer in leaving:
+                self.keeper.let_keep(peer, f"{text}, so nobody needs this one meanwhile")
+            return True
+        advice = (
+            "end the job under those who wait (`chaos-lightning reset --force`), or have them leave (Ctrl+C), and "
+            "begin it from a checkpoint"
+        )
         return self._hold(f"training waits: {text}: {advice}; {self.book.saved_words}")
 
     def _lose(self, reason: str, ruling: Ruling | None = None) -> None:

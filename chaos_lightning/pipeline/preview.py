@@ -25,12 +25,13 @@ MOST_NAMES = 4
 _ANSWER_TIMEOUT_S = 5.0
 
 
-def preview(job: TrainingJob, answer: PipelineAnswer, *, memory: bool = True) -> list[str]:
+def preview(job: TrainingJob, answer: PipelineAnswer, *, ends: bool, memory: bool = True) -> list[str]:
     """Returns lines for the console: at most four, and one for each stage up to `MOST_ROWS`.
 
     Args:
         job: Layers and micro-batches; its devices are the members, by their ids.
         answer: The planner's, for these members.
+        ends: As for `risk`.
         memory: Whether the memory of each device is known, and so told.
     """
     if answer.text is None:
@@ -41,7 +42,7 @@ def preview(job: TrainingJob, answer: PipelineAnswer, *, memory: bool = True) ->
     hidden = len(rows) - MOST_ROWS
     if hidden > 0:
         rows[MOST_ROWS - 1 :] = [f"  and {hidden + 1} more stages"]
-    return [_head(job, plan, cost), *([_fit(job, cost)] if memory else []), *rows, *_risk(job, plan)]
+    return [_head(job, plan, cost), *([_fit(job, cost)] if memory else []), *rows, *risk(plan, ends=ends)]
 
 
 def dry_run(request: PipelineRequest, config: EngineConfig) -> list[str]:
@@ -65,13 +66,14 @@ def dry_run(request: PipelineRequest, config: EngineConfig) -> list[str]:
     job = _on(request, ends)
     answer = Pipeliner(job, request.policy, copies=request.copies, shared=request.shared).first(job.devices)
     alike = f"each taken to be like this one, with {amount(request.device.memory_nbytes)} of memory for layers"
-    return [f"dry run: {words}, {alike}", *preview(job, answer)]
+    return [f"dry run: {words}, {alike}", *preview(job, answer, ends=request.ends_without_parts)]
 
 
 def preview_of_view(request: PipelineRequest, view: View) -> list[str]:
     """Returns what the members of a view do, with times as this member measured them, and without memory."""
     job = _on(request, [(m.id, m.host or m.address) for m in view.members])
-    return preview(job, PipelineAnswer(text=view.pipelines, reason=""), memory=False)
+    answer = PipelineAnswer(text=view.pipelines, reason="")
+    return preview(job, answer, ends=request.ends_without_parts, memory=False)
 
 
 def _on(request: PipelineRequest, ends: Iterable[tuple[str, str]]) -> TrainingJob:
@@ -129,15 +131,23 @@ def _fullest(job: TrainingJob, names: list[str], cost: StepEstimate) -> str:
     return f", {part(cost.memory[fullest].nbytes, job.by_name[fullest].memory_nbytes)}"
 
 
-def _risk(job: TrainingJob, plan: PipelinePlan) -> list[str]:
-    """Returns a line about losses that take the last owner of a layer along."""
+def risk(plan: PipelinePlan, *, ends: bool) -> list[str]:
+    """Returns a line about losses that take the last owner of a layer along; none if each layer has two.
+
+    Args:
+        plan: Of the members.
+        ends: Whether the job ends then; else it waits.
+    """
     alone = [g for g, owners in zip(plan.groups, plan.owners, strict=True) if len(owners) == 1]
     if not alone:
         return []
     if len(alone) == len(plan.groups):
-        return ["any loss ends this job: no layer has two owners"]
+        words = "any loss ends this job" if ends else "after any loss training waits for ever"
+        return [f"{words}: no layer has two owners"]
     names = {owners[0] for owners in plan.owners if len(owners) == 1}
-    return [f"the loss of {_few(sorted(names))} ends this job: some layers have no other owner"]
+    who = _few(sorted(names))
+    words = f"the loss of {who} ends this job" if ends else f"after the loss of {who} training waits for ever"
+    return [f"{words}: some layers have no other owner"]
 
 
 def _counted(count: int, word: str) -> str:

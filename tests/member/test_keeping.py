@@ -374,6 +374,19 @@ def test_whoever_holds_the_rest_alone_writes_nothing_and_tells_so() -> None:
     assert not folder().exists() or not list(folder().glob("*/kept.json"))
 
 
+def test_who_keeps_some_layers_says_which_and_which_files_a_start_needs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        keep_parts(held=((1, 3),))
+        keep_parts(member="b~2")
+    some, whole = caplog.messages
+    assert some.startswith("a~1: a part (layer.1) of the training state of job default at step 4 is kept in ")
+    assert some.endswith(
+        "; the next start goes on from it only with files of other members that have layer.0 at that step, too"
+    )
+    assert whole.startswith("b~2: the training state of job default at step 4 is kept in ")
+    assert whole.endswith("; the next start goes on from it")
+
+
 def test_whoever_cannot_write_its_parts_tells_so(caplog: pytest.LogCaptureFixture) -> None:
     """The others wait until each has told."""
     with caplog.at_level(logging.ERROR), no_room(100):

@@ -14,7 +14,7 @@ from chaos_lightning.events.events import EventLog
 from chaos_lightning.member import waiting
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.waiting import Waiting
-from chaos_lightning.protocol.types import NO_VIEW, Refused, View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, Notice, Refused, View, ViewId
 
 LOST = "lost: no scheduler answered"
 
@@ -54,6 +54,13 @@ def test_it_is_said_once_per_loss_of_the_scheduler(caplog: pytest.LogCaptureFixt
         assert part in caplog.messages[0]
     speaker.over("the job goes on after step 4")
     assert caplog.messages[2:] == ["m: waiting is over, the job goes on after step 4"]
+
+
+def test_a_command_that_the_scheduler_advises_names_the_endpoint(caplog: pytest.LogCaptureFixture) -> None:
+    mail, speaker = member()
+    speaker.hear(Notice("end the job (`chaos-lightning reset --force`)", waiting=True))
+    assert caplog.messages == ["m: end the job (`chaos-lightning reset --endpoint h:1 --force`)"]
+    assert mail.notice == "end the job (`chaos-lightning reset --endpoint h:1 --force`)"
 
 
 @pytest.mark.usefixtures("hasty")

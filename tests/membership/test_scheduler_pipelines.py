@@ -277,6 +277,40 @@ def test_lost_parts_are_named_and_nobody_guesses() -> None:
     assert talk.last("c", Decide) is None
 
 
+def test_who_is_to_leave_while_parts_are_lost_is_let_go_at_once() -> None:
+    talk = Talk("a", "b", "c", min_nodes=3, program=replace(PROGRAM, stages=3))
+    before = talk.view
+    talk.commit()
+    talk.die("a")
+    for name in "bc":
+        talk.reports(name, before, talk.owned(name))
+    notice = talk.last("b", Notice)
+    assert isinstance(notice, Notice)
+    assert "`chaos-lightning reset --force`" in notice.text
+    talk.say("b", Leave("Ctrl+C"))
+    released = talk.last("b", Released)
+    assert isinstance(released, Released)
+    assert (released.asked, released.keep) == (True, True)
+    assert talk.last("c", Released) is None
+    talk.reports("c", before, talk.owned("c"))
+    assert talk.machine.phase is SchedulerPhase.HOLDING
+    talk.feed(fx.Drain("c"))
+    assert isinstance(talk.last("c", Released), Released)
+    for name in "bc":
+        talk.feed(fx.Closed(talk.conns.pop(name), abrupt=False))
+    assert talk.machine.phase is SchedulerPhase.FOUNDING
+
+
+def test_a_leave_that_was_asked_for_before_parts_were_lost_is_granted_then() -> None:
+    talk = Talk("a", "b")
+    before = parted(talk)
+    talk.die("a")  # it has not written its parts down
+    talk.reports("b", before, talk.owned("b", before))
+    released = talk.last("b", Released)
+    assert isinstance(released, Released)
+    assert (released.asked, released.keep) == (True, True)
+
+
 def test_an_only_holder_of_a_part_is_waited_for_though_others_hold_the_rest() -> None:
     talk = Talk("a", "b")
     talk.commit()

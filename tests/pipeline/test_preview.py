@@ -26,8 +26,8 @@ def job_of(members: int, memory_nbytes: int, layers: int = 12, micro_batches: in
     )
 
 
-def shown(job: TrainingJob, copies: int = 2) -> list[str]:
-    return preview(job, Pipeliner(job, copies=copies).first(job.devices))
+def shown(job: TrainingJob, copies: int = 2, *, ends: bool = True) -> list[str]:
+    return preview(job, Pipeliner(job, copies=copies).first(job.devices), ends=ends)
 
 
 def test_eight_members_are_told_in_twelve_lines() -> None:
@@ -49,6 +49,9 @@ def test_one_pipeline_is_told_to_end_with_any_loss() -> None:
     assert lines[0].startswith("1 pipeline of 8 stages")
     assert len(lines) == 11
     assert lines[-1] == "any loss ends this job: no layer has two owners"
+    waits = shown(job_of(8, 270 * MIB), ends=False)
+    assert waits[:-1] == lines[:-1]
+    assert waits[-1] == "after any loss training waits for ever: no layer has two owners"
 
 
 def test_layers_with_one_owner_are_told() -> None:
@@ -59,8 +62,11 @@ def test_layers_with_one_owner_are_told() -> None:
         '{"plan":{"keepers":[["k",0,2]],"layers":4,"pipelines":[{"micro_batches":16,"stages":[["a",0,2],["b",2,4]]}]}}'
     )
     job = replace(job_of(1, 900 * MIB, layers=4), devices=tuple(Device(name=x, memory_nbytes=MIB << 10) for x in "abk"))
-    lines = preview(job, PipelineAnswer(text=text, reason=""))
-    assert lines[-1] == "the loss of b ends this job: some layers have no other owner"
+    for ends, words in (
+        (True, "the loss of b ends this job: some layers have no other owner"),
+        (False, "after the loss of b training waits for ever: some layers have no other owner"),
+    ):
+        assert preview(job, PipelineAnswer(text=text, reason=""), ends=ends)[-1] == words
 
 
 def test_what_does_not_fit_is_told_with_bytes_and_the_number_that_would() -> None:
@@ -78,7 +84,7 @@ def test_a_plan_that_has_no_room_is_told() -> None:
     job = job_of(8, 600 * MIB)
     answer = Pipeliner(job).first(job.devices)
     small = replace(job, devices=tuple(replace(d, memory_nbytes=MIB) for d in job.devices))
-    lines = preview(small, answer)
+    lines = preview(small, answer, ends=True)
     assert lines[1].startswith("does not fit: m")
     assert "bytes (" in lines[1]
 

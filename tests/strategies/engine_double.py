@@ -45,7 +45,7 @@ class EngineDouble:
         self.ruling_view: View | None = None
         self.contributors: tuple[str, ...] = ()
         self.header = GENESIS
-        self.role = ""
+        self.role, self.saved_by = "", "the others save"
         self.leaving = self.out = self.closed = self.resumed = False
         self.kept: list[int] = []
         self.log: list[Header] = []

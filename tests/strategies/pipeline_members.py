@@ -141,6 +141,16 @@ class Watched(Tower):
         self.log_dict(self.seen)
 
 
+class Last(pl.Callback):
+    """Saves a checkpoint at the end of training."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 class Rows(pl.Callback):
     """Loss of each step, as `outputs` and as what was logged."""
 
@@ -188,6 +198,8 @@ def trained(strategy: Any, spec: dict[str, Any], callbacks: list[pl.Callback], *
     data = DataLoader(digits(spec.get("samples", 96)), batch_size=spec.get("batch", 4), shuffle=False)
     if "saves" in spec:
         callbacks.append(ModelCheckpoint(spec["saves"], "{step}", every_n_train_steps=3, save_top_k=-1))
+    if "saves_last" in spec:
+        callbacks.append(Last(spec["saves_last"]))
     held_out = DataLoader(digits(spec.get("validation", 0), 9), batch_size=4)
     fit = pl.Trainer(
         accelerator="cpu",
@@ -213,8 +225,8 @@ def member(spec: dict[str, Any]) -> None:
         spec: name, port, out (folder of the report); min_nodes, micro_batches, device_memory, policy, model (arguments
             of `Tower`), samples, batch, epochs, precision, gates, dies (at a step, in the unit of this number, 1: as
             it runs out of memory), slows (from a step on each block takes so many times its pause_s), validation
-            (samples), saves (folder of checkpoints), ckpt_path, paced_s (after each step), dry_run, kind (a class of
-            this module instead of `Tower`).
+            (samples), saves (folder of checkpoints), saves_last (a checkpoint at the end), ckpt_path, paced_s (after
+            each step), dry_run, kind (a class of this module instead of `Tower`).
     """
     quiet()
     strategy = ChaosPipelineStrategy(

@@ -39,3 +39,35 @@ def test_all_leave_and_come_back(job: Any) -> None:
     gone = len(losses) - max(len(report["losses"]) for report in reports)
     assert gone >= 7, "what was trained before was trained again"
     check_equal(reports, losses[gone:], parameters)
+
+
+@pytest.mark.parametrize("asks", ["SIGTERM", pytest.param("reset --force", marks=pytest.mark.slow)])
+def test_a_member_that_waits_for_lost_parts_leaves_at_once_and_says_what_it_keeps(job: Any, asks: str) -> None:
+    from chaos_lightning.control.channel import reset
+
+    job.fresh(min_nodes=2)
+    job.harness.declare("a", "b")
+    start(job, "ab", device_memory=HALF, epochs=40, paced_s=0.03, saves_last=str(job.out / "last.ckpt"))
+    job.harness.wait_step(7)
+    job.harness.kill("a")
+    log, endpoint = job.harness.children["b"].log, f"127.0.0.1:{job.port}"
+    job.harness.wait_until(lambda: "are at no member that lives" in log.read_text(), "the notice of b")
+    console = "".join(job.harness.children[name].log.read_text() for name in "ab")  # of rank 0
+    assert "after any loss training waits for ever: no layer has two owners" in console
+    assert f"`chaos-lightning reset --endpoint {endpoint} --force`" in log.read_text()
+    if asks == "SIGTERM":
+        job.harness.terminate("b")
+    else:
+        reset(endpoint, force=True, token=b"")
+    assert job.harness.wait_exit("b", deadline_s=20.0) == (143 if asks == "SIGTERM" else 75)
+    said = log.read_text()
+    if asks == "SIGTERM":
+        halves = ["blocks.0, blocks.1", "blocks.2, blocks.3"]
+        its, lost = halves if f"{halves[1]} of the training state (step" in said else reversed(halves)
+        assert f": a part ({its}) of the training state of job default at step " in said
+        assert f"goes on from it only with files of other members that have {lost} at that step, too" in said
+        assert "last.ckpt is not written here: blocks." in said
+    else:
+        assert "are not kept: an operator has ended the job" in said
+        assert "last.ckpt is not written here: an operator has ended the job" in said
+    assert "the others go on" not in said

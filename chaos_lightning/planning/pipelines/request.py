@@ -78,6 +78,16 @@ class PipelineRequest:
         return len(self.job.layers)
 
     @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Names that the model's layers have there, in order."""
+        return tuple(layer.name for layer in self.job.layers)
+
+    @property
+    def ends_without_parts(self) -> bool:
+        """Whether the job ends when parts of the training state are lost; else all wait."""
+        return self.on_lost_parts == "end" or self.policy == "restart"
+
+    @property
     def device(self) -> Device:
         """Device that the member computes with."""
         return self.job.devices[0]
