@@ -27,7 +27,7 @@ from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.parts import Division, division
 from chaos_lightning.membership.peers import listed
-from chaos_lightning.membership.rates import MeasuredLink, change
+from chaos_lightning.membership.rates import LOOK_PAUSE_S, MeasuredLink, change
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.speeds import NOTICED, Speeds, changes
@@ -95,9 +95,9 @@ class ViewPipeliner(ABC):
     speeds: Mapping[str, float] = MappingProxyType({})
     """By id: how fast members compute beside their devices, 1 if absent (speeds.py); it changes as they tell."""
     link: LinkRate | None = None
-    """What members on different machines have measured of their links (rates.py)."""
+    """The link between members on different machines as they measure it (rates.py); None: as their profile says."""
     overheads: Overheads | None = None
-    """What units and steps of the job take beyond their layers, as it was measured; None: as members foresee it."""
+    """The costs of units and steps beyond their layers, as the job measures them; None: as their profile says."""
 
     @abstractmethod
     def reroute(
@@ -235,9 +235,12 @@ class Pipelining:
         """Why no pipelines fit, as it was told last."""
         self._speeds = Speeds(roster.peers, roster.requests)
         self._link = MeasuredLink(topology)
+        self._links_at = float("-inf")
+        """When (s) links are looked at again."""
         self._foreseen: Mapping[str, float] = {}
         """Factors of members' speeds by which the last view's pipelines were made, as far as they are known."""
         self._foreseen_link: LinkRate | None = None
+        """The link by which they were made; None: not known."""
         self._step_s: object = None
         """Estimate of a step of the last view, if it is known (s)."""
 
@@ -306,10 +309,10 @@ class Pipelining:
         if not members:
             return PipelineChoice(text="", reason="nobody is left who runs anything")
         self._look_at_speeds()
-        self._look_at_links(members)
+        self._look_at_links()
         speed = self._speeds.planned.get
         told = tuple((m.id in self._roster.requests, speed(m.id)) for m in (*members, *leaving))
-        key = (before, tuple(members), tuple(leaving), held, pairs, told, self._link.usual)
+        key = (before, tuple(members), tuple(leaving), held, pairs, told, self._pipeliner.link)
         if key not in self._known:
             self._look_at_steps()
             holds = None if held is None else dict(held)
@@ -343,14 +346,21 @@ class Pipelining:
         if (oldest := self._request) is not None:
             self._speeds.look(oldest)
 
-    def link(self, latest: View) -> LinkRate | None:
-        """Returns the link between members of this view on different machines, as they have measured it."""
-        self._look_at_links(latest.members)
-        return self._link.usual
+    @property
+    def link(self) -> LinkRate | None:
+        """The link between members on different machines by which plans are made; None: as their profile says."""
+        self._look_at_links()
+        return self._pipeliner.link
 
-    def _look_at_links(self, members: Sequence[Member]) -> None:
-        self._link.look(members)
-        self._pipeliner.link = self._link.usual
+    def _look_at_links(self) -> None:
+        """Takes what members have measured, every now and then; those of the last view count, or who is here."""
+        if self._desk.now < self._links_at:
+            return
+        self._links_at = self._desk.now + LOOK_PAUSE_S
+        latest, oldest = self._book.latest, self._request
+        self._link.look(latest.members if latest is not None else [p.member for p in self._roster.peers.values()])
+        named = oldest is not None and oldest.job.between_hosts != LinkRate()
+        self._pipeliner.link = None if named else self._link.usual
 
     def _overheads(self) -> Overheads | None:
         """Returns what steps of the last view take beyond their layers; None if members have not told it."""
@@ -376,11 +386,11 @@ class Pipelining:
 
     def better(self, latest: View, plan: str) -> tuple[str, str] | None:
         """Returns the pipelines by a plan that was found for the members of this view, and why; None if it stays."""
-        pairs, speeds, link = self._graph.of_view(latest), self.speeds(latest), self.link(latest)
+        pairs, speeds = self._graph.of_view(latest), self.speeds(latest)
         self._look_at_steps()
         choice = self._pipeliner.better(latest.pipelines, latest.members, plan, pairs)
         choice = self._linked(choice, latest.members, pairs)
-        off = [*changes(self._foreseen, speeds), change(self._foreseen_link, link)]
+        off = [*changes(self._foreseen, speeds), change(self._foreseen_link, self.link)]
         if why := listed((words for words in off if words), "; "):
             choice = replace(choice, reason=f"{why}; {choice.reason}")
         if choice.text in ("", latest.pipelines):
@@ -401,7 +411,7 @@ class Pipelining:
         if before is None or before.pipelines != after.pipelines:
             choice = next(choices, None)
             self._foreseen = self.speeds(after) if before is not None else {}
-            self._foreseen_link = self.link(after) if before is not None else None
+            self._foreseen_link = None if choice is None else self._pipeliner.link or LinkRate()
             self._step_s = choice.facts.get("step_s") if choice is not None else None
             if choice is not None:
                 self._note(after, choice)

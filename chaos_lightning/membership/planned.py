@@ -111,7 +111,7 @@ class PlannedPipeliner(ViewPipeliner):
             return None
         if self._last is None or self._last[0] is not oldest or self._last[1] != self.link:
             job = oldest.job
-            if self.link is not None and job.between_hosts == LinkRate():
+            if self.link is not None:
                 job = replace(job, between_hosts=self.link)
             made = Pipeliner(job, oldest.policy, copies=oldest.copies, shared=oldest.shared)
             made.history = self._history

@@ -18,8 +18,12 @@ from chaos_lightning.protocol.types import Member
 
 NOTICED = 0.25
 """Share by which rate or latency has to be off before it counts."""
+LOOK_PAUSE_S = 2.0
+"""Seconds between two looks at what members have measured."""
 _LITTLE_S = 0.0005
 """Latencies that differ by less count as equal (s)."""
+_FEW = 32
+"""Number of members, the first by rank, whose links are looked at: 496 pairs are enough for a median."""
 
 
 class MeasuredLink:
@@ -31,16 +35,12 @@ class MeasuredLink:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._looked_at: tuple[int, tuple[Member, ...]] | None = None
         self.usual: LinkRate | None = None
         """The link between members on different machines; None: none was measured."""
 
     def look(self, members: Sequence[Member]) -> None:
-        """Takes what these members have reported since."""
-        version = self._topology.version, tuple(members)
-        if version == self._looked_at:
-            return
-        self._looked_at = version
+        """Takes what these members, in rank order, have reported since."""
+        members = members[:_FEW]
         found = [
             [r for r in fact.reports.values() if r.rate_bps > 0]
             for at, a in enumerate(members)
@@ -68,10 +68,15 @@ def _differs(one: LinkRate, other: LinkRate) -> bool:
 
 
 def change(before: LinkRate | None, now: LinkRate | None) -> str:
-    """Returns in words how the link differs from the one by which a plan was made; "" if it does not."""
-    if now is None or before == now:
+    """Returns in words how the link differs from the one by which a plan was made; "" if it does not.
+
+    Args:
+        before: That one; None: it is not known.
+        now: As it was measured; None: it was not.
+    """
+    if now is None or before is None or before == now:
         return ""
-    was = "" if before is None else f" where {_in_words(before)} were foreseen"
+    was = "" if before == LinkRate() else f" where {_in_words(before)} were foreseen"
     return f"links between machines carry {_in_words(now)}{was}"
 
 

@@ -84,11 +84,11 @@ class PipelineSearch:
 
     def _changed(self, latest: View) -> bool:
         pipelining = self._pipelining
-        return pipelining.speeds(latest) != self._speeds or pipelining.link(latest) != self._link
+        return pipelining.speeds(latest) != self._speeds or pipelining.link != self._link
 
     def _ask(self, latest: View) -> None:
         self._asked_for, self._asked_at = latest.ids(), self._desk.now
-        self._speeds, self._link = self._pipelining.speeds(latest), self._pipelining.link(latest)
+        self._speeds, self._link = self._pipelining.speeds(latest), self._pipelining.link
         wish = self._pipelining.wish(latest)
         if wish is not None:
             self._count += 1

@@ -52,6 +52,10 @@ def test_it_stays_until_it_is_off_by_more_than_a_quarter() -> None:
 
 def test_a_change_is_told_in_words() -> None:
     assert change(None, None) == ""
+    assert change(None, LinkRate(rate_bps=1e8, latency_s=0.001)) == "", (
+        "a scheduler that has just begun knows no plan's"
+    )
+    assert change(LinkRate(), LinkRate(rate_bps=1e8)) == "links between machines carry 100 Mbps after 0 ms"
     assert change(LinkRate(rate_bps=1e8, latency_s=0.001), LinkRate(rate_bps=1e8, latency_s=0.001)) == ""
     text = "links between machines carry 10 Mbps after 2 ms where 100 Mbps after 1 ms were foreseen"
     assert change(LinkRate(rate_bps=1e8, latency_s=0.001), LinkRate(rate_bps=1e7, latency_s=0.002)) == text

@@ -243,7 +243,14 @@ def test_several_training_loaders_are_refused(tmp_path: Path, double: Any) -> No
 @pytest.mark.parametrize(
     ("nodes", "says"),
     [
-        (2, ["fits: least is left at process", "  blocks.0 to blocks.1: process", "after any loss training waits for ever"]),
+        (
+            2,
+            [
+                "fits: least is left at process",
+                "  blocks.0 to blocks.1: process",
+                "after any loss training waits for ever",
+            ],
+        ),
         (1, ["does not fit 1 member: ", "it takes 2 members such as process0 (78.1"]),
     ],
 )
