@@ -1,4 +1,8 @@
-"""Seeds the generators of random numbers for a while, after which it is as if nothing had been drawn."""
+"""Seeds the generators of random numbers for a while, after which it is as if nothing had been drawn.
+
+The generators are those of the process, so one thread at a time may do that. Keys may lie within keys; numpy then draws
+the second number of a pair of normal ones anew behind an inner one, everywhere alike.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +41,10 @@ def keyed_randomness(key: int, *generators: torch.Generator) -> Iterator[None]:
 
 
 class _NumpyGenerators:
-    """One for each depth of keys within keys: reading numpy's state takes a tenth of a millisecond, but it is quick to
-    put another generator in its place."""
+    """Puts a generator of its own in numpy's place for each depth of keys within keys.
+
+    Reading the state of one takes a tenth of a millisecond, and that is quick.
+    """
 
     def __init__(self) -> None:
         self._made: list[np.random.MT19937] = []

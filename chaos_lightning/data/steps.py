@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, Literal
 
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from chaos_lightning.data.accumulations import Part
@@ -110,27 +109,16 @@ class StepBatch:
         if self._known(j) in self.empty:
             raise ConfigurationError(f"micro-batch {j} of step {self.index} has no samples, so it has no units")
         if j in self._kept:
-            return _copied(self._kept[j])
+            return copy.deepcopy(self._kept[j])
         data = self._loader._fetch_numbered(self, j)
         with contextlib.suppress(Exception):  # whatever a user's batch class raises
-            self._kept[j] = _copied(data)
+            self._kept[j] = copy.deepcopy(data)
         return data
 
     def _known(self, j: int) -> int:
         if not 0 <= j < self.micro_batches:
             raise ConfigurationError(f"micro-batch {j} was asked for; a step has numbers 0 to {self.micro_batches - 1}")
         return j
-
-
-def _copied(data: Any) -> Any:
-    """Returns a deep copy; of what collate functions make as a rule in a fifth of the time."""
-    if type(data) is Tensor and not data.requires_grad:
-        return data.clone()
-    if type(data) in (list, tuple):
-        return type(data)(map(_copied, data))
-    if type(data) is dict:
-        return {key: _copied(value) for key, value in data.items()}
-    return copy.deepcopy(data)
 
 
 class _OneOfAll:

@@ -48,7 +48,7 @@ class Mailbox:
     """It is out since the whole job has ended without being finished."""
     left: str = ""
     keeps: bool = True
-    """As `Left.keeps`."""
+    """The same as `Left.keeps`."""
     job_over: ToldEnd | None = None
     """This newcomer came too late: its job is finished."""
     together: bool = False

@@ -110,7 +110,7 @@ class Waiting:
         self._say(f"{text}; it goes on, or joins again, when the scheduler is back, and gives up in {left_s:.0f} s")
 
     def _unheard(self, what: str, waited_s: float, left_s: float, before: float) -> None:
-        """Nobody has answered this newcomer so far: it says so, and every few seconds once a start would be over."""
+        """Says that nobody has answered this newcomer so far, and again every few seconds."""
         first, starts = before < 0, waited_s < STARTS_S
         if waited_s < SEVERED_S or waited_s - before < UNHEARD_S or (starts and not first):
             return

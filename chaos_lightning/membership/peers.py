@@ -67,7 +67,7 @@ class Tempo:
         step_s: Median of its latest steps.
         speed: Speed at which it computes, beside what its request for pipelines foresees.
         view: View that it stood in then.
-        between_s: Of these steps what lies between units of one and of the next.
+        between_s: Median time from the last unit of one of these steps to the first unit of the next.
     """
 
     step_s: float = 0.0

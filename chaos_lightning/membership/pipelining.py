@@ -129,7 +129,7 @@ class ViewPipeliner(ABC):
 
         Args:
             before: The text of the view that rules.
-            members: Of that view.
+            members: The members of that view.
             plan: As JSON.
             links: Pairs of members that have a link.
         """
@@ -140,7 +140,7 @@ class ViewPipeliner(ABC):
 
         Args:
             view: The view.
-            step_s: Of a step.
+            step_s: Time that a step takes, s.
             between_s: By member: from its last unit of a step to the first of the next, as far as that is told.
         """
         return None

@@ -16,6 +16,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from chaos_lightning.errors import PlanError
 from chaos_lightning.membership.parts import numbers
 from chaos_lightning.membership.pipelining import PipelineChoice, ViewPipeliner
 from chaos_lightning.membership.topology import Pair
@@ -87,7 +88,10 @@ class PlannedPipeliner(ViewPipeliner):
         pipeliner = self._pipeliner(view.members)
         if pipeliner is None:
             return None
-        return pipeliner.measured(view.pipelines, self._devices(pipeliner, view.members), step_s, between_s)
+        try:
+            return pipeliner.measured(view.pipelines, self._devices(pipeliner, view.members), step_s, between_s)
+        except PlanError:  # the oldest member that has told is of another model: nothing is known of these steps
+            return None
 
     def followed(self, before: View | None, after: View, now: float) -> None:
         """See `ViewPipeliner.followed`."""

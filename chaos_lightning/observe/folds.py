@@ -104,7 +104,7 @@ class RecoveryTimes:
     how: str
     """"hand-on", "redo", "next" (nothing was open) or "stayed" (it thawed in time)."""
     waited: float = 0.0
-    """Seconds of the recovery in which fewer than min_nodes were here."""
+    """Seconds of the recovery in which members were told to wait, as for min_nodes."""
 
     @property
     def seconds(self) -> float | None:

@@ -141,7 +141,7 @@ def _counts(timeline: Timeline) -> tuple[int, int, folds.RecoveryTimes | None]:
 def _lasted(recovery: folds.RecoveryTimes) -> str:
     if recovery.seconds is None:
         return "not in this log"
-    waited = f" ({duration(recovery.waited)} of it below min_nodes)" if recovery.waited else ""
+    waited = f" ({duration(recovery.waited)} of it waiting)" if recovery.waited else ""
     return f"{duration(recovery.seconds)}{waited}"
 
 

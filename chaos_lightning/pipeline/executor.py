@@ -266,6 +266,7 @@ class PipelineExecutor:
 
     def drop(self) -> None:
         """Undoes what the attempt has done; the same units may run again then, or others."""
+        self._fetched = []
         self._begin()
         self._buffers.restore()
 

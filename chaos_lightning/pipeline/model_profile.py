@@ -75,7 +75,7 @@ class ProfiledFleet:
     between_hosts: Mapping[str, Any] = field(default_factory=dict)
     links: tuple[Mapping[str, Any], ...] = ()
     overheads: Mapping[str, float] | None = None
-    """What a job with pipelines has measured of its steps beyond layers; None: no such job has."""
+    """Costs of steps beyond layers that a job with pipelines has measured; None: no such job has."""
     words: str = ""
     """Where it comes from."""
 

@@ -135,14 +135,14 @@ def risk(plan: PipelinePlan, *, ends: bool) -> list[str]:
     """Returns a line about losses that take the last owner of a layer along; none if each layer has two.
 
     Args:
-        plan: Of the members.
+        plan: The pipelines of the members.
         ends: Whether the job ends then; else it waits.
     """
     alone = [g for g, owners in zip(plan.groups, plan.owners, strict=True) if len(owners) == 1]
     if not alone:
         return []
     if len(alone) == len(plan.groups):
-        words = "any loss ends this job" if ends else "after any loss training waits for ever"
+        words = "any loss ends this job" if ends else "any loss stops this job"
         return [f"{words}: no layer has two owners"]
     names = {owners[0] for owners in plan.owners if len(owners) == 1}
     who = _few(sorted(names))

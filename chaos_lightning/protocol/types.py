@@ -464,7 +464,7 @@ class Heartbeat:
     speed: float = 0.0
     """How fast the member computes its units, beside what its request for pipelines foresees; 0: not known."""
     between_s: float = 0.0
-    """Of these steps the time from the last unit of one to the first unit of the next; 0: not known."""
+    """Median time from the last unit of one of these steps to the first unit of the next; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a restart by torchrun costs, as its workers' files of steps tell it."""
+"""The costs of a restart by torchrun, as its workers' files of steps tell them."""
 
 from __future__ import annotations
 

@@ -521,7 +521,7 @@ def test_a_scheduler_that_is_started_anew_hears_again_how_fast_members_are() -> 
 
 
 def beside_layers(talk: Talk) -> tuple[float, float]:
-    """What was measured of a unit and of the end of a step (s)."""
+    """Measured costs of a unit and of the end of a step (s)."""
     found = talk.machine.snapshot()["overheads"]
     assert isinstance(found, dict)
     assert found["hop_s"] == 0.0

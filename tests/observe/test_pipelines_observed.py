@@ -256,7 +256,7 @@ def test_a_recovery_begins_with_the_suspicion_that_led_to_it(tmp_path: Path, unp
     (recovery,) = folds.recoveries(timeline)
     assert recovery.seconds == pytest.approx(5.0, abs=0.01)
     assert recovery.waited == pytest.approx(4.0, abs=0.01)
-    assert "recovered within 5 s (4 s of it below min_nodes)" in report.summary(timeline)
+    assert "recovered within 5 s (4 s of it waiting)" in report.summary(timeline)
 
 
 def shown(what: Any, width: int = 160) -> str:

@@ -51,7 +51,7 @@ def test_one_pipeline_is_told_to_end_with_any_loss() -> None:
     assert lines[-1] == "any loss ends this job: no layer has two owners"
     waits = shown(job_of(8, 270 * MIB), ends=False)
     assert waits[:-1] == lines[:-1]
-    assert waits[-1] == "after any loss training waits for ever: no layer has two owners"
+    assert waits[-1] == "any loss stops this job: no layer has two owners"
 
 
 def test_layers_with_one_owner_are_told() -> None:

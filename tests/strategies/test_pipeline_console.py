@@ -29,7 +29,7 @@ def view_of(*pipelines: tuple[str, ...]) -> View:
 
 
 @pytest.mark.parametrize(
-    ("on_lost_parts", "words"), [("wait", "after any loss training waits for ever"), ("end", "any loss ends this job")]
+    ("on_lost_parts", "words"), [("wait", "any loss stops this job"), ("end", "any loss ends this job")]
 )
 def test_later_pipelines_are_told_with_what_a_loss_does(on_lost_parts: str, words: str) -> None:
     from chaos_lightning.strategies.pipeline_fit import PipelineFit

@@ -248,7 +248,7 @@ def test_several_training_loaders_are_refused(tmp_path: Path, double: Any) -> No
             [
                 "fits: least is left at process",
                 "  blocks.0 to blocks.1: process",
-                "after any loss training waits for ever",
+                "any loss stops this job",
             ],
         ),
         (1, ["does not fit 1 member: ", "it takes 2 members such as process0 (78.1"]),
@@ -290,7 +290,7 @@ def test_a_dry_run_asks_the_job_that_runs_and_the_oldest_member_tells_its_plan(j
     check_equal(job.finish("a", "b"), *alone())
     told = [output(job, name) for name in "ab"]
     assert sorted(text.count(f"chaos: {plan}") for text in told) == [0, 1]
-    assert "chaos: after any loss training waits for ever: no layer has two owners" in "".join(told)
+    assert "chaos: any loss stops this job: no layer has two owners" in "".join(told)
 
 
 def test_a_loss_under_the_policy_restart_ends_the_job_and_it_begins_from_the_checkpoint(

@@ -159,7 +159,7 @@ class Edges:
         names = [n.name for n in here]
         pairs = frozenset(pair(a.name, b.name) for a in here for b in here if a is not b and self.may_link(a, b))
         apart = here if not connected(names, pairs) else []
-        loading = [n for n in living if not n.training and not any(self.may_link(n, a) for a in here)]
+        loading = [n for n in living if here and not n.training and not any(self.may_link(n, a) for a in here)]
         for node in (*apart, *loading):
             node.troubled_at = world.kernel.now
 

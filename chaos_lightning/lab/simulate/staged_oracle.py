@@ -100,8 +100,8 @@ class StagedOracle(Oracle):
         At GENESIS owners make their parts, so nothing is lost for those that stand there (P14).
         """
         here = [m for m in self.members if m.alive and not m.outcome and m.training and m is not member]
-        over = any(m.header.kind is Kind.CLOSING or m.header.seq == GENESIS.seq for m in here)
-        if not here or member.header.seq == GENESIS.seq or over:
+        over = any(m.header.kind is Kind.CLOSING for m in here) or all(m.header.seq == GENESIS.seq for m in here)
+        if member.header.seq == GENESIS.seq or over:
             return
         before = [*here, member]
         if any(self._held(m.header, before) >= self.every for m in before) and not self._whole(here):

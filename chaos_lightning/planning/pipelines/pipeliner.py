@@ -295,7 +295,7 @@ class Pipeliner:
 
         Args:
             text: The pipelines of the view that rules.
-            members: Of that view.
+            members: The members of that view.
             plan: What `search_plan` found for members, maybe for others than these.
             links: Pairs of members that have a link; None: all.
 
@@ -336,8 +336,8 @@ class Pipeliner:
 
         Args:
             text: The pipelines of the view by which it ran.
-            members: Of that view.
-            step_s: Of a step.
+            members: The members of that view.
+            step_s: Time that a step takes, s.
             between_s: By member: from its last unit of a step to the first of the next, as far as that is told.
 
         Raises:
@@ -352,7 +352,7 @@ class Pipeliner:
         return replace(bare, unit_s=(beyond_s - commit_s) / units, commit_s=commit_s)
 
     def _layers_alone(self, text: str, job: TrainingJob) -> tuple[StepEstimate, float]:
-        """The estimate of a step in which units take what their layers do, and how many are on its critical path."""
+        """Returns a step's estimate in which units take what layers do, and how many are on its critical path."""
         key = text, job.devices
         if self._alone is None or self._alone[0] != key:
             plan = self.read(text)
