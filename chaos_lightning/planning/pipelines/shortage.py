@@ -8,7 +8,7 @@ from itertools import pairwise
 from chaos_lightning.planning.pipelines.job import Device, TrainingJob, stage_memory
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 
 
 def nearest(job: TrainingJob) -> str:
@@ -27,8 +27,8 @@ def nearest(job: TrainingJob) -> str:
     return (
         f"no plan fits {len(job.devices)} devices and {job.micro_batches} micro-batches of {job.costs.count} layers; "
         f"the closest is one pipeline of {len(devices)} stages, whose stage {k} (layers {at[k]} to {at[k + 1]}, on "
-        f"{devices[k].name!r}) lacks {short[k]} bytes; give devices more memory, add devices, or make micro-batches "
-        "smaller"
+        f"{devices[k].name!r}) lacks {short[k]} bytes of the {(devices[k].memory_nbytes + short[k]) / MIB:.2f} MiB that it "
+        "takes; give devices more memory, add devices, or make micro-batches smaller"
     )
 
 
