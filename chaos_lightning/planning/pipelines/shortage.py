@@ -24,11 +24,12 @@ def nearest(job: TrainingJob) -> str:
             )
     devices, at, short = _tightest(job)
     k = max(range(len(devices)), key=lambda i: short[i])
+    takes = f"{(devices[k].memory_nbytes + short[k]) / MIB:.2f} MiB"
     return (
         f"no plan fits {len(job.devices)} devices and {job.micro_batches} micro-batches of {job.costs.count} layers; "
         f"the closest is one pipeline of {len(devices)} stages, whose stage {k} (layers {at[k]} to {at[k + 1]}, on "
-        f"{devices[k].name!r}) lacks {short[k]} bytes of the {(devices[k].memory_nbytes + short[k]) / MIB:.2f} MiB that it "
-        "takes; give devices more memory, add devices, or make micro-batches smaller"
+        f"{devices[k].name!r}) lacks {short[k]} bytes of the {takes} that it takes; give devices more memory, add "
+        "devices, or make micro-batches smaller"
     )
 
 
