@@ -192,12 +192,13 @@ def test_all_come_back_and_go_on_from_what_each_wrote_down() -> None:
 
 
 def test_a_job_begins_anew_only_where_a_file_is_missing() -> None:
-    """n1 dies before it has written its layers down, and nobody else has them."""
+    """n1 dies before it has written its layers down, and nobody else has them; n0 keeps its own, and need not wait."""
     faults = [Fault(action="leave", node=f"n{i}", at=0.4) for i in range(2)]
     plan = job_plan(*faults, Fault(action="kill", node="n1", trap=("keeps", 0, 0)), members=2)
     world = World(plan, StagedHooks())
     assert world.run().violation == ""
-    assert world.oracle.lost()
+    assert [world.nodes[name].outcome.partition(":")[0] for name in ("n0", "n1")] == ["left", "killed"]
+    assert world.store.views[-1].members == (), "nobody has founded it again"
 
 
 def test_a_part_that_drifts_is_pulled_and_no_view_changes() -> None:

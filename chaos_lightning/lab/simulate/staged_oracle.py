@@ -173,14 +173,14 @@ class StagedOracle(Oracle):
     def goes(self, who: str, member: HoldsParts) -> None:
         """A member that was let go ends: whoever lacks a part at its header must be able to get it (P9).
 
-        After the closing header nobody needs any.
+        After the closing header nobody needs any; nor where other parts are lost already, so that nobody can go on (P14).
         """
         if member.header.seq == GENESIS.seq or member.header.kind is Kind.CLOSING:
             return
         others = [m for m in self.members if m is not member and m.alive and not m.outcome]
         at = [m for m in others if m.machine.header.hash == member.header.hash]
         needed = {p for m in at for p in numbers(m.machine.parts.missing)} & set(member.values)
-        if lost := needed.difference(*(m.values for m in at)):
+        if (lost := needed.difference(*(m.values for m in at))) and self._whole([*at, member]):
             raise Violation(f"{who} goes, and others need parts {sorted(lost)} of it at slot {member.header.seq} (P9)")
 
     def _held(self, header: Header, here: list[HoldsParts]) -> set[int]:
