@@ -173,7 +173,7 @@ class StagedOracle(Oracle):
     def goes(self, who: str, member: HoldsParts) -> None:
         """A member that was let go ends: whoever lacks a part at its header must be able to get it (P9).
 
-        After the closing header nobody needs any; nor where other parts are lost already, so that nobody can go on (P14).
+        After the closing header nobody needs any, nor where other parts are lost, so that nobody can go on (P14).
         """
         if member.header.seq == GENESIS.seq or member.header.kind is Kind.CLOSING:
             return
