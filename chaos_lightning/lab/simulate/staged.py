@@ -538,6 +538,8 @@ class StagedNode(Node):
         self.timer(0.02, over)
 
     def _left(self, reason: str) -> None:
+        if "at no member that lives" in reason:
+            self.truth.goes_without(self.me, self)
         self.truth.goes(self.me, self)
         super()._left(reason)
 

@@ -170,6 +170,12 @@ class StagedOracle(Oracle):
                 f"{who} is out though all parts at its slot {header.seq} are held by members that live (P5)"
             )
 
+    def goes_without(self, who: str, member: HoldsParts) -> None:
+        """A member is let go, for other parts are said to be lost (P14)."""
+        here = [m for m in self.members if m.alive and not m.frozen and not m.outcome and m.training]
+        if member.header.seq != GENESIS.seq and self._whole(here):
+            raise Violation(f"{who} is let go for lost parts, and all are there at slot {member.header.seq} (P14)")
+
     def goes(self, who: str, member: HoldsParts) -> None:
         """A member that was let go ends: whoever lacks a part at its header must be able to get it (P9).
 
