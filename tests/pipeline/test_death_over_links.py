@@ -69,7 +69,7 @@ class LinkedMember:
 
 class Overridden:
     def __init__(self, exchange, check):
-        self.send, self.take, self.check = exchange.send, exchange.take, check
+        self.send, self.there, self.take, self.check = exchange.send, exchange.there, exchange.take, check
 
 
 def run_all(members, view, batches, attempt):
