@@ -133,7 +133,7 @@ def test_a_loss_and_a_return_cost_what_is_beyond_a_step():
 def test_the_simulated_fleet_has_the_real_history(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(policies.policies.POLICIES, policies.AS_A_JOB, policies.restarts)
     profile = TimedModel(layers=6, width=64, forward_s=0.01, backward_s=0.02)
-    job = policies.measured_job(profile.job(micro_batches=6, samples=2, owned=4.2), 1.0)
+    job = policies.measured_job(profile.job(micro_batches=6, samples=2, owned=4.2), 0.0)
     pauses = Pauses(reroute_s=0.2, fill_s=0.5, move_s=0.5, reload_s=5.0, checkpoint_s=2.0)
     history = [policies.Event(10.0, "remove", "b"), policies.Event(40.0, "add", "b")]
     whole = policies.simulated(policies.Story("reroute"), job, pauses, 60.0).samples
