@@ -359,7 +359,7 @@ _kept: list[_Kept] = []
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """`untouched` is quick inside: to change a class costs a look at all its subclasses."""
+    """Makes `untouched` quick inside: each change of a class costs a look at all its subclasses."""
     real = Metric.__setattr__
     if vars(real).get("watches"):
         yield

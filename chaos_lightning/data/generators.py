@@ -27,7 +27,7 @@ def seed_generators(key: int, *generators: torch.Generator) -> None:
 
 @contextmanager
 def keyed_randomness(key: int, *generators: torch.Generator) -> Iterator[None]:
-    """The CPU generators of torch, numpy and random (and the given ones) seeded with `key`; put back at the end."""
+    """Seeds the CPU generators of torch, numpy and random (and the given ones) with `key`, and puts them back."""
     owned = (torch.default_generator, *generators)
     states, python, numpy = [generator.get_state() for generator in owned], random.getstate(), _NUMPY.enter()
     try:
@@ -43,7 +43,7 @@ def keyed_randomness(key: int, *generators: torch.Generator) -> Iterator[None]:
 class _NumpyGenerators:
     """Puts a generator of its own in numpy's place for each depth of keys within keys.
 
-    Reading the state of one takes a tenth of a millisecond, and that is quick.
+    To read a generator's state takes a tenth of a millisecond; to put another generator in its place is quick.
     """
 
     def __init__(self) -> None:

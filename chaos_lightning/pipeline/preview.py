@@ -141,13 +141,11 @@ def risk(plan: PipelinePlan, *, ends: bool) -> list[str]:
     alone = [g for g, owners in zip(plan.groups, plan.owners, strict=True) if len(owners) == 1]
     if not alone:
         return []
+    does = "ends" if ends else "stops"
     if len(alone) == len(plan.groups):
-        words = "any loss ends this job" if ends else "any loss stops this job"
-        return [f"{words}: no layer has two owners"]
+        return [f"any loss {does} this job: no layer has two owners"]
     names = {owners[0] for owners in plan.owners if len(owners) == 1}
-    who = _few(sorted(names))
-    words = f"the loss of {who} ends this job" if ends else f"after the loss of {who} training waits for ever"
-    return [f"{words}: some layers have no other owner"]
+    return [f"the loss of {_few(sorted(names))} {does} this job: some layers have no other owner"]
 
 
 def _counted(count: int, word: str) -> str:

@@ -64,7 +64,7 @@ def test_layers_with_one_owner_are_told() -> None:
     job = replace(job_of(1, 900 * MIB, layers=4), devices=tuple(Device(name=x, memory_nbytes=MIB << 10) for x in "abk"))
     for ends, words in (
         (True, "the loss of b ends this job: some layers have no other owner"),
-        (False, "after the loss of b training waits for ever: some layers have no other owner"),
+        (False, "the loss of b stops this job: some layers have no other owner"),
     ):
         assert preview(job, PipelineAnswer(text=text, reason=""), ends=ends)[-1] == words
 
