@@ -43,6 +43,7 @@ def test_each_phase_is_struck_and_told_before(tmp_path: Path) -> None:
             assert fault["step"] == expected, phase
 
 
+@pytest.mark.slow
 def test_a_freeze_ends_by_itself_and_training_goes_on(tmp_path: Path) -> None:
     with Harness(tmp_path) as harness:
         harness.start_function("a", callback_support.victim, str(tmp_path), "at step 2: sigstop a for 0.3 s")

@@ -52,6 +52,7 @@ TESTS = """
 """
 
 
+@pytest.mark.slow
 def test_what_a_test_leaves_running_holds_nothing_up(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ def test_another_project_uses_the_groups_beside_its_own(tmp_path: Path) -> None:
     assert printed(tmp_path, "app.py", "strategy.min_nodes=2") == ["{'width': 7} 5 2"]
 
 
+@pytest.mark.slow
 def test_a_folder_without_the_examples_trains_their_model_by_the_groups(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(
         "import hydra\n"

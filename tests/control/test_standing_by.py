@@ -182,6 +182,7 @@ class Finishing(ScriptedMachine):
         return {**super().snapshot(page), "chain": self.chain.id, "view": ""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone_on", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_end_of_a_job_is_carried_to_the_next_time_that_this_process_leads(
     tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch, *, gone_on: bool

@@ -23,6 +23,7 @@ def with_rsync(installed: Installed, folder: Path) -> dict[str, str]:
     return {"PATH": f"{tools}:{installed.environment(folder)['PATH']}"}
 
 
+@pytest.mark.slow
 def test_keys_are_made_and_rotated(installed: Installed, tmp_path: Path) -> None:
     path = with_rsync(installed, tmp_path)
     first, *_ = block("docs/access.md", "chaos-lightning keys init").splitlines()

@@ -76,6 +76,7 @@ def test_member_that_holds_the_interpreters_lock_on_another_machine_is_not_put_o
     assert not [r for r in job.harness.records if r.name in OUT]
 
 
+@pytest.mark.slow
 def test_member_that_is_busy_for_longer_than_any_silence_is_seen_to_run_by_its_machine(job: Job) -> None:
     start_apart(job, "abc", {"b": {10: 3.3}})
     end(job, "abc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from engine_job import Job
 
 from chaos_lightning.control.options import SchedulerOptions
@@ -85,6 +86,7 @@ def test_an_edited_script_begins_anew_where_the_one_before_was_interrupted(job: 
     assert "on that machine does not go on from it" in begun
 
 
+@pytest.mark.slow
 def test_who_may_live_is_waited_for_until_the_operator_ends_its_job(job: Job) -> None:
     """Frozen, it is the last that holds the state; another program waits, and says what can be done."""
     job.start("a", gates={5: job.gate("a")})

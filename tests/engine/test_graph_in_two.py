@@ -95,6 +95,7 @@ def shown(job: Job, name: str, text: str) -> None:
     job.harness.wait_until(lambda: text in job.harness.children[name].log.read_text(), f"{text!r} on {name}'s terminal")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("named", "side"),
     [

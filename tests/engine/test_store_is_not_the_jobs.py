@@ -105,6 +105,7 @@ def without_a(job: Job) -> Record:
     return alone
 
 
+@pytest.mark.slow
 def test_a_backup_that_knows_only_who_was_put_out_since_forks_nothing_and_can_be_rebuilt(job: Job) -> None:
     before = without_a(job)
     begin(job, "stale", store="backup")
@@ -128,6 +129,7 @@ def test_a_backup_that_knows_only_who_was_put_out_since_forks_nothing_and_can_be
     job.leave(*"bca")
 
 
+@pytest.mark.slow
 def test_a_backup_that_knows_one_of_three_members_has_nobody_train_alone(job: Job) -> None:
     """It knows a and b; a left, c and d came since."""
     begin(job, "chain")

@@ -105,13 +105,15 @@ def test_script_trains_alone(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["gpt_text", pytest.param("fashion_cnn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_text", "fashion_cnn"])
 def test_script_trains_elastic(name: str, tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     said = script(tmp_path, f"{name}.py", *SCRIPTS[name], "--max-steps", "2", "--quick", "--endpoint", endpoint)
     assert "max_steps=2` reached" in said
 
 
+@pytest.mark.slow
 def test_train_composes_and_trains_elastic(tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     said = script(tmp_path, "train.py", *BRIEF, "trainer.max_steps=2", f"strategy.endpoint={endpoint}")

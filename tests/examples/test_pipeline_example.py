@@ -106,7 +106,9 @@ def test_three_processes_train_it_and_one_is_killed(started: Started) -> None:
     assert chosen[-1] == 2
 
 
-@pytest.mark.parametrize("command", [RUN, TORCHRUN], ids=["run", "torchrun"])
+@pytest.mark.parametrize(
+    "command", [pytest.param(RUN, id="run"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)]
+)
 def test_a_launcher_starts_it(started: Started, command: list[str]) -> None:
     launcher = [*command, "--nproc-per-node=2", f"--rdzv-endpoint={started.endpoint}", "--nnodes=1:2"]
     started.start(*launcher, f"--rdzv-conf=log_dir={started.log}", SCRIPT, "--max-steps", "4")

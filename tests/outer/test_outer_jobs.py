@@ -207,6 +207,7 @@ def train_until_over(server: str, name: str, logs: str, done: str) -> None:
         session.close()
 
 
+@pytest.mark.slow
 def test_a_cluster_of_an_earlier_job_that_wakes_in_the_next_one_is_not_let_in(tmp_path: Path) -> None:
     """It knew more versions than the next job had, and ended each leader of it. It asks again and again for its own."""
     with Harness(tmp_path, deadline_s=120) as harness:

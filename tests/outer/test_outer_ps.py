@@ -149,6 +149,7 @@ def test_what_dies_is_started_again_and_sigterm_ends_all(tmp_path: Path, capsys:
     assert {e["reason"] for e in ended} >= {"signal SIGKILL", f"exit code {128 + END}"}
 
 
+@pytest.mark.slow
 def test_a_job_that_has_ended_is_put_away_by_the_next_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with up(tmp_path) as server:
         until(lambda: server.connected(1), "a follower", STARTS_S)

@@ -60,6 +60,7 @@ def test_a_rule_that_is_broken_on_purpose_is_noticed(name: str) -> None:
     assert any(World(FAMILIES[bug.family](seed), bug.machines).run().violation for seed in seeds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, bug in BUGS.items() if bug.control is not None])
 def test_only_the_guard_that_would_mask_a_bug_is_off_and_nothing_shows(name: str) -> None:
     bug = BUGS[name]

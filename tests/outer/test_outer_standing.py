@@ -124,6 +124,7 @@ def test_a_frozen_leader_is_deposed_and_stands_by_again(etcd: EtcdServers, tmp_p
 FROZEN_S = 10.0
 
 
+@pytest.mark.slow
 def test_a_leader_that_wakes_two_terms_later_stores_nothing_and_nobody_heeds_it(
     etcd: EtcdServers, tmp_path: Path
 ) -> None:

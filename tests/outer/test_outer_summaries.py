@@ -116,6 +116,7 @@ def facts(chain: OuterChain) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["fragile", "poisoned", "own"])
 def test_who_begins_with_a_summary_goes_on_as_one_who_has_read_all(family: str) -> None:
     compared = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -111,17 +112,25 @@ def test_a_weight_of_several_layers_counts_at_each() -> None:
 
 
 class Clock:
-    """A clock of its own: whoever looks at it or sleeps moves it, and nothing else does."""
+    """A clock of its own: it moves where its maker's thread looks at it or sleeps, and at nothing else.
+
+    Threads that earlier tests left behind sleep as ever.
+    """
 
     def __init__(self) -> None:
         self._now_s = 0.0
+        self._owner = threading.get_ident()
+        self._sleep = time.sleep
 
     def perf_counter(self) -> float:
         self._now_s += 1e-4
         return self._now_s
 
     def sleep(self, seconds: float) -> None:
-        self._now_s += seconds
+        if threading.get_ident() == self._owner:
+            self._now_s += seconds
+        else:
+            self._sleep(seconds)
 
 
 class Slow(GPT):

@@ -202,8 +202,10 @@ def test_a_lightning_script_is_profiled_without_a_changed_line(folder: Path) -> 
     ("script", "who", "micro_batches"),
     [
         (("strategy_train.py", "--strategy", "chaos_pipeline"), "strategy chaos_pipeline", 4),
-        (("strategy_train.py", "--strategy", "chaos"), "strategy chaos", 1),
-        (("strategy_train.py", "--strategy", "chaos_diloco"), "strategy chaos_diloco", 1),
+        pytest.param(("strategy_train.py", "--strategy", "chaos"), "strategy chaos", 1, marks=pytest.mark.slow),
+        pytest.param(
+            ("strategy_train.py", "--strategy", "chaos_diloco"), "strategy chaos_diloco", 1, marks=pytest.mark.slow
+        ),
         (("plain_train.py",), "chaos_lightning.trainer.Trainer", 1),
     ],
 )

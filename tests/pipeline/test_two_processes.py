@@ -51,7 +51,7 @@ def run_processes(folder, view, kind):
     return {name: torch.load(folder / name) for name in names}
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("float32", 1e-6), ("float64", 1e-13)])
+@pytest.mark.parametrize(("kind", "bound"), [pytest.param("float32", 1e-6, marks=pytest.mark.slow), ("float64", 1e-13)])
 def test_one_step_is_that_of_one_process(tmp_path, kind, bound):
     dtype = getattr(torch, kind)
     stages = (PlanStage("a~1", 0, 2), PlanStage("b~2", 2, 4))

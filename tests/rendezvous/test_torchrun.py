@@ -462,6 +462,7 @@ def test_a_node_founds_its_job_with_all_of_its_workers(training: Training) -> No
     training.harness.audit()
 
 
+@pytest.mark.slow
 def test_the_last_worker_keeps_the_state_and_the_next_start_goes_on_from_it(training: Training, tmp_path: Path) -> None:
     """SIGTERM to the only agent; another one is started: it goes on from the very state, and says so."""
     conf = {"epochs": 1000}

@@ -14,9 +14,11 @@ from chaos_lightning.lab.simulate.world import Hooks, simulate
 
 STARRED = {"1", "2", "3", "4", "4a", "7", "8", "9", "10", "12", "12a", "12b", "14a", "15", "19", "25", "28", "31"}
 STARRED |= {f"P{number}" for number in range(1, 18)} - {"P16"}  # randomness: tests/pipeline/test_randomness.py
+LONG = {"7-reissued", "links-own-ways", "1-mixed"}
+"""Bugs that take many seeds to be found."""
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in BUGS])
 def test_planted_bug_is_noticed(name: str) -> None:
     assert any(showing(name)), f"not within {BOUND} seeds"
 

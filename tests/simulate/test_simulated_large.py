@@ -62,7 +62,7 @@ def begins_again(job: str) -> None:
     assert outcome_of(world, "j0") == "left: the job is finished"
 
 
-@pytest.mark.parametrize("size", [27, 20])
+@pytest.mark.parametrize("size", [pytest.param(27, marks=pytest.mark.slow), 20])
 def test_a_learner_whose_donors_all_die_before_it_begins_gets_others_at_once(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
@@ -71,6 +71,7 @@ def test_a_learner_whose_donors_all_die_before_it_begins_gets_others_at_once(
     begins_again(job + "".join(f"at {at + 0.0002:.6f} kill {name}\n" for name in donors))
 
 
+@pytest.mark.slow
 def test_a_learner_that_sleeps_while_its_donors_die_begins_again_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once awake, it says that nobody serves it, though others have been given to it meanwhile."""
     job, at, donors = given_donors(monkeypatch, 27)

@@ -27,7 +27,7 @@ def run(world: World) -> Outcome:
 
 
 def test_the_first_seeds_of_ranks_hold_all_contracts() -> None:
-    worlds = [World(outer_plan(seed), OuterHooks()) for seed in range(20)]
+    worlds = [World(outer_plan(seed), OuterHooks()) for seed in range(10)]
     outcomes = [run(world) for world in worlds]
     assert sum(outcome.adoptions for outcome in outcomes) > 120
     assert sum(outcome.passed for outcome in outcomes) > 0
@@ -35,6 +35,7 @@ def test_the_first_seeds_of_ranks_hold_all_contracts() -> None:
     assert set(answered) == {"accepted", "rejected", "void"}
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_answers_let_the_others_go() -> None:
     for seed in range(4):
         world = World(waiting_plan(seed), OuterHooks())
@@ -76,6 +77,7 @@ def test_who_replays_passes_over_the_adoption_of_a_version_and_nothing_moves() -
     assert sum(outcome.moved for outcome in outcomes) == 0
 
 
+@pytest.mark.slow
 def test_where_no_member_has_a_version_any_more_a_newcomer_gives_way_to_a_pause() -> None:
     script = OuterScript(inner_steps=1, answer_s=(0.001, 0.002))
     worlds = [joined(seed, script, Replaying(apply_s=0.02, pull_s=0.3, log_entries=1000)) for seed in range(4)]

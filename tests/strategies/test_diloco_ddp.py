@@ -112,6 +112,7 @@ def test_a_signal_to_any_rank_leaves_once_all_is_durable(ranks: RanksJob, asked:
     assert steps == len([line for line in first["lines"] if line[0] == "step"])
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_group_and_the_others_train_on(ranks: RanksJob) -> None:
     ranks.serve()
     quick = told(ranks, batch=8)

@@ -178,6 +178,7 @@ def test_metrics_go_on_in_one_folder_when_the_oldest_elastic_cluster_dies(job: E
     assert b["status"] == str(TrainerStatus.FINISHED)
 
 
+@pytest.mark.slow
 def test_the_first_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
     """The push ends without being begun anew, as one of the same incarnation, and no inner step is lost."""
     job.serve()

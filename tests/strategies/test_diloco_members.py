@@ -222,6 +222,7 @@ def audited(job: OuterJob) -> None:
     assert [str(found) for found in judged.findings if found.verdict == VIOLATED] == []
 
 
+@pytest.mark.slow
 def test_a_frozen_cluster_is_removed_and_comes_in_again(job: OuterJob) -> None:
     """What it had not pushed is lost, its samples are dealt again, and each counts once."""
     job.serve()

@@ -7,6 +7,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 from strategy_job import Job
 
 BOARDS = ("boards",) if find_spec("tensorboard") else ()
@@ -69,6 +70,7 @@ def test_two_writers_die_and_the_third_one_goes_on_with_their_files(job: Job) ->
     check(job, c["step"])
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_put_out_and_comes_back_writes_no_more(job: Job) -> None:
     spec = {**SPEC, "epochs": 12}
     job.start("a", worlds={2: job.gate("a")}, gates={2: job.gate("start")}, **spec)

@@ -91,6 +91,7 @@ def told_step(job: Job) -> int:
     return max((int(m["step"]) for m in fetch_status(f"127.0.0.1:{job.port}")["machine"]["members"]), default=0)
 
 
+@pytest.mark.slow
 def test_newcomer_replays_clipped_steps_of_a_resumed_job(job: Job) -> None:
     """It has no file; it counts the others' steps, and knows what the checkpoint had spent."""
     file = str(job.out / "half.pt")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -47,6 +49,7 @@ def test_registered_before_lightning_comes() -> None:
     assert lazy == "ChaosStrategy EngineConfig Engine"
 
 
+@pytest.mark.slow
 def test_registered_after_lightning_came() -> None:
     """Also if it is done twice."""
     again = "import chaos_lightning._register as r; r.install(); r.install()"

@@ -189,6 +189,7 @@ def test_ctrl_c_is_passed_on_once_and_the_nodes_leave_politely(network: Path, tm
     assert "exit codes: edge-1 0, edge-2 0" in rest
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_who_does_not_listen(network: Path, tmp_path: Path) -> None:
     deaf = "import signal, time; [signal.signal(s, signal.SIG_IGN) for s in (2, 15)]; print('up', flush=True)\n"
     deaf += "while True: time.sleep(0.05)"

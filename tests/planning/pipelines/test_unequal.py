@@ -92,7 +92,7 @@ def test_owners_on_two_hosts_where_all_slow_cards_are_on_one() -> None:
     assert free.estimate.step_s <= apart.estimate.step_s < 1.08 * free.estimate.step_s
 
 
-@pytest.mark.parametrize("copies", [2, 3])
+@pytest.mark.parametrize("copies", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("alike", [True, False])
 def test_each_layer_has_as_many_owners_as_asked(copies: int, alike: bool) -> None:
     """Without the wish one long pipeline is best: links between the owners of a layer are slow."""
