@@ -7,6 +7,9 @@ import threading
 from chaos_lightning.lab.edge.relay import LinkRelay, Pair, _Connection, _End, pair_of
 
 _READ_NBYTES = 1 << 18
+_DROPPED_NBYTES = 1000
+"""No more is left out at once: where a contribution is missing nothing but pings follow, ten a second, and what did not
+come shows only when as many bytes have come in its place."""
 HANDSHAKE_NBYTES = 4096
 """Of each direction's first bytes; what is harmed comes later."""
 
@@ -57,8 +60,10 @@ class Middleman(LinkRelay):
         plan = self._plan
         if plan is None or connection.pair != plan[0] or passed < HANDSHAKE_NBYTES or not data:
             return [data]
-        self._plan = None
         kind = plan[1]
+        if kind == "drop" and len(data) > _DROPPED_NBYTES:
+            return [data]
+        self._plan = None
         if kind == "reorder":
             self._held[end] = data
             return []
