@@ -421,11 +421,14 @@ class Harness:
         return findings
 
     def dump(self, events: int = 30) -> str:
-        """Processes and last events in words, for the message of a failed test."""
+        """Processes, what those that failed said last, and the last events: for the message of a failed test."""
         self._turn()
         states = "\n".join(f"  {c.words()}" for c in self.children.values()) or "  none"
         last = "\n".join(f"  {str(r)[:240]}" for r in self._seen[-events:]) or "  none"
-        return f"--- processes\n{states}\n--- last events ({self.logs})\n{last}"
+        # A death that was declared may still be another one than was meant: an error, and no signal.
+        failed = [c for c in self.children.values() if (c.poll() or 0) > 0]
+        said = "".join(f"--- last output of {c.name} ({c.log})\n{c.tail()}\n" for c in failed)
+        return f"--- processes\n{states}\n{said}--- last events ({self.logs})\n{last}"
 
     def _stacks(self) -> str:
         """Where all that still runs stands, for a wait that was in vain."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor
@@ -79,10 +79,12 @@ def test_int8_is_the_rule_of_the_module(values: Tensor) -> None:
 
 
 @given(blocks_of(st.floats(-(2.0**100), 2.0**100, width=32)))
+@example(torch.tensor([6.43198153171927e16, 5.3937e16]))
 def test_int8_is_wrong_by_half_a_scale_at_most(values: Tensor) -> None:
     largest = values.abs().max().item()
     wrong = (there_and_back(INT8, values).double() - values.double()).abs().max().item()
-    assert wrong <= largest / 254 * (1 + 1e-5) or largest < 1e-36
+    # Scale, quotient and product are rounded to 24 bits, 127 levels away from zero at most.
+    assert wrong <= largest / 254 * (1 + 5e-5) or largest < 1e-36
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)

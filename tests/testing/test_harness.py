@@ -57,6 +57,15 @@ def test_an_undeclared_death_fails_the_test_and_shows_why(tmp_path: Path) -> Non
     assert "a~1 committed" in text  # the last events
 
 
+def test_a_declared_victim_that_ended_with_an_error_is_shown_where_a_wait_was_in_vain(tmp_path: Path) -> None:
+    with Harness(tmp_path) as harness:
+        harness.declare("a")
+        harness.start("a", command("a", 2, "crash"))
+        assert harness.wait_exit("a") == 1
+        with pytest.raises(DeadlineError, match="the dog ate the gradients"):
+            harness.wait_for("left", deadline_s=0.05)
+
+
 def test_an_undeclared_death_that_nobody_waited_for_fails_at_the_end(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     child = harness.start("a", command("a", 1, "wait"))
