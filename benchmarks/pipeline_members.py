@@ -62,7 +62,8 @@ class Strikes:
     """Kills or freezes this process at the place that a file names; see `PLACES`.
 
     Args:
-        path: Of the file: {"place", "kind"}, and if need be "step" and "unit", which number must have been reached.
+        path: Of the file: {"place", "kind"}, and if need be "step" and "unit", which number must have been reached. Of
+            several places, parted by commas, the first that is passed counts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +84,7 @@ class Strikes:
         with contextlib.suppress(FileNotFoundError):
             self._asked = json.loads(self._path.read_text())
             due = self._step >= self._asked.get("step", 0) and self._unit >= self._asked.get("unit", -1)
-            return bool(due and self._asked["place"] == place)
+            return bool(due and place in self._asked["place"].split(", "))
         return False
 
     def begin(self, step: int) -> None:
