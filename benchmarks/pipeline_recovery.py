@@ -179,7 +179,7 @@ class Story:
         job.strike(names[0], at[place == "recovery"], kind)
         struck = [job.struck(names[0], before)] if place == "recovery" else []
         for name in names[1:]:
-            # Whoever has no units in the plan after the first death passes no place between them.
+            # The plan after the first death may leave the second victim no units to stand between.
             job.strike(name, "between, recovery" if place == "two at once" else at[0], kind)
         struck += [job.struck(name, before) for name in names[len(struck) :]]
         self.blows.append(self._measured(place, kind, struck, names))

@@ -421,12 +421,12 @@ class Harness:
         return findings
 
     def dump(self, events: int = 30) -> str:
-        """Processes, what those that failed said last, and the last events: for the message of a failed test."""
+        """Processes, the last output of declared victims that failed, and the last events, for a failed test."""
         self._turn()
         states = "\n".join(f"  {c.words()}" for c in self.children.values()) or "  none"
         last = "\n".join(f"  {str(r)[:240]}" for r in self._seen[-events:]) or "  none"
-        # A death that was declared may still be another one than was meant: an error, and no signal.
-        failed = [c for c in self.children.values() if (c.poll() or 0) > 0]
+        # A declared death may be another one than was meant: an error, no signal. `_check` shows those not declared.
+        failed = [c for c in self.children.values() if (c.poll() or 0) > 0 and self._may_die(c.name)]
         said = "".join(f"--- last output of {c.name} ({c.log})\n{c.tail()}\n" for c in failed)
         return f"--- processes\n{states}\n{said}--- last events ({self.logs})\n{last}"
 

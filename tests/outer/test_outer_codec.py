@@ -79,7 +79,7 @@ def test_int8_is_the_rule_of_the_module(values: Tensor) -> None:
 
 
 @given(blocks_of(st.floats(-(2.0**100), 2.0**100, width=32)))
-@example(torch.tensor([6.43198153171927e16, 5.3937e16]))
+@example(torch.tensor([6.43198153171927e16, 5.39374834983895e16]))
 def test_int8_is_wrong_by_half_a_scale_at_most(values: Tensor) -> None:
     largest = values.abs().max().item()
     wrong = (there_and_back(INT8, values).double() - values.double()).abs().max().item()
