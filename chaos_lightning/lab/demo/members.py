@@ -8,7 +8,7 @@ act begins when its fault is due, and lets some steps pass, so that each has an 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -273,11 +273,12 @@ def all_begins_again(stage: Stage[Cast]) -> None:
     stage.rest()
 
 
-def finish(stage: Stage[Cast]) -> None:
+def finish(stage: Stage[Cast], beside: Collection[str] = ()) -> None:
+    """Ends the job; processes `beside` it go on."""
     nodes = stage.nodes
     stage.say("do", "enough: the job ends with this epoch, by a vote as EarlyStopping's")
     (nodes.folder / "enough").touch()
-    staying = [name for name in nodes.nodes if name not in nodes.fallen | nodes.left]
+    staying = [name for name in nodes.nodes if name not in nodes.fallen | nodes.left | {*beside}]
     for name in staying:
         stage.event("finished", name)
     codes = stage.exits(*staying)

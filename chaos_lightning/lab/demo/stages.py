@@ -2,7 +2,7 @@
 
 Theory of operation. No device has memory for the whole model, so six torchrun nodes train it as three pipelines of two
 stages (`train_stages.py`). One node dies in the middle of a backward pass, another one at any moment, a third freezes;
-the dead ones come back; then all leave, each with its layers in a file, and come back. Afterwards the same script
+the dead ones come back; then all leave, each with its layers in a file, and come back. Beside their return the same script
 trains in one process without interruption. From the event logs alone it is judged that both have the same loss in each
 step, and what each change cost: policy and reason, micro-batches run again, bytes moved, seconds.
 """
@@ -44,7 +44,7 @@ LAYERS, WIDTH, BLOCK, BATCH, MICRO_BATCHES = 6, 64, 64, 2, 6
 DEVICE_MEMORY = 10 << 20
 """Bytes for layers on each device: four of six layers, or three, and no more."""
 ARGUMENTS = (
-    f"--layers={LAYERS}", f"--width={WIDTH}", f"--batch-size={BATCH}", "--text=24000", "--pause=0.02",
+    f"--layers={LAYERS}", f"--width={WIDTH}", f"--batch-size={BATCH}", "--text=24000", "--pause=0.1",
     f"--device-memory={DEVICE_MEMORY}",
 )  # fmt: skip
 QUICK = Pace(rest_steps=3)
@@ -155,11 +155,17 @@ def all_come_back(stage: Stage[Cast]) -> None:
     stage.say("good", f"{len(resumed)} of them went on from their files")
 
 
-def one_process_trains(stage: Stage[Cast]) -> None:
-    """For comparison, as many epochs."""
+def one_process_starts(stage: Stage[Cast]) -> None:
+    stage.say("do", "the same script starts in one process, too, and trains without interruption, for comparison")
+    stage.nodes.start_alone(ALONE, "--alone", "--pause=0")
+
+
+def one_process_ends(stage: Stage[Cast]) -> None:
     epochs = 1 + max(epoch for slot in stage.timeline.chain() for _, epoch in slot.ledger)
-    stage.say("do", f"the same script trains {epochs} epochs in one process, without interruption")
-    stage.nodes.start_alone(ALONE, "--alone", "--pause=0", f"--max-epochs={epochs}")
+    stage.say("do", f"the one process ends, once it has trained {epochs} epochs")
+    asked = stage.nodes.folder / ALONE / "enough"
+    asked.with_suffix(".part").write_text(str(epochs))
+    asked.with_suffix(".part").rename(asked)
     stage.wait("the end of that process", lambda: stage.nodes.exit_codes()[ALONE] is not None)
 
 
@@ -316,9 +322,10 @@ def scenario(cast: Cast, pace: Pace) -> Scenario[Cast]:
             partial(freeze, fault=Fault(action=Action.SIGSTOP, node=FROZEN, after_s=0.0, seconds=FREEZE_S)),
             partial(devices_come_back, names=(IN_BACKWARD, KILLED)),
             all_leave,
+            one_process_starts,
             all_come_back,
-            finish,
-            one_process_trains,
+            partial(finish, beside=(ALONE,)),
+            one_process_ends,
         ),
         prove=prove,
         pace=pace,

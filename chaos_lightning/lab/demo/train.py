@@ -101,7 +101,8 @@ class Demo(Callback):  # type: ignore[misc]
     """Paces the steps, tells the event log about losses, and ends training when it has been long enough.
 
     Args:
-        folder: Training ends at the end of the epoch in which a file `enough` appears here.
+        folder: Training ends at the end of the epoch in which a file `enough` appears here. If the file holds a number,
+            training goes on until there have been so many epochs.
         pause_s: Added to each step, s.
     """
 
@@ -118,7 +119,8 @@ class Demo(Callback):  # type: ignore[misc]
             session.engine.events.emit(LOSS, epoch=trainer.current_epoch, loss=float(loss))
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        enough = (self.folder / "enough").exists()
+        asked = self.folder / "enough"
+        enough = asked.exists() and trainer.current_epoch + 1 >= int(asked.read_text() or 0)
         if trainer.strategy.reduce_boolean_decision(enough, all=False):
             trainer.should_stop = True
 
