@@ -316,7 +316,10 @@ class Pipelining:
         if key not in self._known:
             self._look_at_steps()
             holds = None if held is None else dict(held)
-            choice = self._pipeliner.reroute(before, members, leaving=leaving, held=holds, links=pairs)
+            try:
+                choice = self._pipeliner.reroute(before, members, leaving=leaving, held=holds, links=pairs)
+            except Exception as error:  # a planner that fails ends no job: the members stay as they are, or wait
+                choice = PipelineChoice(text="", reason=f"the planner failed: {type(error).__name__}: {error}")
             self._remember(key, self._linked(choice, members, pairs))
         return self._known[key]
 

@@ -338,6 +338,31 @@ def test_a_planner_that_fails_is_survived_and_an_answer_for_other_members_is_dro
         assert talk.view is view
 
 
+def test_a_planner_that_fails_ends_no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer waits, with the reason in the log; after a death so do the survivors, until the planner works."""
+
+    def fails(*_: object, **__: object) -> PipelineChoice:
+        raise ZeroDivisionError("units")
+
+    talk = talk_of("a", "b", min_nodes=2)
+    view, words = talk.view, "the planner failed: ZeroDivisionError: units"
+    with monkeypatch.context() as broken:
+        broken.setattr(PlannedPipeliner, "reroute", fails)
+        talk.come("c")
+        talk.stand("c")
+        talk.wait(1.0)
+        assert talk.view is view
+        talk.commit()
+        talk.die("b")
+        talk.reports("a", view, talk.owned("a", view))
+        talk.wait(1.0)
+        assert talk.view is view
+        assert noted(talk, "pipelines")[-1]["reason"] == words
+    talk.come("d")
+    talk.wait(1.0)
+    assert talk.view is not view
+
+
 def test_nothing_moves_for_a_better_plan_while_somebody_is_about_to_leave() -> None:
     talk = lopsided("a", "b", "c")
     talk.wait(0.1)

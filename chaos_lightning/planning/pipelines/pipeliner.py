@@ -19,6 +19,7 @@ goes on where this one stopped.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -359,7 +360,11 @@ class Pipeliner:
             cost = estimate(job, plan, quick=True)
             little_s = LITTLE * cost.step_s
             raised = estimate(replace(job, overheads=replace(job.overheads, unit_s=little_s)), plan, quick=True)
-            self._alone = key, cost, (raised.step_s - cost.step_s) / little_s
+            passes = Counter(s.device for j in range(plan.micro_batches) for s in plan.route(j))
+            # Pipelines that share micro-batches may run them in another order once units cost something, and a step
+            # that is longer or shorter for it says nothing of units. The busiest member's are a number that can be.
+            units = max(2 * max(passes.values()), (raised.step_s - cost.step_s) / little_s)
+            self._alone = key, cost, units
         return self._alone[1:]
 
     # ------------------------------------------------------------------------------------------------ parts

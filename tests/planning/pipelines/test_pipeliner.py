@@ -25,7 +25,8 @@ from chaos_lightning.planning.pipelines.job import (
 )
 from chaos_lightning.planning.pipelines.moves import move_list, renamed
 from chaos_lightning.planning.pipelines.pipeliner import PipelineAnswer, Pipeliner, PlanWish, search_plan
-from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
+from chaos_lightning.planning.pipelines.lists import plan_lists
+from chaos_lightning.planning.pipelines.plan import VACANT, Detour, Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
 from chaos_lightning.planning.pipelines.request import PIPELINE_POLICIES
 from chaos_lightning.planning.pipelines.units import BACKWARD, FORWARD, ViewPipelines, coverage, coverage_error
@@ -539,3 +540,26 @@ def test_costs_beside_layers_are_found_again_in_the_steps_that_they_make_longer(
     wish = pipeliner.wish(members)
     assert wish is not None
     assert astuple(PlanWish.from_dict(wish.to_dict()).job.overheads) == pytest.approx(astuple(costs))
+
+
+def test_units_that_would_run_in_another_order_if_they_cost_nothing_cost_no_less_than_nothing() -> None:
+    """One of two pipelines has lost its first stage: with units that cost nothing both of the others' orders end alike,
+    and the one that is taken makes a step of 1.2 s, where any cost at all has the other one taken (1.14 s)."""
+    thirty_ms = {"forward_s": 0.03, "backward_s": 0.06}
+    layers = tuple(replace(layer, **thirty_ms) for layer in layers_of(6))
+    profile = profile_of(6, 6, within_host=LinkRate(), between_hosts=LinkRate())
+    pipeliner = Pipeliner(replace(profile, layers=layers))
+    members = members_of(pipeliner, 5)
+    a, b, c, e, f = (d.name for d in members)
+    whole = [PlanStage(name, 2 * k, 2 * k + 2) for k, name in enumerate((a, b, c))]
+    torn = [PlanStage(name, 2 * k, 2 * k + 2) for k, name in enumerate((VACANT, e, f))]
+    detours = tuple(Detour(j, 0, 2, a) for j in (3, 4, 5))
+    plan = PipelinePlan(6, (Pipeline(tuple(whole), 3), Pipeline(tuple(torn), 3)), detours)
+    job = replace(pipeliner.profile, devices=tuple(members))
+    text = ViewPipelines.of(plan, plan_lists(job, plan)).to_json()
+    little = replace(job, overheads=Overheads(unit_s=1e-6))
+    alone_s, little_s = (estimate(x, plan, quick=True).step_s for x in (job, little))
+    assert little_s < alone_s - 0.05
+    for beyond_s, expected in ((0.0, (0.0, 0.0, 0.0)), (0.14, (0.0, 0.01, 0.02))):
+        found = pipeliner.measured(text, members, alone_s + beyond_s, {a: 0.02})
+        assert astuple(found) == pytest.approx(expected)
