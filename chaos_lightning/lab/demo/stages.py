@@ -2,9 +2,9 @@
 
 Theory of operation. No device has memory for the whole model, so six torchrun nodes train it as three pipelines of two
 stages (`train_stages.py`). One node dies in the middle of a backward pass, another one at any moment, a third freezes;
-the dead ones come back; then all leave, each with its layers in a file, and come back. Beside their return the same script
-trains in one process without interruption. From the event logs alone it is judged that both have the same loss in each
-step, and what each change cost: policy and reason, micro-batches run again, bytes moved, seconds.
+the dead ones come back; then all leave, each with its layers in a file, and come back. Beside their return the same
+script trains in one process without interruption. From the event logs alone it is judged that both have the same loss
+in each step, and what each change cost: policy and reason, micro-batches run again, bytes moved, seconds.
 """
 
 from __future__ import annotations

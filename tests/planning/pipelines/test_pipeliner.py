@@ -23,9 +23,9 @@ from chaos_lightning.planning.pipelines.job import (
     Overheads,
     TrainingJob,
 )
+from chaos_lightning.planning.pipelines.lists import plan_lists
 from chaos_lightning.planning.pipelines.moves import move_list, renamed
 from chaos_lightning.planning.pipelines.pipeliner import PipelineAnswer, Pipeliner, PlanWish, search_plan
-from chaos_lightning.planning.pipelines.lists import plan_lists
 from chaos_lightning.planning.pipelines.plan import VACANT, Detour, Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
 from chaos_lightning.planning.pipelines.request import PIPELINE_POLICIES
