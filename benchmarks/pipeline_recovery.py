@@ -175,12 +175,12 @@ class Story:
         names = [self.root() if place == "handing out" else self.victim()]
         if place in ("recovery", "two at once"):
             names.append(self.victim(names))
-        at = (place if place in PLACES else "between", "between")
-        job.strike(names[0], at[place == "recovery"], kind)
+        # Of two at once either may be the first, and the plan after it may leave the other no units to stand between.
+        at = place if place in PLACES else "between, recovery"
+        job.strike(names[0], "between" if place == "recovery" else at, kind)
         struck = [job.struck(names[0], before)] if place == "recovery" else []
         for name in names[1:]:
-            # The plan after the first death may leave the second victim no units to stand between.
-            job.strike(name, "between, recovery" if place == "two at once" else at[0], kind)
+            job.strike(name, at, kind)
         struck += [job.struck(name, before) for name in names[len(struck) :]]
         self.blows.append(self._measured(place, kind, struck, names))
         self._back(names, kind)
