@@ -576,20 +576,20 @@ def test_the_end_of_a_step_alone_is_what_steps_take_longer_where_units_take_what
     talk = settled_with("a", "b")
     talk.steps = dict.fromkeys("ab", (25.5, 1.5))
     talk.wait(0.1)
-    assert beside_layers(talk) == (0.0, 1.5)
+    assert beside_layers(talk) == pytest.approx((0.0, 1.5))
     talk.steps = dict.fromkeys("ab", (25.5, 0.0))
     talk.wait(0.1)
-    assert beside_layers(talk) == (0.0, 1.5), "members of an older version do not tell what lies between"
+    assert beside_layers(talk) == pytest.approx((0.0, 1.5)), "members of an older version do not tell what lies between"
     talk.steps = dict.fromkeys("ab", (25.5, 50.0))
     talk.wait(0.1)
-    assert beside_layers(talk) == (0.0, 1.5), "no end is longer than what the step takes longer"
+    assert beside_layers(talk) == pytest.approx((0.0, 1.5)), "no end is longer than what the step takes longer"
 
 
 def test_steps_that_take_less_than_their_layers_have_no_costs_below_zero() -> None:
     talk = settled_with("a", "b")
     talk.steps = dict.fromkeys("ab", (0.1, 0.1))
     talk.wait(0.1)
-    assert beside_layers(talk) == (0.0, 0.0)
+    assert beside_layers(talk) == pytest.approx((0.0, 0.0))
     assert json.loads(talk.machine.pipelining.wish(talk.view) or "")["job"].get("overheads") is None
 
 
@@ -597,7 +597,7 @@ def test_members_that_are_slower_than_foreseen_do_not_count_twice() -> None:
     talk = settled_with("a", "b")
     talk.speeds, talk.steps = {"a": 0.5, "b": 0.5}, dict.fromkeys("ab", (48.25, 0.25))
     talk.wait(3.0)
-    assert beside_layers(talk) == (0.0, 0.25)
+    assert beside_layers(talk) == pytest.approx((0.0, 0.25))
 
 
 def test_a_profile_that_knows_what_steps_take_is_followed_until_the_job_has_measured_it() -> None:
@@ -607,7 +607,7 @@ def test_a_profile_that_knows_what_steps_take_is_followed_until_the_job_has_meas
     assert noted(talk, "pipelines")[0]["step_s"] == 27.0
     talk.steps = dict.fromkeys("ab", (28.0, 4.0))
     talk.wait(0.1)
-    assert beside_layers(talk) == (0.0, 4.0)
+    assert beside_layers(talk) == pytest.approx((0.0, 4.0))
 
 
 def test_plans_keep_costs_that_have_changed_little() -> None:
@@ -628,7 +628,7 @@ def test_a_scheduler_that_is_started_anew_hears_again_how_long_steps_take() -> N
     for name in "ab":
         talk.come_back(name)
     talk.wait(0.2)
-    assert beside_layers(talk) == (0.0, 2.0)
+    assert beside_layers(talk) == pytest.approx((0.0, 2.0))
 
 
 # ------------------------------------------------------------------ ends

@@ -179,7 +179,7 @@ class Pipeliner:
         self.shared = dict(shared or {})
         self.history = LossHistory()
         self.overheads: Overheads | None = None
-        self._alone: tuple[tuple[str, tuple[Device, ...]], StepEstimate, float] | None = None
+        self._alone: tuple[tuple[str, tuple[Device, ...]], StepEstimate, float, float] | None = None
         self._planners: dict[int, Planner] = {}
         self._last: tuple[str, PipelinePlan] | None = None
         if policy in ("adaptive", "restart"):
@@ -345,26 +345,31 @@ class Pipeliner:
             PlanError: The text is none of this job's.
         """
         plan, bare = self.read(text), Overheads(hop_s=self.profile.overheads.hop_s)
-        cost, units = self._layers_alone(text, replace(self._job(members), overheads=bare))
-        beyond_s = max(0.0, step_s - cost.step_s)
+        cost, alone_s, units = self._layers_alone(text, replace(self._job(members), overheads=bare))
+        beyond_s = max(0.0, step_s - alone_s)
         firsts = [name for name in (p.stages[0].device for p in plan.pipelines) if between_s.get(name)]
         ends_s = (between_s[name] - (cost.step_s - cost.ends_s[name]) for name in firsts)
         commit_s = max(0.0, min((beyond_s, *ends_s)))
         return replace(bare, unit_s=(beyond_s - commit_s) / units, commit_s=commit_s)
 
-    def _layers_alone(self, text: str, job: TrainingJob) -> tuple[StepEstimate, float]:
-        """Returns a step's estimate in which units take what layers do, and how many are on its critical path."""
+    def _layers_alone(self, text: str, job: TrainingJob) -> tuple[StepEstimate, float, float]:
+        """Returns a step's estimate in which units take hardly more than their layers do; what the step takes with
+        layers alone, s; and how many units are on its critical path.
+        """
         key = text, job.devices
         if self._alone is None or self._alone[0] != key:
-            plan = self.read(text)
-            cost = estimate(job, plan, quick=True)
-            little_s = LITTLE * cost.step_s
-            raised = estimate(replace(job, overheads=replace(job.overheads, unit_s=little_s)), plan, quick=True)
-            passes = Counter(s.device for j in range(plan.micro_batches) for s in plan.route(j))
-            # Pipelines that share micro-batches may run them in another order once units cost something, and a step
-            # that is longer or shorter for it says nothing of units. The busiest member's are a number that can be.
-            units = max(2 * max(passes.values()), (raised.step_s - cost.step_s) / little_s)
-            self._alone = key, cost, units
+            plan, little_s = self.read(text), LITTLE * (job.costs.forward[-1] + job.costs.backward[-1])
+            # Both cost something: units that cost nothing end at the same moment more often, and pipelines that share
+            # micro-batches would then run them in another order than a job does.
+            cost, raised = (
+                estimate(replace(job, overheads=replace(job.overheads, unit_s=n * little_s)), plan, quick=True)
+                for n in (1, 2)
+            )
+            units = (raised.step_s - cost.step_s) / little_s
+            if units < 1:  # the order changed between the two: take the units of the busiest member
+                passes = Counter(s.device for j in range(plan.micro_batches) for s in plan.route(j))
+                units = 2 * max(passes.values())
+            self._alone = key, cost, cost.step_s - units * little_s, units
         return self._alone[1:]
 
     # ------------------------------------------------------------------------------------------------ parts

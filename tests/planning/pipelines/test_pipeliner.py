@@ -558,8 +558,8 @@ def test_units_that_would_run_in_another_order_if_they_cost_nothing_cost_no_less
     job = replace(pipeliner.profile, devices=tuple(members))
     text = ViewPipelines.of(plan, plan_lists(job, plan)).to_json()
     little = replace(job, overheads=Overheads(unit_s=1e-6))
-    alone_s, little_s = (estimate(x, plan, quick=True).step_s for x in (job, little))
-    assert little_s < alone_s - 0.05
-    for beyond_s, expected in ((0.0, (0.0, 0.0, 0.0)), (0.14, (0.0, 0.01, 0.02))):
+    tied_s, alone_s = (estimate(x, plan, quick=True).step_s for x in (job, little))
+    assert alone_s < tied_s - 0.05
+    for beyond_s, expected in ((0.0, (0.0, 0.0, 0.0)), (0.13, (0.0, 0.01, 0.02))):
         found = pipeliner.measured(text, members, alone_s + beyond_s, {a: 0.02})
-        assert astuple(found) == pytest.approx(expected)
+        assert astuple(found) == pytest.approx(expected, rel=1e-3, abs=1e-4)
