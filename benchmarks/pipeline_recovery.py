@@ -212,8 +212,10 @@ class Story:
         harness.wait_until(lambda: len(self.steps(at, names)) > AFTER, f"{AFTER} steps without {', '.join(names)}")
         first, *later = self.steps(at, names)
         ends = [first[0], *(t for t, who in later if who == first[1])]
-        pulled = [r for r in self.last("part_pulled", at) if r.mono <= first[0] and r["part"] != "rest"]
         choices = [r for r in self.last("pipelines", at) if r.get("view") and r.mono <= first[0]]
+        # Who dies in a pull dies while a view moves parts that lets it in; what moves until it is out is that view's.
+        since = choices[0].mono if choices else at
+        pulled = [r for r in self.last("part_pulled", since) if r.mono <= first[0] and r["part"] != "rest"]
         return Blow(
             place,
             kind,
