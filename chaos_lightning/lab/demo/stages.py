@@ -2,7 +2,7 @@
 
 Theory of operation. No device has memory for the whole model, so six torchrun nodes train it as three pipelines of two
 stages (`train_stages.py`). One node dies in the middle of a backward pass, another one at any moment, a third freezes;
-the dead ones come back; then all leave, each with its layers in a file, and come back. Beside their return the same
+the dead ones come back; then all leave, each with its layers in a file, and come back. Meanwhile the same
 script trains in one process without interruption. From the event logs alone it is judged that both have the same loss
 in each step, and what each change cost: policy and reason, micro-batches run again, bytes moved, seconds.
 """
@@ -44,7 +44,7 @@ LAYERS, WIDTH, BLOCK, BATCH, MICRO_BATCHES = 6, 64, 64, 2, 6
 DEVICE_MEMORY = 10 << 20
 """Bytes for layers on each device: four of six layers, or three, and no more."""
 ARGUMENTS = (
-    f"--layers={LAYERS}", f"--width={WIDTH}", f"--batch-size={BATCH}", "--text=24000", "--pause=0.1",
+    f"--layers={LAYERS}", f"--width={WIDTH}", f"--batch-size={BATCH}", "--text=12000", "--pause=0.1",
     f"--device-memory={DEVICE_MEMORY}",
 )  # fmt: skip
 QUICK = Pace(rest_steps=3)
@@ -145,7 +145,7 @@ def all_leave(stage: Stage[Cast]) -> None:
     nodes.end_scheduler(scheduler)
     stage.wait("the end of the scheduler", lambda: not nodes.runs(scheduler))
     codes = stage.exits(*DEVICES)
-    stage.judge(not any(codes.values()), f"nothing runs any more; exit codes: {words_of(codes)}")
+    stage.judge(not any(codes.values()), f"no device runs any more; exit codes: {words_of(codes)}")
 
 
 def all_come_back(stage: Stage[Cast]) -> None:
@@ -320,9 +320,9 @@ def scenario(cast: Cast, pace: Pace) -> Scenario[Cast]:
             dies_in_backward,
             partial(kill, fault=Fault(action=Action.SIGKILL, node=KILLED, after_s=0.0)),
             partial(freeze, fault=Fault(action=Action.SIGSTOP, node=FROZEN, after_s=0.0, seconds=FREEZE_S)),
+            one_process_starts,
             partial(devices_come_back, names=(IN_BACKWARD, KILLED)),
             all_leave,
-            one_process_starts,
             all_come_back,
             partial(finish, beside=(ALONE,)),
             one_process_ends,
