@@ -80,7 +80,7 @@ class Blow:
         total_s: From the blow to the next step at all survivors.
         unit_s: The rest of a unit, for which a survivor's step began later.
         step_s: A step of the survivors.
-        planned_nbytes: By the planner's list; None: it was made twice.
+        planned_nbytes: By the planner's list; None: bytes of more than one move came.
         moved_nbytes: Received by survivors.
     """
 
@@ -213,16 +213,16 @@ class Story:
         first, *later = self.steps(at, names)
         ends = [first[0], *(t for t, who in later if who == first[1])]
         choices = [r for r in self.last("pipelines", at) if r.get("view") and r.mono <= first[0]]
-        # Who dies in a pull dies while a view moves parts that lets it in; what moves until it is out is that view's.
-        since = choices[0].mono if choices else at
-        pulled = [r for r in self.last("part_pulled", since) if r.mono <= first[0] and r["part"] != "rest"]
+        pulled = [r for r in self.last("part_pulled", at) if r.mono <= first[0] and r["part"] != "rest"]
+        # A member that dies in a pull dies while a view moves parts that lets it in, so bytes are of two views.
+        one_move = place != "pull" and not any(int(r["moved_nbytes"]) for r in choices[1:])
         return Blow(
             place,
             kind,
             first[0] - at,
             max(self._units(at, first[0]), default=0.0),
             median([b - a for a, b in itertools.pairwise(ends)]),
-            int(choices[0]["moved_nbytes"]) if len(choices) == 1 else None,
+            int(choices[0]["moved_nbytes"]) if choices and one_move else None,
             sum(int(r["nbytes"]) for r in pulled),
         )
 
@@ -237,6 +237,8 @@ class Story:
         """Two die, or leave if they alone hold layers, and nobody comes: how fast five and four devices are."""
         gone: list[str] = []
         for _ in range(2):
+            # Members tell what steps cost beside their layers after some steps of a plan.
+            self.job.harness.wait_until(lambda: "overheads" in self.job.facts()["machine"], "measured costs of steps")
             before, spare = self.job.harness.records[-1], self.spare(gone)
             overheads = Overheads(**self.job.facts()["machine"].get("overheads", {}))
             name = spare[0] if spare else self.victim(gone)
