@@ -80,6 +80,10 @@ class FencedError(ChaosError):
     """This member was excluded by a decided view; its training state is void and it may join again."""
 
 
+class NotNowError(FencedError):
+    """This newcomer was let in where it cannot begin; it leaves, and comes again."""
+
+
 class DepartedError(ChaosError):
     """This member was let go (it asked to leave, or the job is finished): nothing more commits here."""
 

@@ -90,6 +90,7 @@ from chaos_lightning.strategies.stepping import Stepper
 from chaos_lightning.strategies.writer import Writer
 
 DataMode = Literal["shared", "local"]
+_FOUNDING = "what founders begin from"
 _log = logging.getLogger("chaos_lightning")
 
 
@@ -403,7 +404,7 @@ class FitSession:
         self.stepped = (engine.header.step, engine.header.hash)
         self.writer.promote_if_due(fresh=fresh)
         if self.pipeline is not None and engine.header == GENESIS:
-            self.gather("what founders begin from", b"")  # parts move before the first batch, counters among them
+            self.gather(_FOUNDING, b"")  # parts move before the first batch, counters among them
         self._refit()
 
     def _adopt_extra(self, extra: Mapping[str, Any]) -> None:
@@ -687,10 +688,11 @@ class FitSession:
             return None
         before = self.members
         try:
-            answers = self.engine.gather(name, payload, yields=self.collectives.owes, lets_go=lets_go, line=line)
-            while self.engine.header.name != name:
-                self._went_along(self.engine.header)
-                answers = self.engine.gather(name, payload, yields=True, lets_go=lets_go, line=line)
+            with self.meeting(name):
+                answers = self.engine.gather(name, payload, yields=self.collectives.owes, lets_go=lets_go, line=line)
+                while self.engine.header.name != name:
+                    self._went_along(self.engine.header)
+                    answers = self.engine.gather(name, payload, yields=True, lets_go=lets_go, line=line)
             self.collectives.settled()
         except FencedError as error:
             self.fenced(error)
@@ -704,6 +706,15 @@ class FitSession:
         self._observe()
         return answers
 
+    @contextmanager
+    def meeting(self, name: str) -> Iterator[None]:
+        """Parts may move within; whoever gets the state then is in this collective, too, or cannot go on from it."""
+        self.state.meeting = "" if name == _FOUNDING else name
+        try:
+            yield
+        finally:
+            self.state.meeting = ""
+
     def _observe(self, *, fresh: bool = False) -> None:
         """A slot committed, or this member came in: who is it now?"""
         engine = self.engine
@@ -715,11 +726,12 @@ class FitSession:
             self.outer.known()
         if engine.rank < 0 or engine.out:
             return
-        assert engine.ruling_view is not None
+        view = engine.ruling_view or engine.view  # a recovery let it in: the header names none that it stands in (10)
+        assert view is not None
         said = (split(answer)[1] for answer in engine.header.answers) if self.outer else engine.header.answers
         # Of most slots nobody says anything; of those of pipelines all members have logged the same.
         answers = dict(zip(engine.contributors, said, strict=False)) if self.pipeline is None else {}
-        self.handover.committed(engine.header, answers, engine.ruling_view.ids(), engine.member_id)
+        self.handover.committed(engine.header, answers, view.ids(), engine.member_id)
         self.lengths.check(engine.world_size)
         behind = int(not self.writes)
         self.writer.place(
@@ -864,7 +876,7 @@ class FitSession:
             return
         self.finish_outer()
         if self.in_job:
-            with contextlib.suppress(DepartedError):
+            with contextlib.suppress(DepartedError), self.meeting("end of fit"):
                 # The final state of a cluster of outer sync is at its server.
                 self.engine.finish(self.state if self.outer is None else None, self.alone())
             # The writer may have died since the last slot: one of those who finish saves what is saved after fit.
@@ -952,7 +964,8 @@ def gather_by_units(session: FitSession, name: str, attempt: Attempt, order: str
     if not session.in_job:
         return None
     try:
-        header = session.engine.gather_by_units(name, attempt, order=order)
+        with session.meeting(name):
+            header = session.engine.gather_by_units(name, attempt, order=order)
     except FencedError as error:
         session.fenced(error)
         return None

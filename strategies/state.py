@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from chaos_lightning.data.steps import JobLoader
-from chaos_lightning.errors import StateError
+from chaos_lightning.errors import NotNowError, StateError
 from chaos_lightning.replication.access import (
     StateAccess,
     module_extra,
@@ -95,7 +95,10 @@ class LightningState:
         """What was taken over ends with an epoch's last batch, and what follows that is to be made up for."""
         self.within_step = False
         """A batch is under way. What is taken over then is of the header on which this member stands, so its counters
-        are those that are here: only tensors may differ."""
+        are those that are here: only tensors may differ. What is given away has the counters of before the batch."""
+        self.meeting = ""
+        """Name of the collective that is under way between two steps. Who takes the state over then does not know which
+        hooks the others have behind them, and cannot go on with them."""
 
     # ------------------------------------------------------------------ tensors
 
@@ -135,12 +138,17 @@ class LightningState:
             "callbacks": {str(c.state_key): state for c in trainer.callbacks if (state := _callback_state(c))},
             "module": self._module_keys(),
             "datamodule": _cloned(trainer.datamodule.state_dict()) if trainer.datamodule is not None else {},
-            "loops": {**loops_manifest(trainer), "ended": self.ended},
+            "loops": {**self._loops(), "ended": self.ended},
+            "meeting": self.meeting,
             "results": results.collections_manifest(trainer),
             "loader": self.loader.state_dict(),
             "extra": {name: get() for name, get in self._extra.items()},
             "beside": self._beside.manifest() if self._beside is not None else {},
         }
+
+    def _loops(self) -> dict[str, Any]:
+        found = loops_manifest(self._trainer)
+        return rolled_back(found, self.loader.uncommitted) if self.within_step else found
 
     def _checkpoint_stub(self) -> dict[str, Any]:
         """What a checkpoint of this moment has in it, of which the module's hooks may read anything."""
@@ -178,6 +186,11 @@ class LightningState:
     def adopt(self, manifest: Mapping[str, Any]) -> None:
         if self.within_step:
             return
+        if (meeting := manifest.get("meeting", "")) != self.meeting:
+            raise NotNowError(
+                f"the others are in the collective {meeting!r}, which no newcomer can take part in; this process comes "
+                "again until it is over. If no plan fits without it, they wait for links or machines that come back"
+            )
         trainer = self._trainer
         module = trainer.lightning_module
         restore_optimizers(trainer.optimizers, manifest["optimizers"], rest=self._rest is not None)
@@ -236,7 +249,8 @@ class KeptState:
 
     def manifest(self) -> dict[str, object]:
         manifest = self._state.manifest()
-        return {**manifest, "loops": rolled_back(manifest["loops"], self._batches, ended=self._ended)}  # type: ignore[arg-type]
+        batches = 0 if self._state.within_step else self._batches  # else they are rolled back already
+        return {**manifest, "loops": rolled_back(manifest["loops"], batches, ended=self._ended), "meeting": ""}  # type: ignore[arg-type]
 
 
 def _check_count(what: str, theirs: Any, mine: Any) -> None:

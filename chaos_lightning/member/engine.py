@@ -33,6 +33,7 @@ from chaos_lightning.errors import (
     FencedError,
     FinishedJobError,
     NoDonorError,
+    NotNowError,
     RestartError,
 )
 from chaos_lightning.events.events import EventLog
@@ -88,6 +89,8 @@ _log = logging.getLogger("chaos_lightning")
 OTHERS_SAVE = "the others go on, and their writer saves"
 MAY_GO_S = 0.5
 """How long the only member, which leaves, waits for the scheduler to let it go, before it takes another step."""
+NOT_NOW_PAUSE_S = 1.0
+"""Until a newcomer that cannot begin where it was let in comes again (s)."""
 NO_DONOR_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 """Between attempts of a newcomer that reached no donor (s); each attempt may make the others wait."""
 READING_SHARE = 0.75
@@ -324,7 +327,9 @@ class Engine:
             except (FencedError, NoDonorError) as error:
                 if self.leaving:
                     raise self._waiting.give_up(self._control.close) from error
-                pause_s = next(pauses, None) if isinstance(error, NoDonorError) else 0.0
+                pause_s: float | None = NOT_NOW_PAUSE_S if isinstance(error, NotNowError) else 0.0
+                if isinstance(error, NoDonorError):
+                    pause_s = next(pauses, None)
                 if pause_s is None or time.monotonic() > deadline:
                     raise
                 # It was frozen or cut off on the threshold: nothing is lost but the place in the queue.

@@ -17,6 +17,8 @@ from strategy_members import Gates
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from chaos_lightning.member.part_moves import PartMoves
+from chaos_lightning.membership.parts import REST
 from chaos_lightning.pipeline.absent import is_absent
 from chaos_lightning.strategies import ChaosPipelineStrategy
 
@@ -218,6 +220,20 @@ def trained(strategy: Any, spec: dict[str, Any], callbacks: list[pl.Callback], *
     return module, rows
 
 
+def let_rest_wait(path: Path) -> None:
+    """Parts of the model are pulled at once, the rest when this file is there; "asked" is put beside it before."""
+    pull = PartMoves._pull
+
+    def late(moves: Any, wanted: Any, part: int, state: Any, deadline: float) -> bool:
+        if state.part == REST:
+            path.with_name("asked").touch()
+        while state.part == REST and not path.exists():
+            time.sleep(0.01)
+        return pull(moves, wanted, part, state, deadline)
+
+    PartMoves._pull = late  # type: ignore[method-assign]
+
+
 def member(spec: dict[str, Any]) -> None:
     """One member.
 
@@ -226,9 +242,12 @@ def member(spec: dict[str, Any]) -> None:
             of `Tower`), samples, batch, epochs, precision, gates, dies (at a step, in the unit of this number, 1: as
             it runs out of memory), slows (from a step on each block takes so many times its pause_s), validation
             (samples), saves (folder of checkpoints), saves_last (a checkpoint at the end), ckpt_path, paced_s (after
-            each step), dry_run, kind (a class of this module instead of `Tower`).
+            each step), dry_run, kind (a class of this module instead of `Tower`), rest_waits (path of a file without
+            which it pulls no rest of the state).
     """
     quiet()
+    if "rest_waits" in spec:
+        let_rest_wait(Path(spec["rest_waits"]))
     strategy = ChaosPipelineStrategy(
         micro_batches=spec["micro_batches"],
         policy=spec.get("policy"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from strategy_models import ClipsAfterBackward, Gan, Regression, loader, trainer, weights
 
 import chaos_lightning  # noqa: F401
-from chaos_lightning.errors import FencedError
+from chaos_lightning.errors import FencedError, NotNowError
 
 CASES: dict[str, dict[str, Any]] = {
     "epochs": {"max_epochs": 2},
@@ -96,3 +97,42 @@ def test_boundary_is_run_before_the_next_window(tmp_path: Path, double: Any) -> 
     at = names.index("boundary")
     assert names[:at].count("section 0") == 1
     assert names[at - 1] == "section 0"
+
+
+def test_a_newcomer_may_come_in_with_a_view_that_no_header_names(
+    tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it does with a recovery for which those who are left are too few."""
+    joined, committed = double.join, double._commit
+
+    def let_in(engine: Any, **words: Any) -> Any:
+        header = joined(engine, **words)
+        engine.ruling_view = None
+        return header
+
+    def commit(engine: Any, *words: Any, **more: Any) -> Any:
+        engine.ruling_view = engine.view
+        return committed(engine, *words, **more)
+
+    monkeypatch.setattr(double, "join", let_in)
+    monkeypatch.setattr(double, "_commit", commit)
+    trainer(tmp_path, max_epochs=1).fit(Regression(), loader())
+    first, second = double.made[0].steps[:2]
+    assert (first["weight"], second["weight"]) == (0.0, 4.0)
+
+
+def test_a_newcomer_that_gets_the_state_of_a_collective_comes_again(
+    tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered, given = double.gather, []
+
+    def gather(engine: Any, name: str, *words: Any, **more: Any) -> Any:
+        given.append((name, engine.state.manifest()))
+        engine.state.adopt(given[-1][1])  # whoever is in it, too, goes on
+        return gathered(engine, name, *words, **more)
+
+    monkeypatch.setattr(double, "gather", gather)
+    trainer(tmp_path, max_epochs=1).fit(Regression(sync=True), loader(), loader(4))
+    name, manifest = given[0]
+    with pytest.raises(NotNowError, match=re.escape(f"the others are in the collective {name!r}")):
+        double.made[0].state.adopt(manifest)

@@ -24,6 +24,25 @@ def test_a_frozen_stage_is_put_out_and_comes_back(job: Any) -> None:
     check_equal([a, b, c, d], *alone(**double))
 
 
+def test_a_newcomer_that_a_recovery_meets_half_way_counts_as_the_others_do(job: Any) -> None:
+    """It gets the rest of the state from donors that are within a batch by then."""
+    spec = {"device_memory": 2 * HALF, "epochs": 8, "paced_s": 0.05, "precision": "64-true"}
+    waits = job.out / "go on"
+    job.fresh(min_nodes=3)
+    start(job, "abcd", **spec)
+    job.harness.declare("d")
+    job.harness.wait_step(3)
+    start(job, "e", **spec, rest_waits=str(waits))
+    job.harness.wait_until((job.out / "asked").exists, "e to ask for the rest")
+    job.harness.kill("d")
+    job.harness.wait_for("redo", node="a", after=job.harness.wait_for("fault_injected"))
+    waits.touch()
+    a, b, c, e = job.finish("a", "b", "c", "e")
+    assert len(a["losses"]) > len(e["losses"])
+    assert len(e["epochs"]) > 2
+    check_equal([a, b, c, e], *alone(**spec))
+
+
 def test_all_leave_and_come_back(job: Any) -> None:
     job.fresh(min_nodes=3)
     job.harness.declare("a", "b", "c")
