@@ -168,6 +168,10 @@ class PipelineCrew(Crew):
         end = self.folder / "end"
         if self._end_at and now > self._end_at and not end.exists():
             end.write_text(str(self.step + MARGIN))
+        if self.over and not any(p.step or p.inside for p in self.alive.values()):
+            for process in self.alive.values():  # they came when the job was finished, and its scheduler has gone
+                process.may_die = True
+                process.worker.kill()
 
     def take(self, layers: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         """These members have these layers."""
