@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -428,6 +429,7 @@ def test_a_session_takes_part_in_rounds_as_in_other_collectives(
     heard: list[str] = []
     session: Any = SimpleNamespace(
         in_job=True,
+        meeting=lambda name: contextlib.nullcontext(),
         engine=Gathering(error),
         fenced=lambda error: heard.append(f"fenced {error}"),
         _depart=lambda: heard.append("departed"),
