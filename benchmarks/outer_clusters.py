@@ -24,7 +24,7 @@ from chaos_lightning.lab.far_server import FarServer
 from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.observe.outer_fold import OuterRun, split
 from chaos_lightning.observe.outer_tables import OuterFacts
-from chaos_lightning.outer.types import Removed
+from chaos_lightning.outer.rules.types import Removed
 
 CLUSTERS = 3
 FOLLOWERS = 2

@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.common import MIB, Result, median
 from benchmarks.workers import Worker, context
-from chaos_lightning.outer.codec import BF16, Part
-from chaos_lightning.outer.fetching import (
+from chaos_lightning.outer.exchange.codec import BF16, Part
+from chaos_lightning.outer.exchange.fetching import (
     drop_push,
     drop_version,
     fetch_push,
@@ -36,11 +36,11 @@ from chaos_lightning.outer.fetching import (
     hold_push,
     hold_version,
 )
-from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.line_keys import LineKeyring
-from chaos_lightning.outer.lines import SERVING, DataListener, ParkedLines
-from chaos_lightning.outer.messages import Holder
-from chaos_lightning.outer.types import IncarnationId, Offer, PushId, VersionId
+from chaos_lightning.outer.exchange.line_keys import LineKeyring
+from chaos_lightning.outer.exchange.lines import SERVING, DataListener, ParkedLines
+from chaos_lightning.outer.rules.grid import Grid
+from chaos_lightning.outer.rules.messages import Holder
+from chaos_lightning.outer.rules.types import IncarnationId, Offer, PushId, VersionId
 from chaos_lightning.replication.memory import host_view
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.transport.handshake import tune

@@ -56,7 +56,7 @@ from chaos_lightning.control.etcd_servers import EtcdServers, find_etcd
 from chaos_lightning.control.options import ETCD
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import Record
-from chaos_lightning.outer.control_client import fetch_facts
+from chaos_lightning.outer.exchange.control_client import fetch_facts
 
 INNER_STEPS = 32
 PACE_S = 0.04

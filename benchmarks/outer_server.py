@@ -31,10 +31,10 @@ from benchmarks.common import MIB, Options, Result, median, run
 from benchmarks.outer_control import control
 from benchmarks.outer_data import transfers
 from benchmarks.outer_memory import memory
-from chaos_lightning.outer.codec import BF16, FP32, INT8, Format, Part
-from chaos_lightning.outer.grid import Grid, Shard
-from chaos_lightning.outer.kernel import OuterState, RoundUpdate, freeze, products, settle
-from chaos_lightning.outer.types import Factors
+from chaos_lightning.outer.exchange.codec import BF16, FP32, INT8, Format, Part
+from chaos_lightning.outer.exchange.kernel import OuterState, RoundUpdate, freeze, products, settle
+from chaos_lightning.outer.rules.grid import Grid, Shard
+from chaos_lightning.outer.rules.types import Factors
 
 MOST_S_PER_GB = 1 / 2
 MOST_TIME_OF_COPY = 1 / 0.5

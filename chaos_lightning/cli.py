@@ -47,7 +47,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "etcd": Command("chaos_lightning.control.commands:etcd", "Run etcd servers on this machine, for development."),
     "ps": Command(
-        "chaos_lightning.outer.ps:ps",
+        "chaos_lightning.outer.commands.ps:ps",
         "Run or look at the parameter server of clusters that train one model apart.",
         whole=True,
     ),

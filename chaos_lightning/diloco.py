@@ -9,11 +9,11 @@
             diloco.step(loss)
 
 Theory of operation. The loop is the user's own, with its own optimizer steps; after each `step` tells the session
-(outer/session.py) what was trained, and there pushes are frozen and versions adopted. The same script in a second
-terminal, or on another machine with `server="HOST:29470"`, is the second cluster. With `data="shared"` each sample is
-trained once an epoch by whichever cluster it is leased to, and the loop ends when the epochs are spent; with "local"
-each cluster goes over its own loader. The first Ctrl+C or SIGTERM pushes what is there and stays until that is durable;
-the second one says what it may cost to end now.
+(outer/cluster/session.py) what was trained, and there pushes are frozen and versions adopted. The same script in a
+second terminal, or on another machine with `server="HOST:29470"`, is the second cluster. With `data="shared"` each
+sample is trained once an epoch by whichever cluster it is leased to, and the loop ends when the epochs are spent; with
+"local" each cluster goes over its own loader. The first Ctrl+C or SIGTERM pushes what is there and stays until that is
+durable; the second one says what it may cost to end now.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.training import least_batch, reduced_buffers
-from chaos_lightning.outer.cluster_options import ClusterOptions
-from chaos_lightning.outer.leaving import Patience, leaving_signals
-from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.session import Boundary, OuterSession, agreement_of, renew
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import Covered, JobProgress
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.cluster.leaving import Patience, leaving_signals
+from chaos_lightning.outer.cluster.replica import Replica
+from chaos_lightning.outer.cluster.session import Boundary, OuterSession, agreement_of, renew
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import Covered, JobProgress
 from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.planning.batches import UNTOLD
 from chaos_lightning.protocol.types import Span

@@ -11,8 +11,8 @@ from functools import cache
 
 from chaos_lightning.control.options import HOSTED
 from chaos_lightning.declared import declared
-from chaos_lightning.outer.cluster_options import ClusterOptions
-from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.pipeline.options import PipelineOptions
 from chaos_lightning.settings import PROFILED, EngineConfig
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_type_hints
 
 from chaos_lightning.errors import needing
-from chaos_lightning.outer import strategy_options as outer
+from chaos_lightning.outer.cluster import strategy_options as outer
 from chaos_lightning.pipeline import options as pipelines
 from chaos_lightning.settings import ARGUMENTS, ChaosOptions, optional
 

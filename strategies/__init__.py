@@ -30,7 +30,7 @@ if __name__ != "chaos_lightning.strategies":
     )
 
 from chaos_lightning.errors import needing
-from chaos_lightning.outer.strategy_options import DiLoCoOptions
+from chaos_lightning.outer.cluster.strategy_options import DiLoCoOptions
 from chaos_lightning.settings import ChaosOptions
 
 with needing("chaos_lightning.strategies (ChaosStrategy, ChaosPipelineStrategy, DiLoCoStrategy)"):

@@ -1,9 +1,9 @@
 """A Trainer's part in a cluster that is itself an elastic job: outer sync around a member of strategy `chaos`.
 
 Theory of operation. The inner job is that of `ChaosStrategy`, as ever: its ranks share the cluster's own data, come,
-leave and die. Around it all ranks hold the cluster's part in the outer job (outer/elastic.py), which each of the inner
-job's steps takes along. Where the cluster may not train, at the start and where it waits for an answer, ranks stand at
-the safe point between two batches and meet in small collectives. Newcomers are let in there, too.
+leave and die. Around it all ranks hold the cluster's part in the outer job (outer/cluster/elastic.py), which each of
+the inner job's steps takes along. Where the cluster may not train, at the start and where it waits for an answer, ranks
+stand at the safe point between two batches and meet in small collectives. Newcomers are let in there, too.
 
 A newcomer gets base, residual and pushes with the rest of the training state. A version that is adopted is no function
 of gradients, so newcomers come in by a pause, and never by replay.
@@ -31,16 +31,16 @@ from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.signals import ExitSignals, Handler
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.training import least_batch, reduced_buffers
-from chaos_lightning.outer.cluster_options import ClusterOptions
-from chaos_lightning.outer.elastic import ElasticCluster
-from chaos_lightning.outer.hosting import others_in
-from chaos_lightning.outer.leaving import Patience, cost, insist
-from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.session import Boundary, agreement_of, renew
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.strategy_options import DiLoCoOptions, build
-from chaos_lightning.outer.types import HYPER
-from chaos_lightning.outer.vocabulary import OUTER
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.cluster.elastic import ElasticCluster
+from chaos_lightning.outer.cluster.hosting import others_in
+from chaos_lightning.outer.cluster.leaving import Patience, cost, insist
+from chaos_lightning.outer.cluster.replica import Replica
+from chaos_lightning.outer.cluster.session import Boundary, agreement_of, renew
+from chaos_lightning.outer.cluster.strategy_options import DiLoCoOptions, build
+from chaos_lightning.outer.exchange.vocabulary import OUTER
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import HYPER
 from chaos_lightning.planning import ledger, orders
 from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.planning.tape import Tape

@@ -20,7 +20,7 @@ from lightning.pytorch.loops.progress import _Progress
 from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-from chaos_lightning.outer.types import JobProgress
+from chaos_lightning.outer.rules.types import JobProgress
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import settle
 from chaos_lightning.strategies.schedules import BySamples, go_by_step

@@ -1,9 +1,10 @@
 """A cluster whose processes are ranks of Lightning's DDP: rank 0 is its member of the outer job, the others follow.
 
 Theory of operation. Ranks of DDP hold equal parameters after each optimizer step. So one session is enough
-(outer/session.py): rank 0 has it, and `RankedSession` has its interface at every rank. Where something may happen all
-ranks *meet*: rank 0 does it and tells the outcome over a process group of their own, on the CPU, so that no device
-waits. If a version was adopted, its tensors follow by the group of the gradients, and all ranks hold rank 0's bits.
+(outer/cluster/session.py): rank 0 has it, and `RankedSession` has its interface at every rank. Where something may
+happen all ranks *meet*: rank 0 does it and tells the outcome over a process group of their own, on the CPU, so that no
+device waits. If a version was adopted, its tensors follow by the group of the gradients, and all ranks hold rank 0's
+bits.
 
 All ranks must take the same branches. So what a session is asked between two meetings (how far the job is, whether the
 cluster is to go on) is answered by every rank from what was told at the last one, never from what rank 0 knows by now.
@@ -29,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.outer.cluster import reckon
-from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.session import Boundary, OuterSession
-from chaos_lightning.outer.types import NO_VERSION, Covered, JobProgress, VersionId
+from chaos_lightning.outer.cluster.replica import Replica
+from chaos_lightning.outer.cluster.session import Boundary, OuterSession
+from chaos_lightning.outer.rules.cluster import reckon
+from chaos_lightning.outer.rules.types import NO_VERSION, Covered, JobProgress, VersionId
 from chaos_lightning.planning.batches import Batches
 from chaos_lightning.protocol.spans import count, first_positions, subtract
 

@@ -99,8 +99,9 @@ LIGHT = (
         "torch lightning numpy hydra",
     ),
     (
-        "chaos_lightning.outer.server chaos_lightning.outer.leader_main chaos_lightning.outer.server_main "
-        "chaos_lightning.outer.standing chaos_lightning.outer.hosting chaos_lightning.outer.ps",
+        "chaos_lightning.outer.server.server chaos_lightning.outer.commands.leader_main "
+        "chaos_lightning.outer.commands.server_main "
+        "chaos_lightning.outer.server.standing chaos_lightning.outer.cluster.hosting chaos_lightning.outer.commands.ps",
         "torch lightning hydra",
     ),
     ("chaos_lightning.rendezvous.options", "torch"),

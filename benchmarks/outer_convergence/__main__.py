@@ -26,7 +26,7 @@ from benchmarks.outer_convergence.learners import MLP, SMALL_GPT, Task
 from benchmarks.outer_convergence.parallel import data_parallel
 from benchmarks.outer_convergence.plots import draw
 from benchmarks.outer_convergence.poison import KINDS, Verdicts
-from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.rules.settings import OuterSettings
 
 INNER_STEPS = 16
 MOST_CPU_S = 25 * 60.0

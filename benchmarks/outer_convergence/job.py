@@ -26,20 +26,20 @@ from benchmarks.outer_convergence.learners import Learner, Samples, Task
 from benchmarks.outer_convergence.poison import Poison, Verdicts
 from chaos_lightning.lab.outer.store import ChainStore
 from chaos_lightning.lab.simulate.kernel import Kernel
-from chaos_lightning.outer import cluster as cl
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.cluster import ClusterMachine
-from chaos_lightning.outer.codec import FP32, Part, codec_of
-from chaos_lightning.outer.exact import ExactSum
-from chaos_lightning.outer.follower import FollowerMachine
-from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.kernel import OuterState, RoundUpdate, adopt, freeze
-from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import FromCluster, FromFollower, PushProduct
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.staging import HeldShard
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.exchange.codec import FP32, Part, codec_of
+from chaos_lightning.outer.exchange.kernel import OuterState, RoundUpdate, adopt, freeze
+from chaos_lightning.outer.follower.staging import HeldShard
+from chaos_lightning.outer.rules import cluster as cl
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.cluster import ClusterMachine
+from chaos_lightning.outer.rules.exact import ExactSum
+from chaos_lightning.outer.rules.follower import FollowerMachine
+from chaos_lightning.outer.rules.grid import Grid
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.messages import FromCluster, FromFollower, PushProduct
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Agreement,
     Covered,

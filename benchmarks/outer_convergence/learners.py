@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.paper.convergence.data import prose_text
 from benchmarks.paper.convergence.models import build_gpt
-from chaos_lightning.outer.types import Covered, TensorSpec
+from chaos_lightning.outer.rules.types import Covered, TensorSpec
 
 VALIDATION = 20
 """One part in so many of the text, its end, is for validation alone."""

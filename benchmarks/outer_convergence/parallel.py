@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.outer_convergence.curves import Point
 from benchmarks.outer_convergence.job import CLUSTERS, TRANSFER, Weather, speeds
 from benchmarks.outer_convergence.learners import Learner, Samples, Task
-from chaos_lightning.outer.types import Covered
+from chaos_lightning.outer.rules.types import Covered
 
 
 def data_parallel(task: Task, eta: int, seed: int, total: int, inner_steps: int) -> list[Point]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chaos_lightning.outer.types import Entry, PushId, Round
+from chaos_lightning.outer.rules.types import Entry, PushId, Round
 
 KINDS = ("noise", "not finite", "flipped")
 """Ten times the norm in noise; a NaN and infinities; the sign turned."""

@@ -1,8 +1,8 @@
 """When a client starts a server that does not answer, and how often it tries.
 
-Theory of operation. Somebody who waits for a server may be able to start one (control/hosting.py, outer/hosting.py).
-That takes seconds, so it happens in a helper thread, one at a time, and the function itself decides whether it is its
-turn. What cannot start, or ends at once because its disk is full, is tried ever more seldom.
+Theory of operation. Somebody who waits for a server may be able to start one (control/hosting.py,
+outer/cluster/hosting.py). That takes seconds, so it happens in a helper thread, one at a time, and the function itself
+decides whether it is its turn. What cannot start, or ends at once because its disk is full, is tried ever more seldom.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from chaos_lightning.observe.following import AskedJob, Latest
 from chaos_lightning.observe.outer_entries import read_entry
 from chaos_lightning.observe.spans import merge, size
 from chaos_lightning.observe.timeline import Timeline
-from chaos_lightning.outer.types import Round
+from chaos_lightning.outer.rules.types import Round
 from chaos_lightning.settings import DEFAULT_ENDPOINT
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ def outer_job(endpoint: str, secret: Secret, timeout_s: float) -> dict[str, Any]
         secret: Cluster token, or credentials.
         timeout_s: For the answer.
     """
-    from chaos_lightning.outer.control_client import fetch_facts
-    from chaos_lightning.outer.options import DEFAULT_SERVER, VARIABLE
+    from chaos_lightning.outer.exchange.control_client import fetch_facts
+    from chaos_lightning.outer.exchange.options import DEFAULT_SERVER, VARIABLE
 
     if endpoint == DEFAULT_ENDPOINT:
         with contextlib.suppress(ChaosError):

@@ -35,7 +35,7 @@ from chaos_lightning.observe.outer_fold import (
     split,
 )
 from chaos_lightning.observe.spans import size
-from chaos_lightning.outer.types import NO_VERSION, PushAnswer
+from chaos_lightning.outer.rules.types import NO_VERSION, PushAnswer
 
 _Kind = TypeVar("_Kind", bound=Happening)
 

@@ -14,7 +14,7 @@ from chaos_lightning.machine.units import duration
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.outer_fold import INNER, OUTER, Adoption, ClusterLog, FrozenPush, HeardAnswer, OuterRun
 from chaos_lightning.observe.render import ENDED_SHOWN_S, Dashboard, Row
-from chaos_lightning.outer.types import Durable, PushAnswer, RolledBack, Round
+from chaos_lightning.outer.rules.types import Durable, PushAnswer, RolledBack, Round
 
 KEPT = 2000
 """A live board keeps at least so many of the latest entries and happenings of each file."""

@@ -11,7 +11,7 @@ from chaos_lightning.observe import charts
 from chaos_lightning.observe.charts import BLUE, DONORS, GREEN, GREY, INK, ORANGE, PINK, RED, SKY
 from chaos_lightning.observe.outer_fold import FrozenPush
 from chaos_lightning.observe.outer_tables import OuterFacts, cluster_of
-from chaos_lightning.outer.types import PushAnswer
+from chaos_lightning.outer.rules.types import PushAnswer
 
 _ANSWERS = {
     PushAnswer.ACCEPTED: ("o", GREEN, "push accepted"),

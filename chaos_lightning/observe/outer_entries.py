@@ -27,8 +27,8 @@ from chaos_lightning.events.reader import Record
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.outer_leases import LeaseBook
 from chaos_lightning.observe.outer_rounds import amiss
-from chaos_lightning.outer import types as ot
-from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.rules import types as ot
+from chaos_lightning.outer.rules.settings import OuterSettings
 
 BODIES: Mapping[str, type] = {cls.__name__: cls for cls in typing.get_args(ot.Body)}
 AHEAD = 3

@@ -26,8 +26,8 @@ from chaos_lightning.events.reader import Record
 from chaos_lightning.events.registry import known
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.outer_entries import ToldEntry, read_entry
-from chaos_lightning.outer.events import EVENTS
-from chaos_lightning.outer.types import JobOpened, Removed
+from chaos_lightning.outer.exchange.events import EVENTS
+from chaos_lightning.outer.rules.types import JobOpened, Removed
 
 OUTER = frozenset(event.name for event in EVENTS)
 _AFTERWARDS = frozenset({"outer_leader_ended", "cluster_over", "cluster_stream", "follower_stream"})

@@ -11,7 +11,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from chaos_lightning.observe.spans import Spans, intersect, merge, size, subtract, words
-from chaos_lightning.outer.types import NO_VERSION, Covered, IncarnationId, Leased, LeftOver, Offer, PushAnswer, PushId
+from chaos_lightning.outer.rules.types import (
+    NO_VERSION,
+    Covered,
+    IncarnationId,
+    Leased,
+    LeftOver,
+    Offer,
+    PushAnswer,
+    PushId,
+)
 
 Complaint = tuple[str, int]
 """What is wrong; the position since which that is known."""

@@ -22,7 +22,7 @@ from chaos_lightning.observe.outer_audit import audit_outer
 from chaos_lightning.observe.outer_fold import OuterRun, split
 from chaos_lightning.observe.outer_tables import ClusterRow, OuterFacts, lost_in, spent_share
 from chaos_lightning.observe.report import WrittenReport, escaped, table
-from chaos_lightning.outer.types import PushAnswer
+from chaos_lightning.outer.rules.types import PushAnswer
 
 
 def write_reports(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
-from chaos_lightning.outer import types as ot
-from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.rules import types as ot
+from chaos_lightning.outer.rules.settings import OuterSettings
 
 NEAR = 1e-9
 """Relative difference of two factors that are the same but for rounding."""

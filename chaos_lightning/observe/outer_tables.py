@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from chaos_lightning.observe.outer_entries import JobEntries, Rollback
 from chaos_lightning.observe.outer_fold import ClusterLog, FollowerLog, OuterRun
 from chaos_lightning.observe.spans import size
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.rules.types import (
     TICKS,
     Founded,
     IncarnationId,

@@ -14,7 +14,7 @@ from chaos_lightning.machine.terminal import print_json, printable
 from chaos_lightning.machine.units import duration
 from chaos_lightning.membership.peers import short
 from chaos_lightning.observe.following import outer_job
-from chaos_lightning.outer.ps import show_outer
+from chaos_lightning.outer.commands.ps import show_outer
 from chaos_lightning.security.credentials import Credentials
 from chaos_lightning.settings import DEFAULT_ENDPOINT
 

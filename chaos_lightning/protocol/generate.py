@@ -16,7 +16,7 @@ PROTOS = {
     "protocol/chaos": ("python_out",),
     "control/service": ("grpc_python_out",),
     "control/etcd": ("python_out",),
-    "outer/outer": ("python_out", "grpc_python_out"),
+    "outer/exchange/outer": ("python_out", "grpc_python_out"),
 }
 """What is made of each; etcd's methods are called by name, since its messages have a package name of ours."""
 

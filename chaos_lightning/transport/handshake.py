@@ -37,7 +37,7 @@ from chaos_lightning.transport.sealing import Level, ProtectedSocket, SealedSess
 PURPOSES = ("link", "bulk", "watch", "park")
 """Frames, one per pair; ranges of state, which who dials asks for; beside a link between machines the word of each
 other's process table (machine/watcher.py); and ranges of state that who dials will be asked for, since nobody can dial
-it (outer/lines.py)."""
+it (outer/exchange/lines.py)."""
 _LIMIT = 4096
 _MAX_NAME = 100
 """Characters of a stranger's words that are repeated."""

@@ -15,7 +15,7 @@ from benchmarks.outer_convergence.job import Mode, Track, VirtualJob, Weather, s
 from benchmarks.outer_convergence.learners import MLP, Learner, Samples
 from benchmarks.outer_convergence.parallel import data_parallel
 from benchmarks.outer_convergence.poison import KINDS, Poison, Verdicts
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Counters,
     Covered,

@@ -24,10 +24,10 @@ from chaos_lightning.control import scheduler_main
 from chaos_lightning.control.options import HOSTED, MEMORY, SchedulerOptions, change_settings, settings_from_json
 from chaos_lightning.declared import Setting, at_least, declared, positive
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.outer import strategy_options
-from chaos_lightning.outer.cluster_options import ClusterOptions
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.strategy_options import DiLoCoOptions
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.cluster.strategy_options import DiLoCoOptions
+from chaos_lightning.outer.rules.cluster import strategy_options
+from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.pipeline.options import PipelineOptions
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.rendezvous.options import MEMBER_OPTIONS, OPTIONS, SETTING_OPTIONS, conf_help, read_options
@@ -302,14 +302,14 @@ Declared in `chaos_lightning/control/options.py`. Options of `chaos-lightning sc
 {scheduler}
 ## Rules of an outer job
 
-Declared in `chaos_lightning/outer/settings.py`; what the first cluster brings is the job's. To be given as an argument
-of `DiLoCoStrategy` ({diloco}), or in its
-`options`; to `chaos_lightning.diloco.DiLoCo`; by Hydra and LightningCLI likewise.
+Declared in `chaos_lightning/outer/rules/settings.py`; what the first cluster brings is the job's. To be given as an
+argument of `DiLoCoStrategy` ({diloco}), or in its `options`; to `chaos_lightning.diloco.DiLoCo`; by Hydra and
+LightningCLI likewise.
 
 {outer}
 ## Of a cluster of an outer job
 
-Declared in `chaos_lightning/outer/cluster_options.py` and `strategy_options.py`, given likewise.
+Declared in `chaos_lightning/outer/cluster/cluster_options.py` and `strategy_options.py`, given likewise.
 
 {cluster}"""
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from chaos_lightning.cli import COMMANDS, app
 from chaos_lightning.events.registry import FORMAT, Event, known
-from chaos_lightning.outer.ps import SUBCOMMANDS
+from chaos_lightning.outer.commands.ps import SUBCOMMANDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 COMMAND_WORDS = """\

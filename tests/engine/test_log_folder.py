@@ -17,9 +17,9 @@ from chaos_lightning.events.events import FORGOTTEN_S
 from chaos_lightning.events.reader import log_files, read_events
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.observe.audit import OK, audit
-from chaos_lightning.outer.cluster_options import ClusterOptions
-from chaos_lightning.outer.follower_options import FollowerOptions
-from chaos_lightning.outer.options import ServerOptions
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.exchange.options import ServerOptions
+from chaos_lightning.outer.follower.follower_options import FollowerOptions
 from chaos_lightning.settings import EngineConfig, absolute_log_dir
 
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.outer.gates import MeasuredPush
-from chaos_lightning.outer.judging import _factors, _weights
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.rules.gates import MeasuredPush
+from chaos_lightning.outer.rules.judging import _factors, _weights
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     TICKS,
     Agreement,

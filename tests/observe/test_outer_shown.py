@@ -22,7 +22,7 @@ from chaos_lightning.observe.outer_fold import Adoption, ClusterLog, InnerSteps,
 from chaos_lightning.observe.outer_report import outer_summary, write_reports
 from chaos_lightning.observe.outer_tables import OuterFacts, lost_in
 from chaos_lightning.observe.render import draw
-from chaos_lightning.outer.types import PushAnswer
+from chaos_lightning.outer.rules.types import PushAnswer
 
 
 @pytest.fixture(scope="module")

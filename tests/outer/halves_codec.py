@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chaos_lightning.outer.codec import BF16, Codec, register_codec
+from chaos_lightning.outer.exchange.codec import BF16, Codec, register_codec
 
 
 class Halves:

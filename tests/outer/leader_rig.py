@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from chaos_lightning.lab.outer.processes import agreement, product
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.snapshot import snapshot
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.follower.snapshot import snapshot
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Covered,
     Entry,

@@ -12,11 +12,11 @@ from torch import nn
 from until_support import until
 
 from chaos_lightning.lab.harness import Harness
-from chaos_lightning.outer.elastic import ElasticCluster
-from chaos_lightning.outer.lines import SERVING
-from chaos_lightning.outer.session import OuterSession
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION
+from chaos_lightning.outer.cluster.elastic import ElasticCluster
+from chaos_lightning.outer.cluster.session import OuterSession
+from chaos_lightning.outer.exchange.lines import SERVING
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import NO_VERSION
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint
 

@@ -16,11 +16,10 @@ from chaos_lightning.control.store import Store
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.process_table import host_identity, start_time
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.control_client import ControlClient
-from chaos_lightning.outer.exact import ExactSum
-from chaos_lightning.outer.server import LeaderConfig, OuterServer
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.exchange.control_client import ControlClient
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.rules.exact import ExactSum
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Agreement,
     IncarnationId,
@@ -30,6 +29,7 @@ from chaos_lightning.outer.types import (
     TensorSpec,
     VersionId,
 )
+from chaos_lightning.outer.server.server import LeaderConfig, OuterServer
 from chaos_lightning.security.credentials import Secret
 
 AGREEMENT = Agreement((TensorSpec("weight", "float32", (4,)),))

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from chaos_lightning.control.store import Store
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.chain_store import load_chain
-from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.kernel import OuterState
-from chaos_lightning.outer.recut import recut
-from chaos_lightning.outer.shard_files import ShardFiles
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.commands.recut import recut
+from chaos_lightning.outer.exchange.kernel import OuterState
+from chaos_lightning.outer.exchange.vocabulary import body_bytes
+from chaos_lightning.outer.follower.shard_files import ShardFiles
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.grid import Grid
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Agreement,
     Body,
@@ -34,7 +34,7 @@ from chaos_lightning.outer.types import (
     VersionId,
     Weighed,
 )
-from chaos_lightning.outer.vocabulary import body_bytes
+from chaos_lightning.outer.server.chain_store import load_chain
 
 TENSORS = (TensorSpec("a", "float32", (500,)), TensorSpec("b", "float32", (70, 3)))
 GRID = Grid((500, 210), 64)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from chaos_lightning.outer import cluster as cl
-from chaos_lightning.outer.cluster import ClusterMachine
-from chaos_lightning.outer.effects import Connected, Disconnected, Say, TimePassed, Told
-from chaos_lightning.outer.messages import (
+from chaos_lightning.outer.rules import cluster as cl
+from chaos_lightning.outer.rules.cluster import ClusterMachine
+from chaos_lightning.outer.rules.effects import Connected, Disconnected, Say, TimePassed, Told
+from chaos_lightning.outer.rules.messages import (
     Beat,
     Dismissed,
     Holder,
@@ -20,8 +20,8 @@ from chaos_lightning.outer.messages import (
     Served,
     Welcomed,
 )
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     TICKS,
     Agreement,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.outer.exact import ExactSum
+from chaos_lightning.outer.rules.exact import ExactSum
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 

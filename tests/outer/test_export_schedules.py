@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedules
 
-from chaos_lightning.outer.export_schedules import move_schedules
-from chaos_lightning.outer.types import TICKS, JobProgress
+from chaos_lightning.outer.commands.export_schedules import move_schedules
+from chaos_lightning.outer.rules.types import TICKS, JobProgress
 
 Make = Callable[[torch.optim.Optimizer], schedules.LRScheduler]
 MOVED: dict[str, Make] = {

@@ -6,11 +6,20 @@ import pytest
 
 from chaos_lightning.errors import StateError
 from chaos_lightning.lab.outer.processes import agreement
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer.follower import FollowerMachine
-from chaos_lightning.outer.messages import Apply, Marked, Obey, ShardFile
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION, Entry, Founded, IncarnationId, Offer, PushId, Started, VersionId
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.follower import FollowerMachine
+from chaos_lightning.outer.rules.messages import Apply, Marked, Obey, ShardFile
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
+    NO_VERSION,
+    Entry,
+    Founded,
+    IncarnationId,
+    Offer,
+    PushId,
+    Started,
+    VersionId,
+)
 
 FOUNDED = Entry(1, 1, Founded(1, Offer(PushId(IncarnationId("a", 1), 1), NO_VERSION, "m", 0, 0)))
 

@@ -20,16 +20,25 @@ from chaos_lightning.errors import ConfigurationError, NoDonorError
 from chaos_lightning.events.events import read_events
 from chaos_lightning.events.registry import problems
 from chaos_lightning.lab.processes import Child, start_function
-from chaos_lightning.outer import follower_main
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.chain_store import load_chain
-from chaos_lightning.outer.codec import BF16, Part
-from chaos_lightning.outer.fetching import fetch_version, hold_push
-from chaos_lightning.outer.follower_options import FollowerOptions
-from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.kernel import OuterState, RoundUpdate
-from chaos_lightning.outer.lines import SERVING, ParkedLines
-from chaos_lightning.outer.types import NO_VERSION, Agreement, Founded, Offer, PushId, Round, TensorSpec, VersionId
+from chaos_lightning.outer.commands import follower_main
+from chaos_lightning.outer.exchange.codec import BF16, Part
+from chaos_lightning.outer.exchange.fetching import fetch_version, hold_push
+from chaos_lightning.outer.exchange.kernel import OuterState, RoundUpdate
+from chaos_lightning.outer.exchange.lines import SERVING, ParkedLines
+from chaos_lightning.outer.follower.follower_options import FollowerOptions
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.rules.grid import Grid
+from chaos_lightning.outer.rules.types import (
+    NO_VERSION,
+    Agreement,
+    Founded,
+    Offer,
+    PushId,
+    Round,
+    TensorSpec,
+    VersionId,
+)
+from chaos_lightning.outer.server.chain_store import load_chain
 from chaos_lightning.replication.server import StateServer
 
 AGREEMENT = Agreement(

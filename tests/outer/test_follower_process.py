@@ -17,15 +17,17 @@ from until_support import until
 
 from chaos_lightning.errors import NoDonorError, StateError
 from chaos_lightning.events.registry import problems
-from chaos_lightning.outer import staging
-from chaos_lightning.outer.codec import BF16, FP32, Format, Part, codec_named, codec_of
-from chaos_lightning.outer.exact import ExactSum
-from chaos_lightning.outer.fetching import drop_push, fetch_version, hold_push
-from chaos_lightning.outer.follower_process import FollowerProcess
-from chaos_lightning.outer.grid import Grid, Shard
-from chaos_lightning.outer.kernel import OuterState, RoundUpdate, products
-from chaos_lightning.outer.lines import SERVING, ParkedLines
-from chaos_lightning.outer.messages import (
+from chaos_lightning.outer.exchange.codec import BF16, FP32, Format, Part, codec_named, codec_of
+from chaos_lightning.outer.exchange.fetching import drop_push, fetch_version, hold_push
+from chaos_lightning.outer.exchange.kernel import OuterState, RoundUpdate, products
+from chaos_lightning.outer.exchange.lines import SERVING, ParkedLines
+from chaos_lightning.outer.exchange.serving import ServedVersions
+from chaos_lightning.outer.follower.follower_process import FollowerProcess
+from chaos_lightning.outer.follower.shard_files import ShardFiles
+from chaos_lightning.outer.rules.exact import ExactSum
+from chaos_lightning.outer.rules.follower import staging
+from chaos_lightning.outer.rules.grid import Grid, Shard
+from chaos_lightning.outer.rules.messages import (
     Applied,
     Apply,
     DropPush,
@@ -42,10 +44,8 @@ from chaos_lightning.outer.messages import (
     Trouble,
     Written,
 )
-from chaos_lightning.outer.serving import ServedVersions
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.shard_files import ShardFiles
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Agreement,
     Body,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.outer.grid import BLOCK, Grid, Shard
+from chaos_lightning.outer.rules.grid import BLOCK, Grid, Shard
 
 grids = st.builds(
     Grid,
@@ -123,7 +123,7 @@ def test_what_is_no_block_is_refused() -> None:
 
 
 def test_the_grid_is_light() -> None:
-    code = "import sys, chaos_lightning.outer.grid; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    code = "import sys, chaos_lightning.outer.rules.grid; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 

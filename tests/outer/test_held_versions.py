@@ -13,16 +13,16 @@ from chaos_lightning.errors import NoDonorError, StateError
 from chaos_lightning.lab.outer.plans import FAMILIES
 from chaos_lightning.lab.outer.processes import agreement
 from chaos_lightning.lab.outer.world import World
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.codec import BF16, Part
-from chaos_lightning.outer.getting import Attempt, Sought, VersionGetter
-from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import Beat, ClusterHello, FollowerHello, Hold
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.shards import HOLD_S, Follower
-from chaos_lightning.outer.types import NO_VERSION, IncarnationId, VersionId
+from chaos_lightning.outer.cluster.getting import Attempt, Sought, VersionGetter
+from chaos_lightning.outer.exchange.codec import BF16, Part
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.grid import Grid
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.messages import Beat, ClusterHello, FollowerHello, Hold
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.shards import HOLD_S, Follower
+from chaos_lightning.outer.rules.types import NO_VERSION, IncarnationId, VersionId
 
 A, B, C = IncarnationId("a", 1), IncarnationId("b", 2), IncarnationId("c", 3)
 V1, V2, V3 = (VersionId(number, f"hash {number}") for number in (1, 2, 3))

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.member.training import reduced_buffers
-from chaos_lightning.outer import settings as outer_settings
-from chaos_lightning.outer.codec import Part, codec_named
-from chaos_lightning.outer.content import OuterContent
-from chaos_lightning.outer.gates import GATES, HALF, LITTLE, ROWS, STD_FLOOR, MeasuredPush, Products
-from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.judging import Judgement, judge
-from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.cluster.content import OuterContent
+from chaos_lightning.outer.cluster.replica import Replica
+from chaos_lightning.outer.exchange.codec import Part, codec_named
+from chaos_lightning.outer.rules import settings as outer_settings
+from chaos_lightning.outer.rules.gates import GATES, HALF, LITTLE, ROWS, STD_FLOOR, MeasuredPush, Products
+from chaos_lightning.outer.rules.grid import Grid
+from chaos_lightning.outer.rules.judging import Judgement, judge
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     TICKS,
     Counters,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from chaos_lightning.lab.outer.processes import agreement
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import Beat, ClusterHello, Dismissed, FollowerHello, Offered, Welcomed
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.messages import Beat, ClusterHello, Dismissed, FollowerHello, Offered, Welcomed
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Cut,
     Founded,

@@ -18,8 +18,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from chaos_lightning.outer.leases import Aside, Leases, wanted
-from chaos_lightning.outer.types import NO_VERSION, Covered, IncarnationId, Leased, Offer, PushId, RolledBack, VersionId
+from chaos_lightning.outer.rules.leases import Aside, Leases, wanted
+from chaos_lightning.outer.rules.types import (
+    NO_VERSION,
+    Covered,
+    IncarnationId,
+    Leased,
+    Offer,
+    PushId,
+    RolledBack,
+    VersionId,
+)
 from chaos_lightning.planning.batches import Batches
 from chaos_lightning.protocol.spans import count, normalise, subtract
 

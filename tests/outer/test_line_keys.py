@@ -14,13 +14,13 @@ from keys_support import Keys
 from until_support import until
 
 from chaos_lightning.errors import ConfigurationError, RefusedError
-from chaos_lightning.outer import line_keys
-from chaos_lightning.outer.codec import BF16, Part
-from chaos_lightning.outer.fetching import fetch, fetch_push, hold_push
-from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.line_keys import KEPT, LineKeyIssuer, LineKeyring
-from chaos_lightning.outer.lines import SERVING, DataListener, ParkedLines
-from chaos_lightning.outer.messages import (
+from chaos_lightning.outer.exchange import line_keys
+from chaos_lightning.outer.exchange.codec import BF16, Part
+from chaos_lightning.outer.exchange.fetching import fetch, fetch_push, hold_push
+from chaos_lightning.outer.exchange.line_keys import KEPT, LineKeyIssuer, LineKeyring
+from chaos_lightning.outer.exchange.lines import SERVING, DataListener, ParkedLines
+from chaos_lightning.outer.rules.grid import Grid
+from chaos_lightning.outer.rules.messages import (
     Dismissed,
     FollowerHello,
     Freed,
@@ -31,7 +31,7 @@ from chaos_lightning.outer.messages import (
     Stage,
     Welcomed,
 )
-from chaos_lightning.outer.types import NO_VERSION, IncarnationId, JobProgress, Offer, PushId
+from chaos_lightning.outer.rules.types import NO_VERSION, IncarnationId, JobProgress, Offer, PushId
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.security import keyfiles

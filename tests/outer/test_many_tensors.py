@@ -9,12 +9,12 @@ from leader_rig import Rig
 
 from chaos_lightning.control.etcd_store import EtcdStore, _record_bytes, _unpacked
 from chaos_lightning.control.store import MAX_RECORD_NBYTES, StoreRecord
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.shard_files import _MOST_HEADER_NBYTES
-from chaos_lightning.outer.summaries import MOST_CHARACTERS, summary_of
-from chaos_lightning.outer.types import NO_VERSION, Agreement, JobOpened, TensorSpec
-from chaos_lightning.outer.vocabulary import FROM_CLUSTER, TO_FOLLOWER, body_bytes, entry_of
+from chaos_lightning.outer.exchange.vocabulary import FROM_CLUSTER, TO_FOLLOWER, body_bytes, entry_of
+from chaos_lightning.outer.follower.shard_files import _MOST_HEADER_NBYTES
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.rules.summaries import MOST_CHARACTERS, summary_of
+from chaos_lightning.outer.rules.types import NO_VERSION, Agreement, JobOpened, TensorSpec
 from chaos_lightning.protocol.codec import MAX_CONTROL_NBYTES
 
 MANY = 100_000

@@ -1,14 +1,14 @@
-"""Offers whose numbers are impossible (outer/offers.py): they are answered, and end no leader."""
+"""Offers whose numbers are impossible (outer/rules/offers.py): they are answered, and end no leader."""
 
 from __future__ import annotations
 
 import pytest
 from leader_rig import Rig
 
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.offers import MOST_SPANS, MOST_TIMES
-from chaos_lightning.outer.types import NO_VERSION, Covered, IncarnationId, Offer, PushAnswer, PushId, Round
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.rules.offers import MOST_SPANS, MOST_TIMES
+from chaos_lightning.outer.rules.types import NO_VERSION, Covered, IncarnationId, Offer, PushAnswer, PushId, Round
 
 
 def pushed(rig: Rig, who: IncarnationId, number: int, **changed: object) -> Offer:

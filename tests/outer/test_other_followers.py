@@ -12,12 +12,13 @@ from until_support import until
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.outer import ps, standing
-from chaos_lightning.outer.control_client import fetch_facts
-from chaos_lightning.outer.hosting import ensure_server
-from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.options import ServerOptions
-from chaos_lightning.outer.server_main import followers_of
+from chaos_lightning.outer.cluster.hosting import ensure_server
+from chaos_lightning.outer.commands import ps
+from chaos_lightning.outer.commands.server_main import followers_of
+from chaos_lightning.outer.exchange.control_client import fetch_facts
+from chaos_lightning.outer.exchange.options import ServerOptions
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.server.server import standing
 
 CUT = "the shards of this job are cut for 2 (follower-0, follower-1); that stays"
 

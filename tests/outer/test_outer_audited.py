@@ -16,7 +16,7 @@ from chaos_lightning.observe.audit import OK
 from chaos_lightning.observe.outer_audit import audit_folder
 from chaos_lightning.observe.outer_fold import OuterRun, split
 from chaos_lightning.observe.outer_tables import OuterFacts, cluster_of
-from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.rules.settings import OuterSettings
 
 ROBUST = OuterSettings(
     policy="robust", inner_steps=4, batch=16, heartbeat_s=1.0, reconnect_s=30.0, lease_ahead_s=0.1, epochs=1

@@ -21,13 +21,13 @@ from chaos_lightning import outer
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.machine.listener import free_port
-from chaos_lightning.outer.chain_store import load_chain
-from chaos_lightning.outer.control_client import ControlClient, ask_end, fetch_facts
-from chaos_lightning.outer.follower_process import FollowerProcess
-from chaos_lightning.outer.session import OuterSession
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.shard_files import ShardFiles
-from chaos_lightning.outer.types import Durable, Removed, Round
+from chaos_lightning.outer.cluster.session import OuterSession
+from chaos_lightning.outer.exchange.control_client import ControlClient, ask_end, fetch_facts
+from chaos_lightning.outer.follower.follower_process import FollowerProcess
+from chaos_lightning.outer.follower.shard_files import ShardFiles
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import Durable, Removed, Round
+from chaos_lightning.outer.server.chain_store import load_chain
 
 HOUR_S = 3600.0
 EACH = OuterSettings(policy="robust", inner_steps=2, batch=16)

@@ -14,9 +14,9 @@ from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
 from chaos_lightning.errors import ConfigurationError, WireError
-from chaos_lightning.outer import codec as codecs
-from chaos_lightning.outer.codec import BF16, FP32, INT8, Codec, Format, Part, codec_named, register_codec
-from chaos_lightning.outer.grid import Grid
+from chaos_lightning.outer.exchange import codec as codecs
+from chaos_lightning.outer.exchange.codec import BF16, FP32, INT8, Codec, Format, Part, codec_named, register_codec
+from chaos_lightning.outer.rules.grid import Grid
 
 FORMATS = (FP32, BF16, INT8)
 LARGEST = float(np.finfo(np.float32).max)

@@ -19,11 +19,11 @@ from until_support import until
 
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
 from chaos_lightning.machine.listener import free_port
-from chaos_lightning.outer import control_client, outer_pb2
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.control_client import ControlClient, ask_end, fetch_facts
-from chaos_lightning.outer.outer_pb2_grpc import ParameterServerServicer, add_ParameterServerServicer_to_server
-from chaos_lightning.outer.types import IncarnationId
+from chaos_lightning.outer.exchange import control_client, outer_pb2
+from chaos_lightning.outer.exchange.control_client import ControlClient, ask_end, fetch_facts
+from chaos_lightning.outer.exchange.outer_pb2_grpc import ParameterServerServicer, add_ParameterServerServicer_to_server
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.rules.types import IncarnationId
 
 NOBODY = "127.0.0.1:9"
 
@@ -142,7 +142,7 @@ def test_a_leader_that_nobody_understands_is_left() -> None:
 
 @contextmanager
 def leader_process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "chaos_lightning.outer.leader_main", f"--listen=127.0.0.1:{port}"]
+    command = [sys.executable, "-m", "chaos_lightning.outer.commands.leader_main", f"--listen=127.0.0.1:{port}"]
     command += [f"--store={folder / 'chain.sqlite'}"]
     with (folder / "leader.log").open("ab") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:

@@ -1,4 +1,4 @@
-"""How a leader ends a job (outer/ending.py)."""
+"""How a leader ends a job (outer/rules/ending.py)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 from leader_rig import Rig
 
 from chaos_lightning.lab.outer.processes import product
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.types import NO_VERSION, IncarnationId, Offer, PushAnswer, PushId, VersionId
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.types import NO_VERSION, IncarnationId, Offer, PushAnswer, PushId, VersionId
 
 
 def rolled_back_at_its_end(*, asked: bool) -> tuple[Rig, IncarnationId, Offer]:

@@ -12,7 +12,7 @@ from outer_cluster_support import Cluster, Clusters
 from until_support import until
 
 from chaos_lightning.events.events import Record
-from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.rules.settings import OuterSettings
 
 NAMES = ["a", "b", "odd"]
 RULES = OuterSettings(

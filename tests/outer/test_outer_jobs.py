@@ -26,21 +26,22 @@ from chaos_lightning.events.events import Record
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.observe.audit import VIOLATED
 from chaos_lightning.observe.outer_audit import audit_folder
-from chaos_lightning.outer import export, follower_main, push_serving
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.codec import FP32, Part, codec_of
-from chaos_lightning.outer.content import OuterContent
-from chaos_lightning.outer.follower_options import FollowerOptions
-from chaos_lightning.outer.gates import MeasuredPush
-from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.judging import judge
-from chaos_lightning.outer.kernel import OuterState, RoundUpdate, freeze, products
-from chaos_lightning.outer.recut import recut
-from chaos_lightning.outer.replica import Replica
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.shard_files import ShardFiles
-from chaos_lightning.outer.types import Counters, Factors, Founded, GateState, Offer, RolledBack, Round
-from chaos_lightning.outer.vocabulary import entry_of
+from chaos_lightning.outer.cluster.content import OuterContent
+from chaos_lightning.outer.cluster.replica import Replica
+from chaos_lightning.outer.commands import export, follower_main
+from chaos_lightning.outer.commands.recut import recut
+from chaos_lightning.outer.exchange.codec import FP32, Part, codec_of
+from chaos_lightning.outer.exchange.kernel import OuterState, RoundUpdate, freeze, products
+from chaos_lightning.outer.exchange.vocabulary import entry_of
+from chaos_lightning.outer.follower.follower_options import FollowerOptions
+from chaos_lightning.outer.follower.shard_files import ShardFiles
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.cluster import push_serving
+from chaos_lightning.outer.rules.gates import MeasuredPush
+from chaos_lightning.outer.rules.grid import Grid
+from chaos_lightning.outer.rules.judging import judge
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import Counters, Factors, Founded, GateState, Offer, RolledBack, Round
 
 ROUNDS, STEPS = 10, 3
 SYNC = OuterSettings(policy="sync", inner_steps=STEPS, batch=16, heartbeat_s=2.0)

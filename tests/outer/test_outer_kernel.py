@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.outer import kernel
-from chaos_lightning.outer.codec import BF16, FP32, INT8, Format, Part
-from chaos_lightning.outer.grid import Grid, Shard
-from chaos_lightning.outer.kernel import OuterState, RoundUpdate, adopt, freeze, products, settle
-from chaos_lightning.outer.types import Factors
+from chaos_lightning.outer.exchange import kernel
+from chaos_lightning.outer.exchange.codec import BF16, FP32, INT8, Format, Part
+from chaos_lightning.outer.exchange.kernel import OuterState, RoundUpdate, adopt, freeze, products, settle
+from chaos_lightning.outer.rules.grid import Grid, Shard
+from chaos_lightning.outer.rules.types import Factors
 
 GRID = Grid((333, 0, 1, 65, 200, 64), 64)
 """Blocks of odd lengths, most of which begin at odd places."""

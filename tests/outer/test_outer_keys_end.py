@@ -17,13 +17,13 @@ from until_support import until
 
 from chaos_lightning.errors import ConfigurationError, DeadlineError, RefusedError
 from chaos_lightning.lab.harness import Harness
-from chaos_lightning.outer import follower_main
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.attendant import Attendant
-from chaos_lightning.outer.cluster_options import ClusterOptions
-from chaos_lightning.outer.control_client import ask_end, fetch_facts
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION, Agreement, IncarnationId
+from chaos_lightning.outer.cluster.attendant import Attendant
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.commands import follower_main
+from chaos_lightning.outer.exchange.control_client import ask_end, fetch_facts
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import NO_VERSION, Agreement, IncarnationId
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder
 from chaos_lightning.security.keyfiles import KeyHolder

@@ -18,9 +18,9 @@ from chaos_lightning.errors import ConfigurationError, NoDonorError, RefusedErro
 from chaos_lightning.lab.edge.relay import LinkRelay
 from chaos_lightning.lab.emulation import emulating
 from chaos_lightning.machine.listener import free_port
-from chaos_lightning.outer import fetching, lines
-from chaos_lightning.outer.codec import BF16, Part
-from chaos_lightning.outer.fetching import (
+from chaos_lightning.outer.exchange import fetching, lines
+from chaos_lightning.outer.exchange.codec import BF16, Part
+from chaos_lightning.outer.exchange.fetching import (
     drop_push,
     drop_version,
     fetch,
@@ -31,10 +31,10 @@ from chaos_lightning.outer.fetching import (
     push_name,
     version_name,
 )
-from chaos_lightning.outer.grid import Grid, Shard
-from chaos_lightning.outer.lines import SERVING, DataListener, ParkedLines
-from chaos_lightning.outer.messages import Holder
-from chaos_lightning.outer.types import IncarnationId, Offer, PushId, VersionId
+from chaos_lightning.outer.exchange.lines import SERVING, DataListener, ParkedLines
+from chaos_lightning.outer.rules.grid import Grid, Shard
+from chaos_lightning.outer.rules.messages import Holder
+from chaos_lightning.outer.rules.types import IncarnationId, Offer, PushId, VersionId
 from chaos_lightning.replication.bulk import Type
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint
@@ -707,7 +707,9 @@ def test_a_part_is_fetched_by_its_name_with_its_manifest(stage: Any) -> None:
 def test_pushes_and_versions_are_paced(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the setting, by what is enough if that is less, and shared among the processes that send."""
     paced: dict[str, list[float | None]] = {"lines": [], "server": []}
-    monkeypatch.setattr("chaos_lightning.outer.lines.pace", lambda _, rate_bps: paced["lines"].append(rate_bps))
+    monkeypatch.setattr(
+        "chaos_lightning.outer.exchange.lines.pace", lambda _, rate_bps: paced["lines"].append(rate_bps)
+    )
     monkeypatch.setattr("chaos_lightning.replication.server.pace", lambda _, rate_bps: paced["server"].append(rate_bps))
     followers = [stage(Follower(name)) for name in ("f0", "f1")]
     home = stage(Home(count=1, rate_bps=8e9))
@@ -730,7 +732,7 @@ def test_pushes_and_versions_are_paced(stage: Any, monkeypatch: pytest.MonkeyPat
 
 def test_a_rate_that_is_set_while_a_connection_is_made_reaches_it(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     paced = list[float | None]()
-    monkeypatch.setattr("chaos_lightning.outer.lines.pace", lambda _, rate_bps: paced.append(rate_bps))
+    monkeypatch.setattr("chaos_lightning.outer.exchange.lines.pace", lambda _, rate_bps: paced.append(rate_bps))
     follower, home = stage(Follower("f0")), stage(Home(count=1, rate_bps=8e9))
     connect = home.lines.park
 

@@ -16,12 +16,12 @@ from until_support import until
 
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.machine.listener import free_port
-from chaos_lightning.outer import leader_main, server_main
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.chain_store import load_chain
-from chaos_lightning.outer.control_client import fetch_facts
-from chaos_lightning.outer.types import Round
+from chaos_lightning.outer.commands import leader_main, server_main
+from chaos_lightning.outer.exchange.control_client import fetch_facts
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.types import Round
+from chaos_lightning.outer.server.chain_store import load_chain
 
 Who = TypeVar("Who", ScriptedCluster, ScriptedFollower)
 

@@ -11,10 +11,10 @@ import pytest
 from outer_cluster_support import Clusters
 
 from chaos_lightning.errors import StateError
-from chaos_lightning.outer import elastic
-from chaos_lightning.outer.elastic import NewcomerFacts
-from chaos_lightning.outer.plain import text_of
-from chaos_lightning.outer.types import NO_VERSION
+from chaos_lightning.outer.cluster.elastic import NewcomerFacts
+from chaos_lightning.outer.rules.cluster import elastic
+from chaos_lightning.outer.rules.plain import text_of
+from chaos_lightning.outer.rules.types import NO_VERSION
 from chaos_lightning.replication import kept
 
 HEAD = "0123456789abcdef"

@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos_lightning.outer.pace import local_steps
-from chaos_lightning.outer.types import IncarnationId
+from chaos_lightning.outer.rules.pace import local_steps
+from chaos_lightning.outer.rules.types import IncarnationId
 
 
 def ids(count: int) -> list[IncarnationId]:

@@ -27,15 +27,16 @@ from chaos_lightning.lab.processes import Child, start_command
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.machine.process_table import process_state
 from chaos_lightning.machine.signals import END
-from chaos_lightning.outer import hosting, ps
-from chaos_lightning.outer.chain_store import load_chain
-from chaos_lightning.outer.control_client import fetch_facts
-from chaos_lightning.outer.hosting import ensure_server
-from chaos_lightning.outer.options import ServerOptions
-from chaos_lightning.outer.server_main import gives_way
-from chaos_lightning.outer.supervisor import LEADER, SPARE
-from chaos_lightning.outer.types import JobOpened
-from chaos_lightning.outer.vocabulary import body_bytes
+from chaos_lightning.outer.cluster.hosting import ensure_server
+from chaos_lightning.outer.commands import ps
+from chaos_lightning.outer.commands.server_main import gives_way
+from chaos_lightning.outer.commands.supervisor import LEADER, SPARE
+from chaos_lightning.outer.exchange.control_client import fetch_facts
+from chaos_lightning.outer.exchange.options import ServerOptions
+from chaos_lightning.outer.exchange.vocabulary import body_bytes
+from chaos_lightning.outer.rules.cluster import hosting
+from chaos_lightning.outer.rules.types import JobOpened
+from chaos_lightning.outer.server.chain_store import load_chain
 
 STARTS_S = 60.0
 """The spare imports torch, beside other tests."""
@@ -252,7 +253,7 @@ def test_who_lost_the_race_for_a_server_waits_for_the_winner(
 
 SUPERVISE = """
 import json, sys
-from chaos_lightning.outer.supervisor import Supervisor
+from chaos_lightning.outer.commands.supervisor import Supervisor
 emit = lambda name, **fields: print(name, json.dumps(fields), flush=True)
 sys.exit(Supervisor(["-I", "-S", "-c", sys.argv[1]], {}, emit).run())
 """

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from chaos_lightning.lab.outer.processes import agreement
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.exact import ExactSum
-from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import (
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.exact import ExactSum
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.messages import (
     Applied,
     ClusterHello,
     FollowerHello,
@@ -17,8 +17,8 @@ from chaos_lightning.outer.messages import (
     PushProduct,
     Staged,
 )
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION, Entry, Founded, IncarnationId, Offer, PushId, Round
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import NO_VERSION, Entry, Founded, IncarnationId, Offer, PushId, Round
 
 
 def sum_of(value: float) -> str:

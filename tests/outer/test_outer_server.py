@@ -23,17 +23,17 @@ from chaos_lightning.control.store import Store
 from chaos_lightning.errors import ConfigurationError, RefusedError, StoreError
 from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.machine.process_table import host_identity, start_time
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer import outer_pb2, server, streams
-from chaos_lightning.outer.attendance import DEAD
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.chain_store import load_chain
-from chaos_lightning.outer.control_client import ask_end, fetch_facts
-from chaos_lightning.outer.effects import Heard
-from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.outer_pb2_grpc import ParameterServerStub
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.exchange import outer_pb2
+from chaos_lightning.outer.exchange.control_client import ask_end, fetch_facts
+from chaos_lightning.outer.exchange.outer_pb2_grpc import ParameterServerStub
+from chaos_lightning.outer.exchange.vocabulary import FROM_CLUSTER
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.rules.attendance import DEAD
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.effects import Heard
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Ended,
     IncarnationId,
@@ -45,7 +45,8 @@ from chaos_lightning.outer.types import (
     Round,
     VersionId,
 )
-from chaos_lightning.outer.vocabulary import FROM_CLUSTER
+from chaos_lightning.outer.server.chain_store import load_chain
+from chaos_lightning.outer.server.server import server, streams
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder
 from chaos_lightning.security.keyfiles import NODES, KeyHolder
@@ -530,7 +531,7 @@ def test_a_leader_whose_store_another_one_took_ends() -> None:
 
 
 def test_a_store_that_fails_for_good_ends_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.outer.chain_store.PATIENCE_S", 0.3)
+    monkeypatch.setattr("chaos_lightning.outer.server.chain_store.PATIENCE_S", 0.3)
 
     class Broken(MemoryStore):
         def append(self, *_: Any, **__: Any) -> Any:

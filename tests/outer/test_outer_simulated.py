@@ -13,8 +13,8 @@ from chaos_lightning.lab.outer.bugs import BUGS
 from chaos_lightning.lab.outer.plans import AWAY_S, FAMILIES, Fault, Plan, any_plan, away_plan
 from chaos_lightning.lab.outer.processes import ClusterProcess, ClusterSpec
 from chaos_lightning.lab.outer.world import World
-from chaos_lightning.outer.snapshot import snapshot
-from chaos_lightning.outer.types import Entry, Removed, Round
+from chaos_lightning.outer.follower.snapshot import snapshot
+from chaos_lightning.outer.rules.types import Entry, Removed, Round
 
 SHOWED = {
     "O3-base": 4,

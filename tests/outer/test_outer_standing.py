@@ -27,11 +27,11 @@ from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.observe.audit import VIOLATED
 from chaos_lightning.observe.outer_audit import audit_folder
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.chain_store import load_chain
-from chaos_lightning.outer.control_client import ask_end, fetch_facts
-from chaos_lightning.outer.options import LeaderOptions
-from chaos_lightning.outer.standing import OuterCandidacy, open_outer_store
+from chaos_lightning.outer.exchange.control_client import ask_end, fetch_facts
+from chaos_lightning.outer.exchange.options import LeaderOptions
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.server.chain_store import load_chain
+from chaos_lightning.outer.server.standing import OuterCandidacy, open_outer_store
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_the_second_leads_when_the_first_is_gone_and_the_job_goes_on(etcd: EtcdS
 
 @contextmanager
 def process(etcd: EtcdServers, job: str, port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "chaos_lightning.outer.leader_main", f"--listen=127.0.0.1:{port}"]
+    command = [sys.executable, "-m", "chaos_lightning.outer.commands.leader_main", f"--listen=127.0.0.1:{port}"]
     command += [f"--store={etcd.address}", f"--job={job}"]
     with (folder / f"{port}.log").open("ab") as log, subprocess.Popen(command, stdout=log, stderr=log) as started:
         try:

@@ -1,14 +1,14 @@
-"""What a leader tells of a job that waits, or that is not as it should be (outer/snapshot.py)."""
+"""What a leader tells of a job that waits, or that is not as it should be (outer/follower/snapshot.py)."""
 
 from __future__ import annotations
 
 from leader_rig import Rig
 
 from chaos_lightning.events.registry import problems
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.ps import _cluster, _follower
-from chaos_lightning.outer.types import NO_VERSION, Offer, PushId
+from chaos_lightning.outer.commands.ps import _cluster, _follower
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.rules.types import NO_VERSION, Offer, PushId
 
 
 def test_windows_that_wait_for_a_disk_say_for_whose() -> None:

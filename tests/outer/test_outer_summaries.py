@@ -19,15 +19,15 @@ from chaos_lightning.events.reader import read_events
 from chaos_lightning.lab.outer.plans import FAMILIES
 from chaos_lightning.lab.outer.world import World
 from chaos_lightning.observe.outer_entries import JobEntries, read_entry
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer import summaries
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.chain_store import load_chain
-from chaos_lightning.outer.control_client import fetch_facts
-from chaos_lightning.outer.effects import EntryStored, Heard, LeaderEvent, SendTo
-from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.summaries import summary_of
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.exchange.control_client import fetch_facts
+from chaos_lightning.outer.exchange.vocabulary import body_bytes
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.rules import summaries
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.effects import EntryStored, Heard, LeaderEvent, SendTo
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.summaries import summary_of
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Body,
     Counters,
@@ -51,7 +51,7 @@ from chaos_lightning.outer.types import (
     VersionId,
     Weighed,
 )
-from chaos_lightning.outer.vocabulary import body_bytes
+from chaos_lightning.outer.server.chain_store import load_chain
 from chaos_lightning.planning.batches import Batches
 
 SHARED = replace(AGREEMENT, length=100)

@@ -9,10 +9,10 @@ import pytest
 from leader_rig import Rig
 
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer import messages as say
-from chaos_lightning.outer.cluster_model import ClusterModel
-from chaos_lightning.outer.types import NO_VERSION, IncarnationId, JobProgress, PushAnswer, PushId, VersionId
+from chaos_lightning.outer.cluster.cluster_model import ClusterModel
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules import messages as say
+from chaos_lightning.outer.rules.types import NO_VERSION, IncarnationId, JobProgress, PushAnswer, PushId, VersionId
 
 ME = IncarnationId("paris", 2)
 

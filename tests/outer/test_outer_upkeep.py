@@ -1,4 +1,4 @@
-"""When folders of outer jobs that have ended go (outer/upkeep.py)."""
+"""When folders of outer jobs that have ended go (outer/server/upkeep.py)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from outer_served import AGREEMENT
 from chaos_lightning.control.sqlite_store import FileLock, SqliteStore
 from chaos_lightning.events.events import FORGOTTEN_S
 from chaos_lightning.machine.process_table import host_identity, start_time
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.exchange.vocabulary import body_bytes
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Body,
     Cut,
@@ -27,8 +28,7 @@ from chaos_lightning.outer.types import (
     ProcessPlace,
     Started,
 )
-from chaos_lightning.outer.upkeep import CHAIN, clean_up, ended_folders
-from chaos_lightning.outer.vocabulary import body_bytes
+from chaos_lightning.outer.server.upkeep import CHAIN, clean_up, ended_folders
 
 JOB = "outer-default-29470"
 

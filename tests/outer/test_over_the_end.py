@@ -7,9 +7,9 @@ import torch
 from outer_cluster_support import Cluster, Clusters
 
 from chaos_lightning.errors import StateError
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer.control_client import ask_end
-from chaos_lightning.outer.messages import Dismissed
+from chaos_lightning.outer.exchange.control_client import ask_end
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.messages import Dismissed
 
 
 def weights(cluster: Cluster) -> torch.Tensor:

@@ -9,14 +9,14 @@ import pytest
 
 from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.lab.outer.processes import agreement
-from chaos_lightning.outer import cluster as cl
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer.cluster import ClusterMachine
-from chaos_lightning.outer.messages import Granted, Holder, Holders, Welcomed
-from chaos_lightning.outer.plain import read_text, text_of
-from chaos_lightning.outer.ranks_machine import RankSays, RanksFacts, RanksMachine
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import Covered, IncarnationId, JobProgress, Offer, PushId, VersionId
+from chaos_lightning.outer.rules import cluster as cl
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.cluster import ClusterMachine
+from chaos_lightning.outer.rules.messages import Granted, Holder, Holders, Welcomed
+from chaos_lightning.outer.rules.plain import read_text, text_of
+from chaos_lightning.outer.rules.ranks_machine import RankSays, RanksFacts, RanksMachine
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import Covered, IncarnationId, JobProgress, Offer, PushId, VersionId
 
 HERE = VersionId(1, "a" * 32)
 

@@ -16,14 +16,14 @@ from recut_support import GRID, Stopped
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError, StateError
-from chaos_lightning.outer import recut as recutting
-from chaos_lightning.outer.export import read_version, read_while_it_runs
-from chaos_lightning.outer.options import ServerOptions
-from chaos_lightning.outer.recut import recut
-from chaos_lightning.outer.server_main import followers_of
-from chaos_lightning.outer.shard_files import ShardFiles
-from chaos_lightning.outer.types import Durable, Started
-from chaos_lightning.outer.vocabulary import body_bytes
+from chaos_lightning.outer.commands import recut as recutting
+from chaos_lightning.outer.commands.export import read_version, read_while_it_runs
+from chaos_lightning.outer.commands.recut import recut
+from chaos_lightning.outer.commands.server_main import followers_of
+from chaos_lightning.outer.exchange.options import ServerOptions
+from chaos_lightning.outer.exchange.vocabulary import body_bytes
+from chaos_lightning.outer.follower.shard_files import ShardFiles
+from chaos_lightning.outer.rules.types import Durable, Started
 
 
 class Killed(BaseException):

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import ConfigurationError, StateError
-from chaos_lightning.outer import shard_files
-from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.kernel import OuterState
-from chaos_lightning.outer.messages import ShardFile
-from chaos_lightning.outer.shard_files import FolderContents, ShardFiles, ShardHead
-from chaos_lightning.outer.types import Counters, VersionId
+from chaos_lightning.outer.exchange.kernel import OuterState
+from chaos_lightning.outer.follower.shard_files import FolderContents, ShardFiles, ShardHead
+from chaos_lightning.outer.rules.follower import shard_files
+from chaos_lightning.outer.rules.grid import Grid
+from chaos_lightning.outer.rules.messages import ShardFile
+from chaos_lightning.outer.rules.types import Counters, VersionId
 from chaos_lightning.replication.parts import part_of
 
 GRID = Grid((333, 0, 1, 65, 200, 64), 64)

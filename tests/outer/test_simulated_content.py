@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chaos_lightning.lab.outer.content import Content
-from chaos_lightning.outer.types import IncarnationId, PushAnswer, PushId, VersionId
+from chaos_lightning.outer.rules.types import IncarnationId, PushAnswer, PushId, VersionId
 
 FIRST, SECOND = (PushId(IncarnationId("home", 1), number) for number in (1, 2))
 

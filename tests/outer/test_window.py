@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos_lightning.outer.arrivals import ArrivalRates
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import IncarnationId
-from chaos_lightning.outer.window import Window
+from chaos_lightning.outer.rules.arrivals import ArrivalRates
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import IncarnationId
+from chaos_lightning.outer.rules.window import Window
 
 A, B, C, D = (IncarnationId(name, 1) for name in "abcd")
 ALL = frozenset((A, B, C, D))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.outer import messages as outer_messages
-from chaos_lightning.outer import types as outer_types
-from chaos_lightning.outer.types import NO_VERSION, Agreement
-from chaos_lightning.outer.vocabulary import FROM_CLUSTER, OUTER, TO_FOLLOWER, body_bytes
+from chaos_lightning.outer.exchange.vocabulary import FROM_CLUSTER, OUTER, TO_FOLLOWER, body_bytes
+from chaos_lightning.outer.rules import messages as outer_messages
+from chaos_lightning.outer.rules import types as outer_types
+from chaos_lightning.outer.rules.types import NO_VERSION, Agreement
 from chaos_lightning.protocol import codec, limits
 from chaos_lightning.protocol.limits import (
     ID_NBYTES,

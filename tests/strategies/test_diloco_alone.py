@@ -21,7 +21,7 @@ from strategy_models import Regression, weights
 
 import chaos_lightning  # noqa: F401
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.outer.types import TICKS, JobProgress
+from chaos_lightning.outer.rules.types import TICKS, JobProgress
 from chaos_lightning.protocol.spans import count
 from chaos_lightning.strategies import BySamples, DiLoCoStrategy
 from chaos_lightning.strategies.files import RUN_FILE, mark

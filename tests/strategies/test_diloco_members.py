@@ -18,7 +18,7 @@ from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.observe.audit import VIOLATED
 from chaos_lightning.observe.outer_audit import audit_folder
-from chaos_lightning.outer.control_client import fetch_facts
+from chaos_lightning.outer.exchange.control_client import fetch_facts
 from chaos_lightning.protocol.spans import count, normalise
 
 

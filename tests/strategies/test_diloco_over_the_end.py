@@ -13,7 +13,7 @@ from test_diloco_members import OuterJob, spent, told
 
 from chaos_lightning.lab.edge.relay import Way
 from chaos_lightning.lab.harness import Harness
-from chaos_lightning.outer.control_client import ask_end
+from chaos_lightning.outer.exchange.control_client import ask_end
 
 pytestmark = pytest.mark.slow
 

@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.machine.signals import ExitSignals
-from chaos_lightning.outer.lines import SERVING
-from chaos_lightning.outer.strategy_options import build
+from chaos_lightning.outer.cluster.strategy_options import build
+from chaos_lightning.outer.exchange.lines import SERVING
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.strategies import ChaosStrategy, DiLoCoOptions, DiLoCoStrategy
 from chaos_lightning.strategies.diloco import DDPRanks

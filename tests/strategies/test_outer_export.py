@@ -13,13 +13,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.outer import export
-from chaos_lightning.outer.cluster_options import ClusterOptions
-from chaos_lightning.outer.kernel import OuterState
-from chaos_lightning.outer.session import agreement_of
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.shard_files import ShardFiles
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.cluster.session import agreement_of
+from chaos_lightning.outer.commands import export
+from chaos_lightning.outer.exchange.kernel import OuterState
+from chaos_lightning.outer.exchange.vocabulary import body_bytes
+from chaos_lightning.outer.follower.shard_files import ShardFiles
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     TICKS,
     Body,
@@ -38,7 +39,6 @@ from chaos_lightning.outer.types import (
     Round,
     Weighed,
 )
-from chaos_lightning.outer.vocabulary import body_bytes
 from chaos_lightning.strategies.elastic import _hyper_parameters, replica_of
 
 HOME = IncarnationId("home", 1)

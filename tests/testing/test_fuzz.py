@@ -29,9 +29,9 @@ from chaos_lightning.lab.fuzz.readers import hello, wrapped
 from chaos_lightning.lab.fuzz.target import FindingError, Target, guarded
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.outer.messages import Missing
-from chaos_lightning.outer.types import IncarnationId, PushId
-from chaos_lightning.outer.vocabulary import FROM_FOLLOWER
+from chaos_lightning.outer.exchange.vocabulary import FROM_FOLLOWER
+from chaos_lightning.outer.rules.messages import Missing
+from chaos_lightning.outer.rules.types import IncarnationId, PushId
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     VERSION,

@@ -28,8 +28,8 @@ from chaos_lightning.lab.demo.stage import Accelerator, Directory, Keep, Pace, Q
 from chaos_lightning.lab.edge.runner import prepare
 from chaos_lightning.machine.units import duration
 from chaos_lightning.observe.fields import integer
-from chaos_lightning.outer.control_client import fetch_facts
-from chaos_lightning.outer.types import Round
+from chaos_lightning.outer.exchange.control_client import fetch_facts
+from chaos_lightning.outer.rules.types import Round
 
 SERVERS = ("server-1", "server-2", "server-3")
 FAST, BENDS, DIES, LATE = (

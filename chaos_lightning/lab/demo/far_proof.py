@@ -24,8 +24,8 @@ from chaos_lightning.observe.fields import number
 from chaos_lightning.observe.outer_audit import audit_folder, discarded_steps
 from chaos_lightning.observe.outer_fold import ClusterLog, Fetch, FrozenPush, HeardAnswer, InnerSteps, OuterRun, split
 from chaos_lightning.observe.outer_tables import ClusterRow, OuterFacts, cluster_of, lost_in, spent_share
-from chaos_lightning.outer.supervisor import LEADER, SPARE
-from chaos_lightning.outer.types import PushAnswer, Removed
+from chaos_lightning.outer.commands.supervisor import LEADER, SPARE
+from chaos_lightning.outer.rules.types import PushAnswer, Removed
 
 FASTER = (2.0, 5.0)
 """How many times as fast as the slowest cluster the fastest one is. Pauses make it three, on a busy machine less."""

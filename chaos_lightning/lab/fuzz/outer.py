@@ -22,17 +22,25 @@ from chaos_lightning.errors import ConfigurationError, StateError, StoreError, W
 from chaos_lightning.lab.fuzz import mutate
 from chaos_lightning.lab.fuzz.readers import MOST_EFFECTS
 from chaos_lightning.lab.fuzz.target import FindingError, Target
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer import outer_pb2
-from chaos_lightning.outer.chain import OuterChain, SummedChain
-from chaos_lightning.outer.chain_store import load_chain
-from chaos_lightning.outer.cluster import ClusterMachine, Missed
-from chaos_lightning.outer.elastic import NewcomerFacts
-from chaos_lightning.outer.follower import FollowerMachine
-from chaos_lightning.outer.grid import Grid
-from chaos_lightning.outer.kernel import OuterState
-from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import (
+from chaos_lightning.outer.cluster.elastic import NewcomerFacts
+from chaos_lightning.outer.exchange import outer_pb2
+from chaos_lightning.outer.exchange.kernel import OuterState
+from chaos_lightning.outer.exchange.vocabulary import (
+    FROM_CLUSTER,
+    FROM_FOLLOWER,
+    TO_CLUSTER,
+    TO_FOLLOWER,
+    body_bytes,
+    entry_of,
+)
+from chaos_lightning.outer.follower.shard_files import ShardFiles
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.chain import OuterChain, SummedChain
+from chaos_lightning.outer.rules.cluster import ClusterMachine, Missed
+from chaos_lightning.outer.rules.follower import FollowerMachine
+from chaos_lightning.outer.rules.grid import Grid
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.messages import (
     Apply,
     ClusterHello,
     DropPush,
@@ -54,12 +62,11 @@ from chaos_lightning.outer.messages import (
     ToFollower,
     Welcomed,
 )
-from chaos_lightning.outer.plain import read_text, text_of
-from chaos_lightning.outer.ranks_machine import RankSays, RanksMachine
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.shard_files import ShardFiles
-from chaos_lightning.outer.summaries import summary_of
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.rules.plain import read_text, text_of
+from chaos_lightning.outer.rules.ranks_machine import RankSays, RanksMachine
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.summaries import summary_of
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Agreement,
     Body,
@@ -84,7 +91,7 @@ from chaos_lightning.outer.types import (
     VersionId,
     Weighed,
 )
-from chaos_lightning.outer.vocabulary import FROM_CLUSTER, FROM_FOLLOWER, TO_CLUSTER, TO_FOLLOWER, body_bytes, entry_of
+from chaos_lightning.outer.server.chain_store import load_chain
 
 _KINDS = (FromCluster, ToCluster, FromFollower, ToFollower)
 _WORDS = (FROM_CLUSTER, TO_CLUSTER, FROM_FOLLOWER, TO_FOLLOWER)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from chaos_lightning.outer.grid import Grid, Shard
-from chaos_lightning.outer.types import Agreement
+from chaos_lightning.outer.rules.grid import Grid, Shard
+from chaos_lightning.outer.rules.types import Agreement
 
 _BETWEEN = "|"
 

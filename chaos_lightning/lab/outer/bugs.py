@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from chaos_lightning.lab.outer import planted as bad
 from chaos_lightning.lab.outer.processes import Machines
 from chaos_lightning.lab.outer.store import SAVING
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.types import GateState
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.types import GateState
 
 
 def _with(**parts: type) -> Callable[[OuterChain, int, int], LeaderMachine]:

@@ -1,4 +1,4 @@
-"""What a simulated rank of a cluster holds of the outer state: as outer/content.py has it with tensors, here as sets.
+"""The outer state at a simulated rank of a cluster: sets in place of the tensors of outer/cluster/content.py.
 
 Theory of operation. Each inner step has a number. What was trained is a list of these, what a push holds is a set of
 them, and a codec with a residual leaves some out.
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from chaos_lightning.outer.types import NO_VERSION, PushAnswer, PushId, VersionId
+from chaos_lightning.outer.rules.types import NO_VERSION, PushAnswer, PushId, VersionId
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ from collections.abc import Collection, Mapping, Sequence
 from chaos_lightning.lab.outer.blocks import blocks_of, grid_of, joined
 from chaos_lightning.lab.outer.content import Pushed
 from chaos_lightning.lab.outer.store import Disk, digest_of
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.grid import Shard
-from chaos_lightning.outer.messages import PushAnswered
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.grid import Shard
+from chaos_lightning.outer.rules.messages import PushAnswered
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Cut,
     Durable,

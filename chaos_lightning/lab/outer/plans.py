@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from chaos_lightning.lab.outer.processes import TURNED, ClusterSpec
-from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.planning.batches import Batches
 
 AWAY_S = 600.0
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def sums(self) -> tuple[int, int]:
-        """Entries from one summary of the chain to the next, and how many versions one has (outer/summaries.py)."""
+        """Entries between two summaries of the chain, and versions in a summary (outer/rules/summaries.py)."""
         return 20 + self.seed % 31, 2 + self.seed % 7
 
 

@@ -6,23 +6,23 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from chaos_lightning.lab.outer.store import ChainStore
-from chaos_lightning.outer.attendance import Attendance
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.cluster import ClusterEffect, ClusterEvent, ClusterMachine
-from chaos_lightning.outer.effects import Connected
-from chaos_lightning.outer.ending import Ending
-from chaos_lightning.outer.follower import FollowerMachine
-from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.leader_desk import LeaderDesk
-from chaos_lightning.outer.leases import Leases
-from chaos_lightning.outer.messages import ClusterHello, DropPush, Freed, PushAnswered, ShardFile, ToFollower
-from chaos_lightning.outer.pushes import Pushes
-from chaos_lightning.outer.recut_steps import Check, DeleteBeyond, Steps, StoreCut, recut_steps
-from chaos_lightning.outer.rounds import Rounds, Rows
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.shards import Shards
-from chaos_lightning.outer.summaries import Summaries, summary_of
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.rules.attendance import Attendance
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.cluster import ClusterEffect, ClusterEvent, ClusterMachine
+from chaos_lightning.outer.rules.effects import Connected
+from chaos_lightning.outer.rules.ending import Ending
+from chaos_lightning.outer.rules.follower import FollowerMachine
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.leader_desk import LeaderDesk
+from chaos_lightning.outer.rules.leases import Leases
+from chaos_lightning.outer.rules.messages import ClusterHello, DropPush, Freed, PushAnswered, ShardFile, ToFollower
+from chaos_lightning.outer.rules.pushes import Pushes
+from chaos_lightning.outer.rules.recut_steps import Check, DeleteBeyond, Steps, StoreCut, recut_steps
+from chaos_lightning.outer.rules.rounds import Rounds, Rows
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.shards import Shards
+from chaos_lightning.outer.rules.summaries import Summaries, summary_of
+from chaos_lightning.outer.rules.types import (
     AHEAD,
     NO_VERSION,
     Body,

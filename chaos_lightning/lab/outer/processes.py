@@ -14,15 +14,16 @@ from chaos_lightning.lab.outer.oracle import Oracle, Violation, computed
 from chaos_lightning.lab.outer.store import SAVING, ChainStore, Disk, digest_of
 from chaos_lightning.lab.simulate.fabric import Pipe
 from chaos_lightning.lab.simulate.kernel import Kernel, Process
-from chaos_lightning.outer import cluster as cl
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.cluster import ClusterMachine, Phase
-from chaos_lightning.outer.exact import ExactSum
-from chaos_lightning.outer.follower import FollowerMachine
-from chaos_lightning.outer.grid import Shard
-from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.messages import (
+from chaos_lightning.outer.exchange.serving import ServedVersions
+from chaos_lightning.outer.rules import cluster as cl
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.cluster import ClusterMachine, Phase
+from chaos_lightning.outer.rules.exact import ExactSum
+from chaos_lightning.outer.rules.follower import FollowerMachine
+from chaos_lightning.outer.rules.grid import Shard
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.messages import (
     ClusterHello,
     FollowerHello,
     Holders,
@@ -32,10 +33,9 @@ from chaos_lightning.outer.messages import (
     PushProduct,
     Welcomed,
 )
-from chaos_lightning.outer.recut_steps import Steps, recut_steps
-from chaos_lightning.outer.serving import ServedVersions
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.rules.recut_steps import Steps, recut_steps
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
     AHEAD,
     NO_VERSION,
     Agreement,

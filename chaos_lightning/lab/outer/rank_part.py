@@ -1,8 +1,9 @@
 """What one simulated rank of an elastic cluster does: the real `RanksMachine`, and what its effects mean for it.
 
-Theory of operation. This is to the simulators what outer/elastic.py is to a process. What a rank says in a commit, and
-what it does when one is known, is here; who commits what when, and the way to the leader, are its *home's*: the ranks
-of a simulated outer job (lab/outer/ranks.py), or the members of a simulated inner one (lab/simulate/outer_ranks.py).
+Theory of operation. This is to the simulators what outer/cluster/elastic.py is to a process. What a rank says in a
+commit, and what it does when one is known, is here; who commits what when, and the way to the leader, are its *home's*:
+the ranks of a simulated outer job (lab/outer/ranks.py), or the members of a simulated inner one
+(lab/simulate/outer_ranks.py).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Protocol
 from chaos_lightning.lab.outer.content import Content, Pushed
 from chaos_lightning.lab.outer.oracle import Violation
 from chaos_lightning.lab.outer.processes import Machines
-from chaos_lightning.outer import cluster as cl
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer.messages import Beat, ClusterHello
-from chaos_lightning.outer.plain import read_text, text_of
-from chaos_lightning.outer.ranks_machine import RankNews, RankSays, RanksEffect, RanksFacts, RanksMachine, Sealed
-from chaos_lightning.outer.types import NO_VERSION, PushAnswer, PushId, VersionId
+from chaos_lightning.outer.rules import cluster as cl
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.messages import Beat, ClusterHello
+from chaos_lightning.outer.rules.plain import read_text, text_of
+from chaos_lightning.outer.rules.ranks_machine import RankNews, RankSays, RanksEffect, RanksFacts, RanksMachine, Sealed
+from chaos_lightning.outer.rules.types import NO_VERSION, PushAnswer, PushId, VersionId
 from chaos_lightning.protocol.types import Span
 
 

@@ -28,12 +28,12 @@ from chaos_lightning.lab.outer.processes import (
 )
 from chaos_lightning.lab.outer.rank_part import RankPart
 from chaos_lightning.lab.simulate.kernel import Process
-from chaos_lightning.outer import cluster as cl
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer.cluster import ClusterMachine, Phase
-from chaos_lightning.outer.messages import PushAnswered
-from chaos_lightning.outer.ranks_machine import RanksMachine
-from chaos_lightning.outer.types import NO_VERSION, PushId, VersionId
+from chaos_lightning.outer.rules import cluster as cl
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.cluster import ClusterMachine, Phase
+from chaos_lightning.outer.rules.messages import PushAnswered
+from chaos_lightning.outer.rules.ranks_machine import RanksMachine
+from chaos_lightning.outer.rules.types import NO_VERSION, PushId, VersionId
 from chaos_lightning.protocol.spans import count
 from chaos_lightning.protocol.types import Span
 

@@ -1,8 +1,8 @@
 """A simulated start of a whole server, whose shards are cut anew first if need be (O15).
 
-Theory of operation. What is done in which order is decided by outer/recut_steps.py, as in a process; here it is done to
-simulated disks and the store, a moment apart. The start may be killed before each step, and between the steps of a
-save, and power may be lost then. Meanwhile no process of the server runs.
+Theory of operation. What is done in which order is decided by outer/rules/recut_steps.py, as in a process; here it is
+done to simulated disks and the store, a moment apart. The start may be killed before each step, and between the steps
+of a save, and power may be lost then. Meanwhile no process of the server runs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from chaos_lightning.lab.outer.blocks import put_together
 from chaos_lightning.lab.outer.processes import Job
 from chaos_lightning.lab.outer.store import Disk, digest_of
 from chaos_lightning.lab.simulate.kernel import Action, Process
-from chaos_lightning.outer import recut_steps as todo
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.types import Entry
+from chaos_lightning.outer.rules import recut_steps as todo
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.types import Entry
 
 _MOST_STEPS = 100
 """It is killed before one of so many, unless it is through earlier."""
@@ -79,7 +79,7 @@ class ServerStart(Process):
         self._over(trouble)
 
     def _begin(self) -> None:
-        """As outer/server_main.py begins."""
+        """As outer/commands/server_main.py begins."""
         chain = self._chain
         if not chain.cut or chain.ended is not None:
             self._end("")

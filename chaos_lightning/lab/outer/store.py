@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from chaos_lightning.outer.messages import ShardFile
-from chaos_lightning.outer.types import Entry, Summary, VersionId
+from chaos_lightning.outer.rules.messages import ShardFile
+from chaos_lightning.outer.rules.types import Entry, Summary, VersionId
 
 
 @dataclass(slots=True)

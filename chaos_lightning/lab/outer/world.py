@@ -18,9 +18,9 @@ from chaos_lightning.lab.outer.ranks import RanksJob
 from chaos_lightning.lab.outer.starting import ServerStart
 from chaos_lightning.lab.outer.store import Disk
 from chaos_lightning.lab.simulate.kernel import Kernel
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.effects import EndAsked
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.effects import EndAsked
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Durable,
     Ended,

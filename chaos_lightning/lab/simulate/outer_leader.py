@@ -1,8 +1,8 @@
 """The parameter server of a simulated elastic cluster, by a script: what answers and versions come, and when.
 
 Theory of operation. The members of a simulated job may be ranks of a cluster of outer sync (outer_ranks.py). Their
-leader is no machine here, for lab/outer simulates that one; it is a script with the words of outer/messages.py. It
-answers pushes after a while, accepts most of them, rejects some, and finds some void. It makes versions of its own,
+leader is no machine here, for lab/outer simulates that one; it is a script with the words of outer/rules/messages.py.
+It answers pushes after a while, accepts most of them, rejects some, and finds some void. It makes versions of its own,
 as other clusters' pushes do, cuts its streams and comes back with a higher term, removes the cluster, which comes in
 anew, and rolls accepted pushes back. The job is over when the ranks' loop is.
 
@@ -24,7 +24,7 @@ from chaos_lightning.lab.simulate.fabric import Pipe
 from chaos_lightning.lab.simulate.kernel import Action, Kernel
 from chaos_lightning.lab.simulate.oracle import Violation
 from chaos_lightning.lab.simulate.plan import OuterScript
-from chaos_lightning.outer.messages import (
+from chaos_lightning.outer.rules.messages import (
     ClusterHello,
     Dismissed,
     Freed,
@@ -39,7 +39,7 @@ from chaos_lightning.outer.messages import (
     ToCluster,
     Welcomed,
 )
-from chaos_lightning.outer.types import (
+from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     IncarnationId,
     JobProgress,

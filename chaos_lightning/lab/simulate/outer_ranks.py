@@ -1,11 +1,11 @@
 """Members of a simulated job that are ranks of a cluster of outer sync: they hold its outer state, and adopt versions.
 
-Theory of operation. A rank is to the simulator what strategies/session.py, strategies/elastic.py and outer/elastic.py
-are to a process. Beside its gradient each rank says what its `RankPart` says, and where the cluster may not train the
-ranks meet in collectives. What a header carries is taken in at its commit, by the real `RanksMachine`. The outer state
-is part of the training state then, as a number that stands for all of it, so newcomers get it and the oracle compares
-it (contract 1, O8). All other slots make known what the one before brought. Whoever is put out forgets all of it, and
-gets it again.
+Theory of operation. A rank is to the simulator what strategies/session.py, strategies/elastic.py and
+outer/cluster/elastic.py are to a process. Beside its gradient each rank says what its `RankPart` says, and where the
+cluster may not train the ranks meet in collectives. What a header carries is taken in at its commit, by the real
+`RanksMachine`. The outer state is part of the training state then, as a number that stands for all of it, so newcomers
+get it and the oracle compares it (contract 1, O8). All other slots make known what the one before brought. Whoever is
+put out forgets all of it, and gets it again.
 
 Who comes in by replay (observing.py) takes the log's headers in as the members did. Where these adopted a version it
 gets that from a member that has it, as its base; where no one has it any more, for they have adopted the next, it gives
@@ -26,13 +26,13 @@ from chaos_lightning.lab.simulate.outer_leader import Line, ScriptedLeader
 from chaos_lightning.lab.simulate.plan import NodeSpec
 from chaos_lightning.lab.simulate.training import State
 from chaos_lightning.lab.simulate.world import Hooks
-from chaos_lightning.outer import cluster as cl
-from chaos_lightning.outer import effects as fx
-from chaos_lightning.outer.cluster import ClusterMachine, Phase
-from chaos_lightning.outer.plain import read_text
-from chaos_lightning.outer.ranks_machine import RanksMachine
-from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION, PushId, VersionId
+from chaos_lightning.outer.rules import cluster as cl
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.cluster import ClusterMachine, Phase
+from chaos_lightning.outer.rules.plain import read_text
+from chaos_lightning.outer.rules.ranks_machine import RanksMachine
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import NO_VERSION, PushId, VersionId
 from chaos_lightning.protocol.types import Header, Kind
 
 MEETING = "outer"

@@ -1,0 +1,1 @@
+"""Outer sync: what runs within a cluster's training process."""

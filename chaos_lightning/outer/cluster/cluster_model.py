@@ -1,0 +1,216 @@
+"""A cluster's model under outer sync: what adoptions and ends do to it, and what the cluster's log tells of that.
+
+Theory of operation. `OuterContent` (content.py) has the arithmetic. A session of one process and a rank of an elastic
+cluster do the same with it, between two steps, and tell the same. Of several ranks the first one alone tells.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.console import Teller
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.cluster.content import OuterContent
+from chaos_lightning.outer.cluster.getting import Attempt
+from chaos_lightning.outer.cluster.push_serving import PushServing
+from chaos_lightning.outer.cluster.replica import Replica
+from chaos_lightning.outer.exchange.codec import Part, codec_of
+from chaos_lightning.outer.rules.cluster import ClusterMachine, Over
+from chaos_lightning.outer.rules.messages import Dismissed, News, PushAnswered, Welcomed
+from chaos_lightning.outer.rules.types import Agreement, PushAnswer, VersionId
+
+STEPS_TOLD_S = 1.0
+"""Inner steps are told in the event log at least so often."""
+VERSIONS_TOLD_S = 30.0
+"""Adopted versions are said on the console at most so often."""
+_log = logging.getLogger("chaos_lightning")
+
+
+class ClusterModel:
+    """See the module. The training thread's, but for `tell`, `heard`, `who` and `get`.
+
+    Args:
+        replica: The model's part that travels.
+        agreement: What all clusters have in common.
+        options: Of this cluster.
+        events: Its log.
+        machine: What rules it now; None: nothing.
+
+    Attributes:
+        tells: Whether this process writes the cluster's log.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        agreement: Agreement,
+        options: ClusterOptions,
+        events: EventLog,
+        machine: Callable[[], ClusterMachine | None],
+    ) -> None:
+        self.grid = replica.grid(agreement.block)
+        self.codec = codec_of(agreement)
+        self.content = OuterContent(replica, self.grid, self.codec)
+        self.tells = True
+        self._replica, self._options, self._events, self._machine = replica, options, events, machine
+        self._untold, self._told_at = (0, 0), time.monotonic()
+        """Inner steps and their samples that the log has not heard of; when it last did."""
+        self._loss: float | None = None
+        self.console = Teller()
+        """What is said on it is said by the process that writes the log."""
+        self._away = threading.Event()
+        """Set from the end of a stream to the next welcome."""
+        self._version_said = float("-inf")
+        self._own: list[Tensor] | None = None
+        """What is trained, while the base is shown."""
+
+    def empty(self) -> Part:
+        """Memory for a version."""
+        return Part.empty(self.grid.whole, self.codec.version)
+
+    def get(self, version: VersionId, attempt: Attempt, *, serving: PushServing) -> None:
+        """Fills `part` with a version from the followers; errors are those of `PushServing.fetch`."""
+        began = time.monotonic()
+        nbytes = serving.fetch(version, attempt.part, attempt.abandoned, blank=attempt.blank)
+        self.tell("version_fetched", version=str(version), nbytes=nbytes, seconds=_since(began), incarnation=self.who())
+
+    # ------------------------------------------------------------------ what the log tells
+
+    def who(self) -> str:
+        """The incarnation's name; "" before there is one."""
+        machine = self._machine()
+        return str(machine.incarnation or "") if machine is not None else ""
+
+    def tell(self, name: str, **fields: Any) -> None:
+        """Into the cluster's log."""
+        if self.tells:
+            self._events.emit(name, **fields)
+
+    def trained(self, steps: int, samples: int, loss: float | None) -> None:
+        """So much more; `loss`: of the last step, if it is known."""
+        self._untold = (self._untold[0] + steps, self._untold[1] + samples)
+        self._loss = loss if loss is not None else self._loss
+        if time.monotonic() - self._told_at > STEPS_TOLD_S:
+            self.tell_steps()
+
+    def tell_steps(self) -> None:
+        """Before what is frozen or adopted, so that what that covers or discards stands before it."""
+        (steps, samples), self._untold = self._untold, (0, 0)
+        self._told_at = time.monotonic()
+        if steps:
+            loss, self._loss = self._loss, None
+            self.tell("inner_steps", steps=steps, samples=samples, loss=loss, incarnation=self.who())
+
+    def heard(self, message: Any) -> None:
+        """The leader said this."""
+        match message:
+            case Welcomed(term, incarnation, _, _, founded):
+                self._events.identify(str(incarnation), self._options.name)
+                self.tell("cluster_welcomed", incarnation=str(incarnation), term=term, founded=founded)
+                back = self._away.is_set()
+                self._away.clear()
+                self.say("the parameter server is back" if back else f"I am cluster {incarnation}")
+            case PushAnswered(_, push, answer, version, reason):
+                self.tell("push_answered", push=str(push), answer=str(answer), version=str(version), reason=reason)
+                if answer is not PushAnswer.ACCEPTED:
+                    self.say(f"push {push} does not count: {reason}")
+            case News(_, text):
+                self.say(text)
+            case Dismissed(_, reason, again) if self.tells and not again:
+                _log.warning("cluster %s is out: %s", self._options.name, reason)
+
+    def say(self, line: str) -> None:
+        """Says it on the console, if this process tells."""
+        if self.tells:
+            self.console.tell(line)
+
+    def away(self, reason: str) -> None:
+        """The stream to the leader has ended."""
+        if self.who() and not self._away.is_set():
+            self._away.set()
+            self.say(f"the parameter server is away ({reason}); training goes on with the samples that are leased")
+
+    # ------------------------------------------------------------------ what becomes of the model
+
+    def adopt(self, version: VersionId, part: Part | None, *, outright: bool, waited_s: Callable[[], float]) -> bool:
+        """Takes a version over that was got.
+
+        Args:
+            version: Which.
+            part: Its bytes.
+            outright: Whether what was trained since the freezing is gone.
+            waited_s: For how long training stood still for it, asked in the end.
+
+        Returns:
+            Whether the inner optimizer is to begin anew.
+        """
+        machine = self._machine()
+        assert machine is not None
+        assert part is not None
+        self.tell_steps()
+        own = machine.since_base[1]
+        # Without overlap nothing has been trained since, but after a void.
+        self.content.adopt(part, outright=outright or not (self._options.overlap or own))
+        self.tell(
+            "version_adopted",
+            version=str(version),
+            outright=outright,
+            steps=own,
+            waited_s=round(waited_s(), 6),
+            progress_samples=machine.job.samples,
+            progress_steps=machine.job.steps,
+            incarnation=self.who(),
+        )
+        if (now := time.monotonic()) - self._version_said >= VERSIONS_TOLD_S:
+            self._version_said = now
+            job = machine.job
+            self.say(f"version {version.number} is taken over: the job is at step {job.steps}, {job.samples} samples")
+        return outright and self.content.resets_optimizer
+
+    def take_last(self, version: VersionId, part: Part | None, steps: int, samples: int) -> None:
+        """The job is over, and this is its last version; `part`: None, it is the base."""
+        self.tell_steps()
+        self.content.end_with(part)
+        self.tell("last_taken", version=str(version), steps=steps, samples=samples, incarnation=self.who())
+        self.say(f"the job is over, with version {version.number}")
+        if steps and self.tells:
+            _log.warning("cluster %s: the job is over, and its last version, %s, lacks %d inner steps of this cluster",
+                         self._options.name, version, steps)  # fmt: skip
+
+    def end(self, over: Over) -> None:
+        """An incarnation is over; if the process comes in again, the next one begins without a base."""
+        self.tell_steps()
+        self.tell("cluster_over", reason=over.reason, again=over.again, incarnation=self.who())
+        if over.again:
+            _log.warning("cluster %s comes in again: %s", self._options.name, over.reason)
+            self.content.forget()
+
+    # ------------------------------------------------------------------ what is judged
+
+    @property
+    def shows_base(self) -> bool:
+        """Whether the model's parameters are the base's for now."""
+        return self._own is not None
+
+    def show_base(self) -> None:
+        """They are until `show_own`; nothing may be trained meanwhile."""
+        if self._own is None and self.content.base is not None:
+            self._own = self._replica.copies()
+            self._replica.adopt(self.content.base, None)
+
+    def show_own(self) -> None:
+        """The parameters are what is trained again. Idempotent."""
+        if self._own is not None:
+            self._replica.restore(self._own)
+            self._own = None
+
+
+def _since(began: float) -> float:
+    return round(time.monotonic() - began, 6)

@@ -1,0 +1,124 @@
+"""What the effects of `ClusterMachine` mean for memory: base, residual, and what was pushed.
+
+Theory of operation. *Freezing* copies the parameters (f, fp32); the push is encoded from base, f and residual beside
+the training. *Adopting* is theta <- theta_v + (theta - f) (docs/outer.md, O9), with the base in place of f where no
+push was accepted since the last adoption; taken outright it is theta <- theta_v. All of it is a function of the
+parameters and of the order of the effects. So processes with equal parameters that carry out the same effects between
+the same steps hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.outer.cluster.replica import Replica
+from chaos_lightning.outer.exchange.codec import Codec, Format, Part
+from chaos_lightning.outer.exchange.kernel import freeze, settle
+from chaos_lightning.outer.rules.grid import Grid
+from chaos_lightning.outer.rules.types import PushAnswer, PushId
+
+RESETS = 2
+"""Rejections in a row at which the inner optimizer begins anew, and again at each doubling."""
+
+
+class OuterContent:
+    """See the module. Methods are the training thread's.
+
+    Args:
+        replica: The model's part that travels.
+        grid: Of it.
+        codec: How it travels.
+
+    Attributes:
+        base: The version that was adopted last, as received.
+        residual: What the codec left out so far.
+        frozen: f of the push that was frozen last, until the adoption after its answer.
+        pending: That push, until it is answered.
+        pushes: What pushes hold that are open or kept.
+        rejections: In a row.
+    """
+
+    def __init__(self, replica: Replica, grid: Grid, codec: Codec) -> None:
+        self._replica, self._grid, self._codec = replica, grid, codec
+        self.base: Part | None = None
+        self.residual: Tensor | None = None
+        self.frozen: Tensor | None = None
+        self.pending: PushId | None = None
+        self.pushes: dict[PushId, Part] = {}
+        self.rejections = 0
+        self._spare: Tensor | None = None
+        """Memory for the next f: new memory would keep training for as long as the copy itself."""
+
+    def format_of(self, *, founding: bool) -> Format:
+        """Of a push."""
+        return self._codec.version if founding else self._codec.push
+
+    def freeze(self, push: PushId) -> None:
+        """Fixes a push; what `encoder` gives makes it."""
+        self.pending, self.frozen = push, self._replica.read(self._grid, self._spare)
+        self._spare = None
+        if self._codec.residual and self.residual is None:
+            self.residual = self.frozen.new_zeros(self.frozen.shape)
+
+    def encoder(self) -> Callable[[], Part]:
+        """What makes the content of the push that was frozen last, in any thread until that push is answered.
+
+        It holds what it needs: the incarnation may end meanwhile. ConfigurationError if no job can begin with it.
+        """
+        base, frozen, residual = self.base, self.frozen, self.residual
+        assert frozen is not None
+
+        def encode() -> Part:
+            if base is None and (names := self._replica.not_finite(frozen, self._grid)):
+                raise ConfigurationError(f"no job can begin with what is not finite: {', '.join(names)}")
+            if base is None or self._codec.parameters:
+                return Part.encoded(self._grid.whole, self.format_of(founding=base is None), frozen)
+            part = Part.empty(self._grid.whole, self._codec.push)
+            freeze(base, frozen, part, residual)
+            return part
+
+        return encode
+
+    def settle(self, push: PushId, answer: PushAnswer) -> None:
+        """What becomes of the residual (O10)."""
+        if answer is PushAnswer.REJECTED:
+            self.residual = None
+            self.rejections += 1
+        elif answer is PushAnswer.ACCEPTED:
+            self.rejections = 0
+        if push != self.pending:
+            return  # opened again by a rollback: what the codec left out of it was kept when it was first accepted
+        if answer is not PushAnswer.ACCEPTED:
+            self.frozen = None
+        elif self.residual is not None and self.base is not None:
+            assert self.frozen is not None
+            settle(self.base, self.frozen, self.pushes[push], self.residual)
+        self.pending = None
+
+    @property
+    def resets_optimizer(self) -> bool:
+        """At some rejections of a row the state of the inner optimizer goes, too (O10).
+
+        Not at each one: a cold optimizer may be what makes pushes too long, and needs time. Nor only once: what spoiled
+        it may come again.
+        """
+        return self.rejections >= RESETS and self.rejections & (self.rejections - 1) == 0
+
+    def adopt(self, version: Part, *, outright: bool) -> None:
+        """Takes a version over; `outright`: what was trained since the freezing is gone."""
+        since = Part.of(self._grid.whole, self.frozen) if self.frozen is not None else self.base
+        self._replica.adopt(version, None if outright else since)
+        self.base, self.frozen, self._spare = version, None, self.frozen
+
+    def end_with(self, fetched: Part | None) -> None:
+        """Takes the job's last version outright: what was fetched, else it is the base."""
+        part = fetched or self.base
+        assert part is not None
+        self.adopt(part, outright=True)
+
+    def forget(self) -> None:
+        """A new incarnation has no base; what is kept stays."""
+        self.base = self.residual = self.frozen = self.pending = None

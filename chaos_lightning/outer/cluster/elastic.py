@@ -1,0 +1,697 @@
+"""One cluster of outer sync that is itself an elastic job: its ranks come, leave and die, and the cluster goes on.
+
+Theory of operation. The ranks hold equal parameters, and so each of them holds the whole cluster: the same
+`ClusterMachine`, base, residual, and the pushes that are open or kept (`OuterContent`). All of it changes at commits of
+the inner job only, by what the commit itself says: each rank adds an *answer* to its part of a step, and the header
+hands all of them to all ranks. What the machines are to hear stands in the answer of the *first* rank, the oldest one
+that contributed: it alone talks to the leader (attendant.py), and if it dies the next one goes on as the same
+incarnation. What was lost on the way the leader says again.
+
+- A push is frozen at one commit. Each rank encodes it beside the training, and it is offered once all have.
+- A version is fetched over the far link once, by the first rank; the others get it from whoever has it, on connections
+  of the inner job. It is adopted at the commit in which everybody says that it is here (O8).
+- Nothing leaves the job that depends on a commit that might be taken back: a rank says only what the commit *before*
+  the present one has brought (O8a). By then all ranks serve what it offers, as they contributed to the present one.
+
+Where clusters share the data, what is leased to this one lies on a *tape* (planning/tape.py), which grows with the
+grants and of which the inner job's ledger counts the places. What a step has spent there is what it covers.
+
+While the cluster may not train (it has no base, or waits for an answer), its ranks meet in small collectives in place
+of steps. All of this stands in the state that newcomers get, and in its hash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from chaos_lightning.errors import ChaosError, NoDonorError, StateError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.fits import Fit
+from chaos_lightning.outer.cluster.attendant import Attendant
+from chaos_lightning.outer.cluster.cluster_model import ClusterModel
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.cluster.getting import Attempt, Sought, VersionGetter
+from chaos_lightning.outer.cluster.leaving import put_out
+from chaos_lightning.outer.cluster.push_serving import FETCH_S, PushServing
+from chaos_lightning.outer.cluster.replica import Replica
+from chaos_lightning.outer.cluster.session import Boundary
+from chaos_lightning.outer.cluster.training_rates import TrainingRates, Waits
+from chaos_lightning.outer.exchange.codec import Part
+from chaos_lightning.outer.exchange.fetching import fetch, version_name
+from chaos_lightning.outer.rules import cluster as cl
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.cluster import ClusterMachine, Phase
+from chaos_lightning.outer.rules.messages import ClusterHello, Holder
+from chaos_lightning.outer.rules.plain import read_text, text_of
+from chaos_lightning.outer.rules.ranks_machine import RankNews, RankSays, RanksEffect, RanksFacts, RanksMachine, Sealed
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
+    NO_VERSION,
+    Agreement,
+    JobProgress,
+    PushId,
+    VersionId,
+)
+from chaos_lightning.planning.batches import UNTOLD, Batches
+from chaos_lightning.planning.tape import Tape
+from chaos_lightning.protocol.types import Span
+from chaos_lightning.replication.server import StateServer
+from chaos_lightning.replication.source import Endpoint
+from chaos_lightning.replication.table import StateTable
+from chaos_lightning.security.credentials import Credentials
+
+_log = logging.getLogger("chaos_lightning")
+_read = lru_cache(maxsize=64)(partial(read_text, RankSays))
+"""Ranks mostly say what they said before: then a step reads nothing."""
+
+POLL_S = 0.05
+"""While the ranks wait, the first one has them meet so often at least; sooner if there is news."""
+SOON_S = 0.005
+"""And so often while others are about to have what it has already."""
+
+
+class InnerJob(Protocol):
+    """The elastic job as its cluster uses it: states of this rank that others may get, and those of others."""
+
+    @property
+    def server(self) -> StateServer:
+        """What this rank serves to the others."""
+        ...
+
+    def ways(self, members: Sequence[str]) -> list[Endpoint]:
+        """To these ranks, as far as they are in the view."""
+        ...
+
+    def dial(self, donor: Endpoint) -> Any:
+        """A `replication.source.Dial`."""
+        ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """What this rank's part of the coming step is made of, and how fast it was."""
+
+    samples: int = 0
+    since: float = field(default_factory=time.monotonic)
+    rates: TrainingRates = field(default_factory=TrainingRates)
+    waits: Waits = field(default_factory=Waits)
+
+    @property
+    def rounded(self) -> tuple[float, float]:
+        """Samples and steps a second, to two digits: what changes with each step is written and read at each step."""
+        return float(f"{self.rates.samples_per_s:.2g}"), float(f"{self.rates.steps_per_s:.2g}")
+
+
+@dataclass(slots=True)
+class NewcomerFacts:
+    """What a newcomer gets beside the training state and tensors: as text, a tensor itself."""
+
+    ranks: RanksFacts
+    pending: PushId | None
+    rejections: int
+    holders: tuple[Holder, ...]
+
+
+class ElasticCluster:
+    """See the module. One rank's part; methods are the training thread's, but for `close`.
+
+    It is a `replication.access.StateAccess`: what newcomers get beside the training state.
+
+    Args:
+        replica: The model's part that travels.
+        agreement: What all clusters have in common.
+        options: Of this cluster, equal at all ranks but for folders.
+        inner: The job of the ranks.
+        events: Of this rank, as part of the cluster.
+        batches: How many positions of shared data this rank trains at once.
+
+    Attributes:
+        leaves: This rank has said `leave`.
+        held: This rank was asked to leave after the loop of all ranks, and has not been let go. If all are held, the
+            cluster leaves.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        agreement: Agreement,
+        options: ClusterOptions,
+        inner: InnerJob,
+        events: EventLog,
+        batches: Batches = UNTOLD,
+    ) -> None:
+        self.options, self.agreement, self._batches = options, agreement, batches
+        self._fit = Fit(options.job, ",".join(options.endpoints))
+        self._inner, self._events = inner, events
+        self._model = ClusterModel(
+            replica, agreement, options, events, lambda: self._state.machine if self._state is not None else None
+        )
+        self._model.tells = False
+        self._content = self._model.content
+        self._settings = OuterSettings.of_words(agreement.settings)
+        self._secret = Credentials.load(options.keys_dir, options.token_file)
+        self._changed = threading.Condition(threading.RLock())
+        self._state: RanksMachine | None = None
+        self._landing: Tensor | None = None
+        """While the state of others arrives: their machine, as text."""
+        self._first = False
+        self._attendant: Attendant | None = None
+        self._hello: ClusterHello | None = None
+        self._news: deque[RankNews] = deque()
+        """What the first rank's next answer tells the machines."""
+        self._sent = 0
+        """So many of these stand in an answer that was given."""
+        self._encoding: tuple[PushId, Future[Part]] | None = None
+        self._encoded: tuple[PushId, Part, str] | None = None
+        self._getter = VersionGetter(self._changed, self._model.empty, self._sought, self._missed, server=inner.server)
+        self._told: tuple[Any, Any] = (None, None)
+        """What of these the last answer said."""
+        self._me, self._ranks = "", 1
+        self._serving = PushServing(
+            options, self._secret, self._model.grid, lambda: self._model.who() or options.name, events.emit
+        )
+        self._step = _Step()
+        self._said = RankSays(), text_of(RankSays, RankSays())
+        """What it said last."""
+        self._reason = self._failed = ""
+        self.leaves = self.held = False
+        self._closing = threading.Event()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def state(self) -> RanksMachine:
+        """What all ranks hold alike."""
+        assert self._state is not None, "this rank is not in the cluster yet"
+        return self._state
+
+    @property
+    def machine(self) -> ClusterMachine:
+        return self.state.machine
+
+    @property
+    def over(self) -> str:
+        """Why this cluster's part is over; "" while it goes on."""
+        return self._state.over if self._state is not None else ""
+
+    @property
+    def founded(self) -> bool:
+        """Whether this rank stands in the cluster."""
+        return self._state is not None
+
+    @property
+    def shows_base(self) -> bool:
+        """Whether the model's parameters are the base's for now."""
+        return self._model.shows_base
+
+    @property
+    def base(self) -> VersionId:
+        """The version that was adopted last."""
+        return self.machine.base
+
+    @property
+    def waits(self) -> bool:
+        """No step may begin: ranks are to meet by `meeting` and `commit` instead."""
+        machine = self.machine
+        return not self.over and (machine.phase is not Phase.TRAINING or machine.waits or (self.dry and not self.ends))
+
+    @property
+    def dry(self) -> bool:
+        """All that is leased is used: ranks train on when there is more."""
+        return self.state.leased is not None and self.state.leased.used_up
+
+    @property
+    def tape(self) -> Tape | None:
+        """What is leased; None where the cluster has its own data."""
+        return self.state.leased.tape if self.state.leased is not None else None
+
+    @property
+    def ends(self) -> bool:
+        """The ranks train no more."""
+        return bool(self.over or self.machine.leaving or self.machine.verdict)
+
+    def waits_for(self) -> str:
+        """In words."""
+        if self._attendant is not None and self._attendant.trouble:
+            return f"the parameter server at {','.join(self.options.endpoints)}: {self._attendant.trouble}"
+        return self.machine.waits_for
+
+    @property
+    def reckoned(self) -> JobProgress:
+        """How far the job is by this cluster's own reckoning."""
+        return self.machine.reckoned
+
+    # ------------------------------------------------------------------ coming in
+
+    def found(self, nonce: str, *, alone: bool) -> None:
+        """The ranks begin: nobody has any of this yet, unless the state that they begin with does.
+
+        Args:
+            nonce: Drawn when they began.
+            alone: There is no other rank. Whoever begins with what the last rank of a cluster that had left kept on its
+                disk comes in anew.
+        """
+        if alone and self.over:
+            self.forget()
+        if self._state is None:
+            self._state = self._make(nonce)
+
+    def begin(self, me: str, *, first: bool) -> None:
+        """This rank stands where the others do; from here on it answers.
+
+        Args:
+            me: Its id in the inner job.
+            first: It is the oldest one.
+        """
+        self._me, self._step = me, _Step()
+        self._hello = self.machine.hello()
+        self._reach(self._serving.holders)
+        self._resume_encoding()
+        self._getter.start()
+        if first:
+            self._attend()
+
+    def _make(self, nonce: str) -> RanksMachine:
+        # No process stands for the cluster, so none is named: the death of one proves nothing.
+        options = self.options
+        place = f"{options.name} (elastic)"
+        machine = ClusterMachine(
+            options.name, place, nonce, self.agreement, overlap=options.overlap, ahead_steps=options.ahead_steps
+        )
+        return RanksMachine(machine)
+
+    def forget(self) -> None:
+        """This rank was put out; `begin` comes when it has the others' state again."""
+        self._leave_off()
+        self._state = None
+        self._content.forget()
+        for push in list(self._content.pushes):
+            self._free(push)
+        self._drop_encoded()
+        self._getter.drop()
+        with self._changed:
+            self._sent = 0
+            self._news.clear()
+
+    # ------------------------------------------------------------------ the state that travels
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        content = self._content
+        named = [("outer.base", content.base.data if content.base is not None else None)]
+        named += [("outer.residual", content.residual), ("outer.frozen", content.frozen)]
+        named += [(f"outer.push {push}", part.data) for push, part in sorted(content.pushes.items())]
+        named += [("outer.machine", self._landing if self._landing is not None else self._facts())]
+        return [(name, tensor) for name, tensor in named if tensor is not None]
+
+    def _facts(self) -> Tensor | None:
+        if self._state is None:
+            return None
+        content = self._content
+        facts = NewcomerFacts(self._state.facts(), content.pending, content.rejections, self._serving.holders)
+        return torch.frombuffer(bytearray(text_of(NewcomerFacts, facts)), dtype=torch.uint8)
+
+    def manifest(self) -> dict[str, object]:
+        content, facts = self._content, self._facts()
+        return {
+            "base": content.base is not None,
+            "residual": content.residual is not None,
+            "frozen": content.frozen is not None,
+            "pushes": [
+                (text_of(PushId, push), part.format == self._model.codec.push)
+                for push, part in sorted(content.pushes.items())
+            ],
+            "facts": 0 if facts is None else facts.numel(),
+        }
+
+    def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
+        whole, content = self._model.grid.whole, self._content
+        content.base = Part.empty(whole, self._model.codec.version) if manifest["base"] else None
+        content.residual = torch.zeros(self._model.grid.elements) if manifest["residual"] else None
+        content.frozen = torch.zeros(self._model.grid.elements) if manifest["frozen"] else None
+        content.pushes = {
+            read_text(PushId, push): Part.empty(whole, content.format_of(founding=not delta))
+            for push, delta in manifest["pushes"]
+        }
+        self._landing = torch.zeros(manifest["facts"], dtype=torch.uint8) if manifest["facts"] else None
+
+    def adopt(self, manifest: Mapping[str, Any]) -> None:
+        landing, self._landing = self._landing, None
+        if landing is None:
+            self._state = None
+            return
+        facts = read_text(NewcomerFacts, bytes(landing.numpy()))
+        self._state = self._make(facts.ranks.nonce)
+        self._state.restore(facts.ranks)
+        self._content.pending, self._content.rejections = facts.pending, facts.rejections
+        self._serving.holders = facts.holders
+
+    # ------------------------------------------------------------------ commits
+
+    def used(self, samples: int) -> None:
+        """This rank's part of the coming step has used so many more."""
+        self._step.samples += samples
+
+    def answer(self) -> bytes:
+        """What this rank says in the coming commit."""
+        with self._changed:
+            events = tuple(self._news) if self._first else ()
+            self._sent, self._told = len(events), (self._getter.here, self._encoded)
+            said = self._answer(events)
+            if said != self._said[0]:
+                self._said = said, text_of(RankSays, said)
+            return self._said[1]
+
+    def _answer(self, events: tuple[RankNews, ...]) -> RankSays:
+        fetched, encoded = self._getter.here, self._encoded
+        return RankSays(
+            fetched[0] if fetched is not None else NO_VERSION,
+            (encoded[0], encoded[2]) if encoded is not None and self._serving.holders else None,
+            self._step.samples,
+            self._step.rounded if self._first else (0.0, 0.0),
+            self._reason,
+            self.leaves,
+            self._failed,
+            events,
+            self.held,
+            self._batches,
+        )
+
+    def meeting(self) -> bytes:
+        """The same for a meeting without a step; the first rank waits for news a while."""
+        # Without samples it does not wait for versions.
+        self._step.waits.kept_at = 0.0 if self.dry else time.monotonic()
+        with self._changed:
+            if self._first:
+                soon = self._getter.here is not None or self._encoded is not None
+                self._changed.wait_for(lambda: self._has_news or self._closing.is_set(), SOON_S if soon else POLL_S)
+        return self.answer()
+
+    @property
+    def _has_news(self) -> bool:
+        """Something that the last answer did not say."""
+        told = self._told
+        return bool(self._news or self._failed) or self._getter.here is not told[0] or self._encoded is not told[1]
+
+    def alone(self) -> Boundary:
+        """A commit of which nobody else has to know: the other ranks are gone."""
+        return self.commit([self._me], [self.meeting()])
+
+    def commit(
+        self,
+        ranks: Sequence[str],
+        answers: Sequence[bytes],
+        *,
+        steps: int = 0,
+        spent: Sequence[Span] = (),
+        loss: float | None = None,
+    ) -> Boundary:
+        """A commit of the inner job, when the optimizer has stepped.
+
+        Args:
+            ranks: Who contributed, in rank order.
+            answers: Theirs; none where the commit carries none.
+            steps: Inner steps that it is: 1, or 0.
+            spent: Places on the tape that are spent with it, if it is a step.
+            loss: Of this rank's part of the step, for the log; None: nobody told it.
+
+        Raises:
+            StateError: This rank's push is not the others', or a rank cannot go on.
+        """
+        began = time.monotonic()
+        state = self.state
+        self._hello = state.machine.hello()
+        self._say_known()
+        if not answers:
+            return Boundary()
+        self._step.waits.kept_at = self._step.waits.kept_at or began
+        said = [_read(answer) if answer else RankSays() for answer in answers]
+        found = Boundary()
+        self._take_place(ranks)
+        if steps:
+            samples = sum(each.samples for each in said)
+            if self._first:
+                self._model.trained(steps, samples, loss if self._step.samples else None)
+            self._step.rates.take(samples, steps, began - self._step.since)
+            self._step.samples = 0
+        for effect in state.commit(ranks, said, steps, spent):
+            found = self._carry_out(effect, found)
+        with self._changed:
+            self._changed.notify_all()  # who has the version that is wanted is known
+        if len(ranks) == 1:
+            self._say_known()
+        now = time.monotonic()
+        self._step.waits.let_go(now)
+        self._step.since = now
+        return dataclasses.replace(found, over=self.over, waited_s=now - began)
+
+    def _say_known(self) -> None:
+        for message in self.state.known():
+            if self._attendant is not None:
+                self._attendant.say(message)
+
+    def _take_place(self, ranks: Sequence[str]) -> None:
+        """Who is first, from the contributors; the news that it told are told."""
+        if len(ranks) != self._ranks:
+            self._ranks = len(ranks)
+            self._serving.share(self._ranks)
+        with self._changed:
+            if ranks[0] == self._me and self._first:
+                for _ in range(self._sent):
+                    self._news.popleft()
+            self._sent = 0
+        if ranks[0] == self._me and not self._first:
+            self._attend()
+
+    def _carry_out(self, effect: RanksEffect, found: Boundary) -> Boundary:
+        match effect:
+            case fx.Told(message):
+                self._model.heard(message)
+            case Sealed(push, manifest):
+                self._seal(push, manifest)
+            case cl.Freeze(push, _):
+                self._model.tell_steps()
+                self._content.freeze(push)
+                self._resume_encoding()
+            case cl.Settle(push, answer):
+                self._content.settle(push, answer)
+            case cl.Adopt(version, outright):
+                part, self.state.having = self._getter.take(version), ()
+                reset = self._model.adopt(version, part, outright=outright, waited_s=self._step.waits.take)
+                return Boundary(version, found.outright or outright, found.reset_optimizer or reset)
+            case cl.Free(push):
+                self._free(push)
+            case cl.ReachHolders(holders):
+                self._reach(holders)
+            case cl.FetchVersion(version):
+                self._getter.drop(version)
+                self.state.having = ()
+            case cl.TakeLast(version, steps, samples):
+                self._model.take_last(version, self._getter.take(version), steps, samples)
+                return Boundary(version, True, found.reset_optimizer)
+            case cl.Over() as over:
+                self._end_of_life(over)
+                return Boundary(found.adopted, True, found.reset_optimizer)
+            case fx.OuterNote(name, fields):
+                self._model.tell(name, **dict(fields))
+        return found
+
+    # ------------------------------------------------------------------ pushes
+
+    def _resume_encoding(self) -> None:
+        """A push that is frozen, and that not all ranks are known to have encoded, is encoded here."""
+        push = self.machine.freezing
+        if push is None or self._closing.is_set() or (self._encoding is not None and self._encoding[0] == push):
+            return  # the last commit of a rank that leaves is told after its farewell
+        began = time.monotonic()
+        future = self._worker.submit(self._content.encoder())
+        self._encoding = (push, future)
+        covered, base = self.machine.covering, self.machine.base
+        steps, samples = covered.steps, covered.samples
+
+        def done(encoded: Future[Part]) -> None:
+            if encoded.cancelled() or self._closing.is_set():
+                return
+            if (error := encoded.exception()) is not None:
+                _log.error("push %s could not be encoded", push, exc_info=error)
+                with self._changed:
+                    words = str(error) if isinstance(error, ChaosError) else repr(error)
+                    self._failed = f"rank {self._me} could not encode push {push}: {words}"
+                    self._changed.notify_all()
+                return
+            part = encoded.result()
+            manifest = part.hash
+            self._model.tell(
+                "push_frozen", push=str(push), base=str(base), steps=steps, samples=samples,
+                nbytes=part.data.numel(), seconds=round(time.monotonic() - began, 6), manifest=manifest,
+            )  # fmt: skip
+            # Here, not in the training thread, for it is hashed. Nobody asks for it before it is offered, which is
+            # when the next commit is known.
+            self._serving.serve({push: part})
+            with self._changed:
+                if self._encoding is not None and self._encoding[1] is encoded:
+                    self._encoded = (push, part, manifest)
+                    self._changed.notify_all()
+                elif push not in self._content.pushes:
+                    self._serving.drop(push)
+
+        future.add_done_callback(done)
+
+    def _seal(self, push: PushId, manifest: str) -> None:
+        assert self._encoded is not None
+        _, part, own = self._encoded
+        if own != manifest:
+            raise StateError(f"push {push} is {own} at rank {self._me}, and {manifest} at the first one")
+        self._encoding = self._encoded = None
+        self._content.pushes[push] = part
+        self._serving.serve(self._content.pushes)  # else there was nobody yet who could ask
+
+    def _drop_encoded(self) -> None:
+        """What no commit has made known as frozen."""
+        with self._changed:
+            encoded, self._encoding, self._encoded = self._encoded, None, None
+        if encoded is not None:
+            self._serving.drop(encoded[0])
+
+    def _free(self, push: PushId) -> None:
+        self._content.pushes.pop(push, None)
+        self._serving.drop(push)
+
+    def _reach(self, holders: tuple[Holder, ...]) -> None:
+        with self._changed:
+            self._serving.reach(holders)
+        self._serving.serve(self._content.pushes)
+
+    # ------------------------------------------------------------------ versions
+
+    def _sought(self) -> Sought | None:
+        """From ranks that have it, else (the first rank alone) from the followers."""
+        state = self._state
+        wanted = state.machine.fetching if state is not None else NO_VERSION
+        if state is None or wanted == NO_VERSION:
+            return None
+        others = tuple(rank for rank in state.having if rank != self._me)
+
+        if others:
+            return Sought(wanted, state.machine, lambda attempt: self._copy(wanted, attempt, others))
+        get = partial(self._model.get, wanted, serving=self._serving)
+        return Sought(wanted, state.machine, get) if self._first and self._serving.holders else None
+
+    def _missed(self, version: VersionId) -> None:
+        """The first rank says so, once in a commit."""
+        event = cl.Missed(version)
+        with self._changed:
+            if self._first and event not in self._news:
+                self._news.append(event)
+                self._changed.notify_all()
+
+    def _copy(self, wanted: VersionId, attempt: Attempt, ranks: Sequence[str]) -> None:
+        part = attempt.part
+        name = version_name(wanted, part.shard, part.format.name)
+        for donor in self._inner.ways(ranks):
+            try:
+                fetch(name, [donor], self._inner.dial, [part.data], deadline_s=FETCH_S, abandoned=attempt.abandoned)
+                return
+            except NoDonorError as error:
+                _log.debug("version %s is not at %s: %s", wanted, donor.member, error)
+        raise NoDonorError(f"no rank of {', '.join(ranks)} gives version {wanted}")
+
+    # ------------------------------------------------------------------ the first rank
+
+    def _attend(self) -> None:
+        """From here on this rank talks to the leader."""
+        with self._changed:
+            self._first = self._model.tells = True
+            self._news.clear()
+
+        def happened(event: RankNews) -> None:
+            if isinstance(event, fx.Disconnected):
+                self._model.away("its stream has ended")
+            with self._changed:
+                self._news.append(event)
+                self._changed.notify_all()
+
+        def refused(reason: str) -> None:
+            with self._changed:
+                self._failed = reason
+                self._changed.notify_all()
+
+        def hello() -> ClusterHello:
+            assert self._hello is not None
+            return self._hello
+
+        self._attendant = Attendant(
+            self.options, self._secret, self._settings.heartbeat_s, hello=hello, happened=happened, refused=refused
+        )
+
+    # ------------------------------------------------------------------ what is judged
+
+    def show_base(self) -> None:
+        """The model's parameters are the base's until `show_own`; nothing may be trained meanwhile."""
+        self._model.show_base()
+
+    def show_own(self) -> None:
+        """The parameters are what is trained again. Idempotent."""
+        self._model.show_own()
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self, reason: str) -> None:
+        """The loop of all ranks is over; ranks are to meet until `over`."""
+        self._reason = reason
+
+    def leave(self) -> None:
+        """The cluster is to go; ranks are to meet until `over`. Of several ranks the first one's word counts."""
+        self.leaves = True
+
+    def _end_of_life(self, over: cl.Over) -> None:
+        self._model.end(over)
+        if over.failed and self.machine.was_in:
+            raise put_out(self.options.name, over.reason, was_in=True)
+        if not over.again:
+            return
+        for push in set(self._content.pushes) - set(self.machine.kept):
+            self._free(push)
+        self._getter.drop()
+        self.state.having = ()
+        self._drop_encoded()
+        self._hello = self.machine.anew().hello()
+        if self._attendant is not None:
+            self._leave_off()
+            self._attend()
+
+    def _leave_off(self) -> None:
+        attendant, self._attendant = self._attendant, None
+        self._first = self._model.tells = False
+        if attendant is not None:
+            attendant.close()
+
+    def close(self) -> None:
+        """Ends threads and connections. Idempotent."""
+        if self._state is not None:
+            self._fit.over()
+            self._say_known()
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._leave_off()
+        self._serving.close()
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._getter.close()
+        self._model.console.close()
+        self._events.close()
+
+
+__all__ = ["ElasticCluster", "InnerJob"]

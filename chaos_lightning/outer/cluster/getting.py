@@ -1,0 +1,164 @@
+"""Gets the versions that a cluster wants, in a thread of its own, each again and again until it is here.
+
+Theory of operation. One version is here at a time. The next one may be wanted, and come, before the loop's thread gets
+to adopt it. So whoever is about to adopt it takes it away at the moment in which that is settled. Who wants a version
+is told when it is served no more, and may want another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from chaos_lightning.errors import ChaosError, NoDonorError
+from chaos_lightning.outer.exchange.codec import Part
+from chaos_lightning.outer.exchange.fetching import drop_version, hold_version
+from chaos_lightning.outer.rules.types import NO_VERSION, VersionId
+from chaos_lightning.replication.server import StateServer
+
+AGAIN_S = 0.1
+"""Before another attempt."""
+_LOOK_S = 0.5
+"""What is wanted is looked at so often at least."""
+_log = logging.getLogger("chaos_lightning")
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt to get a version.
+
+    Attributes:
+        part: Its memory.
+        blank: Nothing of the version is there yet.
+        abandoned: Whether it is wanted no more.
+    """
+
+    part: Part
+    blank: bool
+    abandoned: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Sought:
+    """What is to be got.
+
+    Attributes:
+        version: Which.
+        whose: Whoever wants it; another one would not take it.
+        get: Makes an attempt; ChaosError or OSError if it fails.
+    """
+
+    version: VersionId
+    whose: object
+    get: Callable[[Attempt], None]
+
+
+class VersionGetter:
+    """See the module. Any thread.
+
+    Args:
+        changed: Notified when what `seek` says may have changed.
+        empty: Makes memory for a version.
+        seek: What is to be got; None: nothing. Called with `changed` held.
+        missed: Told which version somebody who held a part of it has no more.
+        landed: Told which version is here, with `changed` held.
+        server: Where others may get what is here; None: nowhere.
+
+    Attributes:
+        here: A version that was got and not taken.
+    """
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        empty: Callable[[], Part],
+        seek: Callable[[], Sought | None],
+        missed: Callable[[VersionId], None],
+        landed: Callable[[VersionId], None] = lambda version: None,
+        server: StateServer | None = None,
+    ) -> None:
+        self.here: tuple[VersionId, Part] | None = None
+        self._changed, self._empty, self._seek, self._server = changed, empty, seek, server
+        self._missed, self._landed = missed, landed
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Idempotent."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="chaos-outer-fetch", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def take(self, version: VersionId) -> Part | None:
+        """What is here, if it is this version; it is not here any more."""
+        with self._changed:
+            found = self.here if self.here is not None and self.here[0] == version else None
+            if found is not None:
+                self.drop()
+        return found[1] if found is not None else None
+
+    def drop(self, but: VersionId = NO_VERSION) -> None:
+        """Nothing is here any more, but this version if it is."""
+        with self._changed:
+            if self.here is None or self.here[0] == but:
+                return
+            dropped, self.here = self.here, None
+            self._changed.notify_all()
+        if self._server is not None:
+            drop_version(self._server, *dropped)
+
+    def _run(self) -> None:
+        part: Part | None = None
+        of = NO_VERSION
+        while not self._closing.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing.is_set() or self._open() is not None, _LOOK_S)
+                sought = self._open()
+            if sought is None or self._closing.is_set():
+                continue
+            if blank := part is None or of != sought.version:
+                part, of = self._empty(), sought.version
+            try:
+                sought.get(Attempt(part, blank, partial(self._abandoned, sought)))
+            except (ChaosError, OSError) as error:
+                _log.debug("version %s is not here yet: %s", of, error)
+                if isinstance(error, NoDonorError) and error.refused:
+                    self._missed(of)
+                self._closing.wait(AGAIN_S)
+                continue
+            if self._server is not None:
+                hold_version(self._server, of, part)
+            with self._changed:
+                if not self._abandoned(sought):
+                    self.drop()
+                    self.here, part = (of, part), None
+                    self._landed(of)
+                    self._changed.notify_all()
+                elif self._server is not None:
+                    drop_version(self._server, of, part)
+
+    def _abandoned(self, sought: Sought) -> bool:
+        """Another version is to be got, or none, or somebody else wants it."""
+        with self._changed:
+            now = self._open()
+        return self._closing.is_set() or now is None or now.version != sought.version or now.whose is not sought.whose
+
+    def _open(self) -> Sought | None:
+        """What is to be got and is not here."""
+        sought = self._seek()
+        here = sought is not None and self.here is not None and self.here[0] == sought.version
+        return None if here else sought
+
+
+__all__ = ["Sought", "VersionGetter"]

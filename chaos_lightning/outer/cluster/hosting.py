@@ -1,0 +1,234 @@
+"""Has a parameter server run at an endpoint of this machine if nobody serves it yet.
+
+Theory of operation. As for schedulers (control/hosting.py): whoever needs a server looks at the endpoint. If it is
+another machine's, that is that machine's affair; if somebody serves this job there, fine; if nobody listens, a whole
+server is started, detached (outer/commands/server_main.py), and the endpoint is looked at until it answers. Two
+starters may race: a lock keeps the second server off the files, and both starters find the first one. Who had a job
+before and finds its server away starts it on its files (`again`), if these are that job's: nothing begins anew, and the
+server of no other job takes the place of one that was started on another folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from chaos_lightning.control.hosting import IDLE_TIMEOUT_S, HostedScheduler, last_words, listens, named, start_detached
+from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.declared import command_line
+from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
+from chaos_lightning.machine.addresses import is_local, split_endpoint
+from chaos_lightning.machine.listener import is_another_kind
+from chaos_lightning.machine.process_table import start_time
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.commands.server_main import gives_way
+from chaos_lightning.outer.exchange.control_client import WHAT, fetch_facts
+from chaos_lightning.outer.exchange.options import ServerOptions
+from chaos_lightning.outer.server.chain_store import load_chain
+from chaos_lightning.security.credentials import Credentials, Secret, check_bind
+from chaos_lightning.settings import absolute_log_dir
+
+logger = logging.getLogger("chaos_lightning.outer")
+
+TELL_S = 5.0
+"""Between two lines of who waits for a server."""
+_LOOK_S = 0.05
+_ANSWER_S = 2.0
+"""How long a server may take to say what it has."""
+_RACE_S = 2.0
+"""Who has lost a race for the files tries again after so long, for the winner may have died."""
+_ODD_LISTENER_PATIENCE_S = 6.0
+
+
+def look(endpoint: str, job: str, secret: Secret) -> str:
+    """What is at the endpoint: "free", "serves" (this job), "ended" (and still about), "silent" or "odd".
+
+    Raises:
+        ConfigurationError: The server of another job is there.
+        RefusedError: It does not accept the credentials, or is none.
+    """
+    if not listens(endpoint):
+        return "free"
+    try:
+        facts = fetch_facts(endpoint, secret, _ANSWER_S, follow=False)
+    except SchedulerUnreachableError:
+        return "odd" if is_another_kind(*split_endpoint(endpoint)) else "silent"
+    if facts.get("job") != job:
+        raise ConfigurationError(
+            f"at {endpoint} runs the {WHAT} of job {facts.get('job')!r}, not of {job!r}: use another port, or the same "
+            "job name"
+        )
+    return "ended" if facts.get("phase") == "ended" else "serves"
+
+
+def ensure_server(
+    options: ServerOptions,
+    secret: Secret = b"",
+    *,
+    again: bool = False,
+    job_id: str = "",
+    timeout_s: float = 30.0,
+    given_up: Callable[[], bool] = lambda: False,
+) -> HostedScheduler | None:
+    """Starts a server at `options.listen` if that is this machine's and free; returns it, None if none was started.
+
+    Args:
+        options: What to run; `token_file`, `keys_dir` and `keep_finished` are not used.
+        secret: Cluster token, which is handed over in the child's environment; or credentials, whose folder is named.
+        again: The caller had a job that goes by what lies there: a server without it is of no use, and one that has
+            ended says so to whoever comes.
+        job_id: `again`: of the job that the caller had; "": it does not know.
+        timeout_s: How long to wait for an answer. Whoever waits for longer than some seconds says so, and for whom.
+        given_up: Asked now and then: true if the caller waits no more; then None is returned.
+
+    Raises:
+        ConfigurationError, RefusedError: What is there cannot serve this job; the message says why.
+        StoreError: `again`, and the job's files are not there, or another job's are.
+        SchedulerUnreachableError: Started, but it ended or did not answer; the message quotes its log.
+    """
+    host, _ = split_endpoint(options.listen)
+    if not is_local(host):
+        return None
+    check_bind(host, secret)
+    started: HostedScheduler | None = None
+    begun = told = time.monotonic()
+    odd_since: float | None = None
+    spawn_at = 0.0
+    while not given_up():
+        found, now = look(options.listen, options.job, secret), time.monotonic()
+        odd_since = (odd_since or now) if found == "odd" else None
+        if found == "serves" or (found == "ended" and again):
+            if started is None and not again and options.followers:
+                _compare(options, secret)
+            return started if started is not None and _leads(started, secret) else None
+        if found == "free" and now > spawn_at and (started is None or not started.alive()):
+            if started is not None and not _gave_way(started):
+                raise SchedulerUnreachableError(f"the {WHAT} ended at once; {last_words(started.log)}")
+            spawn_at = now + _RACE_S
+            started = _spawn(options, Credentials.of(secret), again=again, job_id=job_id)
+        elif odd_since is not None and now - odd_since > _ODD_LISTENER_PATIENCE_S:
+            what = f"something listens that is no {WHAT}{named(options.listen)}"
+            raise RefusedError(f"at {options.listen} {what}; choose another port")
+        left = begun + timeout_s - now
+        if left <= 0 or now - told > TELL_S:
+            told = now
+            what = f"the {WHAT} of the ended job does not end" if found == "ended" else "no answer"
+            words = f"{what} at {options.listen}{named(options.listen)}"
+            if started is not None and _gave_way(started):
+                words += "; another process of this machine starts it"
+            elif started is not None:
+                words += f"; {last_words(started.log)}"
+            if left <= 0:
+                raise SchedulerUnreachableError(f"{words}; waited for {timeout_s:g} s")
+            logger.warning("job %s waits for its %s: %s; gives up in %.0f s", options.job, WHAT, words, left)
+        time.sleep(_LOOK_S)
+    return None
+
+
+def _gave_way(started: HostedScheduler) -> bool:
+    """Whether the server that was started here has ended since another one uses its folder.
+
+    Servers of one folder write to one log, so these words need not be its last ones.
+    """
+    try:
+        return not started.alive() and gives_way(started.pid) in started.log.read_text(errors="replace")
+    except OSError:
+        return False
+
+
+def _compare(options: ServerOptions, secret: Secret) -> None:
+    """Tells whoever asked for another number of followers than the server has."""
+    try:
+        facts = fetch_facts(options.listen, secret, _ANSWER_S, follow=False)
+    except SchedulerUnreachableError:
+        return
+    held, wanted = sum(follower["shard"] >= 0 for follower in facts["followers"]), facts["wanted"]
+    if options.followers not in (wanted, held):
+        logger.warning(
+            "job %s has a %s at %s already, with %d followers and not %d as asked for here; that stays. Stop it, and "
+            "start it with `chaos-lightning ps up --followers %d` on the machine that has its files",
+            options.job, WHAT, options.listen, held or wanted, options.followers, options.followers,
+        )  # fmt: skip
+
+
+def _leads(started: HostedScheduler, secret: Secret) -> bool:
+    """Whether it is our own server's leader that answers, and not that of the winner of a race."""
+    try:
+        return started.alive() and fetch_facts(started.endpoint, secret, follow=False).get("parent_pid") == started.pid
+    except SchedulerUnreachableError:
+        return False
+
+
+def host_for_cluster(
+    options: ClusterOptions, *, again: bool = False, job_id: str = "", given_up: Callable[[], bool] = lambda: False
+) -> HostedScheduler | None:
+    """`ensure_server` for a cluster: at its start, and (again) when the server of its job was lost.
+
+    Nothing is started where several leaders stand by for each other: each on a chain of its own would lead a job of its
+    own.
+    """
+    if not options.host_server or len(options.endpoints) != 1:
+        return None
+    server = ServerOptions(
+        listen=options.endpoints[0], job=options.job, followers=options.followers, log_dir=options.log_dir
+    )
+    secret = Credentials.load(options.keys_dir, options.token_file)
+    return ensure_server(server, secret, again=again, job_id=job_id, given_up=given_up)
+
+
+def others_in(options: ClusterOptions) -> bool:
+    """Whether other clusters are in this job, as far as its server says so at once; then this one is not the oldest."""
+    if not any(listens(endpoint) for endpoint in options.endpoints):
+        return False
+    try:
+        secret = Credentials.load(options.keys_dir, options.token_file)
+        facts = fetch_facts(",".join(options.endpoints), secret, _ANSWER_S)
+    except ChaosError:  # the start that follows says it
+        return False
+    there = {each["name"] for each in facts.get("clusters", ())}
+    return (facts.get("job"), facts.get("phase") == "ended") == (options.job, False) and bool(there - {options.name})
+
+
+def _check_chain(options: ServerOptions, job_id: str) -> None:
+    """Whether the chain of this job lies where a server would look for it; `job_id`: "" for whichever job's.
+
+    Raises:
+        StoreError: It does not, or the file cannot be read.
+        ConfigurationError: It is of a job with another name.
+    """
+    path, other = options.store_path, ""
+    if path is None:
+        return
+    if path.exists():
+        with SqliteStore(path, options.job, read_only=True) as store:
+            found = load_chain(store).job_id
+        if job_id in ("", found):
+            return
+        other = f", but another's ({found[:8] or 'not begun yet'} and not {job_id[:8]})"
+    raise StoreError(
+        f"no {WHAT} is started at {options.listen}: job {options.job} has begun, and its chain is not at {path}"
+        f"{other}. Start one there on the folder that holds it: `chaos-lightning ps up --dir DIR`"
+    )
+
+
+def _spawn(options: ServerOptions, secret: Credentials, *, again: bool, job_id: str) -> HostedScheduler:
+    path, folder = options.store_path, options.folder.absolute()
+    if again:
+        _check_chain(options, job_id)
+    log = folder.with_name(f"{folder.name}.log")
+    arguments = command_line(
+        replace(
+            options,
+            dir=str(folder),
+            store=str(path.absolute()) if path is not None else options.store,
+            idle_timeout_s=options.idle_timeout_s or IDLE_TIMEOUT_S,
+            log_dir=absolute_log_dir(options.log_dir),
+            keep_finished=again,
+            keys_dir=secret.keys_dir,
+            token_file="",
+        )
+    )
+    pid = start_detached("chaos_lightning.outer.commands.server_main", arguments, log, secret, f"a {WHAT}")
+    return HostedScheduler(options.listen, pid, start_time(pid), log, path)

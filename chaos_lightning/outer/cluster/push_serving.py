@@ -1,0 +1,151 @@
+"""Where a rank of an elastic cluster serves the cluster's pushes: connections that are parked at the followers.
+
+Theory of operation. All ranks hold the same pushes and park connections under the incarnation's name, so a follower has
+each of them send a part, and the others send what one that dies was asked for. Pushes are cut as the followers' shards
+are, anew when there are others. While training goes on, traffic is spread: a push, and the version that comes of it,
+takes a part of the time that there is until the next one, so that a far link carries no more than it must at once.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.exchange.codec import Part
+from chaos_lightning.outer.exchange.fetching import drop_push, fetch_version, hold_push
+from chaos_lightning.outer.exchange.lines import SERVING, ParkedLines
+from chaos_lightning.outer.rules.grid import Grid, Shard
+from chaos_lightning.outer.rules.messages import Holder
+from chaos_lightning.outer.rules.types import PushId, VersionId
+from chaos_lightning.replication.server import StateServer
+from chaos_lightning.replication.source import Endpoint
+from chaos_lightning.security.credentials import Secret
+
+FETCH_S = 600.0
+"""Longest time for one attempt at a version, however steadily bytes come."""
+_PAUSES = 3
+"""So many are looked back on."""
+_LEAST_S = 1e-3
+_VERSION_NBYTES = 2
+"""Per element, at least, whatever pushes have."""
+_TABLE_NBYTES = 88
+"""Bytes for each tensor of the table that a follower gets before those of a push."""
+
+
+class PushServing:
+    """See the module. `serve`, `drop`, `dial` and `fetch` may be called by any thread, all else by one at a time.
+
+    Args:
+        options: Of the cluster.
+        secret: Token or credentials.
+        grid: Of what is pushed.
+        me: Tells the incarnation's name; the cluster's while it has none.
+        note: Takes events about connections.
+
+    Attributes:
+        holders: Who holds the shards, in shard order.
+    """
+
+    def __init__(
+        self, options: ClusterOptions, secret: Secret, grid: Grid, me: Callable[[], str], note: Callable[..., None]
+    ) -> None:
+        self.holders: tuple[Holder, ...] = ()
+        self._grid, self._me = grid, me
+        self._lock = threading.Lock()
+        self._cuts: dict[PushId, tuple[Shard, ...]] = {}
+        """How those that are served are cut."""
+        self._spread = options.spread if options.overlap else 0.0
+        self._frozen_at = 0.0
+        self._pauses: deque[float] = deque(maxlen=_PAUSES)
+        self._server = StateServer(SERVING)
+        self._lines = ParkedLines(
+            self._server,
+            job=options.job,
+            me=me,
+            secret=secret,
+            note=note,
+            links=options.links,
+            rate_bps=options.rate_bps,
+        )
+
+    @property
+    def _shards(self) -> tuple[Shard, ...]:
+        """As the holders have them; none while there are none."""
+        return self._grid.cut(len(self.holders)) if self.holders else ()
+
+    def reach(self, holders: tuple[Holder, ...]) -> None:
+        """These hold the shards from now on."""
+        self.holders = holders
+        self._lines.follow(holders)
+
+    def share(self, ranks: int) -> None:
+        """So many serve the same pushes; together they keep to the cluster's rate."""
+        self._lines.share(ranks)
+
+    def serve(self, pushes: Mapping[PushId, Part]) -> None:
+        """These can be asked for, as far as it is known how they are cut; their bytes must not change."""
+        for push, part in pushes.items():
+            with self._lock:
+                shards, cut = self._shards, self._cuts.get(push)  # in here, so that the newest holders win
+                if not shards or cut == shards:
+                    continue
+                if cut is None and self._spread:
+                    self._spread_over(part)
+                self._cuts[push] = shards
+            self._tidy(push, cut or ())
+            hold_push(self._server, push, part, shards)  # hashes it; whoever drops it waits for no such thing
+            self._tidy(push, shards)
+
+    def _tidy(self, push: PushId, cut: tuple[Shard, ...]) -> None:
+        """Of this cut only that is served which the present one has, too."""
+        with self._lock:
+            now = self._cuts.get(push, ())
+            drop_push(self._server, push, [shard for shard in cut if shard not in now])
+
+    def _spread_over(self, part: Part) -> None:
+        """By the shortest of the last pauses between two pushes: one that was long says nothing of the coming one."""
+        now, before = time.monotonic(), self._frozen_at
+        self._frozen_at = now
+        if before:
+            self._pauses.append(now - before)
+            nbytes = max(part.data.numel(), _VERSION_NBYTES * part.shard.elements)
+            nbytes += _TABLE_NBYTES * sum(1 for _ in part.shard.runs())
+            self._lines.spread(8 * nbytes / max(_LEAST_S, self._spread * min(self._pauses)))
+
+    def drop(self, push: PushId) -> None:
+        """Nobody asks for it any more."""
+        with self._lock:
+            cut = self._cuts.pop(push, ())
+        self._tidy(push, cut)
+
+    def dial(self, endpoint: Endpoint) -> socket.socket:
+        """A connection to a follower, for versions. Any thread."""
+        return self._lines.dial(endpoint)
+
+    def fetch(self, version: VersionId, part: Part, abandoned: Callable[[], bool], *, blank: bool) -> int:
+        """Fills `part` with a version, from all holders at once; its size in bytes.
+
+        Arguments and errors are those of `fetch_version`.
+        """
+        holders = self.holders
+        cut = self._grid.cut(len(holders))
+        return fetch_version(
+            version,
+            cut,
+            part.format,
+            holders,
+            part,
+            self.dial,
+            deadline_s=FETCH_S,
+            abandoned=abandoned,
+            blank=blank,
+        )
+
+    def close(self) -> None:
+        """Hangs up everywhere."""
+        self._lines.close()
+        self._server.close()

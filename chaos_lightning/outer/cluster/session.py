@@ -1,0 +1,736 @@
+"""A cluster's part in an outer job, as the loop that trains sees it: start, a boundary after each step, and an end.
+
+Theory of operation. `ClusterMachine` says when to freeze, offer and adopt; here is what that means for memory, threads
+and connections. The loop's thread alone touches the model: what the machine asks of it waits until the next `boundary`
+(or whatever waits in here), where the training stands still. Everything else has threads of its own, so that training
+goes on meanwhile: the control stream, heartbeats, one that encodes pushes, one that fetches versions, and those that
+serve pushes.
+
+What freezing, settling and adopting do to base, residual and parameters is `OuterContent`'s (content.py); where pushes
+are asked for is `PushServing`'s.
+
+*Positions* of shared data are claimed before they are trained. What was claimed is nobody else's here, and after an
+outright adoption nothing is claimed any more: the loop must drop what it has not trained (`Boundary.outright`).
+
+A dismissed incarnation is over; the same process comes in again with a new machine, a new stream and new connections.
+Those of the old one stay as long as somebody may ask for its pushes (O3a).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from chaos_lightning.control.options import forget_logs
+from chaos_lightning.errors import (
+    ChaosError,
+    DeadlineError,
+    DepartedError,
+    RefusedError,
+    StateError,
+)
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.fits import Fit
+from chaos_lightning.machine.process_table import host_identity, start_time
+from chaos_lightning.membership.peers import FIT
+from chaos_lightning.outer.cluster.cluster_model import ClusterModel
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.cluster.getting import Sought, VersionGetter
+from chaos_lightning.outer.cluster.hosting import host_for_cluster
+from chaos_lightning.outer.cluster.leaving import Patience, put_out, tell_refusal
+from chaos_lightning.outer.cluster.push_serving import PushServing
+from chaos_lightning.outer.cluster.replica import Replica
+from chaos_lightning.outer.cluster.training_rates import TrainingRates, Waits
+from chaos_lightning.outer.exchange.codec import Part, codec_named
+from chaos_lightning.outer.exchange.control_client import ControlClient
+from chaos_lightning.outer.rules import cluster as cl
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.cluster import ClusterMachine, Phase
+from chaos_lightning.outer.rules.messages import Holder
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
+    NO_VERSION,
+    TIED,
+    Agreement,
+    Covered,
+    JobProgress,
+    ProcessPlace,
+    PushId,
+    VersionId,
+)
+from chaos_lightning.planning.batches import UNTOLD, Batches
+from chaos_lightning.protocol.spans import count, first_positions, normalise, subtract
+from chaos_lightning.protocol.types import Span
+from chaos_lightning.security.credentials import Credentials
+
+_log = logging.getLogger("chaos_lightning")
+
+_LOOK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What happened between two steps.
+
+    Attributes:
+        adopted: The version that was taken over; None: none was.
+        outright: Its parameters replace the model's: whatever was prepared or accumulated must be dropped.
+        reset_optimizer: The inner optimizer's state is to be dropped, too.
+        over: Why this cluster's part is over; "" while it goes on.
+        waited_s: For how long the loop was kept.
+    """
+
+    adopted: VersionId | None = None
+    outright: bool = False
+    reset_optimizer: bool = False
+    over: str = ""
+    waited_s: float = 0.0
+
+
+class _Life:
+    """One incarnation: its machine, its stream, and where its pushes are served."""
+
+    def __init__(self, machine: ClusterMachine, serving: PushServing) -> None:
+        self.machine, self.serving = machine, serving
+        self.client: ControlClient | None = None
+        self.over = False
+
+    def close(self) -> None:
+        """Stream and connections end."""
+        self.over = True
+        if self.client is not None:
+            self.client.close()
+        self.serving.close()
+
+
+class OuterSession:
+    """See the module. Methods are the loop's thread's, but for `leave` and `close`.
+
+    Args:
+        replica: The model's part that travels.
+        agreement: What all clusters have in common (`agreement_of`).
+        options: Of this cluster.
+        events: Its event log.
+        batches: How many positions of shared data it trains at once.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        agreement: Agreement,
+        options: ClusterOptions,
+        events: EventLog | None = None,
+        batches: Batches = UNTOLD,
+    ) -> None:
+        self.options = options
+        self.agreement = agreement
+        self._fit = Fit(options.job, ",".join(options.endpoints))
+        self.over = ""
+        """Why this cluster's part is over; "" while it goes on."""
+        self.progress = JobProgress()
+        """The job's, with the base."""
+        self._events = events or EventLog(None)
+        self._secret = Credentials.load(options.keys_dir, options.token_file)
+        self._settings = OuterSettings.of_words(agreement.settings)
+        self._model = ClusterModel(replica, agreement, options, self._events, lambda: self._life.machine)
+        self._content = self._model.content
+        self._changed = threading.Condition(threading.RLock())
+        self._todo: deque[tuple[cl.ClusterEffect, Part | None]] = deque()
+        """For the loop's thread; with the version that an effect adopts."""
+        self._getter = VersionGetter(self._changed, self._model.empty, self._sought, self._missed, self._landed)
+        self._claimed: dict[int, tuple[Span, ...]] = {}
+        self._rates = TrainingRates()
+        self._error: ChaosError | None = None
+        """Why this cluster cannot go on."""
+        self._rested_at = 0.0
+        self._waits = Waits()
+        self._trouble = ""
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
+        self._closing = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="chaos-outer-beat", daemon=True)
+        self._old: list[_Life] = []
+        here = ProcessPlace(host_identity(), os.getpid(), start_time(os.getpid()))
+        place = f"{options.name} (pid {here.pid})"
+        machine = ClusterMachine(
+            options.name, place, os.urandom(8).hex(), agreement, process=here, overlap=options.overlap,
+            ahead_steps=options.ahead_steps,
+        )  # fmt: skip
+        machine.batches = batches
+        self._life = self._live(machine)
+
+    def _live(self, machine: ClusterMachine) -> _Life:
+        me = machine  # its name is known once it is welcomed
+        serving = PushServing(
+            self.options, self._secret, self._model.grid, lambda: str(me.incarnation or me.name), self._events.emit
+        )
+        return _Life(machine, serving)
+
+    # ------------------------------------------------------------------ what others may ask
+
+    @property
+    def base(self) -> VersionId:
+        """The version that was adopted last."""
+        return self._life.machine.base
+
+    @property
+    def incarnation(self) -> str:
+        """Who this cluster is, "name~number"; "" before it was let in."""
+        return str(self._life.machine.incarnation or "")
+
+    @property
+    def job_id(self) -> str:
+        """The job's name among all jobs; "" before this cluster was let in."""
+        return self._life.machine.job_id
+
+    @property
+    def oldest(self) -> bool:
+        """Whether it came before all others that are in: its verdict ends the job."""
+        machine = self._life.machine
+        return machine.oldest in (None, machine.incarnation)
+
+    @property
+    def inner_steps(self) -> int:
+        """From one push to the next, as the leader paces this cluster."""
+        return self._life.machine.inner_steps
+
+    @property
+    def usual_steps(self) -> int:
+        """From one push to the next, of a usual cluster."""
+        return self._settings.inner_steps
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """(samples, inner steps) that it has trained and that the base does not hold."""
+        with self._changed:
+            return self._life.machine.ahead
+
+    def idle_steps(self, seconds: float) -> int:
+        """So many inner steps `boundary` may be told of together: no push is due sooner, nor do they take longer.
+
+        Args:
+            seconds: Of training, as it was measured.
+        """
+        with self._changed:
+            machine = self._life.machine
+            due = min(machine.inner_steps, machine.may_be_ahead or machine.inner_steps) - machine.unpushed.steps
+            most = int(seconds * machine.step_rate)
+            return max(1, min(most, due) if due > 0 else most)
+
+    @property
+    def reckoned(self) -> JobProgress:
+        """How far the job is by this cluster's own reckoning."""
+        with self._changed:
+            return self._life.machine.reckoned
+
+    @property
+    def at_risk(self) -> int:
+        """Inner steps of this cluster that no durable version holds."""
+        with self._changed:
+            return self._life.machine.at_risk
+
+    # ------------------------------------------------------------------ the loop
+
+    def start(self, timeout_s: float = 60.0) -> JobProgress:
+        """Founds the job, or takes its newest version over, in place; returns how far the job is.
+
+        Raises:
+            RefusedError: The server does not let this cluster in; says why.
+            ConfigurationError: The job differs; says in what, and from whose.
+            DeadlineError: Nobody answered in time; says what was waited for.
+        """
+        forget_logs(self.options.log_dir)
+        self._waits.kept_at = time.monotonic()
+        host_for_cluster(self.options)
+        self._begin(self._life)
+        self._beats.start()
+        self._getter.start()
+        self._rest(self._is_in, timeout_s)
+        self._go_on()
+        return self.progress
+
+    def boundary(
+        self, samples: int, covers: Sequence[Covered] = (), steps: int = 1, loss: float | None = None
+    ) -> Boundary:
+        """After each inner step: what it trained is counted, and what is due is frozen or adopted.
+
+        Args:
+            samples: That the steps used.
+            covers: Positions that they used, where data are shared.
+            steps: How many.
+            loss: Of the last one, for the log.
+
+        Raises:
+            ChaosError: This cluster cannot go on.
+            DeadlineError: What it had to wait for did not come within `options.patience_s`.
+        """
+        began = self._waits.kept_at = time.monotonic()
+        self._measure(samples, steps, began)
+        self._model.trained(steps, samples, loss)
+        with self._changed:
+            for each in covers:
+                self._unclaim(each)
+            self._feed(self._life, cl.Trained(samples, tuple(covers), steps), resting=True)
+        done = self._rest(self._is_in, self.options.patience_s)
+        self._go_on()
+        return Boundary(done.adopted, done.outright, done.reset_optimizer, self.over, self._rested_at - began)
+
+    def _go_on(self) -> None:
+        self._rested_at = time.monotonic()
+        self._waits.let_go(self._rested_at)
+
+    def waited(self, seconds: float) -> None:
+        """Training stood still for so long beside what boundaries know of: a version went to other ranks."""
+        self._waits.add(seconds)
+
+    def claim(self, positions: int, timeout_s: float = 0.0) -> tuple[Covered, ...]:
+        """The next positions of the shared data that this cluster trains, each of them once.
+
+        What is left may have to be pushed before there is more: who gets nothing calls `boundary` and asks again.
+
+        Args:
+            positions: At most so many, of one epoch.
+            timeout_s: To wait until there are some.
+
+        Returns:
+            Nothing: there are none for now, or (`ending`) this cluster is to train no more.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.ending or self._free() is not None, timeout_s)
+            found = self._free()
+            if found is None or self._life.machine.phase is not Phase.TRAINING:
+                return ()
+            epoch, spans = found
+            taken = first_positions(spans, self._life.machine.batches.next(positions, count(spans)))
+            if not taken:
+                return ()
+            self._claimed[epoch] = normalise([*self._claimed.get(epoch, ()), *taken])
+            return (Covered(epoch, taken),)
+
+    def pause(self, timeout_s: float) -> None:
+        """Until something happens that the next `boundary` may see; at most so long."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    @property
+    def ending(self) -> bool:
+        """This cluster is to train no more."""
+        machine = self._life.machine
+        return bool(self.over or machine.leaving or machine.verdict or machine.phase is Phase.ENDING)
+
+    @property
+    def leaving(self) -> bool:
+        """It was asked to leave."""
+        return self._life.machine.leaving
+
+    def show_base(self) -> None:
+        """The model's parameters are the base's until `show_own`; nothing may be trained meanwhile."""
+        self._model.show_base()
+
+    def show_own(self) -> None:
+        """The parameters are what is trained again. Idempotent."""
+        self._model.show_own()
+
+    def finish(self, reason: str, timeout_s: float | None = None) -> None:
+        """This cluster's loop is over: pushes the rest, and stays until the job ends, or until it has left.
+
+        Who is through long before the others leaves after `timeout_s`; None: after `options.patience_s`.
+
+        Raises:
+            DeadlineError: It was to leave, and could not in that time.
+        """
+        self._waits.kept_at = time.monotonic()
+        leaving, limit_s = self.leaving, timeout_s if timeout_s is not None else self.options.patience_s
+        if not leaving:
+            self._feed(self._life, cl.LoopOver(reason), resting=True)
+        try:
+            self._rest(lambda: bool(self.over), limit_s)
+        except DeadlineError as error:
+            if leaving:
+                raise
+            _log.warning("%s; this cluster is through, so it leaves, with %s", error, self.base)
+            self.leave()
+            self._rest(lambda: bool(self.over), limit_s)
+
+    def leave(self) -> None:
+        """Asks to go: what is there is pushed, and `finish` returns once that is durable.
+
+        Any thread. A signal's handler calls it in a thread of its own, for it takes a lock.
+        """
+        self._feed(self._life, cl.LeaveAsked())
+
+    def close(self) -> None:
+        """Ends threads and connections; what was not pushed is lost. Idempotent."""
+        if self.incarnation:
+            self._fit.over()
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._life.close()
+        for life in self._old:
+            life.close()
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._getter.close()
+        if self._beats.is_alive():
+            self._beats.join(5.0)
+        self._model.console.close()
+        self._events.close()
+
+    # ------------------------------------------------------------------ standing still
+
+    def _is_in(self) -> bool:
+        machine = self._life.machine
+        return bool(self.over) or (machine.phase is Phase.TRAINING and not machine.waits)
+
+    def _rest(self, done: Callable[[], bool], timeout_s: float | None = None) -> Boundary:
+        """Carries out what is due, at least once, and then until `done`; what was adopted meanwhile.
+
+        Raises:
+            ChaosError: This cluster cannot go on.
+            DeadlineError: It is not `done` by then.
+            DepartedError: The session was closed.
+        """
+        patience = Patience(self.options.name, self.waits_for, timeout_s)
+        found = Boundary()
+        while True:
+            found = self._carry_out(found)
+            with self._changed:
+                if self._closing.is_set():
+                    raise DepartedError("this outer session was closed")
+                if self._error is not None:
+                    raise self._error
+                if done() and not self._todo:
+                    return found
+                self._changed.wait_for(
+                    lambda: bool(self._todo or self._error) or done() or self._closing.is_set(), _LOOK_S
+                )
+            if not done():
+                patience.look()
+
+    def waits_for(self) -> str:
+        """What must come before this cluster trains on, or may go, in words."""
+        if self._trouble:
+            return f"the parameter server at {','.join(self.options.endpoints)}: {self._trouble}"
+        return self._life.machine.waits_for
+
+    def _carry_out(self, found: Boundary) -> Boundary:
+        """What waits for the loop's thread, in order; with what was found before."""
+        self._feed(self._life, cl.AtRest(), resting=True)
+        while True:
+            with self._changed:
+                if not self._todo:
+                    if self.base != NO_VERSION:  # an epoch may have ended without another version
+                        self.progress = self._life.machine.job
+                    return found
+                effect, part = self._todo.popleft()
+            match effect:
+                case cl.Freeze(push, base):
+                    self._freeze(push, base)
+                case cl.Settle(push, answer):
+                    self._content.settle(push, answer)
+                case cl.Adopt(version, outright):
+                    reset = self._adopt(version, part, outright)
+                    found = Boundary(version, found.outright or outright, found.reset_optimizer or reset)
+                case cl.Free(push):
+                    self._free_push(push)
+                case cl.TakeLast(version, steps, samples):
+                    self._take_last(version, part, steps, samples)
+                    found = Boundary(version, True, found.reset_optimizer)
+                case cl.Over() as over:
+                    self._end_of_life(over)
+                    found = Boundary(found.adopted, True, found.reset_optimizer)
+
+    def _freeze(self, push: PushId, base: VersionId) -> None:
+        self._model.tell_steps()
+        began, covered = time.monotonic(), self._life.machine.covering
+        self._content.freeze(push)
+        self._worker.submit(self._encode, self._life, push, base, covered, self._content.encoder(), began)
+
+    def _encode(
+        self,
+        life: _Life,
+        push: PushId,
+        base: VersionId,
+        covered: cl.Unpushed,
+        encode: Callable[[], Part],
+        began: float,
+    ) -> None:
+        """In the worker's thread."""
+        try:
+            part = encode()
+            manifest = part.hash
+            with self._changed:
+                if life.over:
+                    return
+                self._content.pushes[push] = part
+            self._serve(life, {push: part})
+        except Exception as error:
+            if not life.over:  # else its content is gone
+                odd = StateError(f"push {push} could not be encoded: {error!r}")
+                self._fail(error if isinstance(error, ChaosError) else odd)
+            return
+        self._events.emit(
+            "push_frozen",
+            push=str(push),
+            base=str(base),
+            steps=covered.steps,
+            samples=covered.samples,
+            nbytes=part.data.numel(),
+            seconds=round(time.monotonic() - began, 6),
+            manifest=manifest,
+        )
+        self._feed(life, cl.Frozen(push, manifest))
+
+    def _adopt(self, version: VersionId, part: Part | None, outright: bool) -> bool:
+        reset = self._model.adopt(version, part, outright=outright, waited_s=self._waits.take)
+        with self._changed:
+            self.progress = self._life.machine.job
+            if outright:
+                self._claimed.clear()
+        return reset
+
+    def _take_last(self, version: VersionId, part: Part | None, steps: int, samples: int) -> None:
+        self._model.take_last(version, part, steps, samples)
+        with self._changed:
+            self.progress = self._life.machine.job
+            self._claimed.clear()
+
+    def _end_of_life(self, over: cl.Over) -> None:
+        old = self._life
+        if not over.again:
+            self._model.end(over)
+            self.over = over.reason
+            if over.failed:
+                raise put_out(self.options.name, over.reason, was_in=old.machine.was_in)
+            return
+        with self._changed:
+            old.over = True
+            self._model.end(over)
+            self._old.append(old)
+            self._life = self._live(old.machine.anew())
+            self._todo.clear()
+            self._claimed.clear()
+            self._getter.drop()
+            for push in set(self._content.pushes) - set(self._life.machine.kept):
+                self._free_push(push)
+            self._let_go()
+        if old.client is not None:
+            old.client.close()
+        self._begin(self._life)
+
+    # ------------------------------------------------------------------ any thread
+
+    def _begin(self, life: _Life) -> None:
+        """Its stream, and who is told what comes on it."""
+
+        def hear(message: Any) -> None:
+            self._model.heard(message)
+            self._feed(life, fx.Told(message))
+
+        def connected() -> None:
+            self._trouble = ""
+            self._feed(life, fx.Connected())
+
+        def lost(reason: str) -> None:
+            self._trouble = reason
+            self._model.away(reason)
+            self._feed(life, fx.Disconnected())
+
+        def trouble(error: ChaosError) -> None:
+            self._trouble = str(error)
+            if isinstance(error, RefusedError) and not life.machine.was_in:
+                self._fail(error)
+            elif isinstance(error, RefusedError):
+                tell_refusal(self.options.name, error)
+
+        life.client = ControlClient(
+            self.options.endpoints,
+            self._secret,
+            call="Attend",
+            on_connected=connected,
+            on_message=hear,
+            on_disconnected=lost,
+            on_trouble=trouble,
+            revive=lambda: host_for_cluster(
+                self.options, again=True, job_id=life.machine.job_id, given_up=self._closing.is_set
+            ),
+        )
+        life.client.start()
+
+    def _fail(self, error: ChaosError) -> None:
+        """The loop's thread raises it."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _feed(self, life: _Life, event: cl.ClusterEvent, *, resting: bool = False) -> None:
+        with self._changed:
+            if life.over or life is not self._life:
+                return
+            try:
+                effects = life.machine.on(event, resting=resting)
+            except ValueError as error:
+                self._fail(StateError(f"what cluster {self.options.name} was told contradicts what it holds: {error}"))
+                return
+            for effect in effects:
+                self._apply(life, effect)
+            self._changed.notify_all()
+
+    def _apply(self, life: _Life, effect: cl.ClusterEffect) -> None:
+        match effect:
+            case fx.Say(message):
+                if life.client is not None:
+                    life.client.say(message)
+            case cl.FetchVersion():
+                pass  # the machine's `fetching` says so
+            case cl.ReachHolders(holders):
+                self._reach(holders)
+            case fx.OuterNote(name, fields):
+                self._events.emit(name, **dict(fields))
+            case cl.Adopt(version) | cl.TakeLast(version):
+                self._todo.append((effect, self._getter.take(version)))
+            case _:
+                self._todo.append((effect, None))
+
+    def _reach(self, holders: tuple[Holder, ...]) -> None:
+        for life in (self._life, *self._old) if not self._closing.is_set() else ():
+            life.serving.reach(holders)
+            mine = life.machine.incarnation
+            kept = {p: part for p, part in self._content.pushes.items() if p.incarnation == mine}
+            self._worker.submit(self._serve, life, kept)
+
+    def _serve(self, life: _Life, pushes: Mapping[PushId, Part]) -> None:
+        """In the worker's thread, without the lock that boundaries take, for it hashes all of them."""
+        life.serving.serve(pushes)
+        with self._changed:
+            for push in pushes.keys() - self._content.pushes.keys():  # freed meanwhile
+                life.serving.drop(push)
+
+    def _free_push(self, push: PushId) -> None:
+        with self._changed:
+            self._content.pushes.pop(push, None)
+            for life in (self._life, *self._old):
+                life.serving.drop(push)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of earlier incarnations whose pushes nobody asks for any more."""
+        with self._changed:
+            needed = {p.incarnation for p in self._content.pushes}
+            done = [life for life in self._old if life.machine.incarnation not in needed]
+            self._old = [life for life in self._old if life not in done]
+        for life in done:
+            threading.Thread(target=life.close, name="chaos-outer-close", daemon=True).start()
+
+    # ------------------------------------------------------------------ positions and rates
+
+    def _free(self) -> tuple[int, tuple[Span, ...]] | None:
+        """The lowest epoch with positions that are leased and not claimed."""
+        for epoch, spans in sorted(self._life.machine.free_spans().items()):
+            if left := subtract(spans, self._claimed.get(epoch, ())):
+                return epoch, left
+        return None
+
+    def _unclaim(self, covered: Covered) -> None:
+        left = subtract(self._claimed.get(covered.epoch, ()), covered.spans)
+        self._claimed[covered.epoch] = left
+        if not left:
+            del self._claimed[covered.epoch]
+
+    def _measure(self, samples: int, steps: int, now: float) -> None:
+        """Moving averages of what a second of training gives; waits do not count."""
+        self._rates.take(samples, steps, now - self._rested_at)
+        machine = self._life.machine
+        machine.rate, machine.step_rate = self._rates.samples_per_s, self._rates.steps_per_s
+
+    # ------------------------------------------------------------------ threads
+
+    def _beat(self) -> None:
+        while not self._closing.wait(self._settings.heartbeat_s):
+            self._feed(self._life, fx.TimePassed())
+
+    def _sought(self) -> Sought | None:
+        life = self._life
+        wanted = life.machine.fetching
+
+        get = partial(self._model.get, wanted, serving=life.serving)
+        return Sought(wanted, life, get) if wanted != NO_VERSION and life.serving.holders else None
+
+    def _missed(self, version: VersionId) -> None:
+        self._feed(self._life, cl.Missed(version))
+
+    def _landed(self, version: VersionId) -> None:
+        self._feed(self._life, cl.Got(version))
+
+
+def renew(optimizers: Iterable[Optimizer], boundary: Boundary) -> None:
+    """Inner optimizers begin anew where a boundary says so, or (O10) with what would spoil the parameters again.
+
+    A rejection gives the parameters back, and not the optimizer's state. One that is not finite stays so for ever.
+    """
+    for optimizer in optimizers if boundary.outright else ():
+        if boundary.reset_optimizer or not _finite(optimizer.state):
+            optimizer.state.clear()
+
+
+def _finite(state: Any) -> bool:
+    if isinstance(state, Tensor):
+        return not state.is_floating_point() or bool(state.isfinite().all())
+    if isinstance(state, Mapping):
+        return all(map(_finite, state.values()))
+    return (
+        all(map(_finite, state))
+        if isinstance(state, (list, tuple))
+        else not isinstance(state, float) or isfinite(state)
+    )
+
+
+def agreement_of(
+    replica: Replica,
+    options: ClusterOptions,
+    settings: OuterSettings,
+    *,
+    length: int = 0,
+    words: dict[str, str] | None = None,
+) -> Agreement:
+    """What this cluster says that all must have in common.
+
+    Args:
+        replica: Of its model.
+        options: Its own; codec, block and the kind of data are the job's.
+        settings: The job's rules.
+        length: Positions of an epoch of the shared data; 0 where each cluster has its own.
+        words: What else must be equal, such as the seed or a tokenizer's hash.
+    """
+    codec_named(options.codec)
+    fit = Fit(options.job, ",".join(options.endpoints)).number
+    said = {
+        "data": options.data,
+        **({FIT: str(fit)} if fit > 1 else {}),
+        **({TIED: json.dumps(replica.tied)} if replica.tied else {}),
+        **(words or {}),
+    }
+    return Agreement(
+        replica.specs,
+        replica.averaged,
+        options.block,
+        options.codec,
+        length,
+        settings.words,
+        tuple(sorted(said.items())),
+    )
+
+
+__all__ = ["Boundary", "OuterSession", "agreement_of", "renew"]

@@ -1,0 +1,112 @@
+"""What `DiLoCoStrategy` can be told: the settings of the job and of this cluster, under one roof.
+
+Theory of operation. Each setting is declared once, in `OuterSettings` or in `ClusterOptions`. Some are arguments of the
+strategy; the others are fields of `DiLoCoOptions`, where None means: the environment's CHAOS_<NAME>, else the default.
+Nothing here imports torch or Lightning, so Hydra's types can be made of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from chaos_lightning.declared import declared, document, same_as, setting
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.settings import from_environment
+
+OWNERS = (OuterSettings, ClusterOptions)
+ARGUMENTS = ("server", "name", "inner_steps", "outer_lr", "outer_momentum", "policy", "codec", "data", "overlap")
+"""What the strategy takes as arguments of its own; everything else is in its `options`."""
+
+
+def optional(names: Iterable[str]) -> list[tuple[str, Any, Any]]:
+    """Fields for `make_dataclass`: these settings, where None means that nothing was given."""
+    found = []
+    for name in names:
+        owner = next(owner for owner in OWNERS if name in declared(owner))
+        found.append((name, get_type_hints(owner)[name] | None, same_as(owner, name, default=None)))
+    return found
+
+
+if TYPE_CHECKING:
+    _Options = OuterSettings  # as far as type checkers and completion know them
+else:
+    _Options = make_dataclass(
+        "_Options",
+        optional(name for owner in OWNERS for name in declared(owner) if name not in ARGUMENTS),
+        namespace={"__module__": __name__},
+        frozen=True,
+        kw_only=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCoOptions(_Options):
+    """Settings that most jobs leave alone: those of the job and of this cluster but for the strategy's own arguments,
+    and some more. `batch` is by default what a step of this cluster uses.
+    """
+
+    seed: int | None = setting(
+        None, "Seed of the sample order; equal in all clusters. None takes `seed_everything`'s, else 0."
+    )
+    leave_on_signals: bool = setting(True, "Whether SIGINT, SIGTERM and SIGHUP leave the job politely, or abort.")
+    start_timeout_s: float = setting(60.0, "How long to wait for the parameter server at the start.")
+
+    @classmethod
+    def of(cls, given: DiLoCoOptions | Mapping[str, Any] | None) -> DiLoCoOptions:
+        """Accepts what Hydra and jsonargparse hand over: an instance, a mapping or nothing.
+
+        Raises:
+            ConfigurationError: It is neither, or names what is no option.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise ConfigurationError(f"options is a {type(given).__name__}; expected DiLoCoOptions or a mapping")
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(given) - known):
+            raise ConfigurationError(f"unknown options {unknown}; expected some of {sorted(known)}")
+        return cls(**given)
+
+
+def build(
+    options: DiLoCoOptions,
+    arguments: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+    *,
+    batch: int | None = None,
+) -> tuple[OuterSettings, ClusterOptions]:
+    """The job's rules and this cluster's settings: what was given over the environment over the defaults.
+
+    Args:
+        options: Of the strategy.
+        arguments: Its own; None where nothing was given.
+        environ: Of the process.
+        batch: Samples of a step as the training loader says, which is the default then; 0: it does not say.
+
+    Raises:
+        ConfigurationError: A value cannot be; names the setting or the variable.
+    """
+    declared(DiLoCoOptions)["start_timeout_s"].demand(options.start_timeout_s)
+    given = {k: v for k, v in {**asdict(options), **arguments}.items() if v is not None}
+    rules = declared(OuterSettings)
+    told = from_environment(rules, environ) | {k: v for k, v in given.items() if k in rules}
+    if batch is not None and "batch" not in told:
+        if not batch:
+            raise ConfigurationError(
+                "the training loader does not say how many samples a batch has, by which the server weighs rounds: "
+                "set options.batch to the samples of a step of this cluster, on all its devices"
+            )
+        told["batch"] = batch
+    settings = OuterSettings(**told)
+    own = {name: value for name, value in given.items() if name in declared(ClusterOptions)}
+    return settings, ClusterOptions.build(own, environ)
+
+
+document(DiLoCoOptions)

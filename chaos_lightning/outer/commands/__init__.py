@@ -1,0 +1,1 @@
+"""Outer sync: main programs of the parameter server, and what operators run beside it."""

@@ -1,0 +1,147 @@
+"""A leader's process: `chaos-lightning ps leader`, or `python -m chaos_lightning.outer.commands.leader_main`.
+
+Neither imports torch. Nothing secret is accepted on the command line. The exit code tells whoever keeps the process
+running (outer/commands/supervisor.py): 0, the job has ended; 2, it was told what cannot work; 3, nobody needs it for
+now; all else, start it again. SIGTERM, SIGINT and SIGHUP end it; clusters train on and find the next leader by
+themselves. Under a supervisor these are ignored: it alone says when to end (machine/signals.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE, HelpFormat
+from chaos_lightning.declared import add_options, declared, read_options
+from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.machine.addresses import split_endpoint
+from chaos_lightning.machine.signals import END, STAY, ends
+from chaos_lightning.machine.terminal import TerminalGuard, printable
+from chaos_lightning.outer.exchange.options import LeaderOptions
+from chaos_lightning.security.credentials import Credentials
+
+if TYPE_CHECKING:
+    from chaos_lightning.control.store import Store
+    from chaos_lightning.outer.server.server import OuterServer
+    from chaos_lightning.outer.server.standing import OuterCandidacy
+
+HELP = """\
+Run the leader of outer sync in the foreground.
+
+It decides what becomes of the pushes of all clusters, and holds no parameters: that is the followers' part
+(`chaos-lightning ps follower`). `chaos-lightning ps up` runs both. It may be killed and started again at any time:
+clusters train on meanwhile, and the chain of decisions is continued from its store.
+"""
+EXIT_IDLE = 3
+"""No cluster came for long: the job goes on when one does."""
+_AGAIN_S = 0.2
+
+
+def open_store(options: LeaderOptions) -> Store:
+    """The chain to continue; that of a job that has ended is put away first, unless it is to be kept."""
+    from chaos_lightning.control.memory_store import MemoryStore
+    from chaos_lightning.control.sqlite_store import SqliteStore, archive
+    from chaos_lightning.outer.server.chain_store import load_chain
+
+    path = options.store_path
+    if path is None:
+        return MemoryStore(options.job)
+    if path.exists() and not options.keep_finished:
+        with SqliteStore(path, options.job) as old:
+            ended = load_chain(old).ended
+        if ended is not None:
+            _say(f"job {options.job} has ended with {ended.version}; its chain is put away as {archive(path)}")
+    return SqliteStore(path, options.job, exclusive=True)
+
+
+def _standing(options: LeaderOptions, *, followed: bool) -> OuterCandidacy | None:
+    """In etcd several leaders stand by for each other. Who was one before tells what the others have ended."""
+    if not options.in_etcd:
+        return None
+    from chaos_lightning.outer.server.standing import OuterCandidacy
+
+    return OuterCandidacy(options.store, options.job, keep_finished=options.keep_finished or followed)
+
+
+def run(options: LeaderOptions) -> int:
+    """Serves until the job has ended, idleness, a signal or a failure; returns the exit code."""
+    from chaos_lightning.events.events import EventLog
+    from chaos_lightning.outer.server.server import CANNOT_LEAD, LeaderConfig, serve
+
+    host, port = split_endpoint(options.listen)
+    config = LeaderConfig(
+        host=host,
+        port=port,
+        advertise=options.advertise,
+        job=options.job,
+        followers=options.followers,
+        secret=Credentials.load(options.keys_dir, options.token_file),
+        idle_timeout_s=options.idle_timeout_s,
+        folder=options.store_path.parent if options.store_path is not None else None,
+    )
+    stopped: list[signal.Signals] = []
+    servers: list[OuterServer] = []
+
+    def on_started(server: OuterServer) -> None:
+        servers.append(server)
+
+        def stop(number: signal.Signals) -> None:
+            stopped.append(number)
+            server.life.end(f"stopped by {number.name}")
+
+        def asked() -> None:
+            stopped.append(STAY)
+            server.asked_to_end("its supervisor was asked to end")
+
+        loop = asyncio.get_running_loop()
+        for number in (*ends(), END):
+            loop.add_signal_handler(number, stop, number)
+        loop.add_signal_handler(STAY, asked)
+        _say(f"leader of job {options.job} at {server.endpoint}, store {options.store or options.store_path}")
+
+    with EventLog.in_directory(options.log_folder, options.job, role="leader") as events:
+        followed = False
+        while True:
+            standing = _standing(options, followed=followed)
+            opened = standing.open_store if standing is not None else lambda: open_store(options)
+            reason, failed = asyncio.run(serve(config, opened, events, on_started=on_started, standing=standing))
+            if standing is None or not failed or CANNOT_LEAD in reason:
+                break
+            _say(f"leader of job {options.job} stands by again: {reason}")
+            followed = True
+            time.sleep(_AGAIN_S)
+    _say(f"leader of job {options.job} ends: {reason}")
+    if stopped:
+        return 128 + stopped[0]
+    return EXIT_FAILED if failed else EXIT_OK if servers[-1].finished else EXIT_IDLE
+
+
+def _say(text: str) -> None:
+    print(printable(text), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a leader; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="chaos-lightning ps leader",
+        description=HELP,
+        formatter_class=HelpFormat,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add_options(parser, declared(LeaderOptions))
+    TerminalGuard().open()
+    try:
+        return run(LeaderOptions(**read_options(parser.parse_args(arguments), declared(LeaderOptions))))
+    except ChaosError as error:
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+        return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

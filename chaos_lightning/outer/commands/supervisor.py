@@ -1,0 +1,292 @@
+"""Keeps a leader and followers running on one machine: what dies is started again, and all end together.
+
+Theory of operation. One thread waits for signals, for ends of children (SIGCHLD), and for what the warm spare says
+(outer/commands/spare.py), which makes the followers. A child that ends is started again, at once for the first time,
+then after pauses that grow while it keeps ending soon. One that is stopped (SIGSTOP) for a moment is killed: nobody may
+wait for a follower that does nothing. Each child leads a session of its own, so that Ctrl+C in a terminal reaches the
+supervisor alone. Each gets SIGKILL from the kernel when the supervisor is gone, so that another one finds ports and
+files free.
+
+The leader says by its exit code whether it is to be started again. When it is not, followers may serve the last version
+for a while to those who fetch it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from chaos_lightning.machine.process_table import process_state
+from chaos_lightning.machine.signals import END, STAY, ends
+from chaos_lightning.outer.commands.leader_main import EXIT_IDLE
+
+LEADER = "leader"
+SPARE = "spare"
+_LOOK_S = 0.2
+_STOPPED_LOOKS = 3
+"""A child that is seen to be stopped so often in a row is killed."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_SOON_S = 10.0
+"""A child that ran for less did not run well."""
+_ASKED_S = 10.0
+"""A warm spare that makes no follower for so long is asked again."""
+_WELL_S = 2.0
+"""A follower ends well when the job is over; the leader says so a moment later."""
+_POLITE_S = 10.0
+"""Seconds between `END` and SIGKILL."""
+_SERVED_S = 65.0
+"""Followers serve the last version for a minute at most (follower_process.py)."""
+_PR_SET_CHILD_SUBREAPER = 36
+_LAUNCH = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0); "
+    "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGHUP)]; "
+    "os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])"
+)
+"""Bound to its parent (PR_SET_PDEATHSIG), unless that is gone already; then the program. The children go by the
+supervisor's word alone: a service manager sends SIGTERM to all processes of a unit."""
+
+
+class _Child:
+    """One that is to run."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        self.name = name
+        self.arguments = tuple(arguments)
+        """Of the leader and the spare the command; of a follower what its `main` takes."""
+        self.pid = 0
+        self.started_s = 0.0
+        self.due_s = 0.0
+        """When it is to be started (again)."""
+        self.asked_s = 0.0
+        """When the spare was asked for it; 0.0: it was not."""
+        self.pause_s = 0.0
+        self.stopped = 0
+
+
+class Supervisor:
+    """See the module.
+
+    Args:
+        leader: Its command, after the interpreter's path.
+        followers: By name, what `follower_main.main` takes.
+        emit: Takes (event name, fields) for the event log.
+        outlives: A cluster has started it: at a signal it stays for clusters that leave at the same moment.
+    """
+
+    def __init__(
+        self,
+        leader: Sequence[str],
+        followers: Mapping[str, Sequence[str]],
+        emit: Callable[..., None],
+        *,
+        outlives: bool = False,
+    ) -> None:
+        self._emit = emit
+        self._leader = _Child(LEADER, leader)
+        self._spare = _Child(SPARE, ("-m", "chaos_lightning.outer.commands.spare"))
+        self._followers = {name: _Child(name, arguments) for name, arguments in followers.items()}
+        self._line: socket.socket | None = None
+        """To the spare."""
+        self._warm = False
+        self._said = b""
+        """What the spare has said of a line that is not complete."""
+        self._signals: list[int] = []
+        self._outlives = outlives
+        self._stays = False
+        """The leader was asked to end."""
+        self._code: int | None = None
+        """With which the supervisor is to end."""
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> int:
+        """Until the leader needs no more starts, or a signal; returns the exit code. In the main thread."""
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        woken, wakes = socket.socketpair()
+        wakes.setblocking(False)
+        woken.setblocking(False)
+        signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in ends():
+            signal.signal(number, lambda number, _: self._signals.append(number))
+        try:
+            while self._code is None:
+                self._start_what_is_due()
+                self._wait(woken)
+                self._reap()
+                self._look_for_stopped()
+                self._obey()
+            return self._code
+        finally:
+            self._end_all(woken)
+            signal.set_wakeup_fd(-1)
+
+    def _obey(self) -> None:
+        """At the first signal the leader stays for clusters that leave, if this process was started by one."""
+        if not self._signals:
+            return
+        if not self._outlives or not self._leader.pid or len(self._signals) > 1:
+            self._code = 128 + self._signals[0]
+        elif not self._stays:
+            self._stays = True
+            _send(self._leader.pid, STAY)
+
+    def _wait(self, woken: socket.socket) -> None:
+        lines = [woken] if self._line is None else [woken, self._line]
+        readable, _, _ = select.select(lines, [], [], _LOOK_S)
+        if woken in readable:
+            with contextlib.suppress(BlockingIOError):
+                woken.recv(4096)
+        if self._line in readable:
+            self._hear_spare()
+
+    @property
+    def _children(self) -> list[_Child]:
+        return [self._leader, self._spare, *self._followers.values()]
+
+    # ------------------------------------------------------------------ starting
+
+    def _start_what_is_due(self) -> None:
+        now = time.monotonic()
+        for child in self._children:
+            if child.pid or now < child.due_s:
+                continue
+            if child is self._leader:
+                self._started(child, _spawn(child.arguments))
+            elif child is self._spare:
+                self._start_spare()
+            elif self._warm and now - child.asked_s > _ASKED_S:
+                self._ask_for(child, now)
+
+    def _start_spare(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        self._line, its = socket.socketpair()
+        self._warm, self._said = False, b""
+        its.set_inheritable(True)
+        with its:
+            self._started(self._spare, _spawn((*self._spare.arguments, str(its.fileno()), str(os.getpid()))))
+
+    def _ask_for(self, child: _Child, now: float) -> None:
+        assert self._line is not None
+        if child.asked_s:
+            self._end_strangers()
+        child.asked_s = now
+        words = json.dumps({"name": child.name, "arguments": child.arguments}).encode()
+        with contextlib.suppress(OSError):  # it is dying, and another one will be asked
+            self._line.sendall(words + b"\n")
+
+    def _hear_spare(self) -> None:
+        assert self._line is not None
+        try:
+            data = self._line.recv(65536)
+        except OSError:
+            data = b""
+        if not data:  # it is reaped in a moment
+            self._line.close()
+            self._line, self._warm = None, False
+            return
+        *lines, self._said = (self._said + data).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            if "name" not in said:
+                self._warm = True
+            else:
+                self._started(self._followers[said["name"]], said["pid"])
+
+    def _started(self, child: _Child, pid: int) -> None:
+        child.pid, child.started_s, child.asked_s, child.stopped = pid, time.monotonic(), 0.0, 0
+        self._emit("server_child", child=child.name, pid=pid, up=True, reason="")
+
+    # ------------------------------------------------------------------ ending
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, code = found[0], os.waitstatus_to_exitcode(found[1])
+                for child in self._children:
+                    if child.pid == pid:
+                        self._ended(child, code)
+
+    def _ended(self, child: _Child, code: int) -> None:
+        now = time.monotonic()
+        ran_s, child.pid = now - child.started_s, 0
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        self._emit("server_child", child=child.name, pid=0, up=False, reason=how)
+        if child is self._spare:
+            self._warm = False
+            self._end_strangers()
+            for other in self._followers.values():
+                other.asked_s = 0.0
+        if self._code is not None:
+            return
+        soon = ran_s < _SOON_S
+        leads = child is self._leader
+        if leads and self._stays:
+            self._code = 128 + self._signals[0]
+            return
+        if (leads and code in (EXIT_OK, EXIT_IDLE)) or (code == EXIT_USAGE and soon and not child.pause_s):
+            self._code = code
+            return
+        child.pause_s = min(_LONGEST_PAUSE_S, 2 * child.pause_s or _FIRST_PAUSE_S) if soon else 0.0
+        child.due_s = now + (_WELL_S if code == EXIT_OK else child.pause_s if child.pause_s > _FIRST_PAUSE_S else 0.0)
+        print(f"{child.name} ended with {how}; it is started again", flush=True)
+
+    def _look_for_stopped(self) -> None:
+        for child in self._children:
+            if not child.pid:
+                continue
+            child.stopped = child.stopped + 1 if process_state(child.pid, 0) == "stopped" else 0
+            if child.stopped >= _STOPPED_LOOKS:
+                print(f"{child.name} is stopped; it is killed", flush=True)
+                _send(child.pid, signal.SIGKILL)
+
+    def _end_strangers(self) -> None:
+        """Followers that a spare made before it could say so: there must not be two of one name."""
+        ours = {child.pid for child in self._children}
+        with contextlib.suppress(OSError):  # a kernel without that file
+            for task in Path("/proc/self/task").iterdir():
+                for pid in (task / "children").read_text().split():
+                    if int(pid) not in ours:
+                        _send(int(pid), signal.SIGKILL)
+
+    def _end_all(self, woken: socket.socket) -> None:
+        """Politely, and then not; after the end of a job followers have a last version to serve."""
+        if self._code == EXIT_OK:
+            _send(self._spare.pid, END)
+            self._wait_for([*self._followers.values()], woken, _SERVED_S)
+        self._code = EXIT_FAILED if self._code is None else self._code
+        for number in (END, signal.SIGKILL):
+            for child in self._children:
+                _send(child.pid, number)
+            self._end_strangers()
+            self._wait_for(self._children, woken, _POLITE_S)
+
+    def _wait_for(self, children: Sequence[_Child], woken: socket.socket, timeout_s: float) -> None:
+        """Until they have ended, or somebody is impatient."""
+        deadline, signals = time.monotonic() + timeout_s, len(self._signals)
+        while any(child.pid for child in children) and time.monotonic() < deadline and len(self._signals) == signals:
+            self._wait(woken)
+            self._reap()
+
+
+def _spawn(arguments: Sequence[str]) -> int:
+    """This interpreter with these arguments, in a session of its own; its process id."""
+    command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), sys.executable, *arguments]
+    return os.posix_spawn(sys.executable, command, os.environ, setsid=True)
+
+
+def _send(pid: int, number: int) -> None:
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -1,0 +1,59 @@
+"""The versions that a follower serves: its newest one, and beside it one that somebody is fetching (O8c).
+
+Theory of operation. Whoever fetches a version takes a while, and the next ones do not wait for that. So the newest
+version is served and one more: the one before, unless the leader says that an older one, which had this place, is being
+fetched. The leader says so, for a fetch needs the same version of all followers. Who fetches the one that goes is
+refused, and begins again with the newest. One goes before the next is computed, so a follower never has more than two
+in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from chaos_lightning.outer.rules.types import NO_VERSION, VersionId
+
+T = TypeVar("T")
+
+
+class ServedVersions(Generic[T]):
+    """See the module. One thread changes what is served; any may ask.
+
+    Args:
+        serve: Serves this version, whose content is this part.
+        drop: Serves it no more.
+    """
+
+    def __init__(self, serve: Callable[[VersionId, T], None], drop: Callable[[VersionId, T], None]) -> None:
+        self._serve, self._drop = serve, drop
+        self._served: dict[VersionId, T] = {}
+        """In the order of their computing."""
+        self._held = NO_VERSION
+
+    @property
+    def served(self) -> dict[VersionId, T]:
+        """Those that are served, in the order of their computing."""
+        return dict(self._served)
+
+    def hold(self, version: VersionId) -> None:
+        """This one is kept beside the newest from now on, if it is served; NO_VERSION: the one before the newest."""
+        self._held = version
+
+    def make_room(self) -> None:
+        """Before the next version gets its memory: of two one goes, the older one unless it is held."""
+        if len(self._served) > 1:
+            self._forget(next(version for version in self._served if version != self._held))
+
+    def go_back(self, version: VersionId) -> None:
+        """What was served and comes after this version may have been rolled back: nobody is to adopt it."""
+        for later in [served for served in self._served if served > version]:
+            self._forget(later)
+
+    def add(self, version: VersionId, part: T) -> None:
+        """This is the newest one; its bytes must not change any more."""
+        self._serve(version, part)
+        self._served[version] = part
+
+    def _forget(self, version: VersionId) -> None:
+        self._drop(version, self._served.pop(version))

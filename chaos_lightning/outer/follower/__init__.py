@@ -1,0 +1,1 @@
+"""Outer sync: the process that holds one shard of the outer state."""

@@ -1,0 +1,1 @@
+"""Outer sync, pure: the leader's, a follower's and a cluster's state machines, and what they decide by."""

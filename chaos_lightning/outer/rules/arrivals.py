@@ -1,0 +1,68 @@
+"""What rounds have taught of when pushes come, and what a push loses that comes too late (outer/rules/window.py)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+FADE = 0.9
+"""What a round counts in the estimates once the next one is in."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalRates:
+    """What rounds have taught of arrivals, each counting less with every later one; each round holds it (O12).
+
+    Attributes:
+        pushes: How many arrived.
+        span_s: Within so many seconds.
+        cost_s: What a push that missed its window waited, over all rounds.
+        rounds: How many.
+    """
+
+    pushes: float = 0.0
+    span_s: float = 0.0
+    cost_s: float = 0.0
+    rounds: float = 0.0
+
+    def after(self, pushes: int, span_s: float, cost_s: float) -> ArrivalRates:
+        """What is known after a round.
+
+        Args:
+            pushes: Staged since the round before.
+            span_s: Since the round before was decided. Where nobody knows (after a takeover), not above 0, and the
+                round teaches nothing.
+            cost_s: From this round's decision until its version was fetched.
+        """
+        if not (0 < span_s < math.inf and 0 <= cost_s < math.inf):
+            return self
+        return ArrivalRates(
+            FADE * self.pushes + pushes,
+            FADE * self.span_s + span_s,
+            FADE * self.cost_s + cost_s,
+            FADE * self.rounds + 1,
+        )
+
+    @property
+    def pushes_per_s(self) -> float:
+        """Lambda; 0.0 while nothing is known."""
+        return self.pushes / self.span_s if self.span_s else 0.0
+
+    @property
+    def missed_s(self) -> float:
+        """C: what a push waits if it misses its window."""
+        return self.cost_s / self.rounds if self.rounds else 0.0
+
+    @property
+    def grace_s(self) -> float:
+        """How long it pays to wait for another push."""
+        expected = self.missed_s * self.pushes_per_s
+        return math.log(expected) / self.pushes_per_s if expected > 1 else 0.0
+
+    def round_s(self, clusters: int) -> float:
+        """From one push of a cluster to its next; 0.0 while nothing is known."""
+        return clusters / self.pushes_per_s if self.pushes_per_s else 0.0
+
+
+UNTAUGHT = ArrivalRates()
+"""Before the first round."""

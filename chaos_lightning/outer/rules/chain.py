@@ -1,0 +1,539 @@
+"""What the leader's chain says: the state that its entries fold to, and what may follow it.
+
+Theory of operation. The chain is the one sequence of rounds and records (rule O1). `OuterChain.follow` takes the next
+entry in; whoever folds the same entries holds the same: the leader that wrote them, the one that comes after it, an
+audit. So nothing that decides what becomes of a push is kept anywhere else.
+
+*Versions.* A founding, a round and a rollback make one each. A version *stands* unless a rollback went behind it. For
+each version the chain knows which pushes it holds, by cluster: as a digest of their numbers in order (`holds`), since
+all that is ever asked is whether two versions hold the same.
+
+*Pushes.* Each incarnation numbers its own, and they are answered in order: `next` is the lowest number without an
+answer. A rollback takes acceptances back, so numbers may be open again below others that stay rejected.
+
+*Durable.* The two newest durable versions; what the older one holds can never be asked for again.
+
+*Summaries.* A `Summary` takes the place of all entries before it (O1a): the chain goes on from what it says. What was
+cut is known by its number alone: a version below `floor`, an incarnation up to `joined`, a push below `forgotten`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import assert_never
+
+from chaos_lightning.errors import WireError
+from chaos_lightning.outer.rules.arrivals import UNTAUGHT, ArrivalRates
+from chaos_lightning.outer.rules.grid import Grid
+from chaos_lightning.outer.rules.leases import Leases
+from chaos_lightning.outer.rules.plain import read_text
+from chaos_lightning.outer.rules.types import (
+    NO_VERSION,
+    Agreement,
+    Body,
+    Counters,
+    Cut,
+    Durable,
+    Ended,
+    Entry,
+    Founded,
+    GateState,
+    IncarnationId,
+    JobOpened,
+    JobProgress,
+    Joined,
+    Leased,
+    LeftOver,
+    Offer,
+    PacedCluster,
+    ProcessPlace,
+    PushAnswer,
+    PushId,
+    Removed,
+    RolledBack,
+    Round,
+    Started,
+    Summary,
+    VersionId,
+    Voided,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenAnswer:
+    """What the chain said of one push."""
+
+    offer: Offer
+    answer: PushAnswer
+    version: VersionId
+    reason: str
+
+
+@dataclass(slots=True)
+class Incarnation:
+    """What the chain knows of one incarnation.
+
+    Attributes:
+        id: Its name.
+        place: Where it runs, for people.
+        first: Number of its first push.
+        over: Why it is removed; "" while it is in.
+        answers: By number.
+        rejected: How often in a row its pushes were rejected.
+        low: All numbers below it are answered.
+        forgotten: So are those below it, and what was said is not known any more.
+        tally: How many of each answer stand.
+        process: Its first process; None where it has several.
+    """
+
+    id: IncarnationId
+    place: str
+    first: int
+    over: str = ""
+    answers: dict[int, GivenAnswer] = field(default_factory=dict)
+    rejected: int = 0
+    low: int = 0
+    forgotten: int = 0
+    tally: dict[PushAnswer, int] = field(default_factory=dict)
+    process: ProcessPlace | None = None
+
+    @property
+    def next(self) -> int:
+        """The number of its next push to be answered."""
+        self.low = max(self.low, self.first, self.forgotten)
+        while self.low in self.answers:
+            self.low += 1
+        return self.low
+
+    def accepted(self, last: int) -> list[PushId]:
+        """Those of its last so many pushes that stand, oldest first."""
+        numbers = sorted(self.answers)[-last:]
+        return [self.answers[n].offer.push for n in numbers if self.answers[n].answer is PushAnswer.ACCEPTED]
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One version.
+
+    Attributes:
+        id: Its name.
+        entry: What made it.
+        before: The version whose state it is computed from: of a round the one before it, of a rollback the one whose
+            content it has.
+    """
+
+    id: VersionId
+    entry: Entry
+    before: VersionId
+
+    @property
+    def pushes(self) -> tuple[PushId, ...]:
+        """Those that this version adds to the one before."""
+        return tuple(offer.push for offer in self.entry.offers)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundState:
+    """What a rollback to a version goes back to; and the epoch whose positions were leased with it."""
+
+    counters: Counters
+    gate: GateState
+    epoch: int = 0
+
+
+BEGINNING = RoundState(Counters(), GateState())
+
+
+Holds = dict[IncarnationId, str]
+"""By incarnation a digest of the numbers of its pushes that a version holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummedChain:
+    """A chain behind which entries may be cut: `OuterChain`'s attributes of these names, and `leases` as a text."""
+
+    agreement: Agreement | None
+    by: str
+    job_id: str
+    leases: str
+    newest: VersionId
+    durable: tuple[tuple[VersionId, tuple[str, ...]], ...]
+    safe: VersionId
+    joined: int
+    floor: int
+    incarnations: tuple[Incarnation, ...]
+    starts: dict[str, str]
+    cut: tuple[str, ...]
+    counters: Counters
+    gate: GateState
+    rates: ArrivalRates
+    paced: dict[IncarnationId, PacedCluster]
+    rounds: int
+    rollbacks: int
+    tally: dict[PushAnswer, int]
+    versions: tuple[Version, ...]
+    bases: dict[VersionId, Holds]
+    states: dict[VersionId, RoundState]
+    reopened: dict[PushId, Offer]
+
+    @classmethod
+    def of(cls, body: Summary) -> SummedChain:
+        """What a summary says.
+
+        Raises:
+            ValueError: It is none.
+        """
+        try:
+            return read_text(cls, zlib.decompress(base64.b64decode(body.state, validate=True)))
+        except (zlib.error, WireError) as error:
+            raise ValueError(f"this summary cannot be read: {error!r}") from error
+
+
+class OuterChain:
+    """See the module.
+
+    Args:
+        whole: Summaries are passed over: it keeps all that it has followed.
+
+    Attributes:
+        position: Of the last entry.
+        hash: Of the last entry.
+        last: That entry; None: there is none.
+        summed: Position of the last summary; 0: there is none.
+        versions: By id; of those before the last summary, the ones that followers may compute from.
+        bases: What each version holds that a push may have for its base.
+        floor: Of versions with a number below it some are not known any more.
+        newest: The last one; it stands.
+        durable: The two newest durable ones with the digests of their shards, oldest first.
+        safe: The second newest durable one, as it last was: what it holds is never asked for again, and no rollback
+            goes behind it.
+        incarnations: All that ever joined, but those that are over and were cut.
+        joined: The highest number of an incarnation.
+        starts: Followers and the number of their last start.
+        cut: Followers in shard order; empty before the first.
+        counters: Of the outer optimizer.
+        gate: What the gate has seen.
+        rates: What rounds taught of arrivals.
+        paced: What is known of the pace of those who live.
+        agreement: What all clusters have in common; None before the first one has come.
+        by: Where that one ran.
+        job_id: The job's name among all jobs: the hash of the entry that opened it; "" before.
+        leases: Who may train which samples; None where each cluster has its own data.
+        ended: The last version and why; None while the job goes on.
+        last_in: Who was in when it ended.
+        rounds: How many there were.
+        rollbacks: Likewise.
+        tally: How many of each answer stand.
+        reopened: Pushes that were accepted once, rolled back, and are unanswered; of those who live.
+        states: What a rollback to a version goes back to, and the epoch that was leased then.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
+        self.agreement: Agreement | None = None
+        self.by = ""
+        self.job_id = ""
+        self.leases: Leases | None = None
+        self.position = 0
+        self.hash = ""
+        self.last: Entry | None = None
+        self.summed = 0
+        self.versions: dict[VersionId, Version] = {}
+        self.bases: dict[VersionId, Holds] = {}
+        self.floor = 0
+        self.newest = NO_VERSION
+        self.durable: list[tuple[VersionId, tuple[str, ...]]] = []
+        self.safe = NO_VERSION
+        self.incarnations: dict[IncarnationId, Incarnation] = {}
+        self.joined = 0
+        self.starts: dict[str, str] = {}
+        self.cut: tuple[str, ...] = ()
+        self.counters = Counters()
+        self.gate = GateState()
+        self.rates = UNTAUGHT
+        self.paced: dict[IncarnationId, PacedCluster] = {}
+        self.ended: Ended | None = None
+        self.last_in: frozenset[IncarnationId] = frozenset()
+        self.rounds = 0
+        self.rollbacks = 0
+        self.tally: dict[PushAnswer, int] = {}
+        self.reopened: dict[PushId, Offer] = {}
+        self.states = {NO_VERSION: BEGINNING}
+
+    # ------------------------------------------------------------------ questions
+
+    def entry(self, term: int, body: Body) -> Entry:
+        """The entry that would follow."""
+        return Entry(self.position + 1, term, body, self.hash)
+
+    @property
+    def next_number(self) -> int:
+        """Of the next version."""
+        return self.newest.number + 1
+
+    @property
+    def founded(self) -> bool:
+        """Whether there is a version with content; a rollback may take the first one back."""
+        made = self.versions.get(self.newest)
+        return made is not None and (made.before != NO_VERSION or isinstance(made.entry.body, Founded))
+
+    def over(self, who: IncarnationId) -> str:
+        """Why this incarnation is over; "" while it is in.
+
+        Raises:
+            KeyError: It never joined.
+        """
+        if who not in self.incarnations and who.number <= self.joined:
+            return "it is over, and so long that nothing else is known of it"
+        return self.incarnations[who].over
+
+    def unanswered(self, push: PushId) -> bool:
+        """Whether a round may still take this push."""
+        known = self.incarnations.get(push.incarnation)
+        return known is not None and not known.over and known.next <= push.number not in known.answers
+
+    def answered(self, push: PushId) -> bool:
+        """Whether this push of an incarnation that it knows is answered, or was before a rollback (O5a)."""
+        following = self.incarnations[push.incarnation].next
+        return push.number < following or PushId(push.incarnation, following) in self.reopened
+
+    def lacks(self, version: VersionId) -> bool:
+        """Whether this version is none of this chain; one that was cut may be."""
+        return version != NO_VERSION and version not in self.bases and version.number >= self.floor
+
+    def forgot(self, base: VersionId) -> bool:
+        """Whether it is not known any more what this version holds."""
+        return base != NO_VERSION and base not in self.bases and base.number < self.floor
+
+    @property
+    def ahead(self) -> int:
+        """How many versions are decided beyond the newest durable one; a rollback is none of them (O5a)."""
+        newest = self.durable[-1][0] if self.durable else NO_VERSION
+        beyond = takewhile(lambda v: v.id > newest, self.line())
+        return sum(1 for v in beyond if not isinstance(v.entry.body, RolledBack))
+
+    def line(self, version: VersionId | None = None) -> Iterator[Version]:
+        """Versions from this one (the newest) back to the first: each is computed from the next one that comes."""
+        at = self.newest if version is None else version
+        while at in self.versions:
+            found = self.versions[at]
+            yield found
+            at = found.before
+
+    def since(self, version: VersionId) -> list[Version]:
+        """What leads from this version to the newest, oldest first.
+
+        Raises:
+            KeyError: The newest does not come from it.
+        """
+        found: list[Version] = []
+        for step in self.line():
+            if step.id == version:
+                return found[::-1]
+            found.append(step)
+        if version != NO_VERSION:
+            raise KeyError(version)
+        return found[::-1]
+
+    def stands(self, version: VersionId) -> bool:
+        """Whether the newest version comes from this one."""
+        return any(v.id == version for v in self.line())
+
+    def staleness(self, base: VersionId) -> int:
+        """How many versions were made since this one: their numbers have no gaps."""
+        return max(0, self.newest.number - base.number)
+
+    def held(self, version: VersionId, incarnation: IncarnationId) -> str:
+        """Which pushes of this incarnation the version holds, as a digest."""
+        return self.bases.get(version, {}).get(incarnation, "")
+
+    def progress(self, version: VersionId) -> JobProgress:
+        """How far the job is with this version; nowhere with one that is not known."""
+        state = self.states.get(version, BEGINNING)
+        return JobProgress(state.counters.samples, state.counters.ticks, state.epoch)
+
+    def cut_for(self, names: Sequence[str]) -> bool:
+        """Whether as many followers hold shards as these would, and not all of them have other names."""
+        agreed = self.agreement
+        assert agreed is not None
+        blocks = Grid(tuple(tensor.elements for tensor in agreed.tensors), agreed.block).blocks
+        return len(self.cut) == min(len(names), blocks) and not {*names[:blocks]}.isdisjoint(self.cut)
+
+    def open(self) -> tuple[PushId, ...]:
+        """The next push to be answered of each incarnation that is in; what comes after it is unanswered, too."""
+        return tuple(PushId(who, known.next) for who, known in self.incarnations.items() if not known.over)
+
+    def needed(self) -> set[PushId]:
+        """Pushes whose bytes somebody may ask for: accepted, and not held by the second newest durable version (O5)."""
+        found: set[PushId] = set()
+        for version in self.line():
+            if version.id == self.safe:
+                break
+            found.update(version.pushes)
+        return found
+
+    # ------------------------------------------------------------------ following
+
+    def follow(self, entry: Entry) -> None:
+        """Takes the next entry in.
+
+        Raises:
+            ValueError: It does not follow: a bug, or a store that another leader wrote to.
+        """
+        begins = isinstance(entry.body, Summary) and not self.position
+        if not begins and (entry.position, entry.before) != (self.position + 1, self.hash):
+            raise ValueError(f"entry {entry.position} after {entry.before[:6]} does not follow {self.position}")
+        body = entry.body
+        match body:
+            case JobOpened(agreement, by):
+                self.agreement, self.by, self.job_id = agreement, by, entry.hash
+                # Nobody can have joined before.
+                self.leases = Leases(agreement.length) if agreement.length else None
+            case Started(follower, nonce):
+                self.starts[follower] = nonce
+            case Cut(followers, durable):
+                self.cut = followers
+                if self.durable:  # of the former shards
+                    self.durable = [(mark.version, mark.digests) for mark in durable]
+            case Joined(incarnation, place, first, process):
+                self.incarnations[incarnation] = Incarnation(incarnation, place, first, process=process)
+                self.joined = max(self.joined, incarnation.number)
+                if self.leases is not None:
+                    self.leases.join(incarnation)
+            case Founded() | Round() | RolledBack():
+                self._version(entry, body)
+            case Leased() | LeftOver():
+                self._deal(body)
+            case Removed(incarnation, reason):
+                self._remove(incarnation, reason)
+            case Voided(offer, reason):
+                self._answer(offer, PushAnswer.VOID, NO_VERSION, reason)
+            case Durable(version, digests):
+                self._mark(version, digests)
+            case Ended(_, reason, voided):
+                self.ended = body
+                for offer in voided:
+                    self._answer(offer, PushAnswer.VOID, NO_VERSION, reason)
+                self.last_in = frozenset(who for who, known in self.incarnations.items() if not known.over)
+                for who in self.last_in:
+                    self._remove(who, f"the job has ended: {reason}")
+            case Summary():
+                self.summed = entry.position
+                if not self._whole:
+                    self._begin(body)
+            case _:
+                assert_never(body)
+        self.position, self.hash, self.last = entry.position, entry.hash, entry
+
+    def _deal(self, body: Leased | LeftOver) -> None:
+        assert self.leases is not None, "each cluster has its own data"
+        if isinstance(body, Leased):
+            self.leases.lease(body)
+            return
+        self.leases.set_aside(body)
+        self.states[self.newest] = replace(self.states[self.newest], epoch=self.leases.epoch)
+
+    def _remove(self, who: IncarnationId, reason: str) -> None:
+        self.incarnations[who].over = reason
+        self.paced.pop(who, None)
+        self.reopened = {push: offer for push, offer in self.reopened.items() if push.incarnation != who}
+        if self.leases is not None:
+            self.leases.remove(who)
+
+    def _mark(self, version: VersionId, digests: tuple[str, ...]) -> None:
+        self.durable = [*self.durable, (version, digests)][-2:]
+        if len(self.durable) > 1:
+            self.safe = self.durable[0][0]
+            if self.leases is not None:
+                self.leases.settle(self.safe.number)
+
+    def _version(self, entry: Entry, body: Founded | Round | RolledBack) -> None:
+        if body.number != self.next_number:
+            raise ValueError(f"version {body.number} does not follow {self.newest}")
+        made = entry.version
+        if isinstance(body, RolledBack):
+            self._roll_back(made, entry, body)
+        else:
+            before = body.before if isinstance(body, Round) else NO_VERSION
+            if before != (self.newest if self.founded else NO_VERSION):
+                raise ValueError(f"version {made} is made of {before}, not of {self.newest}")
+            holds = dict(self.bases.get(before, {}))
+            for offer in entry.offers:
+                self._answer(offer, PushAnswer.ACCEPTED, made, "")
+                holds[offer.push.incarnation] = with_push(holds.get(offer.push.incarnation, ""), offer.push.number)
+            if isinstance(body, Round):
+                for refusal in body.rejected:
+                    self._answer(refusal.offer, PushAnswer.REJECTED, made, refusal.reason)
+                self.counters, self.gate, self.rounds = body.counters, body.gate, self.rounds + 1
+                self.rates = body.rates
+                self.paced |= {each.incarnation: each for each in body.paced}
+            self.versions[made], self.bases[made] = Version(made, entry, before), holds
+        self.newest = made
+        self.states[made] = RoundState(self.counters, self.gate, self.leases.epoch if self.leases is not None else 0)
+
+    def _answer(self, offer: Offer, answer: PushAnswer, version: VersionId, reason: str) -> None:
+        incarnation = self.incarnations[offer.push.incarnation]
+        if offer.push.number != incarnation.next:
+            raise ValueError(f"push {offer.push} is answered out of turn: {incarnation.next} is next (O3)")
+        incarnation.answers[offer.push.number] = GivenAnswer(offer, answer, version, reason)
+        self.reopened.pop(offer.push, None)
+        self._count(incarnation, answer, 1)
+        incarnation.rejected = incarnation.rejected + 1 if answer is PushAnswer.REJECTED else 0
+        if self.leases is None:
+            return
+        if answer is PushAnswer.ACCEPTED:
+            if offer.base != NO_VERSION:  # what founds the job was not trained
+                self.leases.accept(offer, version.number)
+        elif answer is PushAnswer.REJECTED:
+            self.leases.reject(offer)
+        else:
+            self.leases.void(offer)
+
+    def _count(self, incarnation: Incarnation, answer: PushAnswer, more: int) -> None:
+        for tally in (self.tally, incarnation.tally):
+            tally[answer] = tally.get(answer, 0) + more
+
+    def _roll_back(self, made: VersionId, entry: Entry, body: RolledBack) -> None:
+        """Acceptances of the versions behind go; joins, rejections and voids stand (O5a)."""
+        for version in self.since(body.to):
+            for push in version.pushes:
+                incarnation = self.incarnations[push.incarnation]
+                answers, incarnation.low = incarnation.answers, 0
+                given = answers.pop(push.number)
+                self._count(incarnation, PushAnswer.ACCEPTED, -1)
+                if push in body.lost:
+                    reason = "its bytes were lost, and the job went back"
+                    answers[push.number] = GivenAnswer(given.offer, PushAnswer.VOID, made, reason)
+                    self._count(incarnation, PushAnswer.VOID, 1)
+                elif not incarnation.over:
+                    self.reopened[push] = given.offer
+        self.rollbacks += 1
+        if self.leases is not None:
+            self.leases.rollback(body)
+        self.counters, self.gate = self.states[body.to].counters, self.states[body.to].gate
+        self.versions[made], self.bases[made] = Version(made, entry, body.to), dict(self.bases.get(body.to, {}))
+        self.durable = [(v, d) for v, d in self.durable if self._comes_from(made, v)]
+
+    def _begin(self, body: Summary) -> None:
+        """Goes on from what a summary says."""
+        summed = SummedChain.of(body)
+        for name in set(SummedChain.__slots__) - {"leases", "durable", "incarnations", "versions"}:
+            setattr(self, name, getattr(summed, name))
+        self.leases = Leases.decode(json.loads(summed.leases)) if summed.leases else None
+        self.durable = [*summed.durable]
+        self.incarnations = {known.id: known for known in summed.incarnations}
+        self.versions = {version.id: version for version in summed.versions}
+
+    def _comes_from(self, version: VersionId, other: VersionId) -> bool:
+        return any(v.id == other for v in self.line(version))
+
+
+def with_push(held: str, number: int) -> str:
+    """The digest of the pushes that a version holds, with one more."""
+    return hashlib.blake2b(f"{held}/{number}".encode(), digest_size=8).hexdigest()

@@ -1,0 +1,816 @@
+"""A cluster's side of outer sync, as a pure state machine: when it freezes, offers, adopts, and what it lets go of.
+
+Theory of operation. A cluster trains from a *base*, the version that it adopted last. After enough inner steps it
+*freezes* what it gained, offers that as a push, and trains on. One push is open at a time, offered until the chain
+answers (O10a). It adopts when all its pushes are answered, and then the newest version that is served, at or after the
+last answer (O8): what it trained since the freezing stays, on top of the new base. A rejection takes the version
+outright and discards that, too. After a void its base stands, and the next push covers the progress of both.
+
+Where steps are short, many of them would be trained while one version is under way, on a base that gets older and
+older. So a cluster trains at most `ahead_steps` beyond a push, and then waits for the version (O9a). While the server
+is away, or waits for its disks (O5), it trains on.
+
+An accepted push is *kept*, since followers may have to fetch it again, until the leader frees it (O5). A rollback makes
+kept pushes unanswered again: they are offered anew, in order, before the open one (O5a).
+
+When its own loop is over it pushes what is left, and once all is answered and adopted it says its verdict, until the
+job ends. The end may come in the midst of a round. Then the cluster takes the job's last version outright, as all do;
+what it trained beyond that is discarded. What a push covers is counted here; the bytes are the shell's. What the leader
+said is said again, so hearing it twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from chaos_lightning.outer.rules.effects import Connected, Disconnected, OuterNote, Say, TimePassed, Told
+from chaos_lightning.outer.rules.messages import (
+    Beat,
+    ClusterHello,
+    Dismissed,
+    Eldest,
+    Freed,
+    FromCluster,
+    Goodbye,
+    Granted,
+    Holder,
+    Holders,
+    JobFinished,
+    LoopEnded,
+    Offered,
+    OnDisk,
+    Paced,
+    PushAnswered,
+    Reopened,
+    Served,
+    ToCluster,
+    Welcomed,
+)
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
+    AHEAD,
+    NO_VERSION,
+    TICKS,
+    Agreement,
+    Covered,
+    IncarnationId,
+    JobProgress,
+    Offer,
+    ProcessPlace,
+    PushAnswer,
+    PushId,
+    VersionId,
+)
+from chaos_lightning.planning.batches import UNTOLD
+from chaos_lightning.protocol.spans import count, normalise, subtract
+from chaos_lightning.protocol.types import Span
+
+# ---------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Inner steps were committed; `covers` are the positions that they used."""
+
+    samples: int
+    covers: tuple[Covered, ...] = ()
+    steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The content of this push is fixed."""
+
+    push: PushId
+    manifest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Got:
+    """All ranks hold this version."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """This version cannot be had: somebody who held a shard of it serves it no more."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAsked:
+    """The user asks it to go, politely."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOver:
+    """It trains nothing more, and would have the job end."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AtRest:
+    """The inner training stands between two steps."""
+
+
+ClusterEvent = (
+    Told | Connected | Disconnected | TimePassed | Trained | Frozen | Got | Missed | LeaveAsked | LoopOver | AtRest
+)
+
+# ---------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Fix this push, the delta to the base (NO_VERSION: the parameters themselves), before anything else is trained.
+
+    `Frozen` may come later.
+    """
+
+    push: PushId
+    base: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class FetchVersion:
+    """Get this version from all followers, then `Got`; another one takes its place."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """The base is this version from now on; `outright`: so are the parameters, and what was trained since is gone."""
+
+    version: VersionId
+    outright: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """What becomes of the residual now that this push is answered (O10)."""
+
+    push: PushId
+    answer: PushAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Nobody asks for the bytes of this push any more."""
+
+    push: PushId
+
+
+@dataclass(frozen=True, slots=True)
+class ReachHolders:
+    """Who holds the shards now, in shard order: whom versions are fetched from, and who fetches pushes."""
+
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeLast:
+    """The job is over: base and parameters are its last version, which is the base already or was got.
+
+    Attributes:
+        version: Which.
+        steps: Inner steps that it lacks, which are gone.
+        samples: That they used.
+    """
+
+    version: VersionId
+    steps: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """This incarnation is over.
+
+    Attributes:
+        reason: Why.
+        again: The process comes in as a new one.
+        failed: The cluster's part ends without the job's last version: its model is not the job's.
+    """
+
+    reason: str
+    again: bool
+    failed: bool = False
+
+
+ClusterEffect = Say | Freeze | FetchVersion | Adopt | Settle | Free | ReachHolders | TakeLast | Over | OuterNote
+
+
+class Phase(enum.StrEnum):
+    """Where a cluster stands."""
+
+    WAITING = "waiting"
+    TRAINING = "training"
+    ENDING = "ending"
+    GONE = "gone"
+
+
+@dataclass(slots=True)
+class Unpushed:
+    """What was trained and no push covers yet."""
+
+    samples: int = 0
+    steps: int = 0
+    spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+    """By epoch, normal."""
+
+    def add(self, samples: int, steps: int, covers: Iterable[Covered]) -> None:
+        """So much more."""
+        self.samples += samples
+        self.steps += steps
+        for each in covers:
+            self.spans[each.epoch] = normalise([*self.spans.get(each.epoch, ()), *each.spans])
+
+    @property
+    def covers(self) -> tuple[Covered, ...]:
+        """As an offer names it."""
+        return tuple(Covered(epoch, spans) for epoch, spans in sorted(self.spans.items()))
+
+
+def reckon(job: JobProgress, samples: int, steps: int, usual: int, paced: int) -> JobProgress:
+    """How far a job is that a cluster has trained on in by itself.
+
+    Args:
+        job: With its base.
+        samples: That it has trained since.
+        steps: Inner steps, likewise.
+        usual: Steps of a usual cluster from one push to the next.
+        paced: Of this one.
+    """
+    ticks = steps * TICKS * usual // max(1, paced)
+    return JobProgress(job.samples + samples, job.ticks + ticks, job.epoch)
+
+
+LAST_S = 60.0
+"""For so long after the job's end a cluster tries to get the last version; followers serve it as long."""
+_AWAY, _CONNECTED, _WELCOME = range(3)
+"""How a cluster stands with the leader; a welcome is an answer to its hello."""
+_GIVEN = frozenset({"agreement", "ahead_steps", "_hello", "_out", "_resting"})
+"""What a machine is made with, or holds during an event alone."""
+
+
+class ClusterMachine:
+    """See the module. The shell feeds a TimePassed per heartbeat.
+
+    Args:
+        name: Of the cluster.
+        place: Where it runs, for people.
+        nonce: Drawn at the start of its process.
+        agreement: What it must have in common with the others.
+        process: Of its first rank.
+        overlap: Whether it trains on while a push is under way; else it waits for the answer and the version.
+        ahead_steps: With overlap: so many steps at most beyond a push, while the server is there; 0: as many as from
+            one push to the next.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        place: str,
+        nonce: str,
+        agreement: Agreement,
+        *,
+        process: ProcessPlace = ProcessPlace(),
+        overlap: bool = True,
+        ahead_steps: int = 0,
+    ) -> None:
+        self.agreement = agreement
+        self._hello = ClusterHello(name, place, nonce, 0, None, NO_VERSION, NO_VERSION, agreement, process)
+        self.job_id = ""
+        """Of the job that it was let into; "" before."""
+        self.ahead_steps = ahead_steps if overlap else None
+        """Beyond a push; None: without overlap."""
+        self.inner_steps = self._usual_steps = OuterSettings.of_words(agreement.settings).inner_steps
+        """From one push to the next, at least."""
+        self.phase, self.term = Phase.WAITING, 0
+        self.incarnation: IncarnationId | None = None
+        self.oldest: IncarnationId | None = None
+        """Of the clusters that are in, as told last."""
+        self.base = NO_VERSION
+        self.newest = NO_VERSION
+        """The newest version that it was told of."""
+        self.open: Offer | None = None
+        """Frozen and not answered."""
+        self.kept: dict[PushId, Offer] = {}
+        """Accepted once, and not freed."""
+        self.leased: dict[int, tuple[Span, ...]] = {}
+        self.unpushed = Unpushed()
+        self.job = JobProgress()
+        """The job's, with the base."""
+        self.rate, self.step_rate, self.batches = 0.0, 0.0, UNTOLD
+        """What it trains in a second, and how many positions of shared data at once."""
+        self.leaving, self.verdict = False, ""
+        """Whether it was asked to leave; why its own loop is over."""
+        self._reopened: list[PushId] = []
+        """Kept, and unanswered again; in order."""
+        self._freezing: PushId | None = None
+        self._covered = Unpushed()
+        """By the push that is being frozen."""
+        self._next = 1
+        self._due: VersionId | None = None
+        """All pushes are answered: a version at or after this one is to be adopted."""
+        self._outright = False
+        self._served = NO_VERSION
+        self._durable = NO_VERSION
+        self._progress: dict[VersionId, JobProgress] = {}
+        """The job's, with versions that may be adopted."""
+        self._in: dict[PushId, VersionId] = {}
+        """Kept pushes: the version that holds each."""
+        self._fetching = self._here = NO_VERSION
+        self._last: tuple[VersionId, str, int] | None = None
+        """The job is over: with this version, why, and how many heartbeats may go by until it is here."""
+        self._resting = True
+        self._stream, self._whole = _AWAY, True
+        """How it stands with the leader, and whether all followers are there, as told last."""
+        self._founded = True
+        self._out: list[ClusterEffect] = []
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def name(self) -> str:
+        """The cluster's."""
+        return self._hello.cluster
+
+    @property
+    def nonce(self) -> str:
+        """As drawn at the start of its process."""
+        return self._hello.nonce
+
+    @property
+    def overlap(self) -> bool:
+        """Whether it trains on while a push is under way."""
+        return self.ahead_steps is not None
+
+    def free_spans(self) -> dict[int, tuple[Span, ...]]:
+        """Positions that it may train next, by epoch."""
+        found = {}
+        for epoch, spans in self.leased.items():
+            left = subtract(spans, self._used(epoch))
+            if left:
+                found[epoch] = left
+        return found
+
+    def _used(self, epoch: int) -> tuple[Span, ...]:
+        used = [*self.unpushed.spans.get(epoch, ()), *self._covered.spans.get(epoch, ())]
+        for offer in self._unanswered():
+            used += [span for each in offer.covers if each.epoch == epoch for span in each.spans]
+        return normalise(used)
+
+    def hello(self) -> ClusterHello:
+        """The first word on a stream to a leader."""
+        return replace(
+            self._hello,
+            term=self.term,
+            resume=self.incarnation,
+            base=self.base,
+            newest=self.newest,
+            kept=tuple(sorted(self.kept)),
+            job_id=self.job_id,
+            fetching=max(self._fetching, self._here),
+            answered=self._next - 1 - (self._freezing is not None or self.open is not None),
+        )
+
+    @property
+    def freezing(self) -> PushId | None:
+        """The push whose content is being fixed."""
+        return self._freezing
+
+    @property
+    def fetching(self) -> VersionId:
+        """The version that is to be got; `NO_VERSION`: none is."""
+        return self._fetching
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that a machine with the same arguments needs to go on from here (`restore`): live objects."""
+        return {name: value for name, value in vars(self).items() if name not in _GIVEN}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Takes over what `facts` gave at another machine; the objects are this one's from here on."""
+        assert facts.keys() == self.facts().keys()
+        vars(self).update(facts)
+
+    @property
+    def was_in(self) -> bool:
+        """Whether it has had a part in the job, as this incarnation or as one before."""
+        return self.incarnation is not None or self.newest != NO_VERSION
+
+    @property
+    def may_train(self) -> bool:
+        """Whether an inner step may begin."""
+        return self.phase is Phase.TRAINING and not self.leaving and not self.verdict and not self.waits
+
+    @property
+    def since_base(self) -> tuple[int, int]:
+        """(samples, inner steps) that it has trained since its base, and that no round has accepted."""
+        samples = self.unpushed.samples + self._covered.samples
+        steps = self.unpushed.steps + self._covered.steps
+        if self.open is not None:
+            samples, steps = samples + self.open.samples, steps + self.open.steps
+        return samples, steps
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """The same, and what is accepted in a version that it has yet to adopt."""
+        samples, steps = self.since_base
+        for push, offer in self.kept.items():
+            if self._in.get(push, self.base) > self.base:
+                samples, steps = samples + offer.samples, steps + offer.steps
+        return samples, steps
+
+    @property
+    def reckoned(self) -> JobProgress:
+        """How far the job is by this cluster's own reckoning: its base, and what it has trained since at its pace."""
+        return reckon(self.job, *self.ahead, self._usual_steps, self.inner_steps)
+
+    @property
+    def waits_for(self) -> str:
+        """What must come before it trains on, or may go, in words."""
+        if self.incarnation is None:
+            return "the parameter server to let it in"
+        if self._last is not None:
+            return "the job's last version"
+        if self.phase is not Phase.TRAINING:
+            return "the newest version" if self.base != NO_VERSION or self.fetching != NO_VERSION else "a first version"
+        if self.overlap and self.waits:
+            return f"the next version: it is {self.unpushed.steps} steps ahead of its last push (ahead_steps)"
+        if self.open is not None:
+            return f"the answer to push {self.open.push}"
+        if self.verdict:
+            return "the end of the job: other clusters train, or its last version is being written"
+        return "samples to train, or the last version to be durable"
+
+    @property
+    def at_risk(self) -> int:
+        """Inner steps that no durable version holds."""
+        kept = [offer for push, offer in self.kept.items() if self._in.get(push, self.newest) > self._durable]
+        return self.since_base[1] + sum(offer.steps for offer in kept)
+
+    @property
+    def covering(self) -> Unpushed:
+        """What the push that is being frozen covers."""
+        return self._covered
+
+    @property
+    def may_be_ahead(self) -> int:
+        """Inner steps that it may train beyond a push before it has the version (O9a)."""
+        return 0 if self.ahead_steps is None else self.ahead_steps or self.inner_steps
+
+    @property
+    def waits(self) -> bool:
+        """A push is under way, or its version is to be adopted, and no step may be trained before that."""
+        under_way = self._freezing is not None or bool(self._unanswered()) or self._due is not None
+        if not under_way or (self.overlap and not self._versions_come):
+            return False
+        return self.unpushed.steps >= self.may_be_ahead
+
+    @property
+    def _versions_come(self) -> bool:
+        """Leader and followers are there, and no full disk holds up the next version (O5)."""
+        there = self._stream == _WELCOME and self._whole
+        return there and self.newest.number - self._durable.number < AHEAD
+
+    @property
+    def dry(self) -> bool:
+        """It shares the data, so that it trains only what it is leased, and has no position left to train."""
+        return self.agreement.length > 0 and not self.free_spans()
+
+    # ------------------------------------------------------------------ events
+
+    def on(self, event: ClusterEvent, *, resting: bool = True) -> list[ClusterEffect]:
+        """Takes one event in; returns the effects in order.
+
+        Args:
+            event: What happened.
+            resting: The inner training stands between two steps, and will until the effects are carried out. Freeze and
+                Adopt come only then.
+
+        Raises:
+            ValueError: Positions were trained, or are leased, twice.
+        """
+        self._out, self._resting = [], resting
+        if self.gone:
+            return []
+        match event:
+            case Connected():
+                self._stream = _CONNECTED
+                self._say(self.hello())
+            case Disconnected():
+                self._stream = _AWAY
+            case Told(message):
+                self._hear(message)  # type: ignore[arg-type]
+            case Trained(samples, covers, steps):
+                self.unpushed.add(samples, steps, covers)
+            case Frozen(push, manifest):
+                self._on_frozen(push, manifest)
+            case Got(version):
+                self._on_got(version)
+            case Missed(version):
+                self._on_missed(version)
+            case LeaveAsked():
+                self.leaving = True
+            case LoopOver(reason):
+                self.verdict = reason
+            case AtRest():
+                pass
+            case TimePassed():
+                if self._last is not None:
+                    self._last = (*self._last[:2], self._last[2] - 1)
+                self._beat()
+                self._offer()
+        if self._last is not None:
+            self._take_last(*self._last)
+        elif not self.gone:
+            if resting:
+                self._take_got()
+            self._turn()
+        return self._out
+
+    @property
+    def gone(self) -> bool:
+        """This incarnation is over."""
+        return self.phase is Phase.GONE
+
+    def _say(self, message: FromCluster) -> None:
+        if self._stream != _AWAY:
+            self._out.append(Say(message))
+
+    def _beat(self) -> None:
+        if self.incarnation is not None and self._stream == _WELCOME:
+            left = sum(count(spans) for spans in self.free_spans().values())
+            samples, leaving = self.unpushed.samples, self.leaving or bool(self.verdict)
+            coming = max(self._fetching, self._here)
+            self._say(
+                Beat(
+                    self.incarnation, self.rate, self.step_rate, self.base, left, samples, leaving, coming, self.batches
+                )
+            )
+            if self.verdict and self._settled:
+                self._say(LoopEnded(self.incarnation, self.verdict))
+
+    def _hear(self, message: ToCluster) -> None:
+        if message.term < self.term:
+            return
+        self.term = message.term
+        match message:
+            case Welcomed():
+                self._founded, self.job_id = message.founded, message.job_id
+                if not message.founded:  # or not any more
+                    self._served = self._fetching = NO_VERSION
+                self._on_welcome(message.incarnation, message.first)
+                self._on_served(message.version, message.progress)
+            case Holders(_, holders):
+                self._whole = all(holder.endpoint for holder in holders)
+                self._out.append(ReachHolders(holders))
+            case Eldest(_, incarnation):
+                self.oldest = incarnation
+            case Paced(_, steps, _):
+                self.inner_steps = steps
+            case PushAnswered():
+                self._on_answer(message)
+            case Served(_, version, progress):
+                self._on_served(version, progress)
+            case Freed(_, pushes):
+                for push in pushes:
+                    if self.kept.pop(push, None) is not None:
+                        self._in.pop(push, None)
+                        self._out.append(Free(push))
+            case OnDisk(_, version):
+                self._durable = max(self._durable, version)
+            case Reopened(_, version, pushes):
+                self.newest = max(self.newest, version)
+                self._reopened = sorted(p for p in pushes if p in self.kept)
+                for push in self._reopened:
+                    self._in.pop(push, None)
+                self._offer()
+            case Granted(_, leased):
+                self.leased = {each.epoch: normalise(each.spans, what="leases") for each in leased}
+            case Dismissed(_, reason, again):
+                self._end(reason, again=again, failed=not again)
+            case JobFinished(_, version, reason):
+                self._on_finished(version, reason)
+
+    def _on_finished(self, version: VersionId, reason: str) -> None:
+        if version == NO_VERSION:
+            self._end(f"the job has ended without a version: {reason}", again=False, failed=True)
+        elif not self.was_in:  # it may be about to begin the next job on the same server
+            self._end(f"the job has ended with {version}: {reason}", again=False, failed=True)
+        elif self._last is None:
+            beats = math.ceil(LAST_S / OuterSettings.of_words(self.agreement.settings).heartbeat_s)
+            self.phase, self._last = Phase.ENDING, (version, reason, beats)
+            if version not in (self.base, self._here, self._fetching):
+                self._fetching = version
+                self._out.append(FetchVersion(version))
+
+    def _take_last(self, version: VersionId, reason: str, beats: int) -> None:
+        if self.gone or not self._resting:
+            return
+        if version in (self.base, self._here):
+            samples, steps = self.since_base
+            for offer in self._opened:  # not in `since_base`: the base may hold them, so far as `reckoned` goes
+                samples, steps = samples + offer.samples, steps + offer.steps
+            self.base, self.open, self._freezing = version, None, None
+            self.unpushed, self._covered = Unpushed(), Unpushed()
+            self.job = self._progress.get(version, self.job)
+            self._out.append(TakeLast(version, steps, samples))
+            self._end(reason, again=False)
+        elif beats <= 0:
+            self._end(f"{reason}. Its last version, {version}, could not be had", again=False, failed=True)
+
+    def _end(self, reason: str, *, again: bool, failed: bool = False) -> None:
+        self.phase = Phase.GONE
+        self._out.append(Over(reason, again, failed))
+
+    def _on_welcome(self, incarnation: IncarnationId, first: int) -> None:
+        self._stream, self.leased = _WELCOME, {}
+        if self.incarnation is None:
+            self.incarnation, self._next = incarnation, first
+        if incarnation == self.incarnation:
+            self._offer()
+        else:  # the hello did not name ours: it was said before the first welcome was taken in, and ours is over
+            self._end(f"{self.incarnation} was removed, and let in again as {incarnation}", again=True)
+
+    def _on_served(self, version: VersionId, progress: JobProgress) -> None:
+        self._progress[version] = progress
+        if version == self.base:
+            self.job = progress
+        self._served = max(self._served, version)
+        self.newest = max(self.newest, version)
+
+    # ------------------------------------------------------------------ pushes
+
+    @property
+    def _opened(self) -> list[Offer]:
+        """Kept ones that a rollback opened again."""
+        return [self.kept[p] for p in self._reopened if p in self.kept]
+
+    def _unanswered(self) -> list[Offer]:
+        """In the order of their numbers: kept ones that a rollback opened again come first."""
+        return [*self._opened, self.open] if self.open is not None else self._opened
+
+    def _offer(self) -> None:
+        """Offers the first unanswered push; again with each heartbeat, as any word may be lost.
+
+        Nothing is offered while a push is being frozen. The chain could reject the older one meanwhile, which drops the
+        residual that the new push takes in. Ranks that come in then would encode the new push without it.
+        """
+        waiting = self._unanswered() if self._freezing is None else []
+        if waiting and self._stream == _WELCOME:
+            self._say(Offered(waiting[0]))
+
+    def _on_frozen(self, push: PushId, manifest: str) -> None:
+        if push != self._freezing:
+            return  # of the incarnation before, which is over
+        self._freezing = None
+        done, self._covered = self._covered, Unpushed()
+        if self.base == NO_VERSION:
+            self.open = Offer(push, NO_VERSION, manifest, 0, 0)
+        else:
+            self.open = Offer(push, self.base, manifest, done.samples, done.steps, done.covers)
+        self._offer()
+
+    def _on_answer(self, message: PushAnswered) -> None:
+        waiting = self._unanswered()
+        if not waiting or waiting[0].push != message.push:
+            return  # heard before
+        offer = waiting[0]
+        reopened = bool(self._reopened) and self._reopened[0] == offer.push
+        if reopened:
+            del self._reopened[0]
+        else:
+            self.open = None
+        self._founded = True
+        self.newest = max(self.newest, message.version)
+        self._out.append(Settle(offer.push, message.answer))
+        match message.answer:
+            case PushAnswer.ACCEPTED:
+                self.kept[offer.push] = offer
+                self._in[offer.push] = message.version
+                self._due = message.version
+                for each in offer.covers:
+                    self.leased[each.epoch] = subtract(self.leased.get(each.epoch, ()), each.spans)
+            case PushAnswer.REJECTED:
+                self._drop(offer)
+                self._due, self._outright, self.leased = message.version, True, {}
+                self.unpushed = Unpushed()
+            case PushAnswer.VOID:
+                self._drop(offer)
+                if offer.base != NO_VERSION:  # what it covered, the next one covers, from a newer base if there is one
+                    self.unpushed.add(offer.samples, offer.steps, offer.covers)
+                    self._due = self.newest if self.newest > self.base else self._due
+        self._offer()
+
+    def _drop(self, offer: Offer) -> None:
+        self.kept.pop(offer.push, None)
+        self._in.pop(offer.push, None)
+        self._out.append(Free(offer.push))
+
+    # ------------------------------------------------------------------ versions
+
+    def _on_got(self, version: VersionId) -> None:
+        if version != self._fetching:
+            return
+        self._fetching, self._here = NO_VERSION, version
+
+    def _on_missed(self, version: VersionId) -> None:
+        """The newest one is sought in its place; the job's last version is served until it is had."""
+        if version == self._fetching and self._last is None:
+            self._fetching = NO_VERSION
+
+    def _take_got(self) -> None:
+        """Adopts the version that is here."""
+        version, self._here = self._here, NO_VERSION
+        if version == NO_VERSION:
+            return
+        if self._unanswered() or self._freezing is not None or version < self.base:
+            return  # a push was frozen meanwhile: what it is a delta to stays the base until it is answered
+        if not self._may_adopt or (self._due is not None and version < self._due):
+            return
+        outright = self._outright or self.base == NO_VERSION
+        self._due, self._outright = None, False
+        self.base, self.newest = version, max(self.newest, version)
+        self.job = self._progress.get(version, self.job)
+        self._progress = {v: p for v, p in self._progress.items() if v > version}
+        if outright:
+            self.unpushed = Unpushed()
+        self.phase = Phase.TRAINING
+        self._out.append(Adopt(version, outright))
+        self._beat()  # who waits for all that train waits for this one from now on
+
+    def _turn(self) -> None:
+        if self.incarnation is None or (self._stream != _WELCOME and self.phase is Phase.WAITING):
+            return
+        if self._freezing is None and not self._unanswered():
+            self._turn_idle()
+        if self.leaving and self._resting and self._may_go():  # else a step is under way that it will hear of
+            self._say(Goodbye(self.incarnation, "it was asked to leave"))
+            self._end("it was asked to leave", again=False)
+
+    def _turn_idle(self) -> None:
+        """No push is under way: a version is fetched, or the next push is frozen.
+
+        A fetch that is under way goes on though newer versions come: where a fetch takes longer than a round, none
+        would ever end. What is here waits for the end of an inner step, and is adopted first: heartbeats name one
+        version that is to be the base, and the chain keeps that one (O1a).
+        """
+        # Enough is pushed from the base that there is: where newer ones come all the time, it would never be.
+        assert self.incarnation is not None
+        founds = self.base == NO_VERSION and self._stream == _WELCOME and not self._founded
+        hurries = self.dry or self.leaving or bool(self.verdict)
+        enough = self.unpushed.steps >= self.inner_steps or (self.unpushed.steps > 0 and hurries)
+        ready = self._due is None and self._resting
+        if ready and (founds or (self.base != NO_VERSION and enough)):
+            self._freezing = PushId(self.incarnation, self._next)
+            self._next += 1
+            self._covered, self.unpushed = self.unpushed, Unpushed()
+            self._fetching = NO_VERSION  # once the push is answered, a newer one is due
+            self._out.append(Freeze(self._freezing, self.base))
+            return
+        coming = self._serves(self._fetching) or self._serves(self._here)
+        if self._serves(self._served) and not coming and self._may_adopt:
+            self._fetching = self._served
+            self._out.append(FetchVersion(self._served))
+            self._beat()  # so that it is served until it is here
+
+    def _serves(self, version: VersionId) -> bool:
+        """Whether it may be adopted next."""
+        return version > self.base and (self._due is None or version >= self._due)
+
+    @property
+    def _may_adopt(self) -> bool:
+        """Without overlap a version is taken between two rounds alone: one for each push."""
+        return self.overlap or self._due is not None or not self.unpushed.steps
+
+    @property
+    def _settled(self) -> bool:
+        """Nothing is left to push, to be answered or to be adopted."""
+        waiting = self._unanswered() or self._freezing is not None or self._due is not None
+        return not waiting and not self.unpushed.steps
+
+    def _may_go(self) -> bool:
+        """All that it pushed is in a durable version, and nothing is left to push (O5b)."""
+        return self._settled and all(version <= self._durable for version in self._in.values())
+
+    def anew(self) -> Self:
+        """With which the same process comes in again: its pushes are kept for whoever needs them (O3a, O3b)."""
+        me = self._hello
+        found = type(self)(
+            self.name, me.place, self.nonce, self.agreement, process=me.process, overlap=self.overlap,
+            ahead_steps=self.ahead_steps or 0,
+        )  # fmt: skip
+        found.job_id = self.job_id
+        found.term, found.newest, found.verdict, found.leaving = self.term, self.newest, self.verdict, self.leaving
+        found.kept, found._in, found.batches = dict(self.kept), dict(self._in), self.batches
+        return found

@@ -1,0 +1,80 @@
+"""The leader's dealing of samples, where clusters share the data: leases for a while ahead (O11)."""
+
+from __future__ import annotations
+
+from chaos_lightning.outer.rules.attendance import Attendance
+from chaos_lightning.outer.rules.leader_desk import LeaderDesk
+from chaos_lightning.outer.rules.leases import wanted
+from chaos_lightning.outer.rules.messages import Granted
+from chaos_lightning.outer.rules.types import NO_VERSION, Covered, IncarnationId, Leased, LeftOver
+from chaos_lightning.planning.batches import Batches
+
+FEWEST = 4
+"""Towards an epoch's end this part of a usual round is dealt at a time, so that its last samples are nobody's alone."""
+
+
+class Dealer:
+    """See the module.
+
+    Args:
+        desk: The leader's.
+        attendance: Whom samples are dealt to.
+    """
+
+    def __init__(self, desk: LeaderDesk, attendance: Attendance) -> None:
+        self._desk = desk
+        self._attendance = attendance
+
+    def next_lease(self) -> Leased | LeftOver | None:
+        """Decides on samples for minutes ahead, to who has few left, but never so many that others find none.
+
+        They are whole steps of the cluster that gets them. Fewer are dealt once no cluster could make a whole step of
+        what is free, and what nobody makes a batch of is set aside.
+        """
+        leases, settings = self._desk.chain.leases, self._desk.settings
+        if leases is None or not self._desk.chain.founded or 0 < settings.epochs <= leases.epoch or not leases.free:
+            return None
+        living = self._attendance.living()
+        fair = max(settings.batch, settings.round_samples // FEWEST, leases.free // (2 * max(1, len(living))))
+        takers, known = self._takers(leases.free)
+        if not takers:
+            return leases.left_over() if known and self._attendance.spoken else None
+        wants: list[tuple[IncarnationId, Batches]] = []
+        for who, batches in known.items():
+            rate = self._attendance.clusters[who].rate or settings.round_samples / settings.lease_ahead_s
+            samples = min(wanted(rate, settings.lease_ahead_s, leases.held(who)), fair - leases.held(who))
+            if samples > 0:
+                wants.append((who, batches))
+                if (leased := leases.grant(who, samples, batches, takers)) is not None:
+                    return leased
+        if any(leases.grant(who, 1, batches, takers) for who, batches in known.items()):
+            return None  # who has enough for now gets it later
+        return next(filter(None, (leases.grant_rest(who, batches, takers) for who, batches in wants)), None)
+
+    def _takers(self, free: int) -> tuple[list[IncarnationId], dict[IncarnationId, Batches]]:
+        """Returns who may take some of so many positions, now or later; and what those train at once who are here."""
+        takers: list[IncarnationId] = []
+        known: dict[IncarnationId, Batches] = {}
+        usual = Batches(self._desk.settings.batch, self._desk.settings.batch)
+        for who in self._attendance.living():
+            cluster = self._attendance.clusters[who]
+            if cluster.leaving:
+                continue
+            batches = cluster.batches
+            if batches is None:  # it has not said a word yet
+                takers.append(who)
+                continue
+            batches = batches if batches.step else usual  # of an older release, which does not say
+            if batches.step <= free or batches.rest(free):
+                takers.append(who)
+            if cluster.base != NO_VERSION and cluster.conn is not None:
+                known[who] = batches
+        return takers, known
+
+    def tell(self, who: IncarnationId) -> None:
+        """All that an incarnation is leased."""
+        leases = self._desk.chain.leases
+        if leases is None:
+            return
+        leased = tuple(Covered(epoch, spans) for epoch, spans in sorted(leases.leased(who).items()))
+        self._attendance.tell(who, Granted(self._desk.term, leased))

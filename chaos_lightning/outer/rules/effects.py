@@ -1,0 +1,322 @@
+"""What goes into the machines of outer sync and what comes out; the shells carry it out in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chaos_lightning.outer.rules.messages import FromCluster, FromFollower, PushProduct, ToCluster, ToFollower
+from chaos_lightning.outer.rules.types import NO_VERSION, Agreement, Entry, IncarnationId, Offer, PushId, VersionId
+
+# ---------------------------------------------------------------------- the leader's events
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A message came on a stream."""
+
+    conn: int
+    message: FromCluster | FromFollower
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClosed:
+    """A stream is gone; `proof`: its process is known to be dead."""
+
+    conn: int
+    proof: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessDied:
+    """The process of a cluster that is away is seen to be dead, on the leader's machine."""
+
+    incarnation: IncarnationId
+
+
+@dataclass(frozen=True, slots=True)
+class EntryStored:
+    """The entry that was to be stored is durable, or was refused.
+
+    Attributes:
+        ok: It is durable.
+        detail: Why it was refused.
+        unfit: It fits into no record. Otherwise another leader rules.
+    """
+
+    ok: bool
+    detail: str = ""
+    unfit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndAsked:
+    """An operator asks for the job's end."""
+
+    reason: str
+
+
+LeaderEvent = Heard | StreamClosed | ProcessDied | EntryStored | TimePassed | EndAsked
+
+# ---------------------------------------------------------------------- the leader's effects
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEntry:
+    """Store this entry, compared with term and predecessor; nothing else is decided until it is answered (O1)."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class SendTo:
+    """Say this on a stream."""
+
+    conn: int
+    message: ToCluster | ToFollower
+
+
+@dataclass(frozen=True, slots=True)
+class OuterNote:
+    """For the event log."""
+
+    name: str
+    fields: tuple[tuple[str, object], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """This leader decides nothing more; `finished`: for the job is over."""
+
+    reason: str
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """End this stream, behind what was said on it, and tell its client why it is refused."""
+
+    conn: int
+    reason: str
+
+
+LeaderEffect = StoreEntry | SendTo | HangUp | OuterNote | Done
+
+# ---------------------------------------------------------------------- the follower's (the cluster's: cluster.py)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The leader says something on the stream of this follower or cluster."""
+
+    message: ToCluster | ToFollower
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """There is a stream to a leader."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """There is none any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The part of this push is here and verified.
+
+    Attributes:
+        push: Which.
+        manifest: Of its content.
+        products: With itself and the pushes that were here before.
+        finite: Whether all of it is.
+        momentum: With the momentum of version `at`, as an exact sum (`HeldShard.lean`).
+        at: Where the state stood then.
+    """
+
+    push: PushId
+    manifest: str
+    products: tuple[PushProduct, ...]
+    finite: bool
+    momentum: str = "0"
+    at: VersionId = NO_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """The part of this push will be here so many seconds from now."""
+
+    push: PushId
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NotFetched:
+    """Nobody served the part of this push for now."""
+
+    push: PushId
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The state stands at this version.
+
+    Attributes:
+        version: Which.
+        momentum: Products of the pushes that are here with its momentum.
+        differs: It was durable once, with other bits.
+    """
+
+    version: VersionId
+    momentum: tuple[PushProduct, ...] = ()
+    differs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateSaved:
+    """This version is on disk, synced, renamed and read back."""
+
+    version: VersionId
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTrouble:
+    """Why nothing can be saved for now; "": it can again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The state is this version's, from disk; `ok` False: its file is damaged or gone, and `reason` says how."""
+
+    version: VersionId
+    ok: bool
+    momentum: tuple[PushProduct, ...] = ()
+    reason: str = ""
+
+
+FollowerEvent = (
+    Told
+    | Connected
+    | Disconnected
+    | Fetched
+    | Progressed
+    | NotFetched
+    | Computed
+    | StateSaved
+    | DiskTrouble
+    | Loaded
+    | TimePassed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """To the leader; the cluster's effect, too."""
+
+    message: FromCluster | FromFollower
+
+
+@dataclass(frozen=True, slots=True)
+class HoldShard:
+    """This follower holds this shard of the outer state; said before anything is loaded or computed."""
+
+    agreement: Agreement
+    shard: int
+    shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPush:
+    """Get this push's part from its cluster, then `Fetched` or `NotFetched`."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The version that this entry makes, from the state as it stands, then `Computed`."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Empty:
+    """This version has no content, as nothing stands any more: the state goes, then `Computed`."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a copy of the state, which is this version's, then `StateSaved`."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class HoldVersion:
+    """This version is served beside the newest one, as long as no other is named (O8c)."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Read this version from disk and compare it with the digest, then `Loaded`."""
+
+    version: VersionId
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """This version's file is needed no more."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The staged bytes of this push are needed no more."""
+
+    push: PushId
+
+
+@dataclass(frozen=True, slots=True)
+class JobOver:
+    """The job has ended with this version; the process may end."""
+
+    version: VersionId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedAway:
+    """A leader has no use for this process, and says why: it ends."""
+
+    reason: str
+
+
+FollowerEffect = (
+    Say
+    | HoldShard
+    | FetchPush
+    | Compute
+    | Empty
+    | Save
+    | HoldVersion
+    | Load
+    | Delete
+    | Forget
+    | JobOver
+    | TurnedAway
+    | OuterNote
+)

@@ -1,0 +1,85 @@
+"""How a leader ends a job: why, and when (O16).
+
+Theory of operation. The job ends when its epochs are over, when the oldest cluster says so, or when an operator asks.
+From then on nothing is decided but what makes the newest version durable; then the end is stored with that version, and
+only then anybody hears of it. It voids the pushes that are open, and all incarnations and leases end with it. A
+rollback meanwhile takes acceptances back: then the job goes on until those are answered anew (O5a), unless an operator
+asked for its end. A leader that finds the end in its chain tells it to whoever comes, for a while.
+"""
+
+from __future__ import annotations
+
+from chaos_lightning.outer.rules.attendance import Attendance
+from chaos_lightning.outer.rules.leader_desk import LeaderDesk
+from chaos_lightning.outer.rules.messages import JobFinished
+from chaos_lightning.outer.rules.types import NO_VERSION, Ended, VersionId
+
+
+class Ending:
+    """See the module.
+
+    Args:
+        desk: The leader's.
+        attendance: Who may say that it is over.
+    """
+
+    def __init__(self, desk: LeaderDesk, attendance: Attendance) -> None:
+        self._desk = desk
+        self._attendance = attendance
+        self._asked = self._found = ""
+        self._since_s = 0.0
+
+    @property
+    def reason(self) -> str:
+        """Why the job is to end once its newest version is durable; "" while it goes on."""
+        return self._asked or self._found
+
+    def ask(self, reason: str) -> None:
+        """An operator ends it, whatever comes; the first one's reason stays."""
+        self._asked = self._asked or reason
+
+    def rolled_back(self) -> None:
+        """Who had nothing left to push has to do so again, and says anew when it is through (O5a)."""
+        self._found, self._since_s = "", 0.0
+        for cluster in self._attendance.clusters.values():
+            cluster.verdict = ""
+
+    def _find(self) -> str:
+        """Why the job is over by itself; "" if it is not, or pushes that were accepted once have no answer (O5a)."""
+        chain, epochs = self._desk.chain, self._desk.settings.epochs
+        oldest = self._attendance.oldest()
+        if chain.reopened:
+            return ""
+        if chain.leases is not None and epochs and chain.leases.over(epochs - 1):
+            return f"{epochs} epochs are over"
+        cluster = self._attendance.clusters.get(oldest) if oldest is not None else None
+        return f"{oldest} says: {cluster.verdict}" if cluster is not None and cluster.verdict else ""
+
+    def next_end(self) -> Ended | None:
+        """The end, if there is a reason and the newest version is durable."""
+        chain = self._desk.chain
+        self._found = self._found or self._find()
+        newest = chain.durable[-1][0] if chain.durable else NO_VERSION
+        last = chain.newest if chain.founded else NO_VERSION  # a rollback behind the first version leaves none
+        if not self.reason or newest != last or self._awaited(newest):
+            return None
+        return Ended(newest, self.reason, tuple(sorted(self._attendance.offers(), key=lambda offer: offer.push)))
+
+    def _awaited(self, newest: VersionId) -> bool:
+        """Somebody whose loop is over is about to take the last version over; for a while that is waited for."""
+        desk = self._desk
+        self._since_s = self._since_s or desk.now
+        clusters = [self._attendance.clusters[who] for who in self._attendance.living()]
+        late = any(c.verdict and c.conn is not None and c.base != newest for c in clusters)
+        return late and desk.now - self._since_s < desk.settings.reconnect_s
+
+    def told(self) -> JobFinished | None:
+        """What is said once the chain has its end."""
+        ended = self._desk.chain.ended
+        return JobFinished(self._desk.term, ended.version, ended.reason) if ended is not None else None
+
+    def linger(self) -> None:
+        """Another leader ended the job: this one goes when everybody had the time to come and hear it."""
+        desk = self._desk
+        if desk.chain.ended is not None and desk.now - desk.begun_s > desk.settings.reconnect_s:
+            desk.end(desk.chain.ended.reason, finished=True)

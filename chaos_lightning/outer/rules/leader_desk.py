@@ -1,0 +1,106 @@
+"""What the parts of a leader have in common: the chain, the clock, what is to be stored, and what is to be said."""
+
+from __future__ import annotations
+
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.effects import Done, LeaderEffect, OuterNote, SendTo, StoreEntry
+from chaos_lightning.outer.rules.messages import ToCluster, ToFollower
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import Body, Entry, PushId, VersionId
+
+
+class LeaderDesk:
+    """See the module.
+
+    Args:
+        chain: What the store holds.
+        term: This leader's.
+
+    Attributes:
+        settings: The job's rules, once its first cluster has brought them.
+        now: Seconds, by a clock that never goes back.
+        begun_s: When this leader began, by the same clock; its own gaps are added.
+        persisting: What is being stored; nothing else is decided meanwhile (O1).
+        done: Why this leader decides nothing more; "" while it does.
+        out: Effects of the event that is being taken in.
+    """
+
+    def __init__(self, chain: OuterChain, term: int) -> None:
+        self.chain = chain
+        self.term = term
+        self.settings = OuterSettings()
+        self.now = 0.0
+        self.begun_s = 0.0
+        self.persisting: Entry | None = None
+        self.done = ""
+        self.out: list[LeaderEffect] = []
+        self._begun = False
+        self.take_settings()
+
+    def take_settings(self) -> None:
+        """The rules are part of what the first cluster brought."""
+        if self.chain.agreement is not None:
+            self.settings = OuterSettings.of_words(self.chain.agreement.settings)
+
+    def passed(self, now: float) -> float:
+        """The clock is read; returns the gap (s) in this process's own time, which is nobody's silence (O14)."""
+        if not self._begun:
+            self._begun, self.begun_s = True, now
+        gap_s = now - self.now if self.now else 0.0
+        self.now = now
+        if gap_s <= self.settings.heartbeat_s:
+            return 0.0
+        self.begun_s += gap_s
+        return gap_s
+
+    def send(self, conn: int | None, message: ToCluster | ToFollower) -> None:
+        """On a stream, if there is one."""
+        if conn is not None:
+            self.out.append(SendTo(conn, message))
+
+    def note(self, name: str, **fields: object) -> None:
+        """For the event log."""
+        self.out.append(OuterNote(name, tuple(fields.items())))
+
+    def end(self, reason: str, *, finished: bool = False) -> None:
+        """This leader decides nothing more."""
+        self.done = reason
+        self.out.append(Done(reason, finished))
+
+    def doubt(self, who: str, lacking: str) -> None:
+        """Somebody of this job knows what the chain lacks: nothing more may be decided on it (O4)."""
+        self.end(
+            f"{who} knows {lacking}, which this chain lacks: it is an older copy, or another leader rules by now. Stop "
+            "this server, put the newest one in its place, and start it again: clusters and followers wait for that"
+        )
+
+    def persist(self, body: Body) -> None:
+        """The next entry of the chain; nobody hears of it before it is stored."""
+        self.persisting = self.chain.entry(self.term, body)
+        self.out.append(StoreEntry(self.persisting))
+
+    def stranger(self, who: str, job_id: str) -> str:
+        """Why a process of that job has no business here; "" if it is of this job, or of none yet."""
+        chain = self.chain
+        if job_id in ("", chain.job_id):
+            return ""
+        here = f"job {chain.job_id[:8]}, which {chain.by} began" if chain.job_id else "no job yet"
+        return (
+            f"{who} is of job {job_id[:8]}, and this server has {here}: start it again to take part here, or give it "
+            "the server of its own job"
+        )
+
+    def lacks(self, term: int, *versions: VersionId, answered: PushId | None = None) -> str:
+        """What somebody knows and this chain lacks, in words; "": nothing.
+
+        Args:
+            term: The highest that it has heard of.
+            versions: Those that it knows.
+            answered: Its last push that was answered, of an incarnation that the chain has.
+        """
+        if term > self.term:
+            return f"a leader with term {term}"
+        unknown = [version for version in versions if self.chain.lacks(version)]
+        if answered is not None and not self.chain.answered(answered):
+            return f"an answer to push {answered}"
+        return f"version {unknown[0]}" if unknown else ""

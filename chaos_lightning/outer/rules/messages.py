@@ -1,0 +1,512 @@
+"""What leader, followers and clusters tell each other; metadata only (docs/outer.md).
+
+Theory of operation. Bytes of pushes and versions travel between clusters and followers, as states of `replication/`.
+All that is said about them passes the leader. What the leader says bears its term: who has heard of a higher one does
+not heed it (O7). Any message may be lost with its stream, arrive twice, or arrive after the leader's death, so each
+says what is so, not what has changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from chaos_lightning.outer.rules.types import (
+    NO_PROCESS,
+    NO_VERSION,
+    Agreement,
+    Covered,
+    Entry,
+    IncarnationId,
+    JobProgress,
+    Offer,
+    ProcessPlace,
+    PushAnswer,
+    PushId,
+    VersionId,
+)
+from chaos_lightning.planning.batches import UNTOLD, Batches
+
+# ---------------------------------------------------------------------- a cluster says
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterHello:
+    """A cluster's first word on a stream.
+
+    Attributes:
+        cluster: Its name.
+        place: Where it runs, for people.
+        nonce: Drawn at its start: tells two clusters of one name apart.
+        term: The highest that it has heard of.
+        resume: Who it is; None: it is new.
+        base: The version that it adopted last.
+        newest: The newest version that it was told of.
+        agreement: What it must have in common with the others.
+        process: Of its first rank.
+        kept: Pushes whose bytes it holds, those of earlier incarnations among them.
+        job_id: The job that it was let into (`OuterChain.job_id`); "": none yet.
+        fetching: The version that it is about to have for its base; NO_VERSION: none.
+        answered: Number of its last push that was answered; 0: none was.
+    """
+
+    cluster: str
+    place: str
+    nonce: str
+    term: int
+    resume: IncarnationId | None
+    base: VersionId
+    newest: VersionId
+    agreement: Agreement
+    process: ProcessPlace = NO_PROCESS
+    kept: tuple[PushId, ...] = ()
+    job_id: str = ""
+    fetching: VersionId = NO_VERSION
+    answered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A push is frozen and its bytes are served: the open one, or a kept one that is unanswered again."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A cluster lives.
+
+    Attributes:
+        incarnation: Who.
+        rate: Samples a second, as measured; 0.0: not known yet.
+        step_rate: Inner steps a second; 0.0: not known yet.
+        base: The version that it adopted last.
+        left: Samples that it is leased and has not trained.
+        pending: Samples that it trained and that no push covers yet.
+        leaving: It was asked to leave.
+        fetching: The version that it is about to have for its base; NO_VERSION: none.
+        batches: How many positions of shared data it trains at once.
+    """
+
+    incarnation: IncarnationId
+    rate: float
+    step_rate: float
+    base: VersionId
+    left: int
+    pending: int
+    leaving: bool
+    fetching: VersionId = NO_VERSION
+    batches: Batches = UNTOLD
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """It leaves, and nothing of it is needed any more."""
+
+    incarnation: IncarnationId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoopEnded:
+    """Its loop is over, all that it trained is answered; said by the oldest cluster this ends the job."""
+
+    incarnation: IncarnationId
+    reason: str
+
+
+FromCluster = ClusterHello | Offered | Beat | Goodbye | LoopEnded
+
+# ---------------------------------------------------------------------- a cluster hears
+
+
+@dataclass(frozen=True, slots=True)
+class Welcomed:
+    """It is in.
+
+    Attributes:
+        term: The leader's.
+        incarnation: Who it is.
+        first: The number of its next push.
+        version: The newest one that followers serve; NO_VERSION: none at the moment.
+        founded: There is a version; if not, it may found the job.
+        progress: Of the job with that version.
+        job_id: Of the job, which it names from now on.
+    """
+
+    term: int
+    incarnation: IncarnationId
+    first: int
+    version: VersionId
+    founded: bool
+    progress: JobProgress
+    job_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A follower as a cluster reaches it.
+
+    Attributes:
+        name: Its name.
+        endpoint: HOST:PORT of its data connections; "" while it is away.
+        key_name: Of the key that the two share; "": none but the token.
+        key: That key.
+    """
+
+    name: str
+    endpoint: str
+    key_name: str = ""
+    key: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Who holds the shards, in shard order."""
+
+    term: int
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Eldest:
+    """Who came before all others that are in: its verdict ends the job, and it writes checkpoints and logs."""
+
+    term: int
+    incarnation: IncarnationId
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """How many inner steps it takes from one push to the next from now on (H_j), and why."""
+
+    term: int
+    steps: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushAnswered:
+    """What the chain says of a push.
+
+    Attributes:
+        term: The leader's.
+        push: Which.
+        answer: What.
+        version: What its round made; NO_VERSION if no round did.
+        reason: Why.
+    """
+
+    term: int
+    push: PushId
+    answer: PushAnswer
+    version: VersionId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """All followers serve this version now, with which the job is so far."""
+
+    term: int
+    version: VersionId
+    progress: JobProgress
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Accepted pushes of this incarnation that two durable versions hold: nobody asks for their bytes again (O5)."""
+
+    term: int
+    pushes: tuple[PushId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """This version is durable: whose pushes it holds may go (O5b)."""
+
+    term: int
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Reopened:
+    """After a rollback: these pushes are unanswered again, to be offered again in order (O5a)."""
+
+    term: int
+    version: VersionId
+    pushes: tuple[PushId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """All positions that this incarnation is leased and no round has spent, of all epochs, in order."""
+
+    term: int
+    leased: tuple[Covered, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    """This incarnation, or follower, is over; `again`: the cluster may come back as a new one."""
+
+    term: int
+    reason: str
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JobFinished:
+    """The job is over with this version."""
+
+    term: int
+    version: VersionId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """A line for the consoles of all clusters: who came, left or was refused, or that a version is lost.
+
+    It decides nothing, and one that is lost is not said again.
+    """
+
+    term: int
+    text: str
+
+
+ToCluster = (
+    Welcomed
+    | Holders
+    | Paced
+    | PushAnswered
+    | Served
+    | Freed
+    | OnDisk
+    | Reopened
+    | Granted
+    | Dismissed
+    | JobFinished
+    | Eldest
+    | News
+)
+
+# ---------------------------------------------------------------------- a follower says
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """A shard of this version, as it lies on a disk."""
+
+    version: VersionId
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushProduct:
+    """An exact sum (exact.py) over one shard of the product of a push with something else that the reader knows."""
+
+    push: PushId
+    sum: str
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerHello:
+    """A follower's first word on a stream.
+
+    Attributes:
+        follower: Its name.
+        nonce: Drawn at its start.
+        term: The highest that it has heard of.
+        disk: Versions whose shard lies whole on its disk, oldest first, with their digests.
+        version: Where its state stands; NO_VERSION: it has loaded none yet.
+        endpoint: HOST:PORT where its data connections are taken.
+        process: Its own.
+        job_id: The job that it obeys a leader of (`OuterChain.job_id`); "": none yet.
+    """
+
+    follower: str
+    nonce: str
+    term: int
+    disk: tuple[ShardFile, ...]
+    version: VersionId
+    endpoint: str = ""
+    process: ProcessPlace = NO_PROCESS
+    job_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """All bytes of a push's part are here, verified.
+
+    Attributes:
+        follower: Who says so.
+        push: Which.
+        manifest: Of the content, as fetched.
+        products: With itself and with each push that was staged here before.
+        finite: Whether all of it is.
+        momentum: With the momentum of version `at`, as an exact sum (`HeldShard.lean`).
+        at: Where the state stood then.
+    """
+
+    follower: str
+    push: PushId
+    manifest: str
+    products: tuple[PushProduct, ...]
+    finite: bool
+    momentum: str = "0"
+    at: VersionId = NO_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """Its shard of this version is computed and served.
+
+    Attributes:
+        follower: Who says so.
+        version: Which.
+        momentum: Products of staged pushes with its momentum.
+        differs: The version with which it began to compute other bits than were durable; NO_VERSION: it does not.
+    """
+
+    follower: str
+    version: VersionId
+    momentum: tuple[PushProduct, ...] = ()
+    differs: VersionId = NO_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Its shard of this version is on disk: written, synced, renamed, read back (O6)."""
+
+    follower: str
+    version: VersionId
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """It needs its part of this decided push, and nobody who is up has served it yet."""
+
+    follower: str
+    push: PushId
+
+
+@dataclass(frozen=True, slots=True)
+class OnItsWay:
+    """It fetches its part of this push, and will have it so many seconds from now."""
+
+    follower: str
+    push: PushId
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What keeps it from saving, such as a full disk; "": nothing any more."""
+
+    follower: str
+    reason: str
+
+
+FromFollower = FollowerHello | Staged | Applied | Written | Missing | OnItsWay | Trouble
+
+# ---------------------------------------------------------------------- a follower hears
+
+
+@dataclass(frozen=True, slots=True)
+class Obey:
+    """Its start is in the chain, so it may obey this leader (O7).
+
+    Attributes:
+        term: The leader's.
+        nonce: The follower's, as stored.
+        shard: Which one it holds; -1: none, it stands by.
+        shards: How many there are.
+        agreement: Of the job; None before its first cluster has come.
+        durable: The durable versions with its digests, oldest first.
+        base: What this version holds is never asked for again (`OuterChain.safe`).
+        entries: The versions that were made after it, oldest first.
+        job_id: Of the job, which it names from now on; "" before the first cluster has come.
+        open: The next push to be answered of each incarnation that is in: no round takes others that no version holds.
+    """
+
+    term: int
+    nonce: str
+    shard: int
+    shards: int
+    agreement: Agreement | None
+    durable: tuple[ShardFile, ...]
+    base: VersionId
+    entries: tuple[Entry, ...]
+    job_id: str = ""
+    open: tuple[PushId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Fetch your part of this push from its cluster."""
+
+    term: int
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Compute this version; its entry is in the chain."""
+
+    term: int
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Save this version when the state stands at it: all followers save the same ones."""
+
+    term: int
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A cluster is fetching this version: it is served beside the newest one. NO_VERSION: nobody is."""
+
+    term: int
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """These are durable, with this shard's digests, oldest first; what came before `base` may be deleted (O6)."""
+
+    term: int
+    durable: tuple[ShardFile, ...]
+    base: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class DropPush:
+    """No round will ever take this push: its bytes may go; `later`: nor any later one of its incarnation."""
+
+    term: int
+    push: PushId
+    later: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LineKey:
+    """The key that it shares with a process of a cluster from now on.
+
+    Attributes:
+        term: The leader's.
+        peer: Who will dial.
+        name: Of the key.
+        key: The key.
+    """
+
+    term: int
+    peer: str
+    name: str
+    key: bytes = field(repr=False)
+
+
+ToFollower = Obey | Stage | Apply | Keep | Hold | Marked | DropPush | LineKey | JobFinished | Dismissed

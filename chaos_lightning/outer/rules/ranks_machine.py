@@ -1,0 +1,274 @@
+"""What all ranks of an elastic cluster hold alike, as a pure state machine: how one commit of their job changes it.
+
+Theory of operation. Each rank holds one `RanksMachine`. A commit hands all ranks the same answers (`RankSays`), so all
+machines change alike: a push counts as frozen once all have encoded it, a version as there once all hold it (O8). What
+the cluster's machine would say because of a commit is kept back until the next one is known (O8a): by then all ranks
+had taken the former in, and it cannot be taken back. The simulator drives the same machines (lab/outer/ranks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from chaos_lightning.errors import StateError
+from chaos_lightning.outer.rules import cluster as cl
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.cluster import ClusterMachine, Phase, Unpushed
+from chaos_lightning.outer.rules.messages import FromCluster
+from chaos_lightning.outer.rules.types import NO_VERSION, Covered, IncarnationId, JobProgress, Offer, PushId, VersionId
+from chaos_lightning.planning.batches import UNTOLD, Batches
+from chaos_lightning.planning.tape import Tape
+from chaos_lightning.protocol.spans import count, normalise, subtract
+from chaos_lightning.protocol.types import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """All ranks have encoded this push: from here on each keeps and serves what it has, which is this content."""
+
+    push: PushId
+    manifest: str
+
+
+RanksEffect = cl.ClusterEffect | Sealed | fx.Told
+"""`Told`: the machines are about to hear this."""
+RankNews = fx.Told | fx.Connected | fx.Disconnected | fx.TimePassed | cl.Missed
+"""What the first rank may tell the machines."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSays:
+    """What a rank says in a commit.
+
+    Attributes:
+        holds: The version that it has got.
+        frozen: The push that it has encoded, and the manifest.
+        samples: That its part of the step used.
+        rates: Samples and steps a second, as it measures.
+        over: Why the loop of all ranks is over; "" before.
+        leaves: The cluster is to leave.
+        failed: Why the server will not have this cluster, or why this rank cannot go on.
+        events: What the machines are to hear, if it is the first rank.
+        batches: How many positions of shared data it trains at once.
+        held: It was asked to leave after the loop of all ranks, and has not been let go.
+    """
+
+    holds: VersionId = NO_VERSION
+    frozen: tuple[PushId, str] | None = None
+    samples: int = 0
+    rates: tuple[float, float] = (0.0, 0.0)
+    over: str = ""
+    leaves: bool = False
+    failed: str = ""
+    events: tuple[RankNews, ...] = ()
+    held: bool = False
+    batches: Batches = UNTOLD
+
+
+@dataclass(slots=True)
+class LeasedTape:
+    """What is leased to the cluster, and which places on that tape steps have used."""
+
+    tape: Tape = field(default_factory=Tape)
+    spent: tuple[Span, ...] = ()
+
+    @property
+    def used_up(self) -> bool:
+        return count(self.spent) >= self.tape.length
+
+    def cover(self, spent: Sequence[Span]) -> tuple[Covered, ...]:
+        """Positions that a step has used; `spent` are places, with those before."""
+        new, self.spent = subtract(spent, self.spent), tuple(spent)
+        return (Covered(self.tape.epoch, normalise(self.tape.positions(new))),) if new else ()
+
+    def grow(self, free: Mapping[int, Sequence[Span]], *, anew: bool) -> None:
+        """What is leased by now lies on the tape.
+
+        Args:
+            free: Leased positions that no push covers, by epoch.
+            anew: What was leased before is not any more.
+        """
+        epoch = min(free, default=self.tape.epoch)
+        if (anew and self.tape.pieces) or (epoch != self.tape.epoch and self.used_up):
+            self.tape, self.spent = self.tape.next(epoch), ()
+        unused = subtract([(0, self.tape.length)] if self.tape.pieces else (), self.spent)
+        more = subtract(free.get(self.tape.epoch, ()), normalise(self.tape.positions(unused)))
+        self.tape = self.tape.longer(more) if more else self.tape
+
+
+@dataclass
+class MachineFacts:
+    """What `ClusterMachine.facts` tells, by its attributes' names: as text it is read by these types (plain.py)."""
+
+    job_id: str
+    inner_steps: int
+    _usual_steps: int
+    phase: Phase
+    term: int
+    incarnation: IncarnationId | None
+    oldest: IncarnationId | None
+    base: VersionId
+    newest: VersionId
+    open: Offer | None
+    kept: dict[PushId, Offer]
+    leased: dict[int, tuple[Span, ...]]
+    unpushed: Unpushed
+    job: JobProgress
+    rate: float
+    step_rate: float
+    batches: Batches
+    leaving: bool
+    verdict: str
+    _reopened: list[PushId]
+    _freezing: PushId | None
+    _covered: Unpushed
+    _next: int
+    _due: VersionId | None
+    _outright: bool
+    _served: VersionId
+    _durable: VersionId
+    _progress: dict[VersionId, JobProgress]
+    _in: dict[PushId, VersionId]
+    _fetching: VersionId
+    _here: VersionId
+    _last: tuple[VersionId, str, int] | None
+    _stream: int
+    _whole: bool
+    _founded: bool
+
+
+@dataclass(slots=True)
+class RanksFacts:
+    """All that a `RanksMachine` holds between two commits, for one of another rank: live objects."""
+
+    machine: MachineFacts
+    nonce: str
+    over: str
+    leased: LeasedTape | None
+
+
+class RanksMachine:
+    """See the module.
+
+    Args:
+        machine: Of the cluster.
+
+    Attributes:
+        machine: Of the cluster; another one after its incarnation ended.
+        leased: Positions to train; None where the cluster has its own data.
+        over: Why the cluster's part is over; "" while it goes on.
+        having: Ranks that said in the last commit that they have the version which is wanted.
+    """
+
+    def __init__(self, machine: ClusterMachine) -> None:
+        self.machine = machine
+        self.leased = LeasedTape() if machine.agreement.length else None
+        self.over = ""
+        self.having: tuple[str, ...] = ()
+        self._unsaid: list[FromCluster] = []
+
+    def known(self) -> list[FromCluster]:
+        """The commit that was taken last is known to all: what is to be said because of it."""
+        unsaid, self._unsaid = self._unsaid, []
+        return unsaid
+
+    def commit(
+        self, ranks: Sequence[str], said: Sequence[RankSays], steps: int, spent: Sequence[Span]
+    ) -> Iterator[RanksEffect]:
+        """Takes a commit; each effect is carried out before the next one is asked for.
+
+        Args:
+            ranks: Who contributed, in rank order.
+            said: What each of them says.
+            steps: Inner steps that it is: 1, or 0.
+            spent: Places on the tape that are spent with it, if it is a step.
+
+        Raises:
+            StateError: A rank cannot go on, or what ranks or the leader say contradicts what is held.
+        """
+        try:
+            yield from self._taken(ranks, said, steps, spent)
+        except ValueError as error:  # spans, such as positions that are leased twice
+            raise StateError(f"what was said in a commit contradicts what is held: {error}") from error
+
+    def _taken(
+        self, ranks: Sequence[str], said: Sequence[RankSays], steps: int, spent: Sequence[Span]
+    ) -> Iterator[RanksEffect]:
+        outright = False
+        if said[0].rates[1]:
+            self.machine.rate, self.machine.step_rate = said[0].rates
+        parts = [each.batches for each in said]
+        self.machine.batches = Batches(
+            sum(part.step for part in parts),
+            sum(part.batch for part in parts),
+            1 if all(part.least == 1 for part in parts) else sum(part.least for part in parts),
+        )
+        for effect in self._changes(ranks, said, steps, spent):
+            if isinstance(effect, fx.Say):
+                self._unsaid.append(effect.message)  # type: ignore[arg-type]
+                continue
+            if isinstance(effect, cl.FetchVersion) and all(each.holds == effect.version for each in said):
+                continue  # it was got before, and a push was frozen: all have it still
+            yield effect
+            if isinstance(effect, cl.Over):
+                self._end(effect)
+            outright = outright or isinstance(effect, cl.Over) or (isinstance(effect, cl.Adopt) and effect.outright)
+        if failed := next((each.failed for each in said if each.failed), ""):
+            if self.machine.base != NO_VERSION:
+                raise StateError(failed)
+            self.over = self.over or failed
+        if self.leased is not None:
+            self.leased.grow(self.machine.free_spans(), anew=outright)
+
+    def _end(self, over: cl.Over) -> None:
+        if over.again:
+            self.machine = self.machine.anew()
+            self._unsaid.clear()
+        else:
+            self.over = over.reason
+
+    def _changes(
+        self, ranks: Sequence[str], said: Sequence[RankSays], steps: int, spent: Sequence[Span]
+    ) -> Iterator[RanksEffect]:
+        first = said[0]
+        if steps:
+            covers = self.leased.cover(spent) if self.leased is not None else ()
+            yield from self.machine.on(cl.Trained(sum(each.samples for each in said), covers, steps))
+        for event in first.events:
+            if isinstance(event, fx.Told):
+                yield event
+            yield from self.machine.on(event)
+        yield from self._agreed(ranks, said)
+        if first.over and not self.machine.verdict and not self.machine.leaving:
+            yield from self.machine.on(cl.LoopOver(first.over))
+        if (first.leaves or all(each.held for each in said)) and not self.machine.leaving:
+            yield from self.machine.on(cl.LeaveAsked())
+        yield from self.machine.on(cl.AtRest())
+
+    def _agreed(self, ranks: Sequence[str], said: Sequence[RankSays]) -> Iterator[RanksEffect]:
+        """What all ranks have done is done."""
+        push, wanted = self.machine.freezing, self.machine.fetching
+        frozen = [each.frozen for each in said if each.frozen is not None and each.frozen[0] == push]
+        if push is not None and len(frozen) == len(said):
+            yield Sealed(push, frozen[0][1])
+            yield from self.machine.on(cl.Frozen(push, frozen[0][1]))
+        self.having = tuple(r for r, each in zip(ranks, said, strict=True) if each.holds == wanted != NO_VERSION)
+        if self._there(said):
+            yield from self.machine.on(cl.Got(wanted))
+
+    def _there(self, said: Sequence[RankSays]) -> bool:
+        """Whether the version that is wanted counts as there."""
+        wanted = self.machine.fetching
+        return wanted != NO_VERSION and all(each.holds == wanted for each in said)
+
+    # ------------------------------------------------------------------ for newcomers
+
+    def facts(self) -> RanksFacts:
+        """All of it, for `restore`."""
+        return RanksFacts(MachineFacts(**self.machine.facts()), self.machine.nonce, self.over, self.leased)
+
+    def restore(self, facts: RanksFacts) -> None:
+        """Takes over what `facts` gave at another rank; the objects are this one's from here on."""
+        self.machine.restore(vars(facts.machine))
+        self.over, self.leased = facts.over, facts.leased

@@ -1,0 +1,582 @@
+"""The words of outer sync: incarnations, pushes, versions, and what a leader writes into its chain.
+
+Theory of operation. A *cluster* trains by itself from a *base* version and now and then *freezes* what it gained: a
+*push*, its pseudo-gradient. The leader decides *rounds* on pushes; each makes a new *version* of the outer state, whose
+shards the followers hold. Rounds and all else that must not be forgotten are entries of one chain in the leader's
+store (rule O1): the dataclasses under `Body`. Everything here is an immutable value without behaviour of its own.
+Integers where a sum must be exact (samples, steps), floats where a factor was decided once and is used by all.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from chaos_lightning.membership.peers import FIT
+from chaos_lightning.outer.rules.arrivals import UNTAUGHT, ArrivalRates
+from chaos_lightning.protocol.types import Span
+
+AHEAD = 3
+"""So many versions at most are decided beyond the newest durable one (O5)."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class IncarnationId:
+    """One start of a cluster (O3b). Numbers come from the chain and are never reused."""
+
+    cluster: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.cluster}~{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """Where a process runs, so that whoever shares its machine can see that it is gone."""
+
+    host: str = ""
+    pid: int = 0
+    pid_start: int = 0
+
+
+NO_PROCESS = ProcessPlace()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PushId:
+    """One push. Its order is the order in which pushes of a round are summed, whatever order they came in."""
+
+    incarnation: IncarnationId
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}/{self.number}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class VersionId:
+    """The outer state after a founding, a round or a rollback: its number and the hash of that entry."""
+
+    number: int = 0
+    hash: str = ""
+
+    def __str__(self) -> str:
+        return f"v{self.number}-{self.hash[:6]}" if self.number else "no version"
+
+
+NO_VERSION = VersionId()
+
+
+class PushAnswer(enum.StrEnum):
+    """What becomes of a push; the chain alone says so (O3)."""
+
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    VOID = "void"
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """Positions of one epoch; `spans` are normal."""
+
+    epoch: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A push as its cluster offers it.
+
+    Attributes:
+        push: Its name; it stands for one content.
+        base: The version that it is the delta to; NO_VERSION for the first content of a job.
+        manifest: Hash of the hashes of its blocks.
+        samples: How many it covers (T).
+        steps: How many inner steps it covers (h).
+        covers: The positions, by epoch, in order; empty where each cluster has its own data.
+    """
+
+    push: PushId
+    base: VersionId
+    manifest: str
+    samples: int
+    steps: int
+    covers: tuple[Covered, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """An accepted push in a round: `factor` is w_j, its part of the average, with `part` in it.
+
+    `part` is the part of its length to which the gate has shortened it; 1.0: it is taken as it is.
+    """
+
+    offer: Offer
+    factor: float
+    staleness: int
+    part: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A push that a round rejected, and why."""
+
+    offer: Offer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What a follower needs beside the pushes to compute a version, decided once.
+
+    Attributes:
+        rate: eta p times the clip factor: theta <- theta - rate delta.
+        buffer: p times the clip factor: b <- b + buffer delta.
+        momentum: mu.
+        outer: N / a where the momentum moves in this round (m <- mu m + outer b), 0.0 where it does not.
+        step: eta mu where the momentum moves: theta <- theta - step m.
+    """
+
+    rate: float
+    buffer: float
+    momentum: float
+    outer: float = 0.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What the outer optimizer counts: samples since the momentum moved last, and the job's clock.
+
+    Attributes:
+        pending: a, in samples.
+        samples: Of all accepted pushes.
+        ticks: The clock, in inner steps of a synchronous job times `TICKS`.
+    """
+
+    pending: int = 0
+    samples: int = 0
+    ticks: int = 0
+
+
+TICKS = 720720
+"""Ticks of one inner step: divisible by all numbers of clusters up to 16, so that their shares add up."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRow:
+    """Pushes of one cluster that were too long or turned round, one after another.
+
+    Attributes:
+        cluster: Whose, under any of its incarnations.
+        times: How many since one of it passed as it was; those that grew do not count.
+        size: x of the shortest one since they grew last (gates.py).
+    """
+
+    cluster: str
+    times: int
+    size: float
+
+
+@dataclass(frozen=True, slots=True)
+class GateState:
+    """What the gate has seen of accepted pushes: x_j (gates.py).
+
+    Attributes:
+        count: How many since it began to warm up.
+        mean: Moving average of x.
+        variance: Moving variance of x.
+        in_a_row: Pushes that were too long since the last one that was let in as it is, of all clusters.
+        scores: Recent scores, for the paper's own gate.
+        batch: Moving average of the logarithm of an inner step's samples.
+        rows: Clusters whose last push was too long or turned round; the one that pushed last is last.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    in_a_row: int = 0
+    scores: tuple[float, ...] = ()
+    batch: float = 0.0
+    rows: tuple[RefusedRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PacedCluster:
+    """How fast a cluster is, and what is asked of it.
+
+    Attributes:
+        incarnation: Who.
+        steps: Inner steps from one of its pushes to the next (H_j); 0: as agreed.
+        rate: Samples a second, as it measured; 0.0: not known.
+        step_rate: Inner steps a second, likewise.
+    """
+
+    incarnation: IncarnationId
+    steps: int
+    rate: float
+    step_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgress:
+    """How far the job is with a version.
+
+    Attributes:
+        samples: Of all accepted pushes.
+        ticks: The clock, in inner steps of a synchronous job times `TICKS`.
+        epoch: The one whose positions are leased; 0 where each cluster has its own data.
+    """
+
+    samples: int = 0
+    ticks: int = 0
+    epoch: int = 0
+
+    @property
+    def steps(self) -> int:
+        """The step number of a synchronous job of the same data."""
+        return self.ticks // TICKS
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the outer state, as all clusters must have it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+COMPILED = "compiled"
+"""Word of every agreement that says what tells runs of a sweep apart: layers and hyperparameters."""
+_OF_A_RUN = (COMPILED, "layer ", "hyperparameter ", "data hyperparameter ", "all after ")
+HYPER = "hyper_parameters"
+"""Word with the LightningModule's hyperparameters as JSON, for exports; it is not compared, as each one has words."""
+TIED = "tied tensors"
+"""The word of an agreement that has the further names of tensors, as JSON: name by name that travels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all clusters of a job have in common; the first one's is the job's.
+
+    Attributes:
+        tensors: Parameters, then reduced buffers, in the fixed order.
+        averaged: So many of them, the last ones, are buffers: averaged by weight, without momentum.
+        block: Elements of a block of the grid.
+        codec: Of pushes and versions.
+        length: Positions of an epoch that clusters share; 0: each cluster has its own data.
+        settings: The job's rules (`OuterSettings.words`).
+        words: What else must be equal, by name, such as the seed or a tokenizer's hash.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    averaged: int = 0
+    block: int = 1 << 16
+    codec: str = "bf16"
+    length: int = 0
+    settings: tuple[tuple[str, str], ...] = ()
+    words: tuple[tuple[str, str], ...] = ()
+
+    def difference(self, other: Agreement) -> str:
+        """The first thing in which the other one, a newcomer's, differs; "" if nothing does."""
+        if (mine := len(self.tensors)) != (theirs := len(other.tensors)):
+            return f"its model has {theirs} tensors, the job's has {mine}"
+        for one, two in zip(self.tensors, other.tensors, strict=True):
+            if one != two:
+                return (
+                    f"its tensor {two.name} is {two.dtype}{list(two.shape)}, the job's is {one.name}, "
+                    f"{one.dtype}{list(one.shape)}"
+                )
+        for name in ("averaged", "block", "codec", "length"):
+            if (a := getattr(self, name)) != (b := getattr(other, name)):
+                return f"its {name} is {b}, the job's is {a}"
+        for ours, its in ((self.settings, other.settings), (self.words, other.words)):
+            first, second = dict(ours), dict(its)
+            if ours is self.words and first.get(FIT, "1") != second.get(FIT, "1"):
+                return (
+                    f"its script begins fit {second.get(FIT, 1)} of this job, the job is in fit {first.get(FIT, 1)}, "
+                    "which may train on other samples, as folds do: give each fit a job name of its own"
+                )
+            if ours is self.words and COMPILED not in first:  # of a release that compared no layers and hyperparameters
+                second = {name: word for name, word in second.items() if not name.startswith(_OF_A_RUN)}
+            # A setting that one of them does not name is of a newer release, and has its default at the other.
+            second.pop(HYPER, None)
+            first.pop(HYPER, None)
+            for name in sorted({*first, *second} if ours is self.words else {*first} & {*second}):
+                if first.get(name) != second.get(name):
+                    return f"its {name} is {second.get(name, 'not set')}, the job's is {first.get(name, 'not set')}"
+        return ""
+
+
+# ---------------------------------------------------------------------- entries
+
+
+@dataclass(frozen=True, slots=True)
+class JobOpened:
+    """The job's first cluster has said what it is about. This entry's hash names the job.
+
+    Attributes:
+        agreement: What all clusters have in common.
+        by: The first cluster, and where it ran.
+        nonce: That cluster's: no other job has the same first entry.
+    """
+
+    agreement: Agreement
+    by: str
+    nonce: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A follower has started, under a number that it drew: from now on it obeys (O7)."""
+
+    follower: str
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Who holds which shard, in shard order; the grid says where they are cut (O15).
+
+    Attributes:
+        followers: In shard order.
+        durable: Where others held other shards before: durable versions that lie whole on the disks of these, oldest
+            first, with the digests of the new shards.
+    """
+
+    followers: tuple[str, ...]
+    durable: tuple[Durable, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A cluster has come.
+
+    Attributes:
+        incarnation: Its name.
+        place: Where it runs, for people.
+        first: Number of its first push.
+        process: Its first process, whose death any leader on that machine can see; None where it has several.
+    """
+
+    incarnation: IncarnationId
+    place: str
+    first: int = 1
+    process: ProcessPlace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Founded:
+    """The job's first version is what this push holds."""
+
+    number: int
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """These positions of the epoch are this incarnation's to train (O11)."""
+
+    incarnation: IncarnationId
+    epoch: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOver:
+    """These positions are not trained in this epoch: no cluster makes a batch of so few (O11)."""
+
+    epoch: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """An incarnation is over: it left, was silent, or another one took its place. Its leases end."""
+
+    incarnation: IncarnationId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Voided:
+    """A push is answered by no round: its base and its cluster's residual stand, the next one covers its progress."""
+
+    offer: Offer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A decision on pushes; it makes a version.
+
+    Attributes:
+        number: Of the version.
+        before: The version that it is computed from.
+        accepted: In the order of their names.
+        rejected: Likewise.
+        factors: For the followers.
+        counters: After it.
+        gate: After it.
+        reason: Why it was decided now, and by what.
+        rates: What the rounds before it taught of arrivals (O12).
+        paced: Clusters that train, from it on (O12).
+    """
+
+    number: int
+    before: VersionId
+    accepted: tuple[Weighed, ...]
+    rejected: tuple[Rejection, ...]
+    factors: Factors
+    counters: Counters
+    gate: GateState
+    reason: str
+    rates: ArrivalRates = UNTAUGHT
+    paced: tuple[PacedCluster, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """All shards of this version are on disk, with these digests in shard order (O6)."""
+
+    version: VersionId
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """A version with the content of an older one, since part of a decided push is gone for good (O5a).
+
+    Attributes:
+        number: Of the version.
+        to: Whose content it has.
+        lost: Pushes that nobody can offer again.
+        reason: What was lost, and what it cost.
+    """
+
+    number: int
+    to: VersionId
+    lost: tuple[PushId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The job is over with this version, which is durable, and so is each incarnation (O16).
+
+    Attributes:
+        version: The last one.
+        reason: Why it ended.
+        voided: Pushes that were offered and are not in it.
+    """
+
+    version: VersionId
+    reason: str
+    voided: tuple[Offer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What all entries before it fold to, which the store has no more (O1a).
+
+    Attributes:
+        after: Hash of the entry before.
+        state: A text (outer/rules/summaries.py).
+    """
+
+    after: str
+    state: str
+
+
+Body = (
+    JobOpened
+    | Started
+    | Cut
+    | Joined
+    | Founded
+    | Leased
+    | LeftOver
+    | Removed
+    | Voided
+    | Round
+    | Durable
+    | RolledBack
+    | Ended
+    | Summary
+)
+MAKES_VERSION = (Founded, Round, RolledBack)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of the chain.
+
+    Attributes:
+        position: From 1 on.
+        term: Of the leader that wrote it.
+        body: What it says.
+        before: Hash of the entry before; "" for the first one.
+    """
+
+    position: int
+    term: int
+    body: Body
+    before: str = ""
+
+    @cached_property
+    def hash(self) -> str:
+        """Of all of it, and so of all entries before."""
+        words = [self.position, self.term, type(self.body).__name__, asdict(self.body), self.before]
+        return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
+
+    def fields(self) -> dict[str, object]:
+        """Of the event `entry`, which tells of all of it."""
+        return {
+            "position": self.position,
+            "term": self.term,
+            "kind": type(self.body).__name__,
+            "version": str(self.version),
+            "before": self.before,
+            "hash": self.hash,
+            "body": asdict(self.body),
+        }
+
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        """The pushes that its version adds to the one before, in order: whose bytes it takes to compute it."""
+        match self.body:
+            case Founded(_, offer):
+                return (offer,)
+            case Round() as decided:
+                return tuple(weighed.offer for weighed in decided.accepted)
+            case _:
+                return ()
+
+    @property
+    def version(self) -> VersionId:
+        """The version that it makes; NO_VERSION if it makes none."""
+        return VersionId(self.body.number, self.hash) if isinstance(self.body, MAKES_VERSION) else NO_VERSION
+
+
+def named_offers(body: Body) -> tuple[Offer, ...]:
+    """All offers that an entry names, whatever it says of them."""
+    match body:
+        case Founded(_, offer) | Voided(offer):
+            return (offer,)
+        case Round() as decided:
+            weighed = tuple(weighed.offer for weighed in decided.accepted)
+            return (*weighed, *(refusal.offer for refusal in decided.rejected))
+        case Ended(voided=voided):
+            return voided
+        case _:
+            return ()

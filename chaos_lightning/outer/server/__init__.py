@@ -1,0 +1,1 @@
+"""Outer sync: the leader's service, its store and its streams."""

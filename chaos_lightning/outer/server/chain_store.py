@@ -1,0 +1,132 @@
+"""The chain of a leader in its store: written in a thread of its own, with patience, and read back at the start.
+
+Theory of operation. A record of the store is an entry: its kind is the name of what the entry says, its body that in
+the bytes of outer/exchange/vocabulary.py. Position and term are the same; what an entry names as its predecessor is the
+hash of the entry before, and what a record names is that of the record before. Both stores and chain compare (O1). A
+summary is written as a cut: it takes the place of all records before it (O1a).
+
+A store that takes nothing is asked again for some seconds, and then fails the leader: a process that starts anew knows
+all that was stored, and clusters train on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from chaos_lightning.control.store import EMPTY, Appended, Store, StoreFactory
+from chaos_lightning.errors import OversizeError, StoreError
+from chaos_lightning.outer.exchange.vocabulary import body_bytes, entry_of
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.types import Entry, Summary
+
+T = TypeVar("T")
+
+PATIENCE_S = 5.0
+"""A store that takes nothing for so long fails the leader."""
+_AGAIN_S = 0.2
+
+
+def load_chain(store: Store, after: OuterChain | None = None) -> OuterChain:
+    """What the store holds.
+
+    Args:
+        store: Of outer sync's chain.
+        after: Read before, to be continued.
+
+    Raises:
+        StoreError: The store fails, or holds something else.
+        ReadAnewError: What follows `after` is not there any more.
+    """
+    chain = OuterChain() if after is None else after
+    _, records = store.read(chain.position)
+    for record in records:
+        entry = entry_of(record, chain.hash)
+        try:
+            chain.follow(entry)
+        except (ValueError, KeyError, AssertionError) as error:
+            raise StoreError(f"{store.place}: record {record.position} does not follow: {error!r}") from error
+    return chain
+
+
+class ChainStore:
+    """See the module. Methods belong to one asyncio loop.
+
+    Args:
+        open_store: Opens the store; called once, in its thread.
+        emit: Takes (event name, fields) for the event log.
+    """
+
+    def __init__(self, open_store: StoreFactory, emit: Callable[..., None]) -> None:
+        self._open_store = open_store
+        self._emit = emit
+        self._store: Store | None = None
+        self._end = EMPTY
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-store")
+
+    @property
+    def place(self) -> str:
+        """Where the chain is, for people; "" before it was opened."""
+        return self._store.place if self._store is not None else ""
+
+    async def _in_thread(self, work: Callable[..., T], *given: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work, *given)
+
+    async def take(self) -> tuple[OuterChain, int]:
+        """Outranks every other leader; the chain, and the term that this one has now.
+
+        Raises:
+            StoreError: The store cannot be used, or holds something else.
+        """
+        return await self._in_thread(self._take)
+
+    def _take(self) -> tuple[OuterChain, int]:
+        self._store = self._open_store()
+        self._store.take_term()
+        self._end = self._store.end()
+        return load_chain(self._store), self._store.term
+
+    async def append(self, entry: Entry) -> Appended:
+        """Compare-and-set: it is durable when this returns ok.
+
+        Raises:
+            OversizeError: The store takes no record of this size.
+            StoreError: It has taken nothing for some seconds.
+            WireError: The entry fits into no record.
+        """
+        started, told = time.monotonic(), ""
+        while True:
+            try:
+                outcome = await self._in_thread(self._append, entry)
+                break
+            except OversizeError:
+                raise
+            except StoreError as error:
+                if str(error) != told:
+                    told = str(error)
+                    self._emit("error", text=told, where="store")
+                if time.monotonic() - started > PATIENCE_S:
+                    raise
+                await asyncio.sleep(_AGAIN_S)
+        seconds = round(time.monotonic() - started, 6)
+        kind = type(entry.body).__name__
+        self._emit("stored", kind=kind, number=entry.position, ok=outcome.ok, detail=outcome.detail, seconds=seconds)
+        return outcome
+
+    def _append(self, entry: Entry) -> Appended:
+        assert self._store is not None, "take() comes first"
+        assert (entry.position, entry.term) == (self._end.position + 1, self._store.term), "an entry out of turn"
+        body, cut = entry.body, isinstance(entry.body, Summary)
+        outcome = self._store.append(type(body).__name__, body_bytes(body), self._end, cut=cut)
+        if outcome.ok:
+            self._end = outcome.end
+        return outcome
+
+    async def close(self) -> None:
+        """Waits for a write that may be under way, and lets the store go."""
+        if self._store is not None:
+            await self._in_thread(self._store.close)
+        self._disk.shutdown(wait=False)

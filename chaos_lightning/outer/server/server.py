@@ -1,0 +1,338 @@
+"""A leader's process: takes its port, leads at once or once it is elected, serves, and knows when to end.
+
+Theory of operation. It is put together of parts: the streams of clusters and followers (streams.py), the driver of the
+state machine (driver.py), the chain in its store (chain_store.py), the calls (service.py) and what stands before them
+(control/auth_interceptor.py). A leader that lost its term, or whose store fails for good, ends; clusters train on
+without one, and say all that matters again to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chaos_lightning.control.auth_interceptor import AuthInterceptor, Service
+from chaos_lightning.control.server_life import ServerLife
+from chaos_lightning.control.store import StoreFactory
+from chaos_lightning.errors import ChaosError, StoreError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.addresses import join_endpoint
+from chaos_lightning.machine.process_table import host_identity, process_state
+from chaos_lightning.outer.exchange.control_client import PULSE_S
+from chaos_lightning.outer.exchange.line_keys import LineKeyIssuer
+from chaos_lightning.outer.exchange.outer_pb2_grpc import add_ParameterServerServicer_to_server
+from chaos_lightning.outer.follower.snapshot import snapshot, untold
+from chaos_lightning.outer.rules.effects import Done, EndAsked, ProcessDied, TimePassed
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.server import service
+from chaos_lightning.outer.server.chain_store import ChainStore
+from chaos_lightning.outer.server.driver import OuterDriver
+from chaos_lightning.outer.server.standing import OuterCandidacy
+from chaos_lightning.outer.server.streams import ClientStreams
+from chaos_lightning.outer.server.upkeep import EndedFolder, ended_folders
+from chaos_lightning.security.credentials import Credentials, Secret, check_bind
+
+_log = logging.getLogger("chaos_lightning.outer")
+
+CANNOT_LEAD = "it was elected and cannot lead"
+_TICK_S = 0.1
+_LOOK_S = 1.0
+"""Processes of clusters that are away are looked for so often."""
+_ENDED_S = 600.0
+"""Folders of ended jobs are looked for so often, when somebody asks for facts."""
+_LINGER_S = 60.0
+"""After the end of the job clusters fetch its last version; a leader waits no longer for them than this."""
+_QUIET_S, _AWAY_S = 0.5, 5.0
+"""It ends when no cluster was here for so long; the second one, if a cluster that lives has not been told."""
+_END_TIMEOUT_S = 600.0
+"""Whoever asks for the end of a job waits so long for a durable version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderConfig:
+    """How a leader's process behaves; the job's rules are in its chain.
+
+    Attributes:
+        host: Address to listen on.
+        port: Port; 0 takes a free one.
+        advertise: HOST:PORT that others are told to reach it at; "" for where it listens.
+        job: Its name.
+        followers: So many hold a shard each, if they are not cut already; 0: as many as do, one in a new job.
+        secret: Cluster token, or credentials with a folder of keys; b"" only on loopback.
+        idle_timeout_s: End after so long without a cluster's stream; 0 never.
+        folder: Of the whole server, beside which those of ended jobs lie; None where there is none.
+    """
+
+    host: str
+    port: int
+    advertise: str = ""
+    job: str = "default"
+    followers: int = 0
+    secret: Secret = field(default=b"", repr=False)
+    idle_timeout_s: float = 0.0
+    folder: Path | None = None
+
+
+class OuterServer:
+    """See the module. `start` and `stop` belong to one asyncio loop.
+
+    Args:
+        config: How to behave.
+        open_store: Opens the store of the chain; called when this process leads.
+        events: Its event log.
+        standing: Where several leaders stand by for each other: this one leads once it is elected.
+    """
+
+    def __init__(
+        self, config: LeaderConfig, open_store: StoreFactory, events: EventLog, standing: OuterCandidacy | None = None
+    ) -> None:
+        self.config = config
+        self.port = config.port
+        self._events = events
+        self._standing = standing
+        self._started = time.monotonic()
+        self._ended: list[EndedFolder] = []
+        self._ended_at = 0.0
+        self._idle_since = time.monotonic()
+        self.life = ServerLife(
+            events.emit, lambda why, failed: events.emit("outer_leader_ended", reason=why, failed=failed)
+        )
+        self._server: Any = None
+        self._over = asyncio.Event()
+        """The machine decides nothing more."""
+        self._auth = AuthInterceptor(config.secret, events.emit)
+        self._store = ChainStore(open_store, events.emit)
+        keys = LineKeyIssuer(config.job, secret_channel=Credentials.of(config.secret).secret_channel)
+        self._driver = OuterDriver(self._store, keys, events.emit)
+        self._streams = ClientStreams(self._driver.feed, events.emit, self._auth.note)
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> int:
+        """Takes the port, then the chain (as a candidate: once it is elected), then lets others in; returns the port.
+
+        Raises:
+            ConfigurationError: The port is taken, or the address may not be listened on.
+            StoreError: The store cannot be used.
+        """
+        check_bind(self.config.host, self.config.secret)
+        self.life.start()
+        self._server, self.port = await self._auth.open(self.config.host, self.config.port)
+        calls = service.OuterService(
+            streams=self._streams,
+            waits=self._waits,
+            facts=self.facts,
+            end_job=self._end_job,
+            peer=self._auth.peer,
+        )
+        self._auth.serve(
+            self._server,
+            Service(service.NAME, service.RIGHTS, lambda grpc: add_ParameterServerServicer_to_server(calls, grpc)),
+        )
+        if self._standing is None:
+            await self._lead()
+            await self._server.start()
+        else:
+            await self._server.start()
+            self._stand(self._standing)
+        self.life.begin(self._tick(), "ticks")
+        self.life.begin(self._pulse(), "pulses")
+        self.life.begin(self._look_for_dead(), "dead clusters")
+        return self.port
+
+    @property
+    def endpoint(self) -> str:
+        """Where others reach it."""
+        return self.config.advertise or join_endpoint(self.config.host, self.port)
+
+    @property
+    def finished(self) -> bool:
+        """The job has ended."""
+        return self._driver.done is not None and self._driver.done.finished
+
+    def asked_to_end(self, reason: str) -> None:
+        """By its supervisor, which got a signal that clusters beside it may have got, too: it stays for these."""
+        self.life.asked(reason, self._leaving)
+
+    def _leaving(self) -> list[bool]:
+        machine = self._driver.machine
+        if machine is None:
+            return []
+        return [machine.attendance.clusters[who].leaving for who in machine.attendance.living()]
+
+    async def stop(self) -> None:
+        """Closes streams and port; clusters train on without a leader."""
+        await self.life.stop()
+        loop = asyncio.get_running_loop()
+        resigned = loop.run_in_executor(None, self._standing.close) if self._standing is not None else None
+        if self._server is not None:
+            await self._server.stop(0.1)
+            await self._auth.close()
+        if resigned is not None:
+            await resigned
+        await self._store.close()
+
+    # ------------------------------------------------------------------ leading
+
+    def _stand(self, standing: OuterCandidacy) -> None:
+        loop = asyncio.get_running_loop()
+
+        def elected() -> None:
+            loop.call_soon_threadsafe(lambda: self.life.begin(self._come_to_lead(), "election"))
+
+        def lost(reason: str) -> None:
+            loop.call_soon_threadsafe(lambda: self.life.end(f"it leads no more: {reason}", failed=True))
+
+        standing.stand(self.endpoint, elected, lost, self._events.emit)
+
+    async def _come_to_lead(self) -> None:
+        try:
+            await self._lead()
+        except Exception as error:  # of any kind: the election would go on prolonging a lease in vain
+            words = str(error) if isinstance(error, ChaosError) else f"{type(error).__name__}: {error}"
+            self.life.end(f"{CANNOT_LEAD}: {words}", failed=True)
+
+    async def _lead(self) -> None:
+        """Takes the chain; from now on clusters and followers are let in."""
+        chain, term = await self._store.take()
+        self._events.emit(
+            "outer_leader_started",
+            endpoint=self.endpoint,
+            job=self.config.job,
+            term=term,
+            position=chain.position,
+            chain=chain.job_id,
+            store=self._store.place,
+        )
+        if chain.last is not None:  # its leader may have been killed before it wrote of it
+            self._events.emit("entry", **chain.last.fields())
+        self._driver.machine = machine = LeaderMachine(chain, term, self.config.followers)
+        if words := machine.shards.unheeded:
+            self._events.emit("notice", text=words)
+            _log.warning("job %s: %s", self.config.job, words)
+        self.life.begin(self._drive(), "leader machine")
+
+    async def _drive(self) -> None:
+        try:
+            await self._driver.drive(self._streams, self._machine_is_done)
+        except StoreError as error:
+            self.life.end(f"the store failed: {error}", failed=True)
+
+    def _machine_is_done(self, done: Done) -> None:
+        self._over.set()
+        if done.finished:
+            self.life.begin(self._linger(done.reason), "end of the job")
+        else:
+            self._streams.end_all(done.reason)
+            self.life.end(done.reason, failed=True)
+
+    async def _linger(self, reason: str) -> None:
+        """Until all clusters have heard of the end and left; followers leave with the leader."""
+        assert self._driver.machine is not None
+        away = untold(self._driver.machine)
+        seen, deadline = time.monotonic(), time.monotonic() + _LINGER_S
+        while time.monotonic() < min(deadline, seen + (_AWAY_S if away else _QUIET_S)):
+            await asyncio.sleep(_TICK_S)
+            if self._streams.count("Attend"):
+                seen = time.monotonic()
+        self.life.end(f"the job has ended: {reason}")
+
+    async def _end_job(self, reason: str) -> tuple[bool, str]:
+        """Waits for a durable version, and until the chain says that it was the last one."""
+        assert self._driver.machine is not None
+        self._driver.feed(EndAsked(reason))
+        try:
+            await asyncio.wait_for(self._over.wait(), _END_TIMEOUT_S)
+        except TimeoutError:
+            why = f"the newest version did not become durable within {_END_TIMEOUT_S:g} s"
+            return False, f"{why}; the job ends once it is: see `chaos-lightning ps status`"
+        ended = self._driver.machine.chain.ended
+        if ended is None:
+            return False, "this leader leads no more; ask again"
+        return True, f"job {self.config.job} has ended with {ended.version}: {ended.reason}"
+
+    # ------------------------------------------------------------------ time, and facts
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if self._driver.machine is not None:
+                self._driver.feed(TimePassed())
+            self._look_for_idleness()
+
+    async def _look_for_dead(self) -> None:
+        """Clusters of this machine that are away, and whose process is gone, are not waited for (O14)."""
+        here = host_identity()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            absent = self._driver.machine.attendance.absent() if self._driver.machine is not None else {}
+            for who, process in absent.items():
+                if process.host == here and process_state(process.pid, process.pid_start) == "gone":
+                    self._driver.feed(ProcessDied(who))
+
+    async def _pulse(self) -> None:
+        while True:
+            await asyncio.sleep(PULSE_S)
+            self._streams.pulse()
+
+    def _look_for_idleness(self) -> None:
+        now = time.monotonic()
+        if self._streams.count("Attend") or self._driver.machine is None:
+            self._idle_since = now
+        if self.config.idle_timeout_s and now - self._idle_since > self.config.idle_timeout_s:
+            self.life.end(f"no cluster for {self.config.idle_timeout_s:g} s; the chain stays in {self._store.place}")
+
+    def _waits(self) -> tuple[str, str] | None:
+        if self._driver.machine is not None:
+            return None
+        return self._standing.waits() if self._standing is not None else ("this leader has not begun yet", "")
+
+    def _ended_folders(self) -> list[EndedFolder]:
+        """Looks again after a while, for that reads all their chains."""
+        now = time.monotonic()
+        if self.config.folder is not None and now >= self._ended_at:
+            self._ended_at, self._ended = now + _ENDED_S, ended_folders(self.config.folder)
+        return self._ended
+
+    async def facts(self) -> dict[str, Any]:
+        """Of this process, of its candidacy, and of the job if it leads (outer/follower/snapshot.py)."""
+        machine, standing = self._driver.machine, self._standing
+        led: dict[str, Any] = {}
+        if standing is not None:
+            led = await asyncio.get_running_loop().run_in_executor(None, standing.facts)
+        ended = await asyncio.get_running_loop().run_in_executor(None, self._ended_folders)
+        own = {
+            "role": "leader" if machine is not None else "standby",
+            "endpoint": self.endpoint,
+            "job": self.config.job,
+            "pid": os.getpid(),
+            "parent_pid": os.getppid(),
+            "store": self._store.place,
+            "uptime_s": round(time.monotonic() - self._started, 3),
+            "ended_folders": [one.words for one in ended],
+        }
+        return {**own, **led, **(snapshot(machine, time.monotonic()) if machine is not None else {})}
+
+
+async def serve(
+    config: LeaderConfig,
+    open_store: StoreFactory,
+    events: EventLog,
+    *,
+    on_started: Callable[[OuterServer], None] = lambda server: None,
+    standing: OuterCandidacy | None = None,
+) -> tuple[str, bool]:
+    """Runs a leader until it ends; returns (why, whether that is a failure)."""
+    server = OuterServer(config, open_store, events, standing)
+    try:
+        await server.start()
+        on_started(server)
+        return await server.life.ended(), server.life.failed
+    finally:
+        await server.stop()

@@ -1,0 +1,75 @@
+"""The leader's calls (outer/exchange/outer.proto), and who may make them.
+
+Theory of operation. Who may call was asked before (control/auth_interceptor.py, by RIGHTS). A process that waits to
+lead answers *Facts* for itself; to all others it says who leads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from chaos_lightning.outer.exchange import outer_pb2
+from chaos_lightning.outer.exchange.outer_pb2_grpc import ParameterServerServicer
+from chaos_lightning.outer.server.streams import ClientStreams
+from chaos_lightning.security.access import LEADER_KEY
+from chaos_lightning.security.roles import CLUSTER, FOLLOWER, MEMBER, OBSERVER, OPERATOR, Right
+
+import grpc  # isort: skip  (after channel, which sets gRPC's environment)
+
+NAME = "chaos_lightning.outer.v1.ParameterServer"
+"""In outer/exchange/outer.proto."""
+RIGHTS = {
+    "Attend": Right((CLUSTER, MEMBER), with_token=(CLUSTER, MEMBER)),
+    "Follow": Right((FOLLOWER,), with_token=(FOLLOWER,)),
+    "Facts": Right((CLUSTER, MEMBER, FOLLOWER, OBSERVER, OPERATOR)),
+    "End": Right((OPERATOR,)),
+}
+"""Clusters and followers prove the token to each other, so who attends must know it. An elastic cluster's processes are
+members of their own job."""
+
+
+@dataclass(eq=False, kw_only=True)
+class OuterService(ParameterServerServicer):  # type: ignore[misc]
+    """See the module.
+
+    Attributes:
+        streams: Of clusters and followers.
+        waits: Why this process does not lead, and who does ("" if nobody); None: it leads.
+        facts: What Facts says.
+        end_job: Ends the job for a reason; whether that was done, and words.
+        peer: Who makes a call, in words.
+    """
+
+    streams: ClientStreams
+    waits: Callable[[], tuple[str, str] | None]
+    facts: Callable[[], Awaitable[dict[str, Any]]]
+    end_job: Callable[[str], Awaitable[tuple[bool, str]]]
+    peer: Callable[[Any], str]
+
+    async def _send_on(self, context: Any) -> None:
+        """Aborts the call while another process leads, and says which."""
+        if (waits := self.waits()) is not None:
+            words, leader = waits
+            await context.abort(grpc.StatusCode.UNAVAILABLE, words, ((LEADER_KEY, leader),))
+
+    async def Attend(self, _requests: AsyncIterator[Any], context: Any) -> None:
+        """A cluster's stream, from its hello to its end."""
+        await self._send_on(context)
+        await self.streams.attend(context, "Attend", self.peer(context))
+
+    async def Follow(self, _requests: AsyncIterator[Any], context: Any) -> None:
+        """A follower's."""
+        await self._send_on(context)
+        await self.streams.attend(context, "Follow", self.peer(context))
+
+    async def Facts(self, _request: Any, _context: Any) -> Any:
+        return outer_pb2.FactsReply(json=json.dumps(await self.facts()))
+
+    async def End(self, request: Any, context: Any) -> Any:
+        """An operator ends the job; answered once it is over."""
+        await self._send_on(context)
+        accepted, text = await self.end_job(request.reason or f"asked by {self.peer(context)}")
+        return outer_pb2.EndReply(accepted=accepted, text=text)

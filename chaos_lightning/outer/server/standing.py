@@ -1,0 +1,105 @@
+"""A leader's candidacy among several that have their chain in etcd: it waits until it is elected.
+
+Theory of operation. A leader with its chain in a file leads from its start; the file's lock and terms keep others out.
+One with etcd listens at once, says to whoever comes who leads, and takes the chain when it is elected
+(control/election.py). When it leads no more its process begins anew as a candidate (outer/commands/leader_main.py).
+What is decided is guarded by the store, never by the election.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from chaos_lightning.control import etcd_pb2 as pb
+from chaos_lightning.control.election import Candidate, Election
+from chaos_lightning.control.etcd_address import read_address
+from chaos_lightning.control.etcd_client import open_client
+from chaos_lightning.control.etcd_store import EtcdStore, service_root
+from chaos_lightning.control.store import Store
+from chaos_lightning.outer.server.chain_store import load_chain
+
+SERVICES = "outer"
+"""The folder of outer sync's services in etcd."""
+
+
+def open_outer_store(address: str, job: str) -> Store:
+    """A job's chain in etcd, to be read.
+
+    Raises:
+        ConfigurationError: The address is none, or a file of it cannot be read.
+    """
+    client = open_client(read_address(address))
+    return EtcdStore(client, service_root(client.address.prefix, SERVICES, job))
+
+
+class OuterCandidacy:
+    """See the module. Methods may be called from any thread.
+
+    Args:
+        address: Where etcd is (etcd://...).
+        job: Whose leader is elected.
+        keep_finished: Serve the chain of a job that has ended, instead of beginning the job anew.
+
+    Raises:
+        ConfigurationError: The address is none, or a file of it cannot be read.
+    """
+
+    def __init__(self, address: str, job: str, *, keep_finished: bool) -> None:
+        self._client = open_client(read_address(address))
+        self._root = service_root(self._client.address.prefix, SERVICES, job)
+        self._keep_finished = keep_finished
+        self._guard: tuple[pb.Compare, ...] = ()
+        self._election: Election | None = None
+        self._note: Callable[..., None] = lambda name, **fields: None
+
+    def stand(
+        self, endpoint: str, on_elected: Callable[[], None], on_lost: Callable[[str], None], note: Callable[..., None]
+    ) -> None:
+        """Takes part in the election; callbacks come in its thread.
+
+        Args:
+            endpoint: Where others reach this candidate.
+            on_elected: It leads now.
+            on_lost: It leads no more; why.
+            note: Takes (event name, fields) for the event log.
+        """
+
+        def elected(guard: tuple[pb.Compare, ...]) -> None:
+            self._guard = guard
+            on_elected()
+
+        self._note = note
+        self._election = Election(
+            self._client, self._root, Candidate.here(endpoint), on_elected=elected, on_lost=on_lost, note=note
+        )
+        self._election.start()
+
+    def open_store(self) -> Store:
+        """The chain, for the leader; that of a job that has ended is emptied first, unless it is to be kept.
+
+        Whoever waited while another one led tells what that one has ended.
+        """
+        store = EtcdStore(self._client, self._root, guard=self._guard, owned=False)
+        waited = self._election is not None and self._election.followed
+        if not self._keep_finished and not waited and load_chain(store).ended is not None:
+            store.begin_again()
+            self._note("notice", text=f"the job had ended; it begins anew in {store.place}")
+        return store
+
+    def waits(self) -> tuple[str, str]:
+        """Why this process does not lead, and where the one listens that does; "" if nobody does."""
+        leader = self._election.leader if self._election is not None else None
+        trouble = self._election.trouble if self._election is not None else ""
+        place = leader.endpoint if leader is not None else ""
+        return f"this leader waits to lead; now {place or 'nobody'} does. {trouble}".rstrip(". "), place
+
+    def facts(self) -> dict[str, Any]:
+        """Who leads, since when and why; who stands by; what this candidate waits for."""
+        return self._election.facts() if self._election is not None else {}
+
+    def close(self) -> None:
+        """Gives it up; another candidate leads at once. Idempotent."""
+        if self._election is not None:
+            self._election.resign()
+        self._client.close()
