@@ -80,7 +80,7 @@ compat: $(STAMP) ## Lightning's own tests with chaos: make compat LIGHTNING=FOLD
 	$(PY) tests/compat/compat_run.py "$(LIGHTNING)" --jobs $(JOBS) $(ARGS)
 
 fuzz: $(STAMP) ## an hour of hostile bytes
-	@$(PY) -m chaos_lightning.lab.fuzz --minutes 60 --jobs $(JOBS) $(ARGS)
+	@$(PY) -m lab.fuzz --minutes 60 --jobs $(JOBS) $(ARGS)
 
 check: $(STAMP) ## format, lint, types, import contracts, dead code, dependencies, generated files
 	@$(BIN)/ruff format --check .

@@ -61,7 +61,7 @@ def room_of(path: str) -> tuple[str, str] | None:
     first, *rest = PurePosixPath(path).parts
     if not path.endswith(".py") or path.endswith(GENERATED):
         return None
-    if first in ("tests", "benchmarks"):
+    if first in ("tests", "benchmarks", "lab"):
         return first, first
     if first in LINKED:
         return "product", first

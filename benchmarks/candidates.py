@@ -1,7 +1,7 @@
 """Schedulers as candidates on real etcd servers, and who leads: what benchmarks kill, freeze and start again.
 
 Candidates are children of the same fork server as members, so that one which was killed stands by again after a moment.
-With `apart` each counts as on a machine of its own (CHAOS_HOST, lab/emulation.py): then the others cannot see
+With `apart` each counts as on a machine of its own (CHAOS_HOST, testing/emulation.py): then the others cannot see
 that its process is gone, and wait until its lease has ended, as between real machines. Embedded is the other way to
 survive: one scheduler, its chain in a file, started again by the members that miss it (control/hosting.py).
 """
@@ -43,10 +43,10 @@ def candidate(pipe: Connection, options: Mapping[str, Any], job: Mapping[str, An
     """
     from chaos_lightning.control.options import SchedulerOptions, change_settings
     from chaos_lightning.control.scheduler_main import run
-    from chaos_lightning.lab.emulation import HOST, install_from
-    from chaos_lightning.lab.processes import die_with_parent
     from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
     from chaos_lightning.protocol.types import Settings
+    from chaos_lightning.testing.emulation import HOST, install_from
+    from chaos_lightning.testing.processes import die_with_parent
 
     die_with_parent()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

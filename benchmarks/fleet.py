@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.common import MIB, Options, Result, run
-from chaos_lightning.lab.fleet.command import to_json
-from chaos_lightning.lab.fleet.generator import Chance, generate
-from chaos_lightning.lab.fleet.simulator import FleetRun
-from chaos_lightning.lab.fleet.traces import write_events, write_steps
+from chaos_lightning.cli.fleet_command import to_json
+from chaos_lightning.planning.fleet.generator import Chance, generate
+from chaos_lightning.planning.fleet.simulator import FleetRun
+from chaos_lightning.planning.fleet.traces import write_events, write_steps
 from chaos_lightning.planning.pipelines.formation import EqualFleet
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, TrainingJob
 

@@ -1,8 +1,9 @@
 """A parameter server and clusters of an outer job, as real processes that benchmarks strike at.
 
-The server is what a user starts (lab/far_server.py). Clusters are children of a fork server that has torch imported;
-each runs the plain loop (chaos_lightning.DiLoCo) over batches that it draws, with a pause that stands for heavier
-computing. They keep the times of their steps to themselves until they are asked, so that telling costs no training.
+The server is what a user starts (testing/far_server.py). Clusters are children of a fork server that has torch
+imported; each runs the plain loop (chaos_lightning.DiLoCo) over batches that it draws, with a pause that stands for
+heavier computing. They keep the times of their steps to themselves until they are asked, so that telling costs no
+training.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from benchmarks.candidates import Watch
 from benchmarks.common import MIB
 from benchmarks.workers import Worker
 from chaos_lightning.events.events import EventLog, Record
-from chaos_lightning.lab.far_server import FarServer
 from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.observe.outer_fold import OuterRun, split
 from chaos_lightning.observe.outer_tables import OuterFacts
 from chaos_lightning.outer.rules.types import Removed
+from chaos_lightning.testing.far_server import FarServer
 
 CLUSTERS = 3
 FOLLOWERS = 2
@@ -54,8 +55,8 @@ def cluster(pipe: Connection, told: dict[str, Any], host: str) -> None:
     import torch
 
     from chaos_lightning.diloco import DiLoCo
-    from chaos_lightning.lab.emulation import HOST, install_from
-    from chaos_lightning.lab.processes import die_with_parent
+    from chaos_lightning.testing.emulation import HOST, install_from
+    from chaos_lightning.testing.processes import die_with_parent
 
     die_with_parent()
     install_from({HOST: host} if host else {})

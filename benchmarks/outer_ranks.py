@@ -1,10 +1,10 @@
 """An elastic cluster of an outer job, far from its parameter server: real processes, and a relay as the far link.
 
-The server is what a user starts (lab/far_server.py), the inner job has a scheduler of its own. Ranks are children of a
-fork server that has torch and Lightning imported; each runs `Trainer.fit` with `DiLoCoStrategy(inner="chaos")` over
-rows that it draws, with a pause that stands for heavier computing. What they dial at followers goes through a relay,
-which bounds the rate and counts bytes; what they say to each other does not. The policy is `sync`: no gate judges
-pushes of a cluster whose batches change with its ranks.
+The server is what a user starts (testing/far_server.py), the inner job has a scheduler of its own. Ranks are children
+of a fork server that has torch and Lightning imported; each runs `Trainer.fit` with `DiLoCoStrategy(inner="chaos")`
+over rows that it draws, with a pause that stands for heavier computing. What they dial at followers goes through a
+relay, which bounds the rate and counts bytes; what they say to each other does not. The policy is `sync`: no gate
+judges pushes of a cluster whose batches change with its ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from benchmarks.candidates import Watch
 from benchmarks.outer_clusters import PATIENCE_S, OuterScene, model_of
 from benchmarks.workers import Scheduler, Worker
 from chaos_lightning.events.events import EventLog, Record
-from chaos_lightning.lab.edge.relay import LinkRelay
-from chaos_lightning.lab.emulation import Emulated
-from chaos_lightning.lab.far_server import FarServer
 from chaos_lightning.machine.listener import free_port
+from chaos_lightning.testing.edge.relay import LinkRelay
+from chaos_lightning.testing.emulation import Emulated
+from chaos_lightning.testing.far_server import FarServer
 from chaos_lightning.transport.medium import Direct, Pacer, install
 
 CLUSTER = "home"
@@ -70,8 +70,8 @@ def rank(pipe: Connection, told: dict[str, Any]) -> None:
     import torch
     from torch.utils.data import DataLoader, Dataset
 
-    from chaos_lightning.lab.processes import die_with_parent
     from chaos_lightning.strategies import ChaosStrategy, DiLoCoStrategy
+    from chaos_lightning.testing.processes import die_with_parent
 
     die_with_parent()
     install(FarLinks(told["relay"]))

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.common import MIB, Options, Result, run
 from benchmarks.pipeline_members import PipelineJob, alone, pipeline_job
-from chaos_lightning.lab.demo.stages import gpt_job
+from chaos_lightning.testing.demo.stages import gpt_job
 
 NAMES = "abcdef"
 VICTIM, BACK = "b", "g"

@@ -33,9 +33,6 @@ from benchmarks.workers import Scheduler, scratch
 from chaos_lightning.control.channel import fetch_all
 from chaos_lightning.errors import DeadlineError
 from chaos_lightning.events.events import Record
-from chaos_lightning.lab.demo.train import GPT, prose
-from chaos_lightning.lab.harness import Harness
-from chaos_lightning.lab.timed_layers import TimedModel
 from chaos_lightning.member.part_moves import PartMoves
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.pipeline.absent import is_absent, named_tensors
@@ -47,7 +44,10 @@ from chaos_lightning.protocol.codec import decode_peer
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.security.credentials import Credentials
 from chaos_lightning.strategies import ChaosPipelineStrategy
+from chaos_lightning.testing.demo.train import GPT, prose
+from chaos_lightning.testing.harness import Harness
 from chaos_lightning.transport.links import Links
+from lab.timed_layers import TimedModel
 
 PLACES = (
     "forward", "backward", "between", "all-reduce", "contributed", "handing out", "optimizer", "recovery", "pull",

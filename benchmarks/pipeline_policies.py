@@ -30,10 +30,10 @@ from benchmarks.pipeline_steps import Committed, PlanRun, committed, runs
 from benchmarks.workers import scratch
 from chaos_lightning.errors import RESTART_CODE
 from chaos_lightning.events.events import Record
-from chaos_lightning.lab.fleet.seats import MixedFleet
-from chaos_lightning.lab.fleet.simulator import FleetRun, Outcome
-from chaos_lightning.lab.fleet.traces import Change, Trace
 from chaos_lightning.observe.fields import node_of
+from chaos_lightning.planning.fleet.seats import MixedFleet
+from chaos_lightning.planning.fleet.simulator import FleetRun, Outcome
+from chaos_lightning.planning.fleet.traces import Change, Trace
 from chaos_lightning.planning.pipelines import policies
 from chaos_lightning.planning.pipelines.choice import PlanCandidate
 from chaos_lightning.planning.pipelines.formation import Pauses

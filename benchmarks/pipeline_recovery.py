@@ -27,9 +27,9 @@ from benchmarks.common import MIB, Options, Result, median, run
 from benchmarks.peers import torchrun_pipeline
 from benchmarks.pipeline_members import PLACES, PipelineJob, pipeline_job
 from chaos_lightning.events.events import Record
-from chaos_lightning.lab.timed_layers import TimedModel
 from chaos_lightning.planning.pipelines.job import Device, Overheads
 from chaos_lightning.planning.pipelines.planner import Planner
+from lab.timed_layers import TimedModel
 
 NAMES = "abcdef"
 LAYERS, MICRO_BATCHES, BATCH = 6, 6, 2

@@ -21,11 +21,11 @@ from typing import Any
 from benchmarks.common import MIB, Options, Result, median, run
 from benchmarks.pipeline_members import pipeline_job
 from benchmarks.workers import Worker, context, scheduler, scratch
-from chaos_lightning.lab.timed_layers import TimedModel, alike
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.planning.pipelines.job import Layer, TrainingJob, stage_memory
 from chaos_lightning.planning.pipelines.request import PipelineRequest
 from chaos_lightning.planning.pipelines.schedules import in_flight
+from lab.timed_layers import TimedModel, alike
 
 SIZES = {"small": (256, 48), "middle": (384, 72), "large": (512, 96)}
 """By name: features, and rows of a micro-batch."""

@@ -23,11 +23,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.common import Options, Result, percentile, run
-from chaos_lightning.lab.fleet.generator import Chance, generate
-from chaos_lightning.lab.fleet.plot import check_kind
-from chaos_lightning.lab.fleet.simulator import FleetRun, Outcome, Rules
-from chaos_lightning.lab.fleet.traces import Trace
+from chaos_lightning.cli.fleet_plot import check_kind
 from chaos_lightning.observe.charts import DONORS, figure, legend, style
+from chaos_lightning.planning.fleet.generator import Chance, generate
+from chaos_lightning.planning.fleet.simulator import FleetRun, Outcome, Rules
+from chaos_lightning.planning.fleet.traces import Trace
 from chaos_lightning.planning.pipelines.formation import EqualFleet, Pauses
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, TrainingJob
 from chaos_lightning.planning.pipelines.policies import POLICIES

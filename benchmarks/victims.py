@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.members import Trainee, config_of, model_and_adam
-from chaos_lightning.lab.processes import hold_the_lock
+from chaos_lightning.testing.processes import hold_the_lock
 
 READ_BY_THEN_S = 0.15
 GATHERS_BEFORE = 8
@@ -108,7 +108,7 @@ def member(
             CHAOS_STORE: it hosts a scheduler on this chain.
     """
     from chaos_lightning.errors import FencedError
-    from chaos_lightning.lab.emulation import enter
+    from chaos_lightning.testing.emulation import enter
 
     enter(environment or {})
     config = config_of(

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from chaos_lightning.callbacks.member import engine_of
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, LoopPhase, Schedule
+from chaos_lightning.testing.faults import LINK_ACTIONS, Action, Fault, FaultPlan, LoopPhase, Schedule
 
 log = logging.getLogger("chaos_lightning.callbacks")
 
@@ -43,7 +43,7 @@ class FaultInjectorCallback(Callback):
     """Hurts its own process as a plan says.
 
     Args:
-        plan: A plan, its text, a file or a list of entries (see `chaos_lightning.lab.faults`).
+        plan: A plan, its text, a file or a list of entries (see `chaos_lightning.testing.faults`).
         only_phases: Leave faults without a phase to somebody outside, such as a harness that drives the same plan.
         name: This node's name in the plan; default: the engine's.
     """

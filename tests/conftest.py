@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from chaos_lightning.lab.harness import Harness
+from chaos_lightning.testing.harness import Harness
 
 DUMPED_EVENTS = 120
 SLOW_FOLDERS = ("examples", "callbacks", "strategies", "engine", "rendezvous", "benchmarks", "simulate", "testing")

@@ -16,10 +16,10 @@ from until_support import until
 
 from chaos_lightning.control.hosting import HostedScheduler, look
 from chaos_lightning.control.options import SchedulerOptions
-from chaos_lightning.lab.processes import start_function
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.machine.process_table import start_time
 from chaos_lightning.protocol.types import Settings
+from chaos_lightning.testing.processes import start_function
 
 TORCHRUN = "torch.distributed.run"
 SCHEDULER = "chaos_lightning.control.scheduler_main"

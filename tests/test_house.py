@@ -82,15 +82,18 @@ LIGHT = (
     ("chaos_lightning", "torch lightning numpy grpc hydra"),
     ("chaos_lightning.cli", "torch lightning"),
     (
-        "chaos_lightning.observe.plan_command chaos_lightning.planning.pipelines.files "
-        "chaos_lightning.observe.profile_command chaos_lightning.pipeline.model_profile",
+        "chaos_lightning.cli.plan_command chaos_lightning.planning.pipelines.files "
+        "chaos_lightning.cli.profile_command chaos_lightning.pipeline.model_profile",
         "torch lightning numpy grpc matplotlib yaml pydantic",
     ),
-    ("chaos_lightning.lab.edge.runner chaos_lightning.lab.edge.plot", "torch lightning numpy grpc matplotlib yaml"),
-    ("chaos_lightning.lab.fleet.command", "torch lightning numpy grpc matplotlib yaml"),
+    (
+        "chaos_lightning.testing.edge.runner chaos_lightning.testing.edge.plot",
+        "torch lightning numpy grpc matplotlib yaml",
+    ),
+    ("chaos_lightning.cli.fleet_command", "torch lightning numpy grpc matplotlib yaml"),
     (
         "chaos_lightning.observe.audit chaos_lightning.observe.report chaos_lightning.observe.commands "
-        "chaos_lightning.lab.harness",
+        "chaos_lightning.testing.harness",
         "torch lightning grpc matplotlib",
     ),
     (

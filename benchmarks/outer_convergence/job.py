@@ -24,8 +24,6 @@ from torch import Tensor
 from benchmarks.outer_convergence.curves import Point
 from benchmarks.outer_convergence.learners import Learner, Samples, Task
 from benchmarks.outer_convergence.poison import Poison, Verdicts
-from chaos_lightning.lab.outer.store import ChainStore
-from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.outer.exchange.codec import FP32, Part, codec_of
 from chaos_lightning.outer.exchange.kernel import OuterState, RoundUpdate, adopt, freeze
 from chaos_lightning.outer.follower.staging import HeldShard
@@ -51,6 +49,8 @@ from chaos_lightning.outer.rules.types import (
     VersionId,
 )
 from chaos_lightning.planning.batches import Batches
+from chaos_lightning.planning.fleet.kernel import Kernel
+from lab.outer.store import ChainStore
 
 TRANSFER = 0.05
 """Of a usual round of the fastest cluster: what a push, or a version, takes on the far link."""

@@ -22,7 +22,7 @@ from benchmarks.overlay import net, replan
 from benchmarks.overlay.net import MBPS
 from benchmarks.overlay.reduce import cases, measure_gloo, measure_ours
 from benchmarks.workers import scratch
-from chaos_lightning.lab.edge.namespaces import NetworkError
+from chaos_lightning.testing.edge.namespaces import NetworkError
 
 REPLAN_STATE_MIB = 24
 

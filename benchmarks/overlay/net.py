@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations
 from pathlib import Path
 
-from chaos_lightning.lab.edge.namespaces import run
+from chaos_lightning.testing.edge.namespaces import run
 
 NAMES = ("a", "b", "c", "d", "e", "f")
 

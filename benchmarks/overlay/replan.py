@@ -42,8 +42,8 @@ def member(pipe: Connection, endpoint: str, name: str, rates: dict[str, float], 
     """One member; reports each step with its view's trees, and obeys ("rates", {peer: bps}) besides."""
     import torch
 
-    from chaos_lightning.lab.emulation import Emulated
     from chaos_lightning.machine.process_table import count_as
+    from chaos_lightning.testing.emulation import Emulated
     from chaos_lightning.transport.medium import install
 
     count_as(name)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from chaos_lightning.lab.edge.topology import Change, EdgeNode, Link, Pair, Topology, links_of, next_change_s
+from chaos_lightning.testing.edge.topology import Change, EdgeNode, Link, Pair, Topology, links_of, next_change_s
 
 LOW_BPS, HIGH_BPS = 100e6, 1000e6
 CHANGE_S = 180.0

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.paper.clusters import Join
 from benchmarks.transfer.net import Joiner, Network
-from chaos_lightning.lab.edge.topology import Pair
+from chaos_lightning.testing.edge.topology import Pair
 
 
 @dataclass(frozen=True)

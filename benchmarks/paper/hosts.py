@@ -4,7 +4,7 @@ Theory of operation. Every node of a join's cluster is a process with the packag
 beside a large frozen one: the frozen weights make the state as large as it is to be, the small model keeps steps short,
 so that what a step loses can be seen. Its compute stands for a device's: the processor is free for most of a step, so
 that what hosts lose is the time in which they wait, not that of a few processors. All links go through the relay of
-`lab/edge/`, with the topology's rates; a scheduler of its own runs beside. The newcomer has built everything and
+`testing/edge/`, with the topology's rates; a scheduler of its own runs beside. The newcomer has built everything and
 waits for its word to join. Per join:
 
   delay_s    from the newcomer's call of `join` to the commit of the first step with its gradient in it;
@@ -32,10 +32,10 @@ from benchmarks.paper.clusters import Join
 from benchmarks.paper.emulated import Factors
 from benchmarks.workers import Worker, context, scheduler
 from benchmarks.world import AFTERMATH, SETTLED, Step, intervals
-from chaos_lightning.lab.edge.network import Edge
-from chaos_lightning.lab.edge.topology import Link, Topology
-from chaos_lightning.lab.emulation import enter
 from chaos_lightning.settings import EngineConfig
+from chaos_lightning.testing.edge.network import Edge
+from chaos_lightning.testing.edge.topology import Link, Topology
+from chaos_lightning.testing.emulation import enter
 
 CALM = 20
 """Steps whose median is the usual one."""

@@ -3,7 +3,7 @@
 Real processes are those of benchmarks/primitives, which defines what an exposed delay is; here they are run at
 several cluster sizes with a small model. As many members as in the paper do not fit a small machine, so larger
 clusters are simulated: the product's own member and scheduler machines in virtual time
-(chaos_lightning/lab/simulate), where every message takes 0.2 ms, the work for a step 30 ms, and processors nothing.
+(lab/simulate), where every message takes 0.2 ms, the work for a step 30 ms, and processors nothing.
 Nothing is random there, so undisturbed steps all take equally long, and what a change adds to the critical path of
 messages shows to the microsecond.
 """
@@ -22,13 +22,13 @@ from benchmarks.primitives import events as primitives
 from benchmarks.primitives.crew import Pair, ring
 from benchmarks.primitives.member import Work
 from benchmarks.primitives.samples import Exposure, block_of, exposed, median_interval
-from chaos_lightning.lab.simulate.fabric import Endpoint
-from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
-from chaos_lightning.lab.simulate.training import Program
-from chaos_lightning.lab.simulate.world import World
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.topology import connected
 from chaos_lightning.protocol.types import Kind, Settings
+from lab.simulate.fabric import Endpoint
+from lab.simulate.plan import Fault, NodeSpec, Plan
+from lab.simulate.training import Program
+from lab.simulate.world import World
 
 WORK = Work(grad_mib=0.25, layers=2, device_s=0.025)
 PAPER_S = 0.001

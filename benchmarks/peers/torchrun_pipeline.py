@@ -48,7 +48,7 @@ def worker(folder: Path, model: Mapping[str, Any], rows: int, parts: int) -> Non
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     from benchmarks.members import compute_alone
-    from chaos_lightning.lab.timed_layer import TimedLayer
+    from lab.timed_layer import TimedLayer
 
     name = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}.{os.getpid()}.steps"
     out = os.open(folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

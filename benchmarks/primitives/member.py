@@ -71,8 +71,8 @@ class Orders:
 
 def member(pipe: Connection, endpoint: str, name: str, neighbours: str, work: Work) -> None:
     """One training process; `neighbours` are names, separated by commas ("": everybody)."""
-    from chaos_lightning.lab.processes import die_with_parent
     from chaos_lightning.machine import fits
+    from chaos_lightning.testing.processes import die_with_parent
 
     die_with_parent()
     model, optimizer = model_and_adam(3 * work.grad_mib, layers=work.layers)

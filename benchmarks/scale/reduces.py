@@ -21,13 +21,13 @@ from benchmarks.common import MIB, Options, Result, median
 from benchmarks.overlay.reduce import all_reduce, ours
 from benchmarks.scale.machine import GRAPHS, Case
 from benchmarks.workers import Worker, context, several
-from chaos_lightning.lab.edge.namespaces import NetworkError, ability
-from chaos_lightning.lab.edge.namespaces import run as ip
 from chaos_lightning.planning import overlay
 from chaos_lightning.planning.network import Network
 from chaos_lightning.planning.quick import quick
 from chaos_lightning.planning.trees import chunk_of
 from chaos_lightning.protocol.types import NO_VIEW, Member, PlanSpec, View, ViewId
+from chaos_lightning.testing.edge.namespaces import NetworkError, ability
+from chaos_lightning.testing.edge.namespaces import run as ip
 
 PREDICTED_AT = (24, 64, 128)
 BOUND = 1.15

@@ -26,7 +26,7 @@ from benchmarks.soak.member import member
 from benchmarks.soak.schedulers import Control
 from benchmarks.soak.ways import Ways
 from benchmarks.workers import Worker, context
-from chaos_lightning.lab.edge.relay import Way
+from chaos_lightning.testing.edge.relay import Way
 
 MOST, FOUNDERS, KEPT = 7, 5, 2
 DOZEN = 12
@@ -203,7 +203,7 @@ class Driver:
             self._tried = 0.0
 
     def _draw(self) -> None:
-        from chaos_lightning.lab.faults import FaultPlan
+        from chaos_lightning.testing.faults import FaultPlan
 
         seconds, steps = time.monotonic() - self._began[0], self.crew.step - self._began[1]
         pace = steps / seconds if steps else 0.7 / (self.crew.pace_s + 0.02)
@@ -224,7 +224,7 @@ class Driver:
 
     def _strike(self, fault: Any) -> bool:
         """Carries a fault out if the world allows it: enough steady members must stay, and be held together."""
-        from chaos_lightning.lab.faults import Action
+        from chaos_lightning.testing.faults import Action
 
         crew, name = self.crew, fault.node
         process = crew.alive.get(name)

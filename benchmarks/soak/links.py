@@ -1,7 +1,8 @@
 """Links that are cut, stalled, slowed down, taken away and given back during a soak.
 
-Theory of operation. All members dial through one relay (`chaos_lightning.lab.edge.relay`), so that this process decides
-what passes between them. Every few seconds a card is drawn from a shuffled deck, so that each kind has its turn:
+Theory of operation. All members dial through one relay (`chaos_lightning.testing.edge.relay`), so that this process
+decides what passes between them. Every few seconds a card is drawn from a shuffled deck, so that each kind has its
+turn:
 
 - *cut*: reset, and refused for a moment or for seconds. *stall*: a black hole, shorter or longer than the silence
   after which members give a link up. *slow*: a few Mbit/s and some latency. *remove*: what `chaos-lightning link
@@ -25,8 +26,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.soak.ways import Ways
-from chaos_lightning.lab.edge.relay import Way
 from chaos_lightning.membership.topology import connected
+from chaos_lightning.testing.edge.relay import Way
 
 Pair = frozenset[str]
 

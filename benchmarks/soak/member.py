@@ -149,8 +149,8 @@ def member(
     from torch.utils.data import DataLoader
 
     from chaos_lightning.errors import DepartedError, RefusedError
-    from chaos_lightning.lab.emulation import RELAY, install_from
-    from chaos_lightning.lab.processes import die_with_parent
+    from chaos_lightning.testing.emulation import RELAY, install_from
+    from chaos_lightning.testing.processes import die_with_parent
     from chaos_lightning.trainer import Trainer
 
     die_with_parent()

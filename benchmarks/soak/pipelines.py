@@ -45,8 +45,8 @@ from benchmarks.soak.member import Journal
 from benchmarks.soak.runs import disturbed
 from benchmarks.workers import scratch
 from chaos_lightning.events.events import Tail
-from chaos_lightning.lab.demo.stages import gpt_job
 from chaos_lightning.planning.pipelines.files import to_dict
+from chaos_lightning.testing.demo.stages import gpt_job
 
 LAYERS, WIDTH, BLOCK, BATCH, MICRO_BATCHES = 6, 32, 16, 2, 6
 EPOCH = 50
@@ -119,8 +119,8 @@ def member(
     pipe: Connection, endpoint: str, name: str, folder: str, seed: int, epochs: int, pace_s: float, relay: str = ""
 ) -> None:
     """Trains until a file says that it is enough, it is told to leave, or it is killed."""
-    from chaos_lightning.lab.emulation import RELAY, install_from
-    from chaos_lightning.lab.processes import die_with_parent
+    from chaos_lightning.testing.emulation import RELAY, install_from
+    from chaos_lightning.testing.processes import die_with_parent
 
     die_with_parent()
     if relay:

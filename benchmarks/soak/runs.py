@@ -136,7 +136,7 @@ def disturbed(
         make: Makes the crew.
     """
     from chaos_lightning.events.events import EventLog
-    from chaos_lightning.lab.edge.relay import LinkRelay
+    from chaos_lightning.testing.edge.relay import LinkRelay
 
     logs = str(folder / "events")
     with (

@@ -37,7 +37,7 @@ from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.etcd_client import after_prefix
 from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
 from chaos_lightning.errors import ChaosError, ConfigurationError
-from chaos_lightning.lab.edge.relay import Way
+from chaos_lightning.testing.edge.relay import Way
 
 STALE_KINDS = ("old_snapshot", "old_store", "empty_scheduler")
 SCHEDULER_KINDS = ("scheduler_sigkill", "scheduler_sigstop", "etcd_sigkill", "etcd_leader_sigkill", *STALE_KINDS)

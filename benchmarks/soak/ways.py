@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chaos_lightning.lab.edge.relay import Way
+from chaos_lightning.testing.edge.relay import Way
 
 
 class Ways:

@@ -79,7 +79,8 @@ def short_host(identity: str) -> str:
 def count_as(machine: str) -> str:
     """This process counts as on a machine of this name from now on; "": on the one that it is on. Returns the former.
 
-    So one machine can be several for an emulated network (lab/emulation.py): none looks into another's process table.
+    So one machine can be several for an emulated network (testing/emulation.py): none looks into another's process
+    table.
     """
     global _counts_as
     before, _counts_as = _counts_as, machine

@@ -25,7 +25,7 @@ from chaos_lightning.observe.spans import Spans
 FREEZES = frozenset({"sigstop", "freeze"})
 THAWS = frozenset({"sigcont", "thaw"})
 KILLS = frozenset({"sigkill", "kill", "crash"})
-"""Words of `fault_injected.kind` that stop, resume and end a process (lab/faults.py)."""
+"""Words of `fault_injected.kind` that stop, resume and end a process (testing/faults.py)."""
 UNKNOWN_S = 1e9
 """A remaining time from here on means that nobody knows it (member/transfer.py)."""
 

@@ -4,7 +4,7 @@ Theory of operation. Every connection from member to member (links, transfers of
 `installed().connect`, and what is sent on them may be bounded by a `Pacer`. The network as it is dials, and bounds
 nothing. This is the one seam for emulated networks: `install`, before a process opens its first connection, replaces
 both. No environment variable is read for that, and nothing of a lab is imported; how a lab gets to call `install` in
-processes that run an ordinary user's script is its own business (lab/emulation.py).
+processes that run an ordinary user's script is its own business (testing/emulation.py).
 """
 
 from __future__ import annotations

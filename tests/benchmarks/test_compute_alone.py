@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from chaos_lightning.lab.processes import start_function
+from chaos_lightning.testing.processes import start_function
 
 
 def compute() -> None:

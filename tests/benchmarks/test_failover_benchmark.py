@@ -29,7 +29,7 @@ from benchmarks.world import Seen, Step
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ConfigurationError, StoreError
-from chaos_lightning.lab.edge.relay import Way
+from chaos_lightning.testing.edge.relay import Way
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0

@@ -16,8 +16,8 @@ from benchmarks.pipeline_steps import committed, plan_of, runs
 from benchmarks.soak import pipelines as soak
 from chaos_lightning.errors import PlanError
 from chaos_lightning.events.events import Record
-from chaos_lightning.lab.timed_layers import TimedModel
 from chaos_lightning.planning.pipelines.formation import Pauses
+from lab.timed_layers import TimedModel
 
 TWO = {"a~1": [(0, 3, [(0, 2)])], "b~1": [(3, 6, [(0, 2)])], "c~1": [(0, 6, [(2, 3)])]}
 

@@ -78,8 +78,8 @@ def test_a_run_in_virtual_time_is_a_function_of_its_seed() -> None:
 
 
 def test_a_delay_in_virtual_time_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chaos_lightning.lab.simulate.node import Node
     from chaos_lightning.membership import effects as fx
+    from lab.simulate.node import Node
 
     usual = Node._apply
 

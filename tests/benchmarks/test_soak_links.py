@@ -16,8 +16,8 @@ from benchmarks.soak.checks import Freeze
 from benchmarks.soak.link_checks import Line, LinkVerdict, check_links, read_lines
 from benchmarks.soak.links import DECK, Hurt, Links, seconds_of
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.lab.edge.relay import Way
 from chaos_lightning.membership.topology import connected
+from chaos_lightning.testing.edge.relay import Way
 
 NAMES = list("abcde")
 

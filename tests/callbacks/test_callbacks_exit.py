@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, Trainer
 
 from chaos_lightning.callbacks import ChaosExit
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.harness import Harness
+from chaos_lightning.testing.harness import Harness
 
 
 class At(Callback):

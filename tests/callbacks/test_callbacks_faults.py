@@ -13,8 +13,8 @@ from callback_support import FakeEngine, Tiny, fit, trainer
 from chaos_lightning.callbacks import FaultInjectorCallback
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.lab.faults import FaultInjector, FaultPlan
-from chaos_lightning.lab.harness import Harness
+from chaos_lightning.testing.faults import FaultInjector, FaultPlan
+from chaos_lightning.testing.harness import Harness
 
 PHASES = ["forward", "backward", "allreduce", "optimizer", "validation", "checkpoint", "train_end"]
 

@@ -11,10 +11,10 @@ import callback_support
 import pytest
 from forked_support import patient, scheduler
 
-from chaos_lightning.lab.faults import FaultPlan
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.observe import folds
+from chaos_lightning.testing.faults import FaultPlan
+from chaos_lightning.testing.harness import Harness
 
 
 class Job:

@@ -54,8 +54,8 @@ from torch.utils.data import (
 )
 
 from chaos_lightning.errors import ChaosError, UnsupportedError
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.listener import free_ports
+from chaos_lightning.testing.harness import Harness
 
 MARK, COMMAND = "features", "tests/compat/compat_features.py"
 GLOBAL_BATCH = 12

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from chaos_lightning.events.events import EventLog, Record
-from chaos_lightning.lab.demo import edge
-from chaos_lightning.lab.demo.proof import Check, Evidence
-from chaos_lightning.lab.edge.topology import Condition, Topology
-from chaos_lightning.lab.edge.topology_file import load_topology
+from chaos_lightning.testing.demo import edge
+from chaos_lightning.testing.demo.proof import Check, Evidence
+from chaos_lightning.testing.edge.topology import Condition, Topology
+from chaos_lightning.testing.edge.topology_file import load_topology
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBERS = tuple(f"edge-{i}-0~{i}" for i in range(1, 7))

@@ -18,8 +18,8 @@ from until_support import until
 
 from chaos_lightning.control.etcd_servers import find_etcd
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.demo.failover import prove
-from chaos_lightning.lab.demo.proof import Evidence
+from chaos_lightning.testing.demo.failover import prove
+from chaos_lightning.testing.demo.proof import Evidence
 
 ROOT = Path(__file__).resolve().parents[2]
 CODES: dict[str, int | None] = {"edge-1": 0, "edge-2": -9, "edge-3": 0, "edge-4": 0, "edge-5": 0}
@@ -176,7 +176,7 @@ def test_where_etcd_is_not_installed_it_says_so_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from chaos_lightning.control import etcd_servers
-    from chaos_lightning.lab.demo.failover import demo_failover
+    from chaos_lightning.testing.demo.failover import demo_failover
 
     monkeypatch.setattr(etcd_servers.shutil, "which", lambda *_, **__: None)
     with pytest.raises(ConfigurationError, match="etcd is not installed: install etcd"):

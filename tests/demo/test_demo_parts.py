@@ -17,16 +17,16 @@ from typer.testing import CliRunner
 
 from chaos_lightning.errors import ConfigurationError, DeadlineError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.lab.demo import members, nodes
-from chaos_lightning.lab.demo.members import QUICK, Size, demo
-from chaos_lightning.lab.demo.nodes import MARK, Cast, NodeDied
-from chaos_lightning.lab.demo.proof import Check, Evidence
-from chaos_lightning.lab.demo.stage import Pace, Scenario, Screen, Stage, judge, play, tidy
-from chaos_lightning.lab.edge.runner import prepare
-from chaos_lightning.lab.faults import FaultPlan
-from chaos_lightning.lab.harness import Harness
-from chaos_lightning.lab.simulate.fault_plans import PlannedWorld, job
-from chaos_lightning.lab.simulate.narrate import narrate
+from chaos_lightning.testing.demo import members, nodes
+from chaos_lightning.testing.demo.members import QUICK, Size, demo
+from chaos_lightning.testing.demo.nodes import MARK, Cast, NodeDied
+from chaos_lightning.testing.demo.proof import Check, Evidence
+from chaos_lightning.testing.demo.stage import Pace, Scenario, Screen, Stage, judge, play, tidy
+from chaos_lightning.testing.edge.runner import prepare
+from chaos_lightning.testing.faults import FaultPlan
+from chaos_lightning.testing.harness import Harness
+from lab.simulate.fault_plans import PlannedWorld, job
+from lab.simulate.narrate import narrate
 
 NODE = """
 import os, subprocess, sys, time

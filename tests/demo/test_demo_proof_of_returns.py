@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.lab.demo.members import Roles, prove
-from chaos_lightning.lab.demo.proof import Check, Evidence
+from chaos_lightning.testing.demo.members import Roles, prove
+from chaos_lightning.testing.demo.proof import Check, Evidence
 
 ROLES = Roles(
     founders=("edge-1", "edge-3"),

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from log_support import whole_lines
 
-from chaos_lightning.lab.demo.members import prove
-from chaos_lightning.lab.demo.proof import Check, Evidence
+from chaos_lightning.testing.demo.members import prove
+from chaos_lightning.testing.demo.proof import Check, Evidence
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]

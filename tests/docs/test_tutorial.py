@@ -11,8 +11,8 @@ import pytest
 from blocks_support import block
 from installed_support import Installed
 
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.listener import free_port
+from chaos_lightning.testing.harness import Harness
 
 DEADLINE_S = 120.0
 MACHINES = {"a": "10.0.0.5", "b": "10.0.0.6", "c": "10.0.0.7"}

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engine_job import Job, end_schedulers
 from middleman import Middleman
 
-from chaos_lightning.lab.edge.relay import LinkRelay
-from chaos_lightning.lab.harness import Harness
+from chaos_lightning.testing.edge.relay import LinkRelay
+from chaos_lightning.testing.harness import Harness
 
 
 def a_job(folder: Path, relay: LinkRelay | None = None) -> Iterator[Job]:

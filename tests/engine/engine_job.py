@@ -16,9 +16,9 @@ from forked_support import SCHEDULER
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.events.registry import problems
-from chaos_lightning.lab.edge.relay import LinkRelay, Way
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.listener import free_port
+from chaos_lightning.testing.edge.relay import LinkRelay, Way
+from chaos_lightning.testing.harness import Harness
 
 PRELOAD = ("torch", "chaos_lightning.trainer", "chaos_lightning.control.agent", "lightning.pytorch")
 

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from chaos_lightning.errors import DisagreementError
-from chaos_lightning.lab.processes import hold_the_lock
 from chaos_lightning.member import telling as telling_module
 from chaos_lightning.member import transfer as transfer_module
 from chaos_lightning.protocol.types import Header
@@ -24,6 +23,7 @@ from chaos_lightning.replication import log as log_module
 from chaos_lightning.replication.log import SlotLog
 from chaos_lightning.replication.replay import ModuleReplay
 from chaos_lightning.replication.table import state_hash
+from chaos_lightning.testing.processes import hold_the_lock
 from chaos_lightning.trainer import Trainer, capture_exit_event
 
 UNTIL_ENOUGH = 0

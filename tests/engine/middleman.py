@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from chaos_lightning.lab.edge.relay import LinkRelay, Pair, _Connection, _End, pair_of
+from chaos_lightning.testing.edge.relay import LinkRelay, Pair, _Connection, _End, pair_of
 
 _READ_NBYTES = 1 << 18
 _DROPPED_NBYTES = 1000

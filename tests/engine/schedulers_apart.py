@@ -15,8 +15,8 @@ from engine_job import Job, says, who_leads
 
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.lab.edge.relay import Way
 from chaos_lightning.machine.listener import free_ports
+from chaos_lightning.testing.edge.relay import Way
 
 
 class Apart:

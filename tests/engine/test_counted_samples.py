@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.listener import free_port
+from chaos_lightning.testing.harness import Harness
 
 EPOCHS, SAMPLES = 2, 240
 SEED = int(os.environ.get("CHAOS_RIG_SEED", "0"))

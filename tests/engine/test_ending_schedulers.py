@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine_job import end_schedulers
 
-from chaos_lightning.lab.harness import Harness
+from chaos_lightning.testing.harness import Harness
 
 JUST_ENDING = """
 import json, os, sys, time

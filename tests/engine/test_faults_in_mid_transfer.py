@@ -17,7 +17,7 @@ from engine_job import Job
 
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.events.events import Record
-from chaos_lightning.lab.edge.relay import LinkRelay
+from chaos_lightning.testing.edge.relay import LinkRelay
 
 WIDTH = 4000
 """Some 700 KB of training state."""

@@ -19,9 +19,9 @@ from engine_job import PRELOAD, Job
 from engine_members import UNTIL_ENOUGH
 from forked_support import SCHEDULER
 
-from chaos_lightning.lab.edge import namespaces
-from chaos_lightning.lab.edge.namespaces import own_name, remove_leftovers
-from chaos_lightning.lab.edge.namespaces import run as run_ip
+from chaos_lightning.testing.edge import namespaces
+from chaos_lightning.testing.edge.namespaces import own_name, remove_leftovers
+from chaos_lightning.testing.edge.namespaces import run as run_ip
 
 _ABLE = namespaces.ability()
 pytestmark = [

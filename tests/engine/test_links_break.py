@@ -7,7 +7,7 @@ from engine_job import Job
 from engine_members import UNTIL_ENOUGH
 
 from chaos_lightning.events.events import Record
-from chaos_lightning.lab.faults import FaultPlan
+from chaos_lightning.testing.faults import FaultPlan
 
 
 def founded(job: Job, *, gate: str = "") -> Record:

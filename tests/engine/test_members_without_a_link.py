@@ -9,7 +9,7 @@ import pytest
 from engine_job import Job
 from engine_members import UNTIL_ENOUGH
 
-from chaos_lightning.lab.emulation import RATES
+from chaos_lightning.testing.emulation import RATES
 
 
 def beside(job: Job, name: str) -> set[str]:

@@ -10,7 +10,7 @@ import pytest
 from engine_job import Job
 
 from chaos_lightning.events.events import Record
-from chaos_lightning.lab.emulation import RATES
+from chaos_lightning.testing.emulation import RATES
 
 WIDTH = 4000
 NEWCOMER = "d"

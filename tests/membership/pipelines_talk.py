@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from chaos_lightning.lab.simulate.pipelines import RoundRobin, asked
-from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.parts import division
 from chaos_lightning.membership.pipelining import PipelinerFactory
@@ -29,6 +27,8 @@ from chaos_lightning.protocol.types import (
     View,
     Welcome,
 )
+from lab.simulate.pipelines import RoundRobin, asked
+from lab.simulate.training import Program
 
 PROGRAM = Program(layers=4, stages=2, micro_batches=4)
 

@@ -8,8 +8,6 @@ import pytest
 from membership_script import header_after, pipelines_of
 from rebuilding_talk import ABC, ABCD, GRACE_S, HEAD, NAMES, Talk, half_promised, hello, view
 
-from chaos_lightning.lab.simulate.pipelines import asked
-from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.identity import KNOCKS_S
@@ -35,6 +33,8 @@ from chaos_lightning.protocol.types import (
     ViewId,
     Welcome,
 )
+from lab.simulate.pipelines import asked
+from lab.simulate.training import Program
 
 
 def test_all_members_report_and_nobody_waits() -> None:

@@ -17,8 +17,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from chaos_lightning.observe import pipelines as picture
-from chaos_lightning.observe.plan_command import lost_devices
+from chaos_lightning.cli import plan_picture as picture
+from chaos_lightning.cli.plan_command import lost_devices
 from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
 from chaos_lightning.planning.pipelines.files import job_of, read_job, to_dict
 from chaos_lightning.planning.pipelines.job import JobError, TrainingJob

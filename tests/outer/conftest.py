@@ -11,7 +11,7 @@ import pytest
 from environment_support import own_environment
 from outer_cluster_support import Clusters
 
-from chaos_lightning.lab.harness import Harness
+from chaos_lightning.testing.harness import Harness
 
 
 @pytest.fixture

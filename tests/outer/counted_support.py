@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.diloco import DiLoCo
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.outer.exchange.vocabulary import entry_of
 from chaos_lightning.outer.rules.types import RolledBack, Round
+from chaos_lightning.testing.harness import Harness
 
 BATCH = 16
 ADDITIONS_ARE_EXACT = 1e-3

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from chaos_lightning.lab.outer.processes import agreement, product
 from chaos_lightning.outer.follower.snapshot import snapshot
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules import messages as say
@@ -21,6 +20,7 @@ from chaos_lightning.outer.rules.types import (
     PushId,
 )
 from chaos_lightning.protocol.spans import count
+from lab.outer.processes import agreement, product
 
 SETTINGS = OuterSettings(policy="async", heartbeat_s=1.0, last_holder_timeout_s=500.0, lease_ahead_s=2.0)
 

@@ -11,7 +11,6 @@ from outer_job_support import OuterJob, cluster_parts, inner_step, open_session,
 from torch import nn
 from until_support import until
 
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.outer.cluster.elastic import ElasticCluster
 from chaos_lightning.outer.cluster.session import OuterSession
 from chaos_lightning.outer.exchange.lines import SERVING
@@ -19,6 +18,7 @@ from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import NO_VERSION
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint
+from chaos_lightning.testing.harness import Harness
 
 EACH = OuterSettings(policy="async", inner_steps=1, batch=16)
 """Each push is a version."""

@@ -11,7 +11,6 @@ from torch import nn
 from until_support import until
 
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.member.training import reduced_buffers
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
@@ -19,6 +18,7 @@ from chaos_lightning.outer.cluster.replica import Replica
 from chaos_lightning.outer.cluster.session import OuterSession, agreement_of
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import Agreement
+from chaos_lightning.testing.harness import Harness
 
 LEADER = "chaos_lightning.outer.commands.leader_main"
 FOLLOWER = "chaos_lightning.outer.commands.follower_main"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from chaos_lightning.errors import StateError
-from chaos_lightning.lab.outer.processes import agreement
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules.follower import FollowerMachine
 from chaos_lightning.outer.rules.messages import Apply, Marked, Obey, ShardFile
@@ -20,6 +19,7 @@ from chaos_lightning.outer.rules.types import (
     Started,
     VersionId,
 )
+from lab.outer.processes import agreement
 
 FOUNDED = Entry(1, 1, Founded(1, Offer(PushId(IncarnationId("a", 1), 1), NO_VERSION, "m", 0, 0)))
 

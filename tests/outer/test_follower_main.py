@@ -19,7 +19,6 @@ from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.errors import ConfigurationError, NoDonorError
 from chaos_lightning.events.events import read_events
 from chaos_lightning.events.registry import problems
-from chaos_lightning.lab.processes import Child, start_function
 from chaos_lightning.outer.commands import follower_main
 from chaos_lightning.outer.exchange.codec import BF16, Part
 from chaos_lightning.outer.exchange.fetching import fetch_version, hold_push
@@ -40,6 +39,7 @@ from chaos_lightning.outer.rules.types import (
 )
 from chaos_lightning.outer.server.chain_store import load_chain
 from chaos_lightning.replication.server import StateServer
+from chaos_lightning.testing.processes import Child, start_function
 
 AGREEMENT = Agreement(
     (TensorSpec("w", "float32", (300, 10)), TensorSpec("mean", "float32", (90,))), averaged=1, block=64

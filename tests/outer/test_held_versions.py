@@ -10,9 +10,6 @@ import pytest
 from until_support import until
 
 from chaos_lightning.errors import NoDonorError, StateError
-from chaos_lightning.lab.outer.plans import FAMILIES
-from chaos_lightning.lab.outer.processes import agreement
-from chaos_lightning.lab.outer.world import World
 from chaos_lightning.outer.cluster.getting import Attempt, Sought, VersionGetter
 from chaos_lightning.outer.exchange.codec import BF16, Part
 from chaos_lightning.outer.rules import effects as fx
@@ -23,6 +20,9 @@ from chaos_lightning.outer.rules.messages import Beat, ClusterHello, FollowerHel
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.shards import HOLD_S, Follower
 from chaos_lightning.outer.rules.types import NO_VERSION, IncarnationId, VersionId
+from lab.outer.plans import FAMILIES
+from lab.outer.processes import agreement
+from lab.outer.world import World
 
 A, B, C = IncarnationId("a", 1), IncarnationId("b", 2), IncarnationId("c", 3)
 V1, V2, V3 = (VersionId(number, f"hash {number}") for number in (1, 2, 3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from chaos_lightning.lab.outer.processes import agreement
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules.chain import OuterChain
 from chaos_lightning.outer.rules.leader import LeaderMachine
@@ -20,6 +19,7 @@ from chaos_lightning.outer.rules.types import (
     Offer,
     PushId,
 )
+from lab.outer.processes import agreement
 
 
 def fed(machine: LeaderMachine, event: fx.LeaderEvent) -> list[fx.LeaderEffect]:

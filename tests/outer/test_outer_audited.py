@@ -11,12 +11,12 @@ from outer_job_support import OuterJob, inner_step, open_session, small_model, w
 
 from chaos_lightning.events.reader import Record, read_events
 from chaos_lightning.events.registry import problems
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.observe.audit import OK
 from chaos_lightning.observe.outer_audit import audit_folder
 from chaos_lightning.observe.outer_fold import OuterRun, split
 from chaos_lightning.observe.outer_tables import OuterFacts, cluster_of
 from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.testing.harness import Harness
 
 ROBUST = OuterSettings(
     policy="robust", inner_steps=4, batch=16, heartbeat_s=1.0, reconnect_s=30.0, lease_ahead_s=0.1, epochs=1

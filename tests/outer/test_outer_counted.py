@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from counted_support import CountedJob
 
-from chaos_lightning.lab.harness import Harness
+from chaos_lightning.testing.harness import Harness
 
 KILLS = int(os.environ.get("COUNTED_KILLS", "2"))
 STOPS = int(os.environ.get("COUNTED_STOPS", "2"))

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from leader_rig import Rig
 
-from chaos_lightning.lab.outer.processes import product
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules import messages as say
 from chaos_lightning.outer.rules.leader import LeaderMachine
 from chaos_lightning.outer.rules.types import NO_VERSION, IncarnationId, Offer, PushAnswer, PushId, VersionId
+from lab.outer.processes import product
 
 
 def rolled_back_at_its_end(*, asked: bool) -> tuple[Rig, IncarnationId, Offer]:

@@ -11,9 +11,9 @@ from torch import nn
 from until_support import until
 
 from chaos_lightning.events.events import Record
-from chaos_lightning.lab.edge.relay import LinkRelay, Way
-from chaos_lightning.lab.emulation import emulating
 from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.testing.edge.relay import LinkRelay, Way
+from chaos_lightning.testing.emulation import emulating
 
 # Why a stream broke is asked with TLS, too; Python's ssl leaves a socket open that was reset before its handshake.
 pytestmark = pytest.mark.filterwarnings(

@@ -23,7 +23,6 @@ from outer_job_support import FOLLOWER, OuterJob, inner_step, open_session, smal
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.events.events import Record
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.observe.audit import VIOLATED
 from chaos_lightning.observe.outer_audit import audit_folder
 from chaos_lightning.outer.cluster.content import OuterContent
@@ -42,6 +41,7 @@ from chaos_lightning.outer.rules.grid import Grid
 from chaos_lightning.outer.rules.judging import judge
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import Counters, Factors, Founded, GateState, Offer, RolledBack, Round
+from chaos_lightning.testing.harness import Harness
 
 ROUNDS, STEPS = 10, 3
 SYNC = OuterSettings(policy="sync", inner_steps=STEPS, batch=16, heartbeat_s=2.0)

@@ -16,7 +16,6 @@ from served import Facts
 from until_support import until
 
 from chaos_lightning.errors import ConfigurationError, DeadlineError, RefusedError
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.outer.cluster.attendant import Attendant
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
 from chaos_lightning.outer.commands import follower_main
@@ -28,6 +27,7 @@ from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder
 from chaos_lightning.security.keyfiles import KeyHolder
 from chaos_lightning.security.roles import CLUSTER, FOLLOWER, OPERATOR
+from chaos_lightning.testing.harness import Harness
 
 DAY_S = 24 * 3600.0
 LONG_S = 30 * DAY_S

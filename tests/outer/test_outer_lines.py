@@ -15,8 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from until_support import until
 
 from chaos_lightning.errors import ConfigurationError, NoDonorError, RefusedError, StateError
-from chaos_lightning.lab.edge.relay import LinkRelay
-from chaos_lightning.lab.emulation import emulating
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.outer.exchange import fetching, lines
 from chaos_lightning.outer.exchange.codec import BF16, Part
@@ -38,6 +36,8 @@ from chaos_lightning.outer.rules.types import IncarnationId, Offer, PushId, Vers
 from chaos_lightning.replication.bulk import Type
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint
+from chaos_lightning.testing.edge.relay import LinkRelay
+from chaos_lightning.testing.emulation import emulating
 from chaos_lightning.transport.handshake import Greeting, dial
 
 JOB, TOKEN = "job", b"a token of a test"

@@ -23,7 +23,6 @@ from chaos_lightning.control.hosting import HostedScheduler
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ChaosError, ConfigurationError, SchedulerUnreachableError, StoreError
 from chaos_lightning.events.events import read_events
-from chaos_lightning.lab.processes import Child, start_command
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.machine.process_table import process_state
 from chaos_lightning.machine.signals import END
@@ -37,6 +36,7 @@ from chaos_lightning.outer.exchange.vocabulary import body_bytes
 from chaos_lightning.outer.rules.cluster import hosting
 from chaos_lightning.outer.rules.types import JobOpened
 from chaos_lightning.outer.server.chain_store import load_chain
+from chaos_lightning.testing.processes import Child, start_command
 
 STARTS_S = 60.0
 """The spare imports torch, beside other tests."""

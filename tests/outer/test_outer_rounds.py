@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from chaos_lightning.lab.outer.processes import agreement
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules.chain import OuterChain
 from chaos_lightning.outer.rules.exact import ExactSum
@@ -19,6 +18,7 @@ from chaos_lightning.outer.rules.messages import (
 )
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import NO_VERSION, Entry, Founded, IncarnationId, Offer, PushId, Round
+from lab.outer.processes import agreement
 
 
 def sum_of(value: float) -> str:

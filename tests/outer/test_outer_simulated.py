@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from chaos_lightning.lab.outer.bugs import BUGS
-from chaos_lightning.lab.outer.plans import AWAY_S, FAMILIES, Fault, Plan, any_plan, away_plan
-from chaos_lightning.lab.outer.processes import ClusterProcess, ClusterSpec
-from chaos_lightning.lab.outer.world import World
 from chaos_lightning.outer.follower.snapshot import snapshot
 from chaos_lightning.outer.rules.types import Entry, Removed, Round
+from lab.outer.bugs import BUGS
+from lab.outer.plans import AWAY_S, FAMILIES, Fault, Plan, any_plan, away_plan
+from lab.outer.processes import ClusterProcess, ClusterSpec
+from lab.outer.world import World
 
 SHOWED = {
     "O3-base": 4,
@@ -157,7 +157,7 @@ def test_an_outer_run_is_a_function_of_its_seed() -> None:
 
 
 def test_the_command_tells_what_it_found() -> None:
-    command = [sys.executable, "-m", "chaos_lightning.lab.simulate", "--outer", "--seeds", "3"]
+    command = [sys.executable, "-m", "lab.simulate", "--outer", "--seeds", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "3 seeds, 0 violations" in done.stdout
 

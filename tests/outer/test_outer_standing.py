@@ -23,7 +23,6 @@ from chaos_lightning.control.etcd_client import put
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.events import read_events
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.observe.audit import VIOLATED
 from chaos_lightning.observe.outer_audit import audit_folder
@@ -32,6 +31,7 @@ from chaos_lightning.outer.exchange.options import LeaderOptions
 from chaos_lightning.outer.rules import messages as say
 from chaos_lightning.outer.server.chain_store import load_chain
 from chaos_lightning.outer.server.standing import OuterCandidacy, open_outer_store
+from chaos_lightning.testing.harness import Harness
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,6 @@ from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import StoreError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.events.reader import read_events
-from chaos_lightning.lab.outer.plans import FAMILIES
-from chaos_lightning.lab.outer.world import World
 from chaos_lightning.observe.outer_entries import JobEntries, read_entry
 from chaos_lightning.outer.exchange.control_client import fetch_facts
 from chaos_lightning.outer.exchange.vocabulary import body_bytes
@@ -53,6 +51,8 @@ from chaos_lightning.outer.rules.types import (
 )
 from chaos_lightning.outer.server.chain_store import load_chain
 from chaos_lightning.planning.batches import Batches
+from lab.outer.plans import FAMILIES
+from lab.outer.world import World
 
 SHARED = replace(AGREEMENT, length=100)
 HOME, AWAY, GONE = IncarnationId("home", 1), IncarnationId("away", 2), IncarnationId("gone", 3)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from chaos_lightning.lab.outer.plans import fragile_plan
-from chaos_lightning.lab.outer.world import World
 from chaos_lightning.outer.rules import messages as say
 from chaos_lightning.outer.rules.arrivals import FADE, ArrivalRates
 from chaos_lightning.outer.rules.chain import OuterChain
 from chaos_lightning.outer.rules.effects import Heard, SendTo
 from chaos_lightning.outer.rules.leader import LeaderMachine
 from chaos_lightning.outer.rules.types import Entry, Round
+from lab.outer.plans import fragile_plan
+from lab.outer.world import World
 
 
 @pytest.mark.parametrize("policy", ["robust", "di_ps"])

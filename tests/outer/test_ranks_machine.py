@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from chaos_lightning.errors import StateError, WireError
-from chaos_lightning.lab.outer.processes import agreement
 from chaos_lightning.outer.rules import cluster as cl
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules.cluster import ClusterMachine
@@ -17,6 +16,7 @@ from chaos_lightning.outer.rules.plain import read_text, text_of
 from chaos_lightning.outer.rules.ranks_machine import RankSays, RanksFacts, RanksMachine
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import Covered, IncarnationId, JobProgress, Offer, PushId, VersionId
+from lab.outer.processes import agreement
 
 HERE = VersionId(1, "a" * 32)
 

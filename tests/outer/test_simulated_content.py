@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from chaos_lightning.lab.outer.content import Content
 from chaos_lightning.outer.rules.types import IncarnationId, PushAnswer, PushId, VersionId
+from lab.outer.content import Content
 
 FIRST, SECOND = (PushId(IncarnationId("home", 1), number) for number in (1, 2))
 

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from chaos_lightning.lab.timed_layer import TimedLayer
-from chaos_lightning.lab.timed_layers import PARAMETERS, TimedModel
+from lab.timed_layer import TimedLayer
+from lab.timed_layers import PARAMETERS, TimedModel
 
 SHORT_S, LONG_S = 0.02, 0.04
 

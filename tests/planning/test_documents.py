@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.edge.topology_file import load_topology
-from chaos_lightning.lab.faults import FaultPlan
 from chaos_lightning.planning.documents import MOST_VALUES, read_json, read_yaml
 from chaos_lightning.planning.pipelines.files import read_job
 from chaos_lightning.planning.plans import read_plan
 from chaos_lightning.planning.quantities import size_nbytes
+from chaos_lightning.testing.edge.topology_file import load_topology
+from chaos_lightning.testing.faults import FaultPlan
 
 LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
 """Some 800 bytes that stand for 9 ** 19 values."""

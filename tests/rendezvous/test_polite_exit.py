@@ -14,10 +14,10 @@ import pytest
 from forked_support import TORCHRUN, run
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
 
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.orphan import VARIABLE
 from chaos_lightning.machine.signals import POLITE
 from chaos_lightning.rendezvous.polite import PoliteExit, workers_of
+from chaos_lightning.testing.harness import Harness
 
 HERE = Path(__file__).resolve().parent
 

@@ -26,14 +26,14 @@ from chaos_lightning.control.hosting import HostedScheduler
 from chaos_lightning.control.options import settings_to_json
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
-from chaos_lightning.lab.harness import Harness, Record
-from chaos_lightning.lab.processes import start_function
 from chaos_lightning.machine.process_table import start_time
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import NO_VIEW, Settings, View, ViewId
 from chaos_lightning.security.credentials import Credentials
 from chaos_lightning.security.keyfiles import NODES, KeyHolder, init
 from chaos_lightning.security.roles import OBSERVER
+from chaos_lightning.testing.harness import Harness, Record
+from chaos_lightning.testing.processes import start_function
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

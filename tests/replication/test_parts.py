@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from chaos_lightning.lab.emulation import emulating
 from chaos_lightning.replication import parts
 from chaos_lightning.replication.checkpoint import CheckpointWriter, file_name
 from chaos_lightning.replication.parts import part_of, sweep
 from chaos_lightning.strategies import saving
+from chaos_lightning.testing.emulation import emulating
 
 WRITE = """
 import sys

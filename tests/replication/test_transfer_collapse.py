@@ -8,9 +8,9 @@ import socket
 import pytest
 from replication_support import HEAD, LIMIT_S, SEQ, numbered, publishing
 
-from chaos_lightning.lab.edge.relay import LinkRelay
 from chaos_lightning.protocol.types import Progress
 from chaos_lightning.replication import Endpoint, PullConfig, make_policy, pull_state, state_hash
+from chaos_lightning.testing.edge.relay import LinkRelay
 
 RATE_BPS = 200e6
 NEW = "new"

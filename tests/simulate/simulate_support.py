@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from chaos_lightning.lab.simulate.bugs import BUGS
-from chaos_lightning.lab.simulate.oracle import Violation
-from chaos_lightning.lab.simulate.plan import Outcome
-from chaos_lightning.lab.simulate.script import parse
-from chaos_lightning.lab.simulate.world import World, simulate
+from lab.simulate.bugs import BUGS
+from lab.simulate.oracle import Violation
+from lab.simulate.plan import Outcome
+from lab.simulate.script import parse
+from lab.simulate.world import World, simulate
 
 
 def run(text: str) -> tuple[World, Outcome]:

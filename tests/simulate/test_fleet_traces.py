@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.fleet.generator import SHARED, Chance, _Drawing, generate, group_sizes
-from chaos_lightning.lab.fleet.traces import Change, Trace, TraceError, read, write_events, write_steps
+from chaos_lightning.planning.fleet.generator import SHARED, Chance, _Drawing, generate, group_sizes
+from chaos_lightning.planning.fleet.traces import Change, Trace, TraceError, read, write_events, write_steps
 
 BUSY = Chance(devices=40, hours=20, rate=0.1, group=6, repair_hours=1.0, slow_rate=0.02)
 

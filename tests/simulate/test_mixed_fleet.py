@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from chaos_lightning import cli
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.fleet.generator import Chance, generate
-from chaos_lightning.lab.fleet.seats import MixedFleet
-from chaos_lightning.lab.fleet.simulator import FleetRun, Outcome
-from chaos_lightning.lab.fleet.traces import Change, Trace
+from chaos_lightning.planning.fleet.generator import Chance, generate
+from chaos_lightning.planning.fleet.seats import MixedFleet
+from chaos_lightning.planning.fleet.simulator import FleetRun, Outcome
+from chaos_lightning.planning.fleet.traces import Change, Trace
 from chaos_lightning.planning.pipelines.choice import Decision
 from chaos_lightning.planning.pipelines.files import to_dict
 from chaos_lightning.planning.pipelines.formation import Pauses

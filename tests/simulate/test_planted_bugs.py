@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from simulate_support import BOUND, showing
 
-from chaos_lightning.lab.simulate.bugs import BUGS, learners, links, members, schedulers, staged
-from chaos_lightning.lab.simulate.world import Hooks, simulate
+from lab.simulate.bugs import BUGS, learners, links, members, schedulers, staged
+from lab.simulate.world import Hooks, simulate
 
 STARRED = {"1", "2", "3", "4", "4a", "7", "8", "9", "10", "12", "12a", "12b", "14a", "15", "19", "25", "28", "31"}
 STARRED |= {f"P{number}" for number in range(1, 18)} - {"P16"}  # randomness: tests/pipeline/test_randomness.py

@@ -1,4 +1,4 @@
-"""`python -m chaos_lightning.lab.simulate`."""
+"""`python -m lab.simulate`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.simulate.__main__ import main
-from chaos_lightning.lab.simulate.plans.families import FAMILIES
-from chaos_lightning.lab.simulate.plans.schedulers import FAILING, lost_plan
-from chaos_lightning.lab.simulate.script import parse
+from lab.simulate.__main__ import main
+from lab.simulate.plans.families import FAMILIES
+from lab.simulate.plans.schedulers import FAILING, lost_plan
+from lab.simulate.script import parse
 
 
 def test_seeds_end_with_a_line_of_counts(capsys: pytest.CaptureFixture[str]) -> None:

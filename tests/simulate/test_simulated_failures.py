@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simulate_support import notes, outcome_of, run
 
-from chaos_lightning.lab.simulate.oracle import check_chain
+from lab.simulate.oracle import check_chain
 
 THREE = """
 seed 4

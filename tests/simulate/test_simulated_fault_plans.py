@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.faults import Action, FaultPlan, parse_line
-from chaos_lightning.lab.simulate.__main__ import main
-from chaos_lightning.lab.simulate.fault_plans import PlannedWorld, founders, job, translate
-from chaos_lightning.lab.simulate.narrate import narrate
-from chaos_lightning.lab.simulate.plan import Fault
+from chaos_lightning.testing.faults import Action, FaultPlan, parse_line
+from lab.simulate.__main__ import main
+from lab.simulate.fault_plans import PlannedWorld, founders, job, translate
+from lab.simulate.narrate import narrate
+from lab.simulate.plan import Fault
 
 
 def told(text: str, seed: int = 0) -> tuple[PlannedWorld, str]:

@@ -10,13 +10,13 @@ from random import Random
 import pytest
 from simulate_support import notes, outcome_of, run
 
-from chaos_lightning.lab.simulate.plan import Fault
-from chaos_lightning.lab.simulate.plans.large import large_plan, thin_plan
-from chaos_lightning.lab.simulate.world import World, simulate
 from chaos_lightning.membership.donors import DONORS
 from chaos_lightning.membership.learners import Learners
 from chaos_lightning.membership.peers import Peer
 from chaos_lightning.planning.graph import parting_nodes
+from lab.simulate.plan import Fault
+from lab.simulate.plans.large import large_plan, thin_plan
+from lab.simulate.world import World, simulate
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 from simulate_support import notes, outcome_of, run
 
-from chaos_lightning.lab.simulate.observing import Keeper
-from chaos_lightning.lab.simulate.oracle import Violation
-from chaos_lightning.lab.simulate.plan import Outcome, Plan, Replaying
-from chaos_lightning.lab.simulate.plans.learners import (
+from chaos_lightning.membership.donors import DONORS
+from chaos_lightning.protocol.types import SMALL_JOB, Header
+from lab.simulate.observing import Keeper
+from lab.simulate.oracle import Violation
+from lab.simulate.plan import Outcome, Plan, Replaying
+from lab.simulate.plans.learners import (
     all_leave_plan,
     calm_plan,
     crowd_plan,
@@ -21,10 +23,8 @@ from chaos_lightning.lab.simulate.plans.learners import (
     promise_plan,
     silent_plan,
 )
-from chaos_lightning.lab.simulate.script import parse
-from chaos_lightning.lab.simulate.world import World, simulate
-from chaos_lightning.membership.donors import DONORS
-from chaos_lightning.protocol.types import SMALL_JOB, Header
+from lab.simulate.script import parse
+from lab.simulate.world import World, simulate
 
 pytestmark = pytest.mark.slow  # test_simulated_seeds.py runs plans of all these families in the ordinary run
 

@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulate_support import notes, outcome_of, run
 
-from chaos_lightning.lab.simulate.plan import Fault
-from chaos_lightning.lab.simulate.plans.links import (
+from chaos_lightning.membership.topology import links_of, pair
+from lab.simulate.plan import Fault
+from lab.simulate.plans.links import (
     forgetting_plan,
     lost_link_plan,
     removal_plan,
     split_plan,
     wired_plan,
 )
-from chaos_lightning.lab.simulate.script import parse
-from chaos_lightning.lab.simulate.world import World, simulate
-from chaos_lightning.membership.topology import links_of, pair
+from lab.simulate.script import parse
+from lab.simulate.world import World, simulate
 
 pytestmark = pytest.mark.slow  # test_simulated_seeds.py runs plans of all these families in the ordinary run
 

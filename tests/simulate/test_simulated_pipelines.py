@@ -9,16 +9,6 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.lab.simulate.part_plane import PartPlane, SumDown, SumUp
-from chaos_lightning.lab.simulate.pipelines import RoundRobin
-from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
-from chaos_lightning.lab.simulate.plans import staged
-from chaos_lightning.lab.simulate.plans.families import FAMILIES
-from chaos_lightning.lab.simulate.staged import StagedNode
-from chaos_lightning.lab.simulate.staged_hooks import StagedHooks
-from chaos_lightning.lab.simulate.staged_oracle import StagedOracle
-from chaos_lightning.lab.simulate.training import Program
-from chaos_lightning.lab.simulate.world import World, simulate
 from chaos_lightning.membership.pipelining import PipelineChoice, PipelinerFactory
 from chaos_lightning.membership.planned import PlannedPipeliner
 from chaos_lightning.membership.scheduler import planned
@@ -27,6 +17,16 @@ from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Plan
 from chaos_lightning.planning.pipelines.request import PipelineRequest
 from chaos_lightning.planning.pipelines.units import ViewPipelines, coverage, coverage_error
 from chaos_lightning.protocol.types import NO_VIEW, Kind, LinkSpec, Member, Settings, View, ViewId
+from lab.simulate.part_plane import PartPlane, SumDown, SumUp
+from lab.simulate.pipelines import RoundRobin
+from lab.simulate.plan import Fault, NodeSpec, Plan
+from lab.simulate.plans import staged
+from lab.simulate.plans.families import FAMILIES
+from lab.simulate.staged import StagedNode
+from lab.simulate.staged_hooks import StagedHooks
+from lab.simulate.staged_oracle import StagedOracle
+from lab.simulate.training import Program
+from lab.simulate.world import World, simulate
 
 PLANS = (
     staged.rerun_plan, staged.founding_plan, staged.leaving_plan, staged.let_go_plan, staged.announced_plan,

@@ -1,14 +1,14 @@
-"""Jobs in which much goes wrong get on, or can say why they do not (chaos_lightning/lab/simulate/progress.py)."""
+"""Jobs in which much goes wrong get on, or can say why they do not (lab/simulate/progress.py)."""
 
 from __future__ import annotations
 
 import pytest
 from simulate_support import notes, outcome_of, run
 
-from chaos_lightning.lab.simulate.plans.families import sparse_family
-from chaos_lightning.lab.simulate.plans.links import bridge_plan, flapping_link_plan, stranded_plan
-from chaos_lightning.lab.simulate.world import World, simulate
 from chaos_lightning.membership.backoff import FREE, LONGEST_S, Backoff
+from lab.simulate.plans.families import sparse_family
+from lab.simulate.plans.links import bridge_plan, flapping_link_plan, stranded_plan
+from lab.simulate.world import World, simulate
 
 ROW = (
     "seed 7\nnodes n0:neighbours=n1+n2 n1:neighbours=n0 n2:neighbours=n0\nset min_nodes 3\n"

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 from simulate_support import notes, violation
 
-from chaos_lightning.lab.simulate.bugs.outer import OUTER_BUGS
-from chaos_lightning.lab.simulate.outer_ranks import OuterHooks
-from chaos_lightning.lab.simulate.plan import Outcome, OuterScript, Replaying
-from chaos_lightning.lab.simulate.plans.learners import calm_plan
-from chaos_lightning.lab.simulate.plans.outer import outer_plan, waiting_plan
-from chaos_lightning.lab.simulate.world import World, simulate
+from lab.simulate.bugs.outer import OUTER_BUGS
+from lab.simulate.outer_ranks import OuterHooks
+from lab.simulate.plan import Outcome, OuterScript, Replaying
+from lab.simulate.plans.learners import calm_plan
+from lab.simulate.plans.outer import outer_plan, waiting_plan
+from lab.simulate.world import World, simulate
 
 BOUND = 40
 """Within so many seeds each bug of these must show."""

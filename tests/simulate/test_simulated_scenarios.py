@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from chaos_lightning.lab.simulate.narrate import narrate
-from chaos_lightning.lab.simulate.script import parse
+from lab.simulate.narrate import narrate
+from lab.simulate.script import parse
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 DASHES = "----\n"

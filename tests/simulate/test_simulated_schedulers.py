@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from simulate_support import showing
 
-from chaos_lightning.lab.simulate.bugs import BUGS
-from chaos_lightning.lab.simulate.node import Node
-from chaos_lightning.lab.simulate.plan import Fault
-from chaos_lightning.lab.simulate.plans.families import failing_family
-from chaos_lightning.lab.simulate.script import parse
-from chaos_lightning.lab.simulate.world import World, simulate
 from chaos_lightning.membership.effects import Note
 from chaos_lightning.protocol.types import Welcome
+from lab.simulate.bugs import BUGS
+from lab.simulate.node import Node
+from lab.simulate.plan import Fault
+from lab.simulate.plans.families import failing_family
+from lab.simulate.script import parse
+from lab.simulate.world import World, simulate
 
 FOUR = "seed 4\nnodes n0:host=h1 n1:host=h1 n2:host=h2 n3:host=h2\nprogram length 400\nprogram work_s 0.02\n"
 

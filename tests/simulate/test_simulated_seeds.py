@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from chaos_lightning.lab.simulate.batch import outcomes
-from chaos_lightning.lab.simulate.plans.families import any_plan
-from chaos_lightning.lab.simulate.plans.learners import founding_plan
-from chaos_lightning.lab.simulate.world import World
+from lab.simulate.batch import outcomes
+from lab.simulate.plans.families import any_plan
+from lab.simulate.plans.learners import founding_plan
+from lab.simulate.world import World
 
 
 def test_the_first_seeds_hold_all_contracts() -> None:
@@ -64,7 +64,7 @@ def test_run_is_a_function_of_its_seed(seed: int) -> None:
 
 def test_run_is_the_same_in_every_process() -> None:
     """Python orders a set of strings anew in each process; these seeds were told differently by that."""
-    both = "from chaos_lightning.lab.simulate.__main__ import main; main(['--tell', '113']); main(['--tell', '149'])"
+    both = "from lab.simulate.__main__ import main; main(['--tell', '113']); main(['--tell', '149'])"
 
     def told(order: int) -> str:
         given = {**os.environ, "PYTHONHASHSEED": str(order)}

@@ -63,7 +63,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from forked_support import patient, scheduler
     from strategy_job import Job
 
-    from chaos_lightning.lab.harness import Harness
+    from chaos_lightning.testing.harness import Harness
 
     options = patient(tmp_path)
     with Harness(tmp_path, deadline_s=90.0) as harness:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from test_diloco_members import OuterJob, ends, spent, told, went_through
 
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.listener import free_port
+from chaos_lightning.testing.harness import Harness
 
 RANKS = 2
 

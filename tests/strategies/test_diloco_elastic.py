@@ -19,7 +19,6 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.events.registry import problems
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.observe.audit import VIOLATED
@@ -29,6 +28,7 @@ from chaos_lightning.security import keyfiles
 from chaos_lightning.security.keyfiles import NODES, KeyHolder
 from chaos_lightning.security.roles import CLUSTER, FOLLOWER
 from chaos_lightning.strategies import ChaosStrategy, DiLoCoStrategy
+from chaos_lightning.testing.harness import Harness
 
 
 class ElasticJob:

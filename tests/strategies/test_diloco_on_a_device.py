@@ -11,7 +11,7 @@ import torch
 from test_diloco_elastic import ElasticJob, audited, counted, hashes
 from test_diloco_members import OuterJob, ends, spent, told
 
-from chaos_lightning.lab.harness import Harness
+from chaos_lightning.testing.harness import Harness
 
 pytestmark = [
     pytest.mark.accelerator,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from test_diloco_members import OuterJob, spent, told
 
-from chaos_lightning.lab.edge.relay import Way
-from chaos_lightning.lab.harness import Harness
 from chaos_lightning.outer.exchange.control_client import ask_end
+from chaos_lightning.testing.edge.relay import Way
+from chaos_lightning.testing.harness import Harness
 
 pytestmark = pytest.mark.slow
 

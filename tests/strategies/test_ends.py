@@ -15,10 +15,10 @@ import ending_members
 import pytest
 
 from chaos_lightning.control.channel import drain
-from chaos_lightning.lab.harness import Harness
-from chaos_lightning.lab.processes import Mark
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.strategies.companion import exit_code
+from chaos_lightning.testing.harness import Harness
+from chaos_lightning.testing.processes import Mark
 
 Terminal = tuple[str, Callable[[], None]]
 

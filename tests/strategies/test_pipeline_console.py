@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.lab.simulate.pipelines import asked
-from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.request import PipelineRequest
 from chaos_lightning.planning.pipelines.units import ViewPipelines
 from chaos_lightning.protocol.types import NO_VIEW, Member, View, ViewId
+from lab.simulate.pipelines import asked
+from lab.simulate.training import Program
 
 
 def view_of(*pipelines: tuple[str, ...]) -> View:

@@ -40,7 +40,7 @@ def imported(name: str) -> None:
 
 def preloading(directory: str) -> None:
     """Prints what a child of a fork server finds loaded."""
-    from chaos_lightning.lab.harness import Harness
+    from chaos_lightning.testing.harness import Harness
 
     with Harness(directory) as harness:
         harness.start_function("b", imported, "b", preload=("json.tool", "xml.dom.minidom"))

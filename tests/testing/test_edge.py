@@ -12,12 +12,12 @@ from test_relay import DEADLINE_S, Member, broken, there_and_back
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.lab.edge import namespaces
-from chaos_lightning.lab.edge.network import Edge, choose_backend
-from chaos_lightning.lab.edge.topology import Change, Condition, EdgeNode, Link, LinkState, Topology
-from chaos_lightning.lab.emulation import HOST, RELAY, emulating
 from chaos_lightning.machine.process_table import host_identity
 from chaos_lightning.settings import EngineConfig
+from chaos_lightning.testing.edge import namespaces
+from chaos_lightning.testing.edge.network import Edge, choose_backend
+from chaos_lightning.testing.edge.topology import Change, Condition, EdgeNode, Link, LinkState, Topology
+from chaos_lightning.testing.emulation import HOST, RELAY, emulating
 
 A_B = ("a", "b")
 NODES = (EdgeNode("a"), EdgeNode("b"), EdgeNode("c", access_bps=500e6))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.lab.edge import check, namespaces
+from chaos_lightning.testing.edge import check, namespaces
 
 BACKENDS = ["relay", *(["namespaces"] if namespaces.ability().works else [])]
 

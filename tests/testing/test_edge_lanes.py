@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from chaos_lightning.lab.edge.lanes import LATE_S, MAX_PIECE_NBYTES, MIN_PIECE_NBYTES, Lane, Meter, Wire
+from chaos_lightning.testing.edge.lanes import LATE_S, MAX_PIECE_NBYTES, MIN_PIECE_NBYTES, Lane, Meter, Wire
 
 MBPS = 1e6
 

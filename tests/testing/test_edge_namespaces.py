@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.edge import namespaces
-from chaos_lightning.lab.edge.namespaces import NamespaceBackend, NetworkError, own_name, remove_leftovers, run
-from chaos_lightning.lab.edge.network import Edge
-from chaos_lightning.lab.edge.topology import Condition, EdgeNode, Link, LinkState, Topology
 from chaos_lightning.security.access import load_token
+from chaos_lightning.testing.edge import namespaces
+from chaos_lightning.testing.edge.namespaces import NamespaceBackend, NetworkError, own_name, remove_leftovers, run
+from chaos_lightning.testing.edge.network import Edge
+from chaos_lightning.testing.edge.topology import Condition, EdgeNode, Link, LinkState, Topology
 
 pytestmark = pytest.mark.skipif(not namespaces.ability().works, reason=namespaces.ability().reason)
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from test_relay import DEADLINE_S, Member, broken, exactly, quiet, there_and_back
 
-from chaos_lightning.lab.edge.relay import LinkRelay
-from chaos_lightning.lab.edge.topology import EdgeNode, Link, Topology
-from chaos_lightning.lab.emulation import emulating
+from chaos_lightning.testing.edge.relay import LinkRelay
+from chaos_lightning.testing.edge.topology import EdgeNode, Link, Topology
+from chaos_lightning.testing.emulation import emulating
 
 NETWORK = Topology((EdgeNode("a"), EdgeNode("b"), EdgeNode("c")), (Link("a", "b", 1e9), Link("b", "c", 1e9)))
 

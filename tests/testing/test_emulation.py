@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.emulation import (
+from chaos_lightning.machine.process_table import host_identity
+from chaos_lightning.testing.emulation import (
     HOST,
     IDLE_PART,
     RATES,
@@ -27,7 +28,6 @@ from chaos_lightning.lab.emulation import (
     rate_to,
     rates_from,
 )
-from chaos_lightning.machine.process_table import host_identity
 from chaos_lightning.transport.medium import Direct, Unpaced, installed
 
 TELL = """

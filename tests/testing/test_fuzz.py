@@ -22,11 +22,6 @@ import pytest
 from chaos_lightning.control.etcd_store import EtcdStore
 from chaos_lightning.control.options import settings_from_json
 from chaos_lightning.errors import ConfigurationError, RefusedError, StoreError, WireError
-from chaos_lightning.lab.fuzz import mutate
-from chaos_lightning.lab.fuzz.drivers import TARGETS, atheris_missing, replay, with_hypothesis
-from chaos_lightning.lab.fuzz.links import shaken, welcome_handshakes
-from chaos_lightning.lab.fuzz.readers import hello, wrapped
-from chaos_lightning.lab.fuzz.target import FindingError, Target, guarded
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.outer.exchange.vocabulary import FROM_FOLLOWER
@@ -44,6 +39,11 @@ from chaos_lightning.protocol.types import (
     ViewId,
 )
 from chaos_lightning.transport.handshake import Greeting, accept, dial
+from lab.fuzz import mutate
+from lab.fuzz.drivers import TARGETS, atheris_missing, replay, with_hypothesis
+from lab.fuzz.links import shaken, welcome_handshakes
+from lab.fuzz.readers import hello, wrapped
+from lab.fuzz.target import FindingError, Target, guarded
 
 EXAMPLES = {"agent": 15, "tls-proxy": 40, "server": 60, "state": 60, "scheduler": 60}
 MINUTES = 5.0
@@ -95,20 +95,20 @@ def test_a_broken_reader_is_found_made_small_and_replayed(
 
 
 def test_a_reader_that_does_not_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.lab.fuzz.target.HANG_S", 0.2)
+    monkeypatch.setattr("lab.fuzz.target.HANG_S", 0.2)
     with pytest.raises(FindingError, match="still busy"):
         guarded(Target("loops", "", lambda: [b""], _loops, lambda data, rng: data), b"")
 
 
 def fuzz(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "chaos_lightning.lab.fuzz", *arguments]
+    command = [sys.executable, "-m", "lab.fuzz", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def test_the_command_says_what_is_wrong_with_its_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from chaos_lightning.lab.fuzz.__main__ import main
+    from lab.fuzz.__main__ import main
 
     def given(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["fuzz", *arguments])
@@ -133,7 +133,7 @@ def test_the_command_says_what_is_wrong_with_its_arguments(
 @pytest.mark.slow
 @pytest.mark.parametrize("driver", ["hypothesis", "atheris"])
 def test_all_targets_for_minutes(driver: str, tmp_path: Path) -> None:
-    """Five minutes in all; an hour on demand: python -m chaos_lightning.lab.fuzz --minutes 60."""
+    """Five minutes in all; an hour on demand: python -m lab.fuzz --minutes 60."""
     if driver == "atheris" and atheris_missing():
         pytest.skip(atheris_missing())
     minutes = float(os.environ.get("CHAOS_FUZZ_MINUTES", MINUTES))

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.lab.fuzz import control, mutate, transfers
-from chaos_lightning.lab.fuzz.control import Deed
-from chaos_lightning.lab.fuzz.drivers import TARGETS
-from chaos_lightning.lab.fuzz.links import Fate, read_stream, travelled
-from chaos_lightning.lab.fuzz.target import FindingError
-from chaos_lightning.lab.fuzz.transfers import DONOR_HOSTILE, bulk_seeds, exchanged
 from chaos_lightning.replication.pull import StateSink
 from chaos_lightning.transport import sealing
 from chaos_lightning.transport.sealing import Level, Opener
+from lab.fuzz import control, mutate, transfers
+from lab.fuzz.control import Deed
+from lab.fuzz.drivers import TARGETS
+from lab.fuzz.links import Fate, read_stream, travelled
+from lab.fuzz.target import FindingError
+from lab.fuzz.transfers import DONOR_HOSTILE, bulk_seeds, exchanged
 
 
 @pytest.mark.parametrize("level", [Level.AUTHENTICATED, Level.ENCRYPTED])

@@ -12,8 +12,8 @@ import harness_targets
 import pytest
 
 from chaos_lightning.errors import DeadlineError
-from chaos_lightning.lab.faults import FaultInjector, FaultPlan
-from chaos_lightning.lab.harness import Child, Harness, UndeclaredDeath
+from chaos_lightning.testing.faults import FaultInjector, FaultPlan
+from chaos_lightning.testing.harness import Child, Harness, UndeclaredDeath
 
 TARGETS = str(Path(harness_targets.__file__))
 
@@ -215,7 +215,7 @@ def test_children_die_with_the_test_runner(tmp_path: Path) -> None:
     runner = (
         "import sys, os, signal\n"
         f"sys.path.insert(0, {os.path.dirname(TARGETS)!r})\n"
-        "from chaos_lightning.lab.harness import Harness\n"
+        "from chaos_lightning.testing.harness import Harness\n"
         f"h = Harness({str(tmp_path / 'inner')!r})\n"
         f"h.start('a', {command('a', 1, 'wait')!r})\n"
         "h.wait_for('joined')\n"

@@ -17,9 +17,9 @@ from until_support import until
 from chaos_lightning import cli
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.lab.edge.runner import Lab, LabConfig, fill
-from chaos_lightning.lab.edge.topology import Change, EdgeNode, Link, Topology
-from chaos_lightning.lab.processes import MARK, Mark
+from chaos_lightning.testing.edge.runner import Lab, LabConfig, fill
+from chaos_lightning.testing.edge.topology import Change, EdgeNode, Link, Topology
+from chaos_lightning.testing.processes import MARK, Mark
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.events.events import read_events
-from chaos_lightning.lab.edge.topology_file import load_topology
 from chaos_lightning.observe.audit import audit, violations
+from chaos_lightning.testing.edge.topology_file import load_topology
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

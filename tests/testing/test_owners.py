@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from chaos_lightning.lab.processes import owner_of
+from chaos_lightning.testing.processes import owner_of
 
 DIALS_FROM_THE_SAME_PORT = """
 import socket, sys

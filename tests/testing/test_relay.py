@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.lab.edge.relay import LinkRelay
-from chaos_lightning.lab.emulation import RELAY, emulating
+from chaos_lightning.testing.edge.relay import LinkRelay
+from chaos_lightning.testing.emulation import RELAY, emulating
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 
 DEADLINE_S = 20.0

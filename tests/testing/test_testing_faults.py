@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.faults import (
+from chaos_lightning.testing.faults import (
     LINK_ACTIONS,
     Action,
     Fault,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.edge.topology import (
+from chaos_lightning.testing.edge.topology import (
     Change,
     Condition,
     EdgeNode,

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.edge.topology import Change, Condition, EdgeNode, Link, Topology
-from chaos_lightning.lab.edge.topology_file import load_topology
 from chaos_lightning.planning.quantities import rate_bps, seconds
+from chaos_lightning.testing.edge.topology import Change, Condition, EdgeNode, Link, Topology
+from chaos_lightning.testing.edge.topology_file import load_topology
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "topologies"
 

@@ -13,8 +13,8 @@ import pytest
 from links_support import DEADLINE_S, Build, Node, connect, pacing_of
 from until_support import until
 
-from chaos_lightning.lab.emulation import IDLE_PART, emulating
 from chaos_lightning.protocol.types import ViewId
+from chaos_lightning.testing.emulation import IDLE_PART, emulating
 from chaos_lightning.transport.frames import FrameType
 from chaos_lightning.transport.handshake import Greeting, dial
 from chaos_lightning.transport.link import Link

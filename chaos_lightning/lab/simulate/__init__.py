@@ -1,6 +1,0 @@
-"""Simulated jobs around the real state machines: seeded, event-driven, with everything that can go wrong.
-
-`python -m chaos_lightning.lab.simulate --help`. The machines of membership/ run unchanged; network, processes, store,
-data plane and training are simulated (world.py ties them together), oracle.py says what must hold, bugs/ breaks each
-rule of protocol.md once to show that it would be noticed.
-"""

@@ -1,0 +1,381 @@
+"""What `demo-diloco` proves, from the event logs of leaders, followers and clusters.
+
+Theory of operation. As in `proof.py`: a line fails when the logs contradict it, and also when they do not tell. What
+was decided is the chain's word, folded from all leaders' entries (observe/outer_entries.py); what was trained, clusters
+say themselves, and what was computed, followers. The audit's points 6 to 11 stand below the demo's own lines, and
+points 1 to 5 of an elastic cluster.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from chaos_lightning.events.events import Record
+from chaos_lightning.machine.units import amount, duration
+from chaos_lightning.observe import audit as auditing
+from chaos_lightning.observe.fields import number
+from chaos_lightning.observe.outer_audit import audit_folder, discarded_steps
+from chaos_lightning.observe.outer_fold import ClusterLog, Fetch, FrozenPush, HeardAnswer, InnerSteps, OuterRun, split
+from chaos_lightning.observe.outer_tables import ClusterRow, OuterFacts, cluster_of, lost_in, spent_share
+from chaos_lightning.outer.commands.supervisor import LEADER, SPARE
+from chaos_lightning.outer.rules.types import PushAnswer, Removed
+from chaos_lightning.testing.demo import FINAL, LOSS
+from chaos_lightning.testing.demo.proof import Check, Evidence
+from chaos_lightning.testing.demo.stage import words_of
+
+FASTER = (2.0, 5.0)
+"""How many times as fast as the slowest cluster the fastest one is. Pauses make it three, on a busy machine less."""
+REMOVED_S = 8.0
+"""Three heartbeats, the record, and a busy machine."""
+SERVED_AGAIN_S = 8.0
+LED_S = 8.0
+"""An election where standbys see that the process is gone, on a busy machine."""
+BACK_S = 60.0
+"""All processes of a server are started anew: torch is imported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Who is to do what: names of clusters, and how many machines may lead.
+
+    Attributes:
+        clusters: All.
+        late: Joins while the others train.
+        dies: Gets SIGKILL.
+        bends: Is elastic.
+        ranks: Its nodes: two found it, of which the second one is killed, and the third one joins.
+        candidates: Machines that may lead.
+        most_s: All of it takes so long at most; 0.0: nobody looks.
+    """
+
+    clusters: tuple[str, ...]
+    late: str
+    dies: str
+    bends: str
+    ranks: tuple[str, ...]
+    candidates: int
+    most_s: float = 0.0
+
+
+class FarEvidence:
+    """The outer job that a demo has left, and who was to do what in it."""
+
+    def __init__(self, e: Evidence, plot: Plot) -> None:
+        self.e = e
+        self.plot = plot
+        jobs = split(e.records).outer
+        self.facts = OuterFacts.of(OuterRun.of(jobs[0] if jobs else ()))
+        self.jobs = len(jobs)
+        self.chain = self.facts.chain
+
+    @cached_property
+    def rows(self) -> dict[str, list[ClusterRow]]:
+        """By cluster: its incarnations."""
+        found: dict[str, list[ClusterRow]] = {}
+        for row in self.facts.clusters:
+            found.setdefault(cluster_of(row.name), []).append(row)
+        return found
+
+    @property
+    def all_there(self) -> bool:
+        """Exactly these clusters have trained, each as one incarnation."""
+        return sorted(self.rows) == sorted(self.plot.clusters) and all(len(r) == 1 for r in self.rows.values())
+
+    def log(self, cluster: str) -> ClusterLog | None:
+        """What this cluster's incarnation says."""
+        return next((log for name, log in self.facts.run.clusters.items() if cluster_of(name) == cluster), None)
+
+    def fault(self, kind: str, node: str = "") -> Record | None:
+        """When this was done."""
+        return next((r for r in self.e.faults(kind) if node in ("", r.node)), None)
+
+    def rounds(self, since: float, until: float = float("inf")) -> int:
+        """Decided in between."""
+        return sum(row.kind == "round" and since < row.t < until for row in self.facts.versions)
+
+    def first(self, name: str, after: float, wanted: Callable[[Record], bool] = lambda r: True) -> Record | None:
+        """The first event of this name afterwards that is so."""
+        return next((r for r in self.e.records if r.name == name and after < r.t and wanted(r)), None)
+
+    def steps(self, since: float, until: float) -> int:
+        """Inner steps that were told of in between, by all clusters."""
+        told = (x for log in self.facts.run.clusters.values() for x in log.inner)
+        return sum(x.steps for x in told if since < x.t < until)
+
+
+# ------------------------------------------------------------------ the story
+
+
+def trained(f: FarEvidence) -> Check:
+    """All clusters, and how fast each was."""
+    plot = f.plot
+    what = f"{len(plot.clusters)} clusters of speeds 1 to 3 train one model"
+    paces = {name: pace for name in plot.clusters if (log := f.log(name)) and (pace := _pace(log.inner))}
+    slowest, fastest = min(paces.values(), default=1.0), max(paces.values(), default=1.0)
+    text = ", ".join(f"{name} {pace:.1f} steps a second ({pace / slowest:.1f})" for name, pace in paces.items())
+    apart = FASTER[0] <= fastest / slowest <= FASTER[1]
+    return Check(what, text, f.all_there and len(paces) == len(plot.clusters) and apart)
+
+
+def elastic(f: FarEvidence) -> Check:
+    """How many ranks have told that they joined, before one was killed and in all."""
+    name, (*founders, _), kill = f.plot.bends, f.plot.ranks, f.fault("sigkill", f"{f.plot.ranks[1]}-0")
+    what = f'{name} is inner="chaos" with {len(founders)} ranks at first, {len(f.plot.ranks)} in all'
+    joined = {r.node.removesuffix("-0"): r.t for r in reversed(f.e.records) if r.name == "joined" and r.own}
+    first = [node for node in sorted(joined) if kill is not None and joined[node] < kill.t]
+    text = f"{', '.join(first) or 'nobody'} before one was killed; {', '.join(sorted(joined)) or 'nobody'} in all"
+    return Check(what, text, (first, sorted(joined)) == (sorted(founders), sorted(f.plot.ranks)))
+
+
+def _pace(told: Sequence[InnerSteps]) -> float:
+    """Steps a second: the median over what was told."""
+    rates = [b.steps / (b.t - a.t) for a, b in pairwise(told) if b.t > a.t]
+    return statistics.median(rates) if rates else 0.0
+
+
+def late(f: FarEvidence) -> Check:
+    name = f.plot.late
+    what = f"{name} comes late, fetches the newest version while the others train, and its pushes count"
+    log = f.log(name)
+    told = [one for each in log.told.values() for one in each] if log is not None else []
+    fetched = next((one for one in told if isinstance(one, Fetch)), None)
+    heard = next((x.t for x in told if isinstance(x, HeardAnswer) and x.answer == PushAnswer.ACCEPTED.value), None)
+    if log is None or not log.adoptions or fetched is None or heard is None:
+        return Check(what, "none of its pushes counted", False)
+    first = log.adoptions[0]
+    before = f.rounds(f.facts.origin, first.t)
+    text = f"{amount(fetched.nbytes)} of {first.version}, adopted {duration(first.t - log.first)} after its welcome; "
+    text += f"first push accepted after {duration(heard - log.first)}; {before} rounds were decided before it came"
+    return Check(what, text, first.outright and before > 0)
+
+
+def died(f: FarEvidence) -> Check:
+    name = f.plot.dies
+    what = f"{name} dies, is removed, and the others go on with its samples"
+    kill = f.fault("sigkill", name)
+    row = next(iter(f.rows.get(name, ())), None)
+    if kill is None or row is None or row.ended is None:
+        return Check(what, "it was not removed", False)
+    text = f"removed {duration(row.ended - kill.t)} after the kill ({row.why}); {f.rounds(row.ended)} rounds after that"
+    return Check(what, text, kill.t < row.ended < kill.t + REMOVED_S and f.rounds(row.ended) > 0)
+
+
+def rank(f: FarEvidence) -> Check:
+    """One of an elastic cluster's, while a push of it was under way."""
+    (_, dies, joins), name = f.plot.ranks, f.plot.bends
+    what = f"a rank of {name} dies in mid-push, and another joins: the push counts, and the cluster stays"
+    kill, log = f.fault("sigkill", f"{dies}-0"), f.log(name)
+    told = [one for each in log.told.values() for one in each] if log is not None else []
+    open_ = [x for x in told if isinstance(x, FrozenPush) and kill is not None and x.t < kill.t]
+    if kill is None or not open_:
+        return Check(what, "no rank was killed after a push", False)
+    push = max(open_, key=lambda x: x.t).push
+    heard = next((x for x in told if isinstance(x, HeardAnswer) and x.push == push), None)
+    joined = f.first("joined", kill.t, lambda r: r.node == f"{joins}-0")
+    parts = [one for each in f.facts.run.followers.values() for one in each.staged.get(push, ())]
+    lacking = [t for t, _, _ in parts if t > kill.t]
+    if heard is None or joined is None:
+        return Check(what, f"{push} was {'answered' if heard else 'not answered'}; {joins} did not join", False)
+    text = f"{push} was {heard.answer} by {heard.version}, {duration(heard.t - kill.t)} after the kill; "
+    text += f"{joins} joined at its step {joined.get('step')}; "
+    text += f"{len(lacking)} of {len(parts)} followers lacked bytes of it at the kill"
+    return Check(what, text, bool(lacking) and heard.t > kill.t and heard.answer == PushAnswer.ACCEPTED.value)
+
+
+def follower(f: FarEvidence) -> Check:
+    what = "a follower gets kill -9: the warm spare makes another, which computes on"
+    kill = f.fault("follower_sigkill")
+    children = [r for r in f.e.records if r.name == "server_child"]
+    struck = next((r for r in children if kill is not None and r.get("up") and r.get("pid") == kill.get("pid")), None)
+    if kill is None or struck is None:
+        return Check(what, "none was killed", False)
+    victim = struck.get("child")
+    down = f.first("server_child", kill.t, lambda r: r.get("child") == victim and not r.get("up"))
+    up = f.first("server_child", down.t, lambda r: r.get("child") == victim and r.get("up")) if down else None
+    stands = ("version_loaded", "version_computed")
+    began = [r for r in f.e.records if r.name in stands and r.node == victim and up is not None and r.t > up.t]
+    loaded = next(iter(began), None)
+    decided = next((row for row in f.facts.versions if row.kind == "round" and loaded and row.t > loaded.t), None)
+    if up is None or loaded is None or decided is None:
+        return Check(what, "none came in its place", False)
+    text = f"{victim} was started again after {duration(up.t - kill.t)}, stood at {loaded.get('version')} after "
+    text += f"{duration(loaded.t - kill.t)}, in round {decided.version} after {duration(decided.t - kill.t)}"
+    warm = was_warm([r for r in children if r.source == up.source], kill.t, up.t)
+    text += f", by a spare that was {'warm' if warm else 'NOT warm'}"
+    text += f"; {f.steps(kill.t, decided.t)} inner steps meanwhile"
+    another = up.get("pid") != kill.get("pid") and loaded.source != struck.source
+    return Check(what, text, another and warm and loaded.t - kill.t < SERVED_AGAIN_S)
+
+
+def was_warm(children: Sequence[Record], kill: float, up: float) -> bool:
+    """Whether the spare that made a follower had made one before the kill, and has stood since: that one was warm."""
+    spares = [r for r in children if r.get("child") == SPARE and r.t < up]
+    since = spares[-1].t if spares and spares[-1].get("up") else up
+    made = [r for r in children if r.get("up") and r.get("child") not in (SPARE, LEADER)]
+    return any(since < r.t < kill for r in made)
+
+
+def leader(f: FarEvidence) -> Check:
+    several = f.plot.candidates > 1
+    what = "the leading leader gets kill -9: " + ("another one leads" if several else "it is started again and leads")
+    kill, next_kill = f.fault("leader_sigkill"), f.fault("server_sigkill")
+    led = f.first("outer_leader_started", kill.t) if kill is not None else None
+    if kill is None or led is None or (next_kill is not None and led.t > next_kill.t):
+        return Check(what, "nobody led after it", False)
+    decided = next((row for row in f.facts.versions if row.kind == "round" and row.t > led.t), None)
+    text = f"term {led.get('term')} from entry {led.get('position')} on after {duration(led.t - kill.t)}"
+    text += f", the next round after {duration(decided.t - kill.t)}" if decided is not None else ", and no round"
+    text += f"; {f.steps(kill.t, decided.t)} inner steps meanwhile" if decided is not None else ""
+    others = led.source not in {one.source for one in f.facts.run.leaders if one.t < kill.t}
+    return Check(what, text, others and decided is not None and led.t - kill.t < LED_S)
+
+
+def everything(f: FarEvidence) -> Check:
+    what = "all processes of the server get kill -9 at once: started again, it goes on where it was"
+    kill = f.fault("server_sigkill")
+    led = f.first("outer_leader_started", kill.t) if kill is not None else None
+    decided = next((row for row in f.facts.versions if row.kind == "round" and led and row.t > led.t), None)
+    if kill is None or led is None or decided is None:
+        return Check(what, "it did not go on", False)
+    text = f"the chain from entry {led.get('position')} on after {duration(led.t - kill.t)}, round {decided.version} "
+    text += f"after {duration(decided.t - kill.t)}; {f.steps(kill.t, decided.t)} inner steps meanwhile"
+    return Check(what, text, f.jobs == 1 and number(led.get("position")) > 0 and decided.t - kill.t < BACK_S)
+
+
+# ------------------------------------------------------------------ what was kept
+
+
+def versions(f: FarEvidence) -> Check:
+    """None that was decided is gone: all stand, and the last one is durable."""
+    chain, rows = f.chain, f.facts.versions
+    gone = [str(row.version) for row in rows if not row.stands]
+    cost = sum(lost_in(rollback)[0] for rollback in chain.rollbacks)
+    text = f"lost {len(gone)} of {len(rows)}; {len(chain.rollbacks)} rollbacks, which cost {cost} samples"
+    last = chain.ended.version if chain.ended is not None else None
+    marked = {mark.version for mark in chain.marks}
+    text += f"; the job ended with {last}, {'durable' if last in marked else 'NOT durable'}"
+    return Check("versions lost: 0", text, bool(rows) and not gone and last in marked and last == chain.newest)
+
+
+def pushes(f: FarEvidence) -> Check:
+    """No push counts twice, by its name."""
+    accepted = [a for each in f.chain.answers.values() for a in each if a.answer is PushAnswer.ACCEPTED]
+    twice = len(accepted) - len({a.offer.push for a in accepted})
+    in_rounds = [push for row in f.facts.versions if row.kind == "round" and row.stands for push, _, _ in row.accepted]
+    twice += len(in_rounds) - len(set(in_rounds))
+    again = sum(len(each) > 1 for each in f.chain.answers.values())
+    text = f"{twice} of {len(in_rounds)} accepted ones; {again} were answered anew after a rollback"
+    return Check("pushes counted twice: 0", text, bool(in_rounds) and not twice)
+
+
+def samples(f: FarEvidence) -> Check:
+    shares = [share for share in spent_share(f.chain) if share[1]]
+    whole = [share for share in shares if share[1] == share[2]]
+    spent = sum(share[1] for share in shares)
+    text = f"{len(whole)} of {len(shares)} epochs whole, {f.facts.samples:,} samples counted = "
+    text += f"{len(shares)} x {f.chain.leases.length:,}"
+    good = bool(shares) and len(whole) == len(shares) and f.facts.samples == spent
+    return Check("each sample counts exactly once per epoch", text, good)
+
+
+def inner_steps(f: FarEvidence) -> Check:
+    """Trained less those in pushes that count, cluster by cluster."""
+    words, lost, bad = [], 0, []
+    for name, rows in f.rows.items():
+        for row in rows:
+            mine = [s for p, s in f.chain.standing.items() if str(p.incarnation) == row.name]
+            counted = sum(s.offer.steps for s in mine if s.answer is PushAnswer.ACCEPTED)
+            rejected = [s.offer.steps for s in mine if s.answer is PushAnswer.REJECTED]
+            log = f.facts.run.clusters.get(row.name)
+            beside = discarded_steps(log) if log is not None and rejected else 0
+            left, known = row.steps - counted, sum(rejected) + beside
+            why = f"{known} of {len(rejected)} rejected pushes and beside them" if rejected else ""
+            why = "died" if name == f.plot.dies else why
+            words.append(f"{name} {left} of {row.steps}" + (f" ({why})" if why else ""))
+            if name != f.plot.dies and left != known:
+                lost += left - known
+                bad.append(name)
+    text = f"{lost} but for the dead cluster's and those of rejected pushes: " + ", ".join(words)
+    return Check("inner steps lost: 0", text, bool(words) and not lost and not bad)
+
+
+def removed(f: FarEvidence) -> Check:
+    """Who was removed by silence, but for the dead one."""
+    told = [t.entry.body for t in f.chain.told.values() if t.entry is not None and isinstance(t.entry.body, Removed)]
+    wrong = [body for body in told if body.incarnation.cluster != f.plot.dies]
+    words = "; ".join(f"{body.incarnation}: {body.reason}" for body in told)
+    return Check("living clusters removed: 0", f"{len(wrong)}; {words}", bool(told) and not wrong)
+
+
+def states(f: FarEvidence) -> Check:
+    """Followers' digests, also of what was computed again, and the clusters' weights at the end."""
+    marks = {str(mark.version): mark for mark in f.chain.marks}
+    compared = again = differ = 0
+    for log in f.facts.run.followers.values():
+        seen: dict[str, str] = {}
+        for one in log.saved:
+            mark = marks.get(one.version)
+            if mark is None or log.name not in mark.followers:
+                continue
+            compared += 1
+            again += one.version in seen
+            differ += mark.digests[mark.followers.index(log.name)] != one.digest
+            seen[one.version] = one.digest
+    finals = [r for r in f.e.records if r.name == FINAL]
+    living = [name for name in f.plot.clusters if name != f.plot.dies]
+    hashes, ends = {str(r["hash"]) for r in finals}, {str(r["version"]) for r in finals}
+    there = {r.node for r in finals}
+    text = f"{differ} of {compared} digests differ from the chain's, {again} of them of files written again; "
+    text += f"final weights of {', '.join(sorted(there)) or 'nobody'} at {', '.join(sorted(ends))}: sha256 "
+    text += ", ".join(sorted(h[:12] for h in hashes))
+    same = len(hashes) == 1 and sorted(there) == sorted(living)
+    return Check("states are equal", text, compared > 0 and not differ and same)
+
+
+def learned(f: FarEvidence) -> Check:
+    """Validation of adopted versions; the first cluster that tells of an epoch speaks for all."""
+    losses: dict[int, float] = {}
+    for r in f.e.records:
+        if r.name == LOSS:
+            losses.setdefault(int(number(r.get("epoch"))), number(r.get("loss")))
+    each = [losses[epoch] for epoch in sorted(losses)]
+    text = "validation loss " + ", ".join(f"{loss:.3f}" for loss in each) + " nats per byte"
+    return Check("loss falls", text, len(each) > 1 and each[-1] < each[0])
+
+
+def in_time(f: FarEvidence) -> Check:
+    """From the first event to the last one."""
+    seconds = f.e.records[-1].t - f.e.records[0].t if f.e.records else 0.0
+    text = f"{seconds:.0f} s from the first event to the last one"
+    return Check(f"it takes at most {f.plot.most_s:.0f} s", text, f.chain.ended is not None and seconds < f.plot.most_s)
+
+
+def ended(f: FarEvidence) -> Check:
+    killed = {f.plot.dies, f.plot.ranks[1]}
+    good = bool(f.e.codes) and all(code == 0 for name, code in f.e.codes.items() if name not in killed)
+    return Check("all others end with exit code 0", words_of(f.e.codes), good)
+
+
+def audited(f: FarEvidence) -> list[Check]:
+    """The audit's verdicts on the outer job, and on the elastic cluster's own."""
+    found = []
+    for judged in audit_folder(f.e.folder / "events"):
+        for one in judged.findings:
+            bad = () if one.verdict == auditing.OK else (one.verdict, *one.details[:3])
+            what = f"audit {one.point}: {auditing.POINTS[one.point]}"
+            if judged.title.startswith("elastic"):
+                what += f" ({judged.title})"
+            found.append(Check(what, "; ".join([one.text, *bad]), one.verdict == auditing.OK))
+    return found
+
+
+def prove(e: Evidence, plot: Plot) -> list[Check]:
+    """Everything that must be true of this demo."""
+    f = FarEvidence(e, plot)
+    story = [trained(f), elastic(f), late(f), died(f), rank(f), follower(f), leader(f), everything(f)]
+    kept = [versions(f), pushes(f), samples(f), inner_steps(f), removed(f), states(f), learned(f), ended(f)]
+    return [*story, *kept, *([in_time(f)] if plot.most_s else ()), *audited(f)]

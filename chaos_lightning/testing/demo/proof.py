@@ -1,0 +1,243 @@
+"""What a demo proves, from its event logs: a table of expectations, each with what was found.
+
+Theory of operation. Two witnesses are heard. The audit (observe/audit.py) judges the contract over all events, sharing
+no code with the engine. A demo's own lines ask whether what it wanted to show was shown. A line is a function of the
+`Evidence`: the logs, and the nodes' exit codes. Those of this module are about any training: no step is lost, every
+sample is used once, all hold the same in the end. A line fails when the logs contradict it, and also when they do not
+tell: nothing is taken on trust from the program that told the story but the exit codes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from chaos_lightning.events.events import Record, read_events
+from chaos_lightning.machine.units import amount, duration
+from chaos_lightning.observe import audit as auditing
+from chaos_lightning.observe import folds
+from chaos_lightning.observe.fields import node_of, number
+from chaos_lightning.observe.timeline import Life, SlotFact, Timeline
+from chaos_lightning.testing.demo import LOSS
+from chaos_lightning.testing.demo.nodes import before
+
+
+class Check(NamedTuple):
+    """One line of the proof, with what was found."""
+
+    what: str
+    found: str
+    ok: bool
+
+
+def faults_of(records: Sequence[Record], *kinds: str) -> list[Record]:
+    """What was injected."""
+    return [r for r in records if r.name == "fault_injected" and r.get("kind") in kinds]
+
+
+class Evidence:
+    """What a demo has left.
+
+    Args:
+        folder: The demo's, with its event logs.
+        codes: Exit codes of the nodes; None if one still ran. `nodes.before(name)` has that of a node that was started
+            again.
+
+    Attributes:
+        records: All events, in order of time.
+        timeline: The same, folded.
+        steps: Optimizer steps of the chain.
+    """
+
+    def __init__(self, folder: Path, codes: Mapping[str, int | None]) -> None:
+        self.folder = folder
+        self.codes = codes
+        self.records = list(read_events(folder / "events"))
+        self.timeline = Timeline.of(self.records)
+
+    @cached_property
+    def chain(self) -> list[SlotFact]:
+        """All slots that count, in order."""
+        return self.timeline.chain()
+
+    @property
+    def steps(self) -> list[SlotFact]:
+        return [slot for slot in self.chain if slot.kind == "step"]
+
+    def code(self, name: str) -> int | None:
+        """With which this node's first agent ended."""
+        return self.codes.get(before(name), self.codes.get(name))
+
+    def faults(self, *kinds: str) -> list[Record]:
+        """What was done to them."""
+        return faults_of(self.records, *kinds)
+
+    def lives(self, name: str, worker: int = 0) -> list[Life]:
+        """Of this node's worker, in order."""
+        mine = (x for x in self.timeline.lives.values() if x.node == f"{name}-{worker}")
+        return sorted(mine, key=lambda x: x.born)
+
+    def recovery(self, name: str, kind: str, worker: int = 0) -> folds.RecoveryTimes | None:
+        """What followed when this node's worker was struck so."""
+        found = folds.recoveries(self.timeline)
+        return next((r for r in found if r.node == f"{name}-{worker}" and r.kind == kind), None)
+
+    def join(self, wanted: Callable[[folds.Join], bool]) -> folds.Join | None:
+        """The first join that is so."""
+        return next((j for j in folds.joins(self.timeline) if wanted(j)), None)
+
+    def pid(self, life: Life) -> object:
+        return next((r.get("pid") for r in self.records if r.name == "opened" and r.source == life.source), None)
+
+    def one(self, name: str) -> Record | None:
+        """The only event of this name from members."""
+        found = [r for r in self.records if r.name == name and r.own]
+        return found[0] if len(found) == 1 else None
+
+    def foundings(self) -> list[Record]:
+        """Views that no earlier view led to."""
+        views = [r for r in self.records if r.name == "view" and r.source.startswith("scheduler")]
+        return [r for r in views if str(r.get("reason")).startswith("founded")]
+
+    def leads(self) -> list[Record]:
+        """Schedulers that began to lead."""
+        return [r for r in self.records if r.name == "scheduler_started"]
+
+
+# ------------------------------------------------------------------ lines about any training
+
+
+def finished(e: Evidence, names: Collection[str], what: str) -> Check:
+    """These nodes have committed the last slot, and ended well."""
+    codes = [e.codes.get(name) for name in names]
+    closing = [s for s in e.chain if s.kind == "closing"]
+    who = sorted(node_of(m).removesuffix("-0") for m in closing[-1].commits) if closing else []
+    text = f"closing slot committed by {', '.join(who) or 'nobody'}; exit codes {codes}"
+    return Check(what, text, who == sorted(names) and all(code == 0 for code in codes))
+
+
+def no_step_lost(e: Evidence) -> Check:
+    steps = [s.step for s in e.steps]
+    dead = _dead(e)
+    kept = {s.header for s in e.chain}
+    stray = [s for s in e.timeline.slots.values() if s.header not in kept]
+    lost = [s for s in stray if s.kind == "step" and not set(s.commits) <= dead]
+    unbroken = steps == list(range(1, len(steps) + 1))
+    text = f"{len(steps)} steps committed, numbered without a gap; {len(lost)} lost" if unbroken else f"gaps: {steps}"
+    if len(stray) > len(lost):
+        text += f"; {len(stray) - len(lost)} known only to a victim and reduced again by the others"
+    return Check("no committed step is lost", text, bool(steps) and unbroken and not lost)
+
+
+def samples(e: Evidence) -> Check:
+    uses = folds.samples(e.timeline)
+    whole = [use for use in uses.values() if use.complete and not use.twice and use.used == use.distinct]
+    lengths = {use.length for use in uses.values()}
+    text = f"{len(whole)} of {len(uses)} epochs whole, {sum(u.used for u in uses.values()):,} uses"
+    text += f" = {len(uses)} x {lengths.pop():,}" if len(lengths) == 1 and None not in lengths else ""
+    doubles = sum(use.used - use.distinct for use in uses.values())
+    found = f"{text}; {doubles} used twice"
+    return Check("every sample exactly once per epoch", found, bool(uses) and len(whole) == len(uses))
+
+
+def one_chain(e: Evidence) -> Check:
+    """Each member's own list of commits against the chain, number by number."""
+    chain = {s.seq: s.header for s in e.chain}
+    dead = _dead(e)
+    compared, differ, members = 0, 0, set()
+    for r in e.records:
+        if r.name == "committed" and r.by == r.member:
+            members.add(r.member)
+            compared += 1
+            # What only a victim had committed is in `no_step_lost`.
+            differ += chain.get(int(r["seq"])) != r["header"] and r.member not in dead
+    text = f"{compared:,} commits by {len(members)} member ids agree on one chain of {len(chain):,} headers"
+    if differ:
+        text = f"{differ} of {compared:,} commits are not on the chain"
+    return Check("all members committed the same headers", text, bool(compared) and not differ)
+
+
+def equal_hashes(e: Evidence) -> Check:
+    shared = {head: hashes for head, hashes in e.timeline.hashes.items() if len(hashes) > 1}
+    steps = {head.partition("/")[0] for head in shared}  # "HEADER/PART" where layers lie at several members
+    unequal = {head.partition("/")[0] for head, hashes in shared.items() if len(set(hashes.values())) > 1}
+    members = {member for hashes in shared.values() for member in hashes}
+    text = f"equal at {len(steps) - len(unequal)} of {len(steps)} steps where {len(members)} member ids took one"
+    return Check("state hashes (weights and optimizer) are equal", text, bool(shared) and not unequal)
+
+
+def equal_weights(e: Evidence, names: Collection[str]) -> Check:
+    """Of these nodes, and no others."""
+    found = {}
+    for path in sorted(e.folder.glob("final-*.json")):
+        words = json.loads(path.read_text(encoding="utf-8"))
+        found[str(words["member"]).removesuffix("-0")] = str(words["weights"])
+    same = len(set(found.values())) == 1
+    text = f"{' and '.join(found) or 'nobody'}: sha256 " + ", ".join(sorted({v[:12] for v in found.values()}))
+    return Check("final weights are bit-identical", text, same and sorted(found) == sorted(names))
+
+
+def learned(e: Evidence) -> Check:
+    losses = [number(r.get("loss")) for r in e.records if r.name == LOSS]
+    text = "validation loss " + ", ".join(f"{loss:.3f}" for loss in losses) + " nats per byte"
+    return Check("the model learns", text, len(losses) > 1 and losses[-1] < losses[0])
+
+
+def training(e: Evidence, names: Collection[str]) -> list[Check]:
+    """All that must hold of any training that ends on these nodes."""
+    return [no_step_lost(e), samples(e), one_chain(e), equal_hashes(e), equal_weights(e, names), learned(e)]
+
+
+def audited(e: Evidence) -> list[Check]:
+    """The independent audit's verdicts; here all five points must be shown."""
+    return [
+        Check(f"audit {f.point}: {auditing.POINTS[f.point]}", "; ".join([f.text, *_bad(f)]), f.verdict == auditing.OK)
+        for f in auditing.audit(e.folder / "events")
+    ]
+
+
+def _bad(finding: auditing.Finding) -> Sequence[str]:
+    return () if finding.verdict == auditing.OK else (finding.verdict, *finding.details[:3])
+
+
+def _dead(e: Evidence) -> set[str]:
+    return {x.member for x in e.timeline.lives.values() if x.end in ("killed", "fenced", "death")}
+
+
+# ------------------------------------------------------------------ words
+
+
+def table(checks: Sequence[Check], title: str) -> Table:
+    """The checks for a terminal."""
+    grid = Table(title=title, title_justify="left", title_style="bold", header_style="dim", padding=(0, 1))
+    grid.add_column("")
+    grid.add_column("what must be", ratio=5)
+    grid.add_column("what the event logs show", ratio=8)
+    for check in checks:
+        verdict = Text("ok", style="bold green") if check.ok else Text("FAILED", style="bold red")
+        grid.add_row(verdict, escape(check.what), escape(check.found))
+    return grid
+
+
+def consecutive(numbers: Sequence[int]) -> bool:
+    """Each is the one before and one."""
+    return all(b == a + 1 for a, b in pairwise(numbers))
+
+
+def transfer(join: folds.Join) -> str:
+    """Bytes, time and sources of one state transfer."""
+    parts = [
+        f"{node_of(donor).removesuffix('-0')} {amount(n)}" + (f" at {8e-6 * n / seconds:.0f} Mbit/s" if seconds else "")
+        for donor, n, seconds in join.sources
+        if n
+    ]
+    text = f"{amount(join.nbytes)} in {duration(join.seconds)}" + (f" from {', '.join(parts)}" if parts else "")
+    return text + (f" ({amount(join.skipped)} it held already)" if join.skipped else "")

@@ -1,0 +1,453 @@
+"""How each demo is performed: its scenario is played, shown and proved, a report is written, and everything is ended.
+
+Theory of operation. A `Scenario` is data: who takes part, which acts are played one after the other, and which lines
+the logs must prove. An act is a function of the `Stage`: it strikes, says so, and waits in the members' event logs for
+what must follow, with a deadline. Nothing in an act judges whether the training was right; the lines of the proof do.
+
+`play` owns everything that outlives a mistake: the ending of all processes (also on Ctrl+C and SIGTERM) and the exit
+code. 0 means that all acts took place and every line of the proof holds; 1 that something was not so, and then all logs
+stay and their place is printed; 130 that it was interrupted.
+
+What is said is final: it is printed once. A terminal has the board of `chaos-lightning top` under it, redrawn a few
+times a second; a pipe gets a line of progress every few seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import wrap
+from types import FrameType, TracebackType
+from typing import Annotated, Generic, NoReturn, Protocol, TypeVar
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from chaos_lightning.errors import ChaosError, ConfigurationError, DeadlineError, needing
+from chaos_lightning.events.events import Record, Tail
+from chaos_lightning.machine.signals import ends
+from chaos_lightning.machine.units import duration
+from chaos_lightning.observe.fields import integer
+from chaos_lightning.observe.outer_board import OuterBoard
+from chaos_lightning.observe.render import draw, from_timeline
+from chaos_lightning.observe.timeline import SlotFact, Timeline
+from chaos_lightning.testing.demo.proof import Check, Evidence, table
+from chaos_lightning.testing.faults import Fault, FaultPlan, Schedule
+
+Directory = Annotated[
+    Path | None, typer.Option("--dir", help="Folder for logs and report; default: a new one in ./runs.", metavar="DIR")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="A smaller model and shorter rests; the same story.")]
+Keep = Annotated[bool, typer.Option("--keep", help="Keep checkpoints and outputs, too.")]
+Accelerator = Annotated[
+    str, typer.Option("--accelerator", help="Where all nodes train, as Lightning names it: cpu, gpu, auto.")
+]
+"""Options that demos share."""
+
+NETWORK = "network.png"
+"""A picture of the demo's network, if somebody has drawn one."""
+_REDRAW_S = 0.33
+_PLAIN_S = 5.0
+_TURN_S = 0.04
+_LEAST_ROOM = 20
+"""So many characters a line of the story has for words, however narrow the terminal."""
+_STYLES = {"do": "bold", "seen": "", "good": "green", "bad": "bold red"}
+_SIGNS = {"do": ">", "seen": " ", "good": "+", "bad": "!"}
+
+
+class Nodes(Protocol):
+    """Those that train in a demo."""
+
+    @property
+    def events(self) -> Path:
+        """Where all members write their event logs."""
+
+    def poll(self) -> Iterable[str]:
+        """Called again and again: they go on; what has been done to them since the last call."""
+
+    def check(self) -> None:
+        """Raises a ChaosError if one ended that was not to."""
+
+    def exit_codes(self) -> Mapping[str, int | None]:
+        """By node; None while one runs, negative for a signal."""
+
+
+N = TypeVar("N", bound=Nodes)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How long things take.
+
+    Attributes:
+        rest_steps: Undisturbed steps between two acts.
+        start_deadline_s: For a node that starts (importing torch and Lightning takes a while), s.
+        act_deadline_s: For everything else that is waited for, s.
+    """
+
+    rest_steps: int = 15
+    start_deadline_s: float = 240.0
+    act_deadline_s: float = 90.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario(Generic[N]):
+    """A demo.
+
+    Attributes:
+        name: Of its command.
+        nodes: Who trains; their logs are in `events` of the demo's folder.
+        acts: What is played, in order; a ChaosError breaks it off, and is shown.
+        prove: What the logs must show.
+        plan: Faults that acts wait for by `Stage.due`.
+        pace: How long things take.
+        tells: What is worth being said of an event; "": nothing.
+        begin: What must be there before the first act.
+        endings: End everything that was started, also what `begin` and a broken act have left.
+    """
+
+    name: str
+    nodes: N
+    acts: Sequence[Callable[[Stage[N]], None]]
+    prove: Callable[[Evidence], Sequence[Check]]
+    plan: FaultPlan = field(default_factory=FaultPlan)
+    pace: Pace = field(default_factory=Pace)
+    tells: Callable[[Record], str] = lambda record: ""
+    begin: Callable[[], object] = lambda: None
+    endings: Sequence[Callable[[], object]]
+
+
+# ------------------------------------------------------------------ playing
+
+
+def play(scenario: Scenario[N], folder: Path, *, keep: bool = False) -> NoReturn:
+    """A demo from the first line to the exit code.
+
+    Args:
+        scenario: The demo.
+        folder: As `edge.runner.prepare` made it.
+        keep: Keep more than logs and report.
+
+    Raises:
+        typer.Exit: Always; 0 if every line holds, 1 if not, 130 if it was interrupted.
+        MissingExtraError: Its nodes could not train.
+    """
+    with needing(f"chaos-lightning {scenario.name}"):
+        # Looked for, not imported: its nodes import it, and this process stays light.
+        if find_spec("lightning") is None:
+            raise ModuleNotFoundError(name="lightning")
+    console = Console()
+    problem, began = "", time.monotonic()
+    with on_stage(console, folder, *scenario.endings):
+        scenario.begin()
+        with Screen(console) as screen:
+            try:
+                stage = Stage(scenario, screen)
+                for act in scenario.acts:
+                    act(stage)
+            except ChaosError as error:
+                problem = str(error)
+                screen.say("bad", problem)
+            codes = scenario.nodes.exit_codes()
+    checks = scenario.prove(Evidence(folder, codes))
+    good = judge(console, folder, checks, problem, time.monotonic() - began, f"chaos-lightning {scenario.name}")
+    if good and not keep:
+        tidy(folder)
+    raise typer.Exit(0 if good else 1)
+
+
+@contextlib.contextmanager
+def on_stage(console: Console, folder: Path, *endings: Callable[[], object]) -> Iterator[None]:
+    """Whatever happens in it, also Ctrl+C and SIGTERM, all of `endings` are called after it, and to their end.
+
+    Raises:
+        typer.Exit: It was interrupted; the code is 130.
+    """
+    # Explicitly for SIGINT, too: a shell's background job comes with it ignored.
+    before = {number: signal.signal(number, _interrupt) for number in ends()}
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print(f"interrupted; logs are in\n{folder}", soft_wrap=True)
+        raise typer.Exit(130) from None
+    finally:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # this takes some seconds at most, and must not be cut off
+        for end in endings:
+            end()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def judge(console: Console, folder: Path, checks: Sequence[Check], problem: str, seconds: float, title: str) -> bool:
+    """Prints the lines of a proof, writes the report; whether everything is fine."""
+    from chaos_lightning.observe.outer_report import write_reports
+
+    console.print(table(checks, f"\nWhat this proves ({seconds:.0f} s)"))
+    failed = [check for check in checks if not check.ok]
+    try:
+        written, *inner = write_reports(folder / "events", folder, title=title)
+        console.print(f"\n{written.summary}")
+        picture = written.picture or "none; the extra report brings what draws it"
+        console.print(f"report   {written.page}\npicture  {picture}", soft_wrap=True)
+        for other in inner:
+            console.print(f"cluster  {other.page}", soft_wrap=True)
+        if (network := folder / NETWORK).exists():
+            console.print(f"network  {network}", soft_wrap=True)
+        console.print(
+            f"logs     {folder / 'events'}\n         (chaos-lightning audit judges them anew)", soft_wrap=True
+        )
+    except ConfigurationError as error:
+        console.print(f"no report: {error}", soft_wrap=True)
+    if problem or failed:
+        console.print(f"FAILED: {len(failed)} of {len(checks)} lines; all logs are in\n{folder}", soft_wrap=True)
+        if problem:
+            console.print(f"the story broke off: {problem.splitlines()[0]}", markup=False)
+        return False
+    console.print(f"ALL {len(checks)} LINES HOLD", style="bold green")
+    return True
+
+
+def tidy(folder: Path) -> None:
+    """Leaves event logs and report."""
+    for path in (*(folder / name for name in ("out", "checkpoints", "etcd")), *folder.glob("*-kept")):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in (*folder.glob("chain.sqlite*"), *folder.glob("final-*.json"), *folder.glob("*.log"), folder / "enough"):
+        path.unlink(missing_ok=True)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+# ------------------------------------------------------------------ what an act stands on
+
+
+class Stage(Generic[N]):
+    """Strikes are told here, and what must follow is waited for.
+
+    Attributes:
+        nodes: Who trains.
+        pace: How long things take.
+        records: All events so far.
+        timeline: Those of members, folded.
+        outer: Those of an outer job.
+    """
+
+    def __init__(self, scenario: Scenario[N], screen: Screen) -> None:
+        self.nodes = scenario.nodes
+        self.pace = scenario.pace
+        self.records: list[Record] = []
+        self.timeline = Timeline()
+        self.outer = OuterBoard()
+        self._screen = screen
+        self._tells = scenario.tells
+        self._tail = Tail(scenario.nodes.events)
+        self._schedule = Schedule(scenario.plan)
+        self._due: list[Fault] = []
+
+    def say(self, kind: str, text: str) -> None:
+        """What is done ("do"), seen, good or bad."""
+        self._screen.say(kind, text)
+
+    def judge(self, good: bool, text: str) -> None:
+        """It is good, or bad."""
+        self.say("good" if good else "bad", text)
+
+    def look(self) -> None:
+        """Takes in what has happened since the last look."""
+        for text in self.nodes.poll():
+            self.say("do", text)
+        for record in self._tail.poll():
+            self.records.append(record)
+            if self.outer.take(record):
+                self.timeline.add(record)
+            self._schedule.saw(record.name, record.node.removesuffix("-0"))
+            if words := self._tells(record):
+                self.say("seen", words)
+        self._due += self._schedule.due(step=self.step)
+        self._screen.refresh(self.timeline, self.outer)
+
+    # ------------------------------------------------------------------ waiting
+
+    def wait(self, what: str, ready: Callable[[], T | None], deadline_s: float | None = None) -> T:
+        """Until this returns something but None or False.
+
+        Raises:
+            DeadlineError: It did not happen in time; the message says what.
+            ChaosError: A node ended that was not to.
+        """
+        limit = self.pace.act_deadline_s if deadline_s is None else deadline_s
+        end = time.monotonic() + limit
+        while True:
+            self.look()
+            result = ready()
+            if result is not None and result is not False:
+                return result
+            self.nodes.check()
+            if time.monotonic() > end:
+                last = "\n".join(f"  {str(r)[:200]}" for r in self.records[-8:])
+                raise DeadlineError(f"waited {limit:g} s for {what}; the last events were:\n{last}")
+            time.sleep(_TURN_S)
+
+    def due(self, fault: Fault) -> None:
+        """Until this fault of the plan is due."""
+        self.wait(f"the time for '{fault}'", lambda: fault in self._due)
+
+    def event(
+        self, event: str, node: str, deadline_s: float | None = None, *, worker: int = 0, after: int = 0
+    ) -> Record:
+        """The first event of this name from this worker of this node, among those read after the first `after`."""
+        place = after
+
+        def found() -> Record | None:
+            nonlocal place
+            while place < len(self.records):
+                record = self.records[place]
+                place += 1
+                # The scheduler writes about members, too.
+                if record.name == event and record.node == f"{node}-{worker}" and record.source.startswith("member"):
+                    return record
+            return None
+
+        which = f"{node}, worker {worker}" if worker else node
+        return self.wait(f"'{event}' of {which}", found, deadline_s)
+
+    def joined(self, node: str, *, worker: int = 0, after: int = 0) -> Record:
+        """Its member is in, after a start."""
+        return self.event("joined", node, self.pace.start_deadline_s, worker=worker, after=after)
+
+    def rest(self) -> None:
+        """Some steps in peace."""
+        goal = self.step + self.pace.rest_steps
+        self.wait(f"step {goal}", lambda: self.step >= goal)
+
+    def without(self, member: str) -> None:
+        """Until a view without this member rules."""
+        views = self.timeline.views
+        self.wait(
+            f"a view without {member}",
+            lambda: bool(views) and member not in max(views.values(), key=lambda v: v.number).members,
+        )
+
+    def step_without(self, member: str, at: float) -> SlotFact:
+        """The first step after this time that a view without this member committed."""
+        self.without(member)
+        return self.wait(
+            f"a step without {member}",
+            lambda: next((s for s in self.timeline.recent(50) if s.first > at and member not in s.who), None),
+        )
+
+    def exits(self, *names: str) -> dict[str, int]:
+        """The exit codes of these nodes, once all have ended."""
+
+        def ended(name: str) -> tuple[int] | None:
+            code = self.nodes.exit_codes()[name]
+            return None if code is None else (code,)  # 0 is an answer, too
+
+        return {name: self.wait(f"the end of {name}'s torchrun", lambda n=name: ended(n))[0] for name in names}  # type: ignore[misc]
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def step(self) -> int:
+        recent = self.timeline.recent(1)
+        return recent[-1].step if recent else 0
+
+    def progress(self) -> str:
+        """How fast they train."""
+        steps = [slot for slot in self.timeline.recent(20) if slot.kind == "step"]
+        pace = (steps[-1].first - steps[0].first) / max(1, len(steps) - 1)
+        return f"{duration(pace)} a step, {sum(w for _, w in steps[-1].contributors):g} samples each"
+
+    def worker(self, name: str, worker: int = 0) -> tuple[int, str]:
+        """Process id and member id of this node's living worker."""
+        life = self.timeline.living(f"{name}-{worker}", time.time())
+        opened = [r for r in self.records if r.name == "opened" and life is not None and r.source == life.source]
+        if life is None or not opened:
+            raise DeadlineError(f"worker {worker} of {name} is no living member; its log is in {self.nodes.events}")
+        return integer(opened[-1].get("pid")), life.member
+
+
+def words_of(codes: Mapping[str, int | None]) -> str:
+    """Exit codes in a sentence."""
+    return ", ".join(f"{name} {code}" for name, code in codes.items())
+
+
+# ------------------------------------------------------------------ what a person sees
+
+
+class Screen:
+    """A context manager around the whole story.
+
+    Args:
+        console: Where to.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.began = time.monotonic()
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._drawn = 0.0
+
+    def __enter__(self) -> Screen:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, kind: str, text: str) -> None:
+        """A line of the story; what does not fit goes on below, and words stay whole, so that they can be copied."""
+        head = f"{time.monotonic() - self.began:6.1f} s  "
+        room = max(_LEAST_ROOM, self.console.width - len(head) - 2)
+        first, *more = [
+            part
+            for line in text.splitlines()
+            for part in wrap(line, room, break_long_words=False, break_on_hyphens=False)
+        ]
+        self.console.print(Text.assemble((head, "dim"), (f"{_SIGNS[kind]} {first}", _STYLES[kind])), soft_wrap=True)
+        for part in more:
+            indent = len(head) + 2 if len(part) <= room else 2
+            self.console.print(Text(f"{'':{indent}}{part}", style=_STYLES[kind]), soft_wrap=True)
+
+    def refresh(self, timeline: Timeline, outer: OuterBoard) -> None:
+        """The present state of the job, if it is time to show it."""
+        now = time.monotonic()
+        if now - self._drawn < (_PLAIN_S if self._live is None else _REDRAW_S):
+            return
+        self._drawn = now
+        board = from_timeline(timeline, time.time(), title="chaos-lightning demo", lines=4)
+        if outer.there:
+            board = outer.draw(time.time(), title=board.title, members=board, lines=4)
+        if self._live is not None:
+            self._live.update(draw(board), refresh=True)
+        elif outer.there or timeline.slots:
+            words = ", ".join(f"{k} {v}" for k, v in board.figures) if outer.there else progress(timeline)
+            self.say("seen", words)
+
+
+def progress(timeline: Timeline) -> str:
+    """The job in one line: step, epoch, who, pace."""
+    recent = [slot for slot in timeline.recent(40) if slot.kind == "step"]
+    if not recent:
+        return "no step yet"
+    last = recent[-1]
+    words = [f"step {last.step}", f"epoch {max((e for _, e in last.ledger), default=0)}"]
+    words.append(f"{len(last.contributors)} members")
+    if len(recent) > 1:
+        words.append(f"{duration((last.first - recent[0].first) / (len(recent) - 1))} a step")
+    return ", ".join(words)

@@ -1,0 +1,189 @@
+"""What the demo's nodes run under torchrun: a small GPT on English prose, as anybody would write it for Lightning.
+
+Theory of operation. The model reads the language reference that ships inside Python, byte by byte. Nothing in here
+knows that members come and go: `Trainer(strategy="chaos")` is all there is to it. Three things serve the demo: each
+step is made longer by a pause, standing for a model that would keep an accelerator busy (so that two cores are enough
+for four nodes and for whoever is just starting); training ends at the end of the epoch in which a file appears, by a
+vote as EarlyStopping's; and at the end each member writes down the hash of its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import chaos_lightning  # noqa: F401  (makes "chaos" known to Lightning)
+from chaos_lightning.testing.demo import LOSS
+
+VOCABULARY = 256
+"""One token per byte."""
+
+
+class Prose(Dataset[tuple[Tensor, Tensor]]):
+    """Text cut into blocks; a sample is a block and, as its target, the same moved by one byte."""
+
+    def __init__(self, text: bytes, block: int) -> None:
+        self.block = block
+        self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return (len(self.bytes) - 1) // self.block
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        piece = self.bytes[index * self.block : (index + 1) * self.block + 1].long()
+        return piece[:-1], piece[1:]
+
+
+def prose(block: int, limit: int) -> tuple[Prose, Prose]:
+    """Training and validation text: Python's own help topics, `limit` bytes of them, one twentieth for validation."""
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics[name] for name in sorted(topics)).encode()[:limit]
+    cut = len(text) - len(text) // 20
+    return Prose(text[:cut], block), Prose(text[cut:], block)
+
+
+class GPT(LightningModule):  # type: ignore[misc]
+    """A decoder-only transformer, input and output embedding tied, AdamW."""
+
+    chaos_chain = "blocks"
+
+    def __init__(self, layers: int, width: int, block: int, heads: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers, self.width, self.block, self.heads, self.dropout = layers, width, block, heads, dropout
+
+    def configure_model(self) -> None:
+        if hasattr(self, "blocks"):
+            return
+        width = self.width
+        self.token, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(self.block, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, self.heads, 4 * width, self.dropout, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(self.layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        for table in (self.token, self.place):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Mean cross entropy per byte, nats."""
+        tokens, targets = batch
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token(tokens) + self.place(places)
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        return F.cross_entropy(F.linear(self.norm(x), self.token.weight).flatten(0, 1), targets.flatten())
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Demo(Callback):  # type: ignore[misc]
+    """Paces the steps, tells the event log about losses, and ends training when it has been long enough.
+
+    Args:
+        folder: Training ends at the end of the epoch in which a file `enough` appears here. If the file holds a number,
+            training goes on until there have been so many epochs.
+        pause_s: Added to each step, s.
+    """
+
+    def __init__(self, folder: Path, pause_s: float) -> None:
+        self.folder = folder
+        self.pause_s = pause_s
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        time.sleep(self.pause_s)
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        loss, session = trainer.callback_metrics.get("val_loss"), trainer.strategy.session  # type: ignore[attr-defined]
+        if trainer.is_global_zero and loss is not None and session is not None and session.entered:
+            session.engine.events.emit(LOSS, epoch=trainer.current_epoch, loss=float(loss))
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        asked = self.folder / "enough"
+        enough = asked.exists() and trainer.current_epoch + 1 >= int(asked.read_text() or 0)
+        if trainer.strategy.reduce_boolean_decision(enough, all=False):
+            trainer.should_stop = True
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """What training scripts of demos are told."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--folder", type=Path, required=True)
+    options.add_argument("--layers", type=int, default=4)
+    options.add_argument("--width", type=int, default=128)
+    options.add_argument("--block", type=int, default=64)
+    options.add_argument("--batch-size", type=int, default=8)
+    options.add_argument("--text", type=int, default=200_000, help="bytes of text")
+    options.add_argument("--pause", type=float, default=0.03, help="added to each step, s")
+    options.add_argument("--max-epochs", type=int, default=100)
+    options.add_argument("--accelerator", default="cpu", help="as Lightning names it")
+    return options
+
+
+def fit(args: argparse.Namespace, strategy: Any, callback: Callback) -> tuple[Trainer, GPT]:
+    """Trains the model; returns it with the Trainer."""
+    torch.set_num_threads(1)
+    seed_everything(1, verbose=False)
+    train, valid = prose(args.block, args.text)
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator=args.accelerator,
+        devices=1,
+        max_epochs=args.max_epochs,
+        callbacks=[callback],
+        default_root_dir=args.folder / "checkpoints",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        log_every_n_steps=10,
+    )
+    model = GPT(args.layers, args.width, args.block)
+    trainer.fit(
+        model,
+        DataLoader(train, args.batch_size, shuffle=True),
+        DataLoader(valid, 4 * args.batch_size),
+    )
+    return trainer, model
+
+
+def weights_of(model: LightningModule) -> str:
+    """Hash of all parameters and buffers, bit by bit."""
+    digest = hashlib.sha256()
+    for _, tensor in sorted(model.state_dict().items()):
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    """Train until it is enough."""
+    args = options(__doc__).parse_args()
+    trainer, model = fit(args, "chaos", Demo(args.folder, args.pause))
+    session = trainer.strategy.session  # type: ignore[attr-defined]
+    if session is not None and not session.departed:
+        words = {"member": session.engine.name, "step": trainer.global_step, "weights": weights_of(model)}
+        (args.folder / f"final-{session.engine.name}.json").write_text(json.dumps(words))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What clusters of `demo-diloco` run: the small GPT of `train.py`, by `Trainer(strategy="chaos_diloco")`.
+
+Theory of operation. Each cluster trains by itself and takes its part of every epoch; under torchrun its ranks are one
+elastic cluster. A pause makes steps longer, so that clusters have different speeds. The demo writes into the file
+`enough` how many epochs there are to be: all clusters stop at the end of the same one, each by its own look. Losses and
+the hash of the weights at the end go into an event log of the script's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.strategies import DiLoCoStrategy
+from chaos_lightning.testing.demo import FINAL, LOSS
+from chaos_lightning.testing.demo.train import fit, options, weights_of
+
+
+class Apart(Callback):  # type: ignore[misc]
+    """Paces the steps, tells of losses, and ends training when there were epochs enough.
+
+    Args:
+        folder: Holds the file `enough` once the number of epochs is known.
+        pause_s: Added to each step, s.
+        events: Of this script.
+    """
+
+    def __init__(self, folder: Path, pause_s: float, events: EventLog) -> None:
+        self.enough = folder / "enough"
+        self.pause_s = pause_s
+        self.events = events
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        time.sleep(self.pause_s)
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        loss = trainer.callback_metrics.get("val_loss")
+        if loss is not None:
+            self.events.emit(LOSS, epoch=trainer.current_epoch, loss=float(loss))
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if trainer.current_epoch + 1 >= int(self.enough.read_text()):
+                trainer.should_stop = True
+
+
+def main() -> None:
+    """Train until it is enough."""
+    parser = options(__doc__)
+    parser.add_argument("--name", required=True, help="of this cluster")
+    parser.add_argument("--inner", default="auto", help="how it trains; chaos: this is one of its ranks")
+    parser.add_argument("--inner-steps", type=int, default=16, help="of a usual cluster from one push to the next")
+    args = parser.parse_args()
+    # A push takes half of the time between two, as behind a slow link: on this machine none would be seen under way.
+    told = {"lease_ahead_s": 20.0, "spread": 0.5}
+    strategy = DiLoCoStrategy(args.inner, name=args.name, inner_steps=args.inner_steps, options=told)
+    with EventLog.in_directory(args.folder / "events", args.name, role="script") as events:
+        _, model = fit(args, strategy, Apart(args.folder, args.pause, events))
+        # A rank of an elastic cluster has the inner strategy, with the cluster's part around its session.
+        fitted: Any = strategy
+        part = fitted.fit.session if isinstance(strategy, DiLoCoStrategy) else fitted.session.outer.cluster
+        events.emit(FINAL, version=str(part.base), hash=weights_of(model), reason=part.over)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,552 @@
+"""A relay between members, through which links can be shaped, cut, stalled and restored; no privileges needed.
+
+    with LinkRelay() as relay, Harness(directory, relay=relay) as harness:
+        relay.shape("a", "b", rate_bps=300e6, latency_s=0.02)
+        relay.cut("a", "b")        # reset now, refused from now on
+        relay.stall("a", "b")      # a black hole: no byte passes, nobody hears of an end
+        relay.restore("a", "b")
+
+Theory of operation. A process whose environment has CHAOS_LINK_RELAY=HOST:PORT dials its peers there instead of at
+their own addresses, and begins with one line that says who calls whom and where that is (testing/emulation.py). So
+one variable routes all links of a job, nobody has to know a port ahead, and the relay tells links apart by the names of
+their ends. Behind that line it copies bytes; the members' handshake and its proofs pass from end to end. State that a
+newcomer pulls takes the same way: what is cut is the path between two machines. Control streams to the scheduler are no
+links and do not pass here: for whoever dials without that line there is a `Way` to one server, which tells processes
+apart. Where only some processes have the variable, only the links that these dial can be hurt; of two members the
+younger one dials.
+
+One thread serves all connections by epoll. Each direction holds up to `HELD_NBYTES`, then the sender waits, as on a
+wire. An end that closes, or dies, is passed on once all its bytes are; a stalled connection passes on not even that.
+
+Shaped links (`shape`, `access`) read in pieces, no sooner than the wire is free, and write each piece when it would
+have arrived (lanes.py): a flow that waits for its wire is not watched but woken by a timer. All connections
+between two nodes share their link, all links of a node its access. TCP's own windows are not emulated: one flow fills
+a link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import heapq
+import itertools
+import json
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from chaos_lightning.machine.addresses import split_endpoint
+from chaos_lightning.testing.edge.lanes import AHEAD_S, Lane, Meter, Wire
+from chaos_lightning.testing.emulation import RELAY
+from chaos_lightning.testing.processes import owner_of
+
+HELD_NBYTES = 1 << 20
+BUFFER_NBYTES = 256 << 10
+"""Of the relay's own sockets: what waits there waits on no wire."""
+_READ_NBYTES = 1 << 18
+_LINE_NBYTES = 4096
+_RESET = struct.pack("ii", 1, 0)
+_WHOLE, _CUT, _STALLED = "whole", "cut", "stalled"
+
+Pair = frozenset[str]
+
+
+def pair_of(one: str, other: str) -> Pair:
+    """A link by its ends; incarnations ("a~3") stand for their names ("a")."""
+    names = frozenset(name.partition("~")[0] for name in (one, other))
+    if len(names) != 2:
+        raise ValueError(f"a link has two ends, got {one!r} and {other!r}")
+    return names
+
+
+class _End:
+    """One of a connection's two sockets, and what is to be written to it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.coming: deque[tuple[float, memoryview]] = deque()
+        """What arrives here, and when; an empty piece is the end of the stream."""
+        self.held = 0
+        self.lane: Lane | None = None
+        """The way of what is read here; None: as fast as it comes."""
+        self.waits = False
+        """There was more to read when the wire was not free."""
+        self.read_at = self.write_at = 0.0
+        """Its timers; 0: none."""
+        self.connecting = False
+        self.ended = False  # it sends no more
+        self.told = False  # it knows that the other end sends no more
+        self.mask = 0
+
+
+class _Connection:
+    """A dialler, and the member that it wants once it has said so."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.dialler = _End(sock)
+        self.target: _End | None = None
+        self.line = b""
+        self.pair: Pair | None = None
+        self.names = ("", "")
+        """Who dialled, and whom."""
+        self.address = ("", 0)
+
+    def ends(self) -> list[_End]:
+        return [self.dialler] if self.target is None else [self.dialler, self.target]
+
+    def other(self, end: _End) -> _End | None:
+        return self.target if end is self.dialler else self.dialler
+
+
+class LinkRelay:
+    """See the module. What changes a link has taken effect when it returns; any thread may call it.
+
+    Args:
+        bind: Address to listen on.
+        node_of: Node of a member's name or id; None for a stranger, who is refused. By default each name without its
+            incarnation is a node. Members of one node need no link and are not shaped.
+        closed: Pairs are refused until they are shaped or restored.
+        introduce: Says of a new connection who wants whom, and where that is; None: its first line does.
+
+    Attributes:
+        address: HOST:PORT of the relay.
+        strangers: Members that were refused because they are of no node.
+    """
+
+    def __init__(
+        self,
+        bind: str = "127.0.0.1",
+        *,
+        node_of: Callable[[str], str | None] | None = None,
+        closed: bool = False,
+        introduce: Callable[[_Connection], None] | None = None,
+    ) -> None:
+        self._listener = socket.create_server((bind, 0), backlog=128)
+        self._listener.setblocking(False)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_NBYTES)  # inherited, before any window
+        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
+        self.strangers: set[str] = set()
+        self._node_of, self._introduce = node_of, introduce
+        self._state_of_others = _CUT if closed else _WHOLE
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._watched: dict[int, tuple[_Connection, _End]] = {}
+        self._connections: set[_Connection] = set()
+        self._states: dict[Pair | None, str] = {}
+        self._wires: dict[tuple[str, str], Wire] = {}
+        self._accesses: dict[str, tuple[Meter, Meter]] = {}
+        """By node: out, in."""
+        self._timers: list[tuple[float, float, int, _Connection, _End, bool]] = []
+        self._count = itertools.count()
+        self._running = True
+        for fd in (self._listener.fileno(), self._wake):
+            self._epoll.register(fd, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="link-relay", daemon=True)
+        self._thread.start()
+
+    def environment(self) -> dict[str, str]:
+        """What makes a process dial through this relay."""
+        return {RELAY: self.address}
+
+    def cut(self, one: str, other: str) -> None:
+        """Resets what stands between these two nodes, and whatever is dialled until `restore`."""
+        self._change(pair_of(one, other), _CUT)
+
+    def stall(self, one: str, other: str) -> None:
+        """Nothing passes between these two nodes until `restore`, and neither is told."""
+        self._change(pair_of(one, other), _STALLED)
+
+    def restore(self, one: str, other: str) -> None:
+        """What stalled goes on; what was cut can be dialled again."""
+        self._change(pair_of(one, other), _WHOLE)
+
+    def shape(self, one: str, other: str, *, rate_bps: float, latency_s: float = 0.0) -> None:
+        """Gives a link a rate and a latency, each way, from now on; a closed pair is opened by it.
+
+        Args:
+            one, other: Its ends.
+            rate_bps: Bits of payload per second; must be positive (for none, `cut` or `stall`).
+            latency_s: One way, s.
+        """
+        pair = pair_of(one, other)
+        if not (rate_bps > 0 and latency_s >= 0):
+            raise ValueError(f"{one} - {other}: rate {rate_bps} bps and latency {latency_s} s; expected > 0 and >= 0")
+
+        def work() -> None:
+            now = time.monotonic()
+            for ends in itertools.permutations(pair):
+                wire = self._wires.setdefault((ends[0], ends[1]), Wire(rate_bps, latency_s))
+                wire.meter.change(rate_bps, now)
+                wire.latency_s = latency_s
+            self._states.setdefault(pair, _WHOLE)
+            for connection in [c for c in self._connections if c.pair == pair]:
+                self._assign_lanes(connection)
+                self._go_on(connection)
+
+        self._do(work)
+
+    def access(self, node: str, rate_bps: float) -> None:
+        """What all shaped links of this node share from now on, each way, bits per second."""
+
+        def work() -> None:
+            now = time.monotonic()
+            for meter in self._accesses.setdefault(node, (Meter(rate_bps), Meter(rate_bps))):
+                meter.change(rate_bps, now)
+            for connection in [c for c in self._connections if c.pair and node in c.pair]:
+                self._assign_lanes(connection)
+                self._go_on(connection)
+
+        if not rate_bps > 0:
+            raise ValueError(f"access of {node}: {rate_bps} bps; expected a positive rate")
+        self._do(work)
+
+    def passed(self) -> dict[tuple[str, str], int]:
+        """Bytes that have entered each direction of each shaped link."""
+        return {ends: wire.nbytes for ends, wire in list(self._wires.items())}
+
+    def close(self) -> None:
+        """Resets everything and ends the thread. Idempotent."""
+        if self._running:
+            self._do(self._end)
+            self._thread.join(10.0)
+            # Not by the thread: it may have ended before `_do` has rung for it.
+            os.close(self._wake)
+
+    def __enter__(self) -> LinkRelay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Runs `work` in the thread and waits for it."""
+        done = threading.Event()
+        self._calls += (work, done.set)
+        os.eventfd_write(self._wake, 1)
+        if not done.wait(10.0):
+            raise RuntimeError("the relay's thread does not answer; its traceback is on stderr")
+
+    def _run(self) -> None:
+        try:
+            while self._running:
+                for fd, events in self._wait():
+                    if fd == self._wake:
+                        os.eventfd_read(self._wake)
+                    elif fd == self._listener.fileno():
+                        self._accept()
+                    elif fd in self._watched:  # not, if an event before this one has closed it
+                        self._serve(*self._watched[fd], events)
+                self._ring()
+                while self._calls:
+                    self._calls.popleft()()
+        finally:
+            self._listener.close()
+            self._epoll.close()
+
+    def _wait(self) -> list[tuple[int, int]]:
+        """Events, at the latest when the next timer is due."""
+        if not self._timers:
+            return self._epoll.poll()
+        left = self._timers[0][0] - AHEAD_S - time.monotonic()
+        # epoll counts milliseconds, which is a whole piece on a fast link; select counts microseconds.
+        if left > 0 and self._epoll.fileno() < 1024:
+            select.select([self._epoll], [], [], left)
+            left = 0.0
+        return self._epoll.poll(max(0.0, left))
+
+    def _ring(self) -> None:
+        """Serves all timers that are due."""
+        soon = time.monotonic() + AHEAD_S
+        while self._timers and self._timers[0][0] <= soon:
+            when, _, _, connection, end, reading = heapq.heappop(self._timers)
+            if when == (end.read_at if reading else end.write_at):  # else it was set anew, or its socket is closed
+                if reading:
+                    end.read_at = 0.0
+                else:
+                    end.write_at = 0.0
+                self._serve(connection, end, select.EPOLLIN if reading else 0)
+
+    def _set_timer(self, connection: _Connection, end: _End, when: float, *, reading: bool) -> None:
+        if when == (end.read_at if reading else end.write_at):
+            return
+        if reading:
+            end.read_at = when
+        else:
+            end.write_at = when
+        turn = end.lane.served_at if reading and end.lane is not None else 0.0
+        heapq.heappush(self._timers, (when, turn, next(self._count), connection, end, reading))
+
+    def _end(self) -> None:
+        self._running = False
+        for connection in list(self._connections):
+            self._drop(connection)
+
+    def _change(self, pair: Pair, state: str) -> None:
+        def work() -> None:
+            self._states[pair] = state
+            for connection in [c for c in self._connections if c.pair == pair]:
+                self._go_on(connection)
+
+        self._do(work)
+
+    def _state(self, pair: Pair | None) -> str:
+        """Members of one node need no link; who has not said yet whom it wants is let in to say so."""
+        if pair is None or len(pair) == 1:
+            return _WHOLE
+        return self._states.get(pair, self._state_of_others)
+
+    def _go_on(self, connection: _Connection) -> None:
+        """As the state of its link wants it."""
+        state = self._state(connection.pair)
+        if state == _CUT:
+            self._drop(connection)
+        elif state == _WHOLE and connection.target is None:
+            host, port = connection.address
+            end = connection.target = _End(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+            end.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_NBYTES)
+            end.connecting = True
+            self._assign_lanes(connection)
+            if end.sock.connect_ex((host, port)) in (0, errno.EINPROGRESS):
+                self._watch(connection)
+            else:
+                self._drop(connection)
+        else:
+            self._watch(connection)
+
+    def _assign_lanes(self, connection: _Connection) -> None:
+        """The ways of what both ends send."""
+        if connection.target is None or len(connection.pair or ()) != 2:
+            return
+        for end, (source, sink) in (
+            (connection.dialler, connection.names),
+            (connection.target, connection.names[::-1]),
+        ):
+            wire = self._wires.get((source, sink))
+            if wire is not None:
+                own, its = self._accesses.get(source), self._accesses.get(sink)
+                last = end.lane.arrives_at if end.lane is not None else 0.0
+                end.lane = Lane(wire, [*([own[0]] if own else []), *([its[1]] if its else [])])
+                end.lane.arrives_at = last
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            connection = _Connection(self._listener.accept()[0])
+            self._connections.add(connection)
+            if self._introduce is None:
+                self._watch(connection)
+                return
+            try:
+                self._introduce(connection)
+            except OSError:  # it is gone again
+                self._drop(connection)
+            else:
+                self._go_on(connection)
+
+    def _watch(self, connection: _Connection) -> None:
+        """Asks for the events that can be dealt with now, or for a timer. A socket without any event is not watched:
+        its end would be told again and again."""
+        stalled = self._state(connection.pair) == _STALLED
+        soon = time.monotonic() + AHEAD_S
+        for end in connection.ends():
+            mask = 0
+            if stalled:
+                end.read_at = end.write_at = 0.0
+            else:
+                if end.connecting or (end.coming and end.coming[0][0] <= soon):
+                    mask |= select.EPOLLOUT
+                elif end.coming:
+                    self._set_timer(connection, end, end.coming[0][0], reading=False)
+                if not end.connecting and not end.ended and not self._full(connection, end):
+                    if end.waits and end.lane is not None:
+                        self._set_timer(connection, end, end.lane.free_at, reading=True)
+                    else:
+                        mask |= select.EPOLLIN
+                else:
+                    end.waits = False  # it is not the wire that it waits for
+                    end.read_at = 0.0
+            if mask == end.mask:
+                continue
+            if mask and end.mask:
+                self._epoll.modify(end.sock, mask)
+            elif mask:
+                self._epoll.register(end.sock, mask)
+                self._watched[end.sock.fileno()] = (connection, end)
+            else:
+                self._forget(end)
+            end.mask = mask
+
+    @staticmethod
+    def _full(connection: _Connection, end: _End) -> bool:
+        """No more may be read here, since the other end does not take it."""
+        if connection.pair is None:
+            return False
+        other = connection.other(end)
+        if other is None or other.connecting:
+            return True
+        limit = HELD_NBYTES if end.lane is None else BUFFER_NBYTES + end.lane.in_flight_nbytes
+        return other.held > limit
+
+    def _forget(self, end: _End) -> None:
+        if end.mask:
+            self._epoll.unregister(end.sock)
+            del self._watched[end.sock.fileno()]
+
+    def _drop(self, connection: _Connection, *, reset: bool = True) -> None:
+        self._connections.discard(connection)
+        for end in connection.ends():
+            self._forget(end)
+            end.mask = 0
+            end.read_at = end.write_at = 0.0
+            if reset:
+                end.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            end.sock.close()
+
+    # ------------------------------------------------------------------ bytes
+
+    def _serve(self, connection: _Connection, end: _End, events: int) -> None:
+        try:
+            if end.connecting and events & (select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR):
+                end.connecting = False
+                error = end.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if error:
+                    raise OSError(error, os.strerror(error))
+            self._write(end)
+            if events & ~select.EPOLLOUT and (end.mask & select.EPOLLIN or end.waits):
+                if connection.pair is None:
+                    self._hear(connection)
+                    return
+                self._read(end, connection.other(end))
+            if self._pass_on_ends(connection):
+                self._drop(connection, reset=False)
+                return
+        except BlockingIOError:
+            end.waits = False
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # broken, or no member speaks there
+            self._drop(connection)
+            return
+        self._watch(connection)
+
+    @staticmethod
+    def _write(end: _End) -> None:
+        soon = time.monotonic() + AHEAD_S
+        with contextlib.suppress(BlockingIOError):
+            while end.coming and end.coming[0][0] <= soon and not end.connecting:
+                when, piece = end.coming[0]
+                sent = end.sock.send(piece) if piece else 0
+                end.held -= sent
+                if sent == piece.nbytes:
+                    end.coming.popleft()
+                else:
+                    end.coming[0] = (when, piece[sent:])
+
+    def _read(self, end: _End, other: _End | None) -> None:
+        assert other is not None
+        lane, now = end.lane, time.monotonic()
+        if lane is None:
+            data, when = end.sock.recv(_READ_NBYTES), 0.0
+            if other.coming:
+                when = other.coming[-1][0]
+        elif lane.free_at > now + AHEAD_S:
+            end.waits = True
+            return
+        else:
+            most = lane.piece_nbytes
+            data = end.sock.recv(most)
+            when = lane.take(len(data), now, waited=end.waits)
+            end.waits = len(data) == most
+        end.ended = not data
+        other.held += len(data)
+        other.coming.append((when, memoryview(data)))
+        self._write(other)
+
+    @staticmethod
+    def _pass_on_ends(connection: _Connection) -> bool:
+        """Who has all that the other end ever sent is told so; True once both are."""
+        for end in connection.ends():
+            other = connection.other(end)
+            if other is not None and other.ended and not (end.coming or end.told or end.connecting):
+                end.sock.shutdown(socket.SHUT_WR)
+                end.told = True
+        return all(end.told for end in connection.ends())
+
+    def _hear(self, connection: _Connection) -> None:
+        """The line with which a dialler begins; what follows belongs to the member that it wants."""
+        sock = connection.dialler.sock
+        seen = sock.recv(_LINE_NBYTES, socket.MSG_PEEK)
+        line, newline, _ = seen.partition(b"\n")
+        connection.line += sock.recv(len(line + newline))
+        if not newline:
+            if not seen or len(connection.line) >= _LINE_NBYTES:
+                raise ValueError("no line")
+            return
+        said = json.loads(connection.line)
+        connection.address = (str(said["address"]), int(said["port"]))
+        connection.pair = self._pair(str(said["me"]), str(said["peer"]))
+        connection.names = (self._node(said["me"]), self._node(said["peer"]))
+        self._go_on(connection)
+
+    def _node(self, member: str) -> str:
+        name = member.partition("~")[0] if self._node_of is None else self._node_of(member)
+        if name is None:
+            self.strangers.add(member)
+            raise ValueError(f"{member} is of no node")
+        return name
+
+    def _pair(self, one: str, other: str) -> Pair:
+        if self._node_of is None:
+            return pair_of(one, other)
+        return frozenset((self._node(one), self._node(other)))
+
+
+_SERVER = "the server"
+
+
+class Way:
+    """The way to one server, for processes that dial it as any other; it can be hurt for each of them alone.
+
+    Args:
+        target: HOST:PORT of the server.
+        pids: Names of processes of this machine, by id; whoever else dials is called "".
+
+    Attributes:
+        endpoint: HOST:PORT to dial instead.
+    """
+
+    def __init__(self, target: str, pids: Callable[[], Mapping[int, str]] = dict) -> None:
+        self._target, self._pids = split_endpoint(target), pids
+        self._relay = LinkRelay(introduce=self._introduce)
+        self.endpoint = self._relay.address
+
+    def _introduce(self, connection: _Connection) -> None:
+        pids = self._pids()
+        connection.names = (owner_of(connection.dialler.sock, pids) if pids else "", _SERVER)
+        connection.pair, connection.address = pair_of(*connection.names), self._target
+
+    def cut(self, name: str = "") -> None:
+        """Resets the connections of this process, and every new one, until `restore`."""
+        self._relay.cut(name, _SERVER)
+
+    def stall(self, name: str = "") -> None:
+        """No byte of this process passes until `restore`, and neither end is told."""
+        self._relay.stall(name, _SERVER)
+
+    def restore(self, name: str = "") -> None:
+        """What stalled goes on; what was cut can be dialled again."""
+        self._relay.restore(name, _SERVER)
+
+    def close(self) -> None:
+        """Resets everything. Idempotent."""
+        self._relay.close()

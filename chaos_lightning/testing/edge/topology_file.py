@@ -1,0 +1,257 @@
+"""Topology files: YAML or JSON in, a `Topology` out, or an error that says where it is wrong.
+
+    name: three boxes
+    nodes: [edge-1, edge-2, {name: edge-3, access: 200 Mbps}]
+    links:
+      - {between: [edge-1, edge-2], rate: 300 Mbps, latency: 20 ms}
+      - {between: [edge-2, edge-3], rate: 100 Mbps}
+    schedule:
+      - {at: 30 s, link: [edge-1, edge-2], rate: 10%}
+      - {at: 60 s, link: [edge-2, edge-3], state: cut, for: 5 s}
+      - {every: 3 min, rate: {from: 100 Mbps, to: 1000 Mbps}, seed: 1}
+
+Theory of operation. A file becomes a tree of `Spot`s, values that know their place (key path, and the line where the
+parser tells it). Every scalar is taken as the text that was written: YAML's own ideas about `no`, `10e3` or `1:30` do
+not matter, units are always written out. What the topology as a whole forbids is found by the topology itself, and
+named here by its line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.planning.documents import compose_yaml, read_json
+from chaos_lightning.planning.quantities import rate_bps, seconds
+from chaos_lightning.testing.edge.topology import Change, Condition, EdgeNode, Link, Pair, SchemaError, Topology
+
+_MAX_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A value of a file, and where it is."""
+
+    value: str | list[Spot] | dict[str, Spot]
+    path: str
+    line: int = 0
+
+
+def load_topology(source: str | Path) -> Topology:
+    """Reads a topology file: `.json` is JSON, everything else YAML.
+
+    Raises:
+        ConfigurationError: It cannot be read, or says something that cannot be; names file, line, key, what was
+            given and what is expected.
+    """
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"topology file {str(path)!r} cannot be read: {error}") from error
+    spot = _plain(read_json(text, str(path)), "", str(path)) if path.suffix == ".json" else _read_yaml(path, text)
+    return _Reader(str(path)).topology(spot, path.stem)
+
+
+# --- trees of spots -----------------------------------------------------------------------------------------------
+
+
+def _plain(value: Any, path: str, source: str, depth: int = 0) -> Spot:
+    if depth > _MAX_DEPTH:
+        raise ConfigurationError(f"{source}: {path}: nested more than {_MAX_DEPTH} deep")
+    if isinstance(value, dict):
+        return Spot({str(k): _plain(v, _below(path, str(k)), source, depth + 1) for k, v in value.items()}, path)
+    if isinstance(value, list):
+        return Spot([_plain(v, f"{path}[{i}]", source, depth + 1) for i, v in enumerate(value)], path)
+    return Spot("" if value is None else str(value), path)
+
+
+def _read_yaml(path: Path, text: str) -> Spot:
+    import yaml
+
+    root = compose_yaml(text, str(path))
+
+    def spot(node: Any, place: str, depth: int) -> Spot:
+        line = node.start_mark.line + 1
+        if depth > _MAX_DEPTH:
+            raise ConfigurationError(f"{path}:{line}: {place}: nested more than {_MAX_DEPTH} deep")
+        if isinstance(node, yaml.ScalarNode):
+            return Spot("" if node.tag.endswith(":null") else str(node.value), place, line)
+        if isinstance(node, yaml.SequenceNode):
+            return Spot([spot(v, f"{place}[{i}]", depth + 1) for i, v in enumerate(node.value)], place, line)
+        found: dict[str, Spot] = {}
+        for key, value in node.value:
+            found[key.value] = spot(value, _below(place, key.value), depth + 1)
+        return Spot(found, place, line)
+
+    return Spot({}, "", 0) if root is None else spot(root, "", 0)
+
+
+def _below(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+# --- what spots mean ----------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Turns spots into a topology; remembers the lines, for what is found later."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._lines: dict[str, int] = {}
+
+    def topology(self, top: Spot, name: str) -> Topology:
+        self._remember(top)
+        keys = self._mapping(top, "name", "nodes", "links", "schedule")
+        nodes = [self._node(s) for s in self._list(top, keys, "nodes")]
+        links = [self._link(s) for s in self._list(top, keys, "links", needed=len(nodes) > 1)]
+        schedule = [self._change(s) for s in self._list(top, keys, "schedule", needed=False)]
+        title = self._text(keys["name"]) if "name" in keys else name
+        try:
+            return Topology(tuple(nodes), tuple(links), tuple(schedule), title)
+        except SchemaError as flaw:
+            raise SchemaError(flaw.path, flaw.problem, self._where(flaw.path)) from None
+
+    def _remember(self, spot: Spot) -> None:
+        self._lines[spot.path] = spot.line
+        for below in spot.value if isinstance(spot.value, list) else ():
+            self._remember(below)
+        for below in spot.value.values() if isinstance(spot.value, dict) else ():
+            self._remember(below)
+
+    def _where(self, path: str) -> str:
+        """File and line of this key, or of what holds it."""
+        while path and path not in self._lines:
+            path = path.rpartition(".")[0]
+        line = self._lines.get(path, 0)
+        return f"{self._source}:{line}" if line else self._source
+
+    def _fail(self, spot: Spot, problem: str) -> NoReturn:
+        raise SchemaError(spot.path, problem, self._where(spot.path))
+
+    # --- shapes
+
+    def _mapping(self, spot: Spot, *known: str) -> dict[str, Spot]:
+        if not isinstance(spot.value, dict):
+            self._fail(spot, f"{_kind(spot)}; expected the keys {', '.join(known)}")
+        for key, below in spot.value.items():
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                meant = f" (did you mean {near[0]!r}?)" if near else ""
+                self._fail(below, f"unknown key {key!r}{meant}; expected some of {', '.join(known)}")
+        return spot.value
+
+    def _list(self, above: Spot, keys: dict[str, Spot], key: str, *, needed: bool = True) -> Sequence[Spot]:
+        spot = keys.get(key)
+        if spot is None or spot.value == "":
+            if needed:
+                self._fail(above if spot is None else spot, f"{key!r} is missing or empty; expected a list")
+            return ()
+        if not isinstance(spot.value, list):
+            self._fail(spot, f"{_kind(spot)}; expected a list")
+        return spot.value
+
+    def _text(self, spot: Spot) -> str:
+        if not isinstance(spot.value, str) or not spot.value.strip():
+            self._fail(spot, f"{_kind(spot)}; expected a text")
+        return spot.value.strip()
+
+    def _pair(self, spot: Spot) -> Pair:
+        if not isinstance(spot.value, list) or len(spot.value) != 2:
+            self._fail(spot, f"{_kind(spot)}; expected the two ends, such as [edge-1, edge-2]")
+        return self._text(spot.value[0]), self._text(spot.value[1])
+
+    def _value(self, spot: Spot, parse: Callable[[str], float]) -> float:
+        try:
+            return parse(self._text(spot))
+        except ValueError as error:
+            self._fail(spot, str(error))
+
+    # --- entries
+
+    def _node(self, spot: Spot) -> EdgeNode:
+        if isinstance(spot.value, str):
+            return EdgeNode(self._text(spot))
+        keys = self._mapping(spot, "name", "access", "starts")
+        if "name" not in keys:
+            self._fail(spot, "a node without 'name'")
+        return EdgeNode(
+            self._text(keys["name"]),
+            self._value(keys["access"], rate_bps) if "access" in keys else None,
+            self._value(keys["starts"], seconds) if "starts" in keys else 0.0,
+        )
+
+    def _link(self, spot: Spot) -> Link:
+        keys = self._mapping(spot, "between", "rate", "latency")
+        for needed in ("between", "rate"):
+            if needed not in keys:
+                self._fail(spot, f"a link without {needed!r}; expected between: [NODE, NODE] and rate: 300 Mbps")
+        latency = self._value(keys["latency"], seconds) if "latency" in keys else 0.0
+        return Link(*self._pair(keys["between"]), self._value(keys["rate"], rate_bps), latency)
+
+    def _change(self, spot: Spot) -> Change:
+        keys = self._mapping(spot, "at", "every", "for", "link", "rate", "latency", "state", "seed")
+        if "at" not in keys and "every" not in keys:
+            self._fail(spot, "it never happens; expected at: 30 s or every: 3 min")
+        rate, share = self._rate(keys["rate"]) if "rate" in keys else (None, None)
+        values: dict[str, Any] = {
+            f"{key}_s": self._value(keys[key], seconds) for key in ("at", "every", "for", "latency") if key in keys
+        }
+        for key in ("every", "for"):
+            if values.get(f"{key}_s") == 0.0:
+                self._fail(keys[key], "0: expected a positive duration, or no such key")
+        return Change(
+            **values,
+            links=self._which(keys.get("link")),
+            rate_bps=rate,
+            share=share,
+            condition=self._state(keys["state"]) if "state" in keys else None,
+            seed=self._whole(keys["seed"]) if "seed" in keys else 0,
+        )
+
+    def _which(self, spot: Spot | None) -> tuple[Pair, ...]:
+        if spot is None or spot.value == "all":
+            return ()
+        if isinstance(spot.value, list) and spot.value and isinstance(spot.value[0].value, list):
+            return tuple(self._pair(pair) for pair in spot.value)
+        return (self._pair(spot),)
+
+    def _rate(self, spot: Spot) -> tuple[tuple[float, float] | None, float | None]:
+        if isinstance(spot.value, dict):
+            keys = self._mapping(spot, "from", "to")
+            if len(keys) < 2:
+                self._fail(spot, "a random rate needs both bounds, such as {from: 100 Mbps, to: 1000 Mbps}")
+            return (self._value(keys["from"], rate_bps), self._value(keys["to"], rate_bps)), None
+        text = self._text(spot)
+        if text.endswith("%"):
+            try:
+                return None, float(text[:-1]) / 100
+            except ValueError:
+                self._fail(spot, f"{text!r}: expected a part of the link's own rate such as '10%'")
+        rate = self._value(spot, rate_bps)
+        return (rate, rate), None
+
+    def _state(self, spot: Spot) -> Condition:
+        text = self._text(spot)
+        try:
+            return Condition(text)
+        except ValueError:
+            self._fail(spot, f"{text!r}: expected one of {', '.join(Condition)}")
+
+    def _whole(self, spot: Spot) -> int:
+        text = self._text(spot)
+        try:
+            return int(text)
+        except ValueError:
+            self._fail(spot, f"{text!r}: expected a whole number")
+
+
+def _kind(spot: Spot) -> str:
+    if isinstance(spot.value, str):
+        return repr(spot.value) if spot.value else "nothing"
+    return "a list" if isinstance(spot.value, list) else "a mapping"

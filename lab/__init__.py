@@ -1,0 +1,1 @@
+"""What developers break the product with: simulated jobs, planted bugs, hostile bytes. It is in no wheel."""

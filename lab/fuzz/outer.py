@@ -1,0 +1,461 @@
+"""Targets of outer sync: what clusters and followers say, entries in a leader's store, and a follower's files."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import tempfile
+import typing
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from google.protobuf.message import DecodeError
+
+from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.store import StoreRecord
+from chaos_lightning.errors import ConfigurationError, StateError, StoreError, WireError
+from chaos_lightning.outer.cluster.elastic import NewcomerFacts
+from chaos_lightning.outer.exchange import outer_pb2
+from chaos_lightning.outer.exchange.kernel import OuterState
+from chaos_lightning.outer.exchange.vocabulary import (
+    FROM_CLUSTER,
+    FROM_FOLLOWER,
+    TO_CLUSTER,
+    TO_FOLLOWER,
+    body_bytes,
+    entry_of,
+)
+from chaos_lightning.outer.follower.shard_files import ShardFiles
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.chain import OuterChain, SummedChain
+from chaos_lightning.outer.rules.cluster import ClusterMachine, Missed
+from chaos_lightning.outer.rules.follower import FollowerMachine
+from chaos_lightning.outer.rules.grid import Grid
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.messages import (
+    Apply,
+    ClusterHello,
+    DropPush,
+    FollowerHello,
+    FromCluster,
+    FromFollower,
+    Granted,
+    Hold,
+    Holder,
+    JobFinished,
+    Keep,
+    LineKey,
+    Marked,
+    Obey,
+    PushAnswered,
+    ShardFile,
+    Stage,
+    ToCluster,
+    ToFollower,
+    Welcomed,
+)
+from chaos_lightning.outer.rules.plain import read_text, text_of
+from chaos_lightning.outer.rules.ranks_machine import RankSays, RanksMachine
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.summaries import summary_of
+from chaos_lightning.outer.rules.types import (
+    NO_VERSION,
+    Agreement,
+    Body,
+    Counters,
+    Covered,
+    Durable,
+    Entry,
+    Factors,
+    Founded,
+    GateState,
+    IncarnationId,
+    JobOpened,
+    JobProgress,
+    Joined,
+    Offer,
+    PushAnswer,
+    PushId,
+    RolledBack,
+    Round,
+    Summary,
+    TensorSpec,
+    VersionId,
+    Weighed,
+)
+from chaos_lightning.outer.server.chain_store import load_chain
+from lab.fuzz import mutate
+from lab.fuzz.readers import MOST_EFFECTS
+from lab.fuzz.target import FindingError, Target
+
+_KINDS = (FromCluster, ToCluster, FromFollower, ToFollower)
+_WORDS = (FROM_CLUSTER, TO_CLUSTER, FROM_FOLLOWER, TO_FOLLOWER)
+_ENVELOPES = (
+    outer_pb2.FromClusterEnvelope,
+    outer_pb2.ToClusterEnvelope,
+    outer_pb2.FromFollowerEnvelope,
+    outer_pb2.ToFollowerEnvelope,
+)
+_BODIES = typing.get_args(Body)
+_RECORD = len(_KINDS)
+
+
+def agreement(length: int = 64) -> Agreement:
+    """Of a small job."""
+    return Agreement((TensorSpec("w", "float32", (256,)),), block=64, length=length, settings=OuterSettings().words)
+
+
+# ------------------------------------------------------------------ messages and entries
+
+
+def _said(which: int, rng: Random) -> Iterator[bytes]:
+    """One message of each class, as it travels; without those that cannot be."""
+    for cls in typing.get_args(_KINDS[which]):
+        with contextlib.suppress(WireError, TypeError):
+            yield _WORDS[which].encode(mutate.value_of(cls, rng))
+
+
+def _message_seeds() -> list[bytes]:
+    rng = Random(3)
+    seeds = [mutate.joined([(which, said)]) for which in range(len(_KINDS)) for said in _said(which, rng)]
+    for number, cls in enumerate(_BODIES):
+        with contextlib.suppress(WireError, TypeError):
+            seeds.append(mutate.joined([(_RECORD + number, body_bytes(mutate.value_of(cls, rng)))]))
+    return seeds
+
+
+def _read_messages(data: bytes) -> None:
+    for tag, part in mutate.split(data):
+        which = tag % (_RECORD + len(_BODIES))
+        if which >= _RECORD:
+            with contextlib.suppress(StoreError):
+                entry_of(StoreRecord(1, _BODIES[which - _RECORD].__name__, 1, part), "")
+            continue
+        words = _WORDS[which]
+        try:
+            found = words.decode(part)
+        except WireError:
+            continue
+        if words.decode(words.encode(found)) != found:
+            raise FindingError(f"{type(found).__name__} is another one when it is written and read again")
+
+
+def _changed(which: int, part: bytes, rng: Random) -> bytes:
+    """Another field in this message; or another message."""
+    if which >= _RECORD or rng.randint(0, 9) == 0:
+        return mutate.bytes_of(part, rng)
+    if not part or rng.randint(0, 3) == 0:
+        with contextlib.suppress(WireError, TypeError):
+            return _WORDS[which].encode(mutate.value_of(rng.choice(typing.get_args(_KINDS[which])), rng))
+    try:
+        envelope = _ENVELOPES[which].FromString(part)
+    except DecodeError:
+        return part
+    for _ in range(rng.randint(1, 3)):
+        mutate.proto_of(envelope, rng)
+    data: bytes = envelope.SerializeToString()
+    return data
+
+
+def _mutate_messages(data: bytes, rng: Random) -> bytes:
+    most = _RECORD + len(_BODIES)
+    return mutate.parts_of(data, rng, lambda tag, part, r: _changed(tag % most, part, r), range(most))
+
+
+# ------------------------------------------------------------------ the leader's and a cluster's machine
+
+
+def _leader_seeds() -> list[bytes]:
+    rng = Random(4)
+    follower = FROM_FOLLOWER.encode(FollowerHello("f0", "n0", 0, (), NO_VERSION, "127.0.0.1:1"))
+    cluster = FROM_CLUSTER.encode(ClusterHello("a", "here", "n1", 0, None, NO_VERSION, NO_VERSION, agreement()))
+    begun = [(2 | 0x10, follower), (0 | 0x20, cluster), (0x40, b"")]
+    chatter = [(which | conn << 4, said) for which, conn in ((0, 2), (2, 1)) for said in _said(which, rng)]
+    return [mutate.joined(begun), mutate.joined(begun + chatter), mutate.joined(begun + chatter + begun)]
+
+
+def _feed_leader(data: bytes) -> None:
+    """Streams say this to a leader whose store takes everything."""
+    machine = LeaderMachine(OuterChain(), 1, 1)
+    now = 1.0
+    for tag, part in mutate.split(data):
+        which, conn = tag & 3, tag >> 4 & 3
+        event: fx.LeaderEvent
+        if tag & 0x40:
+            event = fx.TimePassed()
+        elif which == 1:
+            event = fx.StreamClosed(conn, bool(part))
+        elif which == 3:
+            event = fx.EndAsked("asked")
+        else:
+            try:
+                event = fx.Heard(conn, _WORDS[which].decode(part))
+            except WireError:
+                continue
+        waiting: list[fx.LeaderEvent] = [event]
+        count = 0
+        while waiting:
+            now += 0.05
+            for effect in machine.on(now, waiting.pop(0)):
+                count += 1
+                if isinstance(effect, fx.StoreEntry):
+                    body_bytes(effect.entry.body)
+                    waiting.append(fx.EntryStored(True))
+                elif isinstance(effect, fx.Done):
+                    return
+            if count > MOST_EFFECTS:
+                raise FindingError(f"{event} has {count} effects")
+
+
+def _cluster_seeds() -> list[bytes]:
+    return [mutate.joined([(1, said) for said in _said(1, Random(5))])]
+
+
+def _feed_cluster(data: bytes) -> None:
+    """A leader says this to a cluster that trains on."""
+    machine = ClusterMachine("a", "here", "n1", agreement())
+    machine.on(fx.Connected())
+    for _, part in mutate.split(data):
+        try:
+            machine.on(fx.Told(TO_CLUSTER.decode(part)))
+        except WireError:
+            pass
+        except ValueError as error:
+            if "named twice" not in str(error):
+                raise
+            return  # leases that overlap end it
+        if machine.gone:
+            return
+        machine.on(fx.TimePassed())
+
+
+# ------------------------------------------------------------------ ranks of an elastic cluster
+
+
+_STEP, _ALL, _FACTS = 1, 2, 4
+"""Of a part's number: the commit is a step; both ranks say so; it is what a newcomer gets."""
+
+
+def _ranks() -> RanksMachine:
+    return RanksMachine(ClusterMachine("a", "here", "n1", agreement()))
+
+
+def _rank_seeds() -> list[bytes]:
+    who, version = IncarnationId("a", 1), VersionId(1, "0" * 32)
+    welcome = fx.Told(Welcomed(1, who, 1, version, True, JobProgress()))
+    granted = fx.Told(Granted(1, (Covered(0, ((0, 16), (32, 48))),)))
+    said = (
+        RankSays(events=(fx.Connected(), welcome, granted, fx.TimePassed())),
+        RankSays(version),
+        RankSays(samples=4, rates=(8.0, 2.0)),
+        RankSays(frozen=(PushId(who, 1), "m"), over="its loop is over"),
+        RankSays(events=(fx.Told(PushAnswered(1, PushId(who, 1), PushAnswer.ACCEPTED, version, "")),), leaves=True),
+        RankSays(events=(fx.Disconnected(), Missed(version)), failed="it cannot"),
+    )
+    commits = [(_STEP | _ALL, text_of(RankSays, each)) for each in said]
+    ranks = _ranks()
+    for each in said[:3]:
+        list(ranks.commit(("a", "b"), (each, each), 0, ()))
+    facts = NewcomerFacts(ranks.facts(), PushId(who, 1), 1, (Holder("f0", "127.0.0.1:1", "k", b"key"),))
+    newcomer = (_FACTS, text_of(NewcomerFacts, facts))
+    return [mutate.joined(commits), mutate.joined([newcomer, *commits[2:]])]
+
+
+def _feed_ranks(data: bytes) -> None:
+    """Two ranks say this in commits, or a newcomer begins with it."""
+    ranks, spent = _ranks(), 0
+    for tag, part in mutate.split(data):
+        kind = NewcomerFacts if tag & _FACTS else RankSays
+        with contextlib.suppress(WireError):
+            found: Any = read_text(kind, part)
+            if read_text(kind, text_of(kind, found)) != found:
+                raise FindingError(f"{kind.__name__} is another one when it is written and read again")
+            if isinstance(found, NewcomerFacts):
+                ranks = _ranks()
+                ranks.restore(found.ranks)
+                continue
+            spent = min(spent + 1, ranks.leased.tape.length) if ranks.leased is not None else 0
+            said = (found, replace(found, events=()) if tag & _ALL else RankSays())
+            try:
+                for _ in ranks.commit(("a", "b"), said, tag & _STEP, ((0, spent),) if spent else ()):
+                    pass
+            except StateError:
+                return
+            ranks.known()
+
+
+def _mutate_ranks(data: bytes, rng: Random) -> bytes:
+    def change(tag: int, part: bytes, r: Random) -> bytes:
+        return mutate.json_of(part, r) if part else text_of(RankSays, mutate.value_of(RankSays, r))
+
+    return mutate.parts_of(data, rng, change, (0, _STEP, _ALL, _STEP | _ALL, _FACTS))
+
+
+# ------------------------------------------------------------------ a follower's machine
+
+
+_ILL = 1
+"""A part's number: fetches, saves and loads fail."""
+
+
+def _follower_seeds() -> list[bytes]:
+    who, job = IncarnationId("a", 1), agreement()
+    first, second = (Offer(PushId(who, n), NO_VERSION, "m", 4, 1) for n in (1, 2))
+    founded = Entry(1, 1, Founded(1, first))
+    weighed = (Weighed(second, 1.0, 0),)
+    made = Round(2, founded.version, weighed, (), Factors(1.0, 1.0, 0.9), Counters(), GateState(), "all are here")
+    decided = Entry(2, 1, made, founded.hash)
+    back = Entry(3, 1, RolledBack(3, founded.version, (), "lost"), decided.hash)
+    nothing = Entry(4, 1, RolledBack(4, NO_VERSION, (), "lost"), back.hash)
+    files = tuple(ShardFile(entry.version, "d") for entry in (founded, decided))
+    said = (
+        Obey(1, "n0", 0, 1, job, (), NO_VERSION, (founded,), "job"),
+        Stage(1, second),
+        Apply(1, decided),
+        Keep(1, decided.version),
+        Hold(1, founded.version),
+        Marked(1, files, founded.version),
+        Apply(1, founded),
+        Apply(1, back),
+        DropPush(1, second.push, later=True),
+        Obey(2, "n0", 0, 1, job, files, founded.version, (decided, back), "job"),
+        Apply(2, nothing),
+        LineKey(2, "a", "k", b"key"),
+        JobFinished(2, back.version, "asked"),
+    )
+    parts = [TO_FOLLOWER.encode(each) for each in said]
+    return [mutate.joined([(tag, part) for part in parts]) for tag in (0, _ILL)]
+
+
+def _answered(effect: fx.FollowerEffect, *, ill: bool) -> fx.FollowerEvent | None:
+    """What a follower's process makes of this."""
+    match effect:
+        case fx.FetchPush(offer):
+            return fx.NotFetched(offer.push) if ill else fx.Fetched(offer.push, offer.manifest, (), True)
+        case fx.Compute(entry):
+            return fx.Computed(entry.version)
+        case fx.Empty(version):
+            return fx.Computed(version)
+        case fx.Save(version):
+            return fx.DiskTrouble("full") if ill else fx.StateSaved(version, "d")
+        case fx.Load(version, _):
+            return fx.Loaded(version, not ill)
+    return None
+
+
+def _feed_follower(data: bytes) -> None:
+    """A leader says this to a follower."""
+    machine = FollowerMachine("f0", "n0", (ShardFile(VersionId(1, "0" * 32), "d"),))
+    machine.on(fx.Connected())
+    late: list[fx.FollowerEvent] = []
+    for tag, part in mutate.split(data):
+        with contextlib.suppress(WireError):
+            waiting, late, count = [*late, fx.Told(TO_FOLLOWER.decode(part))], [], 0
+            while waiting:
+                try:
+                    effects = machine.on(waiting.pop(0))
+                except StateError:
+                    return
+                count += len(effects)
+                if count > MOST_EFFECTS:
+                    raise FindingError(f"a leader's word has {count} effects, such as {effects[-1:]}")
+                for effect in effects:
+                    if isinstance(effect, fx.JobOver | fx.TurnedAway):
+                        return
+                    answer = _answered(effect, ill=bool(tag & _ILL))
+                    if answer is not None:
+                        (late if isinstance(answer, fx.NotFetched) else waiting).append(answer)
+
+
+def _mutate_follower(data: bytes, rng: Random) -> bytes:
+    return mutate.parts_of(data, rng, lambda tag, part, r: _changed(3, part, r), (0, _ILL))
+
+
+# ------------------------------------------------------------------ summaries
+
+
+def _summary_seeds() -> list[bytes]:
+    chain, rng = OuterChain(), Random(7)
+    chain.follow(chain.entry(1, JobOpened(agreement(), "a test", "n")))
+    who = IncarnationId("a", 1)
+    chain.follow(chain.entry(1, Joined(who, "a test")))
+    chain.follow(chain.entry(1, Founded(1, Offer(PushId(who, 1), NO_VERSION, "m", 0, 0))))
+    for _ in range(2):
+        chain.follow(chain.entry(1, Durable(chain.newest, ("d",))))
+    text = zlib.decompress(base64.b64decode(summary_of(chain, ()).state))
+    return [text, *(mutate.json_of(text, rng) for _ in range(3))]
+
+
+def _read_summary(data: bytes) -> None:
+    """What a store's summary says: a chain that goes on from it, or a store that is refused."""
+    body = Summary("0" * 32, base64.b64encode(zlib.compress(data)).decode())
+    with contextlib.suppress(ValueError):
+        SummedChain.of(body)
+    with contextlib.suppress(StoreError):
+        store = MemoryStore()
+        store.append(Summary.__name__, body_bytes(body), store.take_term(), cut=True)
+        load_chain(store)
+
+
+# ------------------------------------------------------------------ files
+
+
+def _file_seeds() -> list[bytes]:
+    grid = Grid((256,), 64)
+    state = OuterState(grid.whole, torch.arange(256, dtype=torch.float32))
+    version = VersionId(3, "0" * 32)
+    with tempfile.TemporaryDirectory() as folder:
+        files = ShardFiles(Path(folder), "job")
+        files.save(version, state, Counters(1, 2, 3))
+        return [files.path(version).read_bytes()]
+
+
+def _read_file(data: bytes) -> None:
+    """Whatever lies in a follower's folder under a version's name: it is whole, or it is named."""
+    version = VersionId(3, "0" * 32)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job" / f"v{version.number:08d}-{version.hash}.safetensors"
+        path.parent.mkdir()
+        path.write_bytes(data)
+        with contextlib.suppress(ConfigurationError):
+            files = ShardFiles(Path(folder), "job")
+            for file in files.look().whole:
+                with contextlib.suppress(StateError):
+                    files.load(file.version, file.digest)
+
+
+def _mutate_file(data: bytes, rng: Random) -> bytes:
+    return mutate.bytes_of(data, rng)
+
+
+def _mutate_leader(data: bytes, rng: Random) -> bytes:
+    def change(tag: int, part: bytes, r: Random) -> bytes:
+        return _changed(tag & 3, part, r) if tag & 3 in (0, 2) else part
+
+    return mutate.parts_of(data, rng, change, (0x10, 0x12, 0x20, 0x22, 0x21, 0x11, 0x40, 0x13))
+
+
+def _mutate_cluster(data: bytes, rng: Random) -> bytes:
+    return mutate.parts_of(data, rng, lambda tag, part, r: _changed(1, part, r), (1,))
+
+
+OUTER: tuple[Target, ...] = (
+    Target(
+        "outer-messages", "words of outer sync, and a chain's records", _message_seeds, _read_messages, _mutate_messages
+    ),
+    Target(
+        "outer-leader", "what clusters and followers say, by the leader", _leader_seeds, _feed_leader, _mutate_leader
+    ),
+    Target("outer-cluster", "what a leader says, by a cluster", _cluster_seeds, _feed_cluster, _mutate_cluster),
+    Target("outer-follower", "what a leader says, by a follower", _follower_seeds, _feed_follower, _mutate_follower),
+    Target("outer-ranks", "what ranks of a cluster say, by the others", _rank_seeds, _feed_ranks, _mutate_ranks),
+    Target("outer-summary", "the text of a summary in a leader's store", _summary_seeds, _read_summary, mutate.json_of),
+    Target("outer-files", "a follower's files", _file_seeds, _read_file, _mutate_file, 8 << 20),
+)
+
+__all__ = ["OUTER"]

@@ -1,0 +1,823 @@
+"""The processes of a simulated outer job: leader, followers, clusters, each a shell around its real machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Protocol
+
+from chaos_lightning.outer.exchange.serving import ServedVersions
+from chaos_lightning.outer.rules import cluster as cl
+from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules.chain import OuterChain
+from chaos_lightning.outer.rules.cluster import ClusterMachine, Phase
+from chaos_lightning.outer.rules.exact import ExactSum
+from chaos_lightning.outer.rules.follower import FollowerMachine
+from chaos_lightning.outer.rules.grid import Shard
+from chaos_lightning.outer.rules.leader import LeaderMachine
+from chaos_lightning.outer.rules.messages import (
+    ClusterHello,
+    FollowerHello,
+    Holders,
+    Offered,
+    OnDisk,
+    PushAnswered,
+    PushProduct,
+    Welcomed,
+)
+from chaos_lightning.outer.rules.recut_steps import Steps, recut_steps
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.outer.rules.types import (
+    AHEAD,
+    NO_VERSION,
+    Agreement,
+    Covered,
+    Entry,
+    Offer,
+    PushAnswer,
+    PushId,
+    TensorSpec,
+    VersionId,
+)
+from chaos_lightning.planning.batches import UNTOLD, Batches
+from chaos_lightning.planning.fleet.kernel import Kernel, Process
+from chaos_lightning.protocol.spans import count, first_positions
+from chaos_lightning.protocol.types import Span
+from lab.outer.blocks import grid_of, part_of
+from lab.outer.content import Content
+from lab.outer.oracle import Oracle, Violation, computed
+from lab.outer.store import SAVING, ChainStore, Disk, digest_of
+from lab.simulate.fabric import Pipe
+
+AGAIN_S = 0.05
+ASK_S = 0.2
+"""Who fetches a version asks for something of it so often."""
+TICK_S = 0.1
+SILENT_S = 1.2
+
+
+class Cluster(Protocol):
+    """What processes see of a cluster."""
+
+    @property
+    def bytes(self) -> dict[PushId, str]: ...
+
+    def serves(self, push: PushId) -> bool: ...
+
+
+class Job(Protocol):
+    """What processes see of the whole."""
+
+    kernel: Kernel
+    store: ChainStore
+    chain: OuterChain
+    oracle: Oracle
+    settings: OuterSettings
+    went_back: bool
+    leader: LeaderProcess | None
+    followers: dict[str, FollowerProcess]
+    disks: dict[str, Disk]
+    machines: Machines
+    codec: str
+    residual: bool
+    length: int
+    shards: int
+    sums: tuple[int, int]
+
+    @property
+    def clusters(self) -> Mapping[str, Cluster]: ...
+
+    def number(self) -> int: ...
+
+    def poisoned(self, push: PushId) -> bool: ...
+
+    def stored(self, entry: Entry) -> None: ...
+
+    def check_safe(self) -> None: ...
+
+    def follower_died(self, name: str) -> None: ...
+
+    def led(self, leader: LeaderProcess, reason: str, *, finished: bool) -> None: ...
+
+
+TURNED = "turned"
+"""Clusters whose names begin so say the contrary of all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines' classes, and what their shells do in one point each; planted bugs replace them."""
+
+    leader: Callable[[OuterChain, int, int], LeaderMachine] = LeaderMachine
+    chain: type[OuterChain] = OuterChain
+    store: type[ChainStore] = ChainStore
+    follower: type[FollowerMachine] = FollowerMachine
+    cluster: type[ClusterMachine] = ClusterMachine
+    saving: tuple[str, ...] = SAVING
+    """In this order a file is saved."""
+    syncs_first: bool = True
+    """A follower that starts syncs its folder before it tells what lies there."""
+    compares: bool = True
+    """A file that is loaded is compared with its digest."""
+    discards: bool = True
+    """After a rejection what was trained is gone."""
+    merges: bool = True
+    """The base is the version as received: what was trained since the freezing stays progress (O9)."""
+    residual: str = "answered"
+    """When the residual changes (lab/outer/content.py): "answered", "sent", or "kept": not after a rejection (O10)."""
+    together: bool = True
+    """Ranks of an elastic cluster adopt once all of them hold the version (O8)."""
+    joiner_lacks: str = ""
+    """What newcomers of it do not get: "base", "frozen", "pushes" or "residual"."""
+    early: bool = False
+    """A push of it counts as frozen, and is offered, at once (O8a)."""
+    recut: Callable[[str, Sequence[str]], Steps] = recut_steps
+    """What is done where shards are cut anew (O15)."""
+    cutting: tuple[str, ...] = SAVING
+    """In this order a file of a new shard is saved; what is behind "report" comes behind the record."""
+    beside: bool = True
+    """It lies beside those of old shards."""
+    spool: str = ""
+    """Staged bytes outlive their follower, told apart by "push" alone, or by "shard", too; "": they do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """A cluster of a plan.
+
+    Attributes:
+        name: Its own.
+        start: When it starts (virtual s).
+        pace_s: Of an inner step.
+        overlap: It trains while a push is under way.
+        loop: So many inner steps are its whole loop; 0: it has no end of its own.
+        strange: Its model is another one.
+        first_s: What it takes to fetch the version that it begins with, beside what it takes all.
+        fetch_s: What it takes to fetch each version, likewise.
+        fickle: It offers other bytes under a number, too.
+        ranks: It is an elastic job of so many to begin with; 0: one process.
+        batches: What it trains at once.
+    """
+
+    name: str
+    start: float
+    pace_s: float
+    overlap: bool = True
+    loop: int = 0
+    strange: bool = False
+    first_s: float = 0.0
+    fetch_s: float = 0.0
+    fickle: bool = False
+    ranks: int = 0
+    batches: Batches = UNTOLD
+
+
+def agreement(settings: OuterSettings, length: int, codec: str = "bf16", prefix: str = "") -> Agreement:
+    """Of a job whose epochs have so many positions."""
+    tensors = (TensorSpec(f"{prefix}w", "float32", (4 * 64,)),)
+    return Agreement(tensors, block=64, codec=codec, length=length, settings=settings.words)
+
+
+def said(words: str) -> float:
+    """A number from 0 to 1 that goes by these words alone, so that all shards say the same."""
+    return Random(words).random()
+
+
+def turned(push: PushId) -> bool:
+    """Whether it is of a cluster that says the contrary of all others (plans.py)."""
+    return push.incarnation.cluster.startswith(TURNED)
+
+
+def product(one: PushId, other: PushId) -> str:
+    """Of two pushes, as one shard has it; of a push with itself it is larger than with any other."""
+    if one == other:
+        return ExactSum.of([1.0 + 0.2 * said(f"{one}")]).encode()
+    sign = 1 if turned(one) == turned(other) else -1
+    return ExactSum.of([sign * (0.4 * said(f"{min(one, other)} {max(one, other)}") - 0.005)]).encode()
+
+
+def lean(push: PushId, version: VersionId) -> str:
+    """Of a push with a version's momentum."""
+    size = said(f"{push} {version}")
+    return ExactSum.of([-size if turned(push) else size - 0.5]).encode()
+
+
+class Stream:
+    """A connection to one life of the leader: two directions, each in order."""
+
+    def __init__(self, job: Job, client: Client, leader: LeaderProcess) -> None:
+        self.conn, self.since = job.number(), job.kernel.now
+        self.client = client
+        self.leader = leader
+        self.up = Pipe(job.kernel, 0.0005, 0.02)
+        self.up.lag = job.kernel.between(0.0, 0.2) if job.kernel.random.random() < 0.1 else 0.0
+        self.down = Pipe(job.kernel, 0.0005, 0.02)
+
+    def cut(self, *, proof: bool = False) -> None:
+        """Both ends learn that it is gone, each after a while; what is on the way may be lost."""
+        kernel = self.client.kernel
+        # The client may be back before its leader knows that the stream is gone, or has heard all that it said there.
+        noticed_s = kernel.between(0.02, 0.3)
+        self.up.cut(kernel.now + kernel.between(0.0, noticed_s))
+        self.down.cut(kernel.now + kernel.between(0.0, 0.01))
+        kernel.after(noticed_s, lambda: self.leader.deliver(lambda: self.leader.closed(self, proof)))
+        kernel.after(kernel.between(0.011, 0.05), lambda: self.client.deliver(lambda: self.client.lost(self)))
+
+
+class LeaderProcess(Process):
+    """One life of the leader."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        super().__init__(job.kernel, name)
+        self.job = job
+        self.term = job.store.take_term()
+        self.chain = job.machines.chain()
+        for entry in job.store.entries:
+            self.chain.follow(entry)
+        self.machine = job.machines.leader(self.chain, self.term, job.shards)
+        self.machine.summaries.every, self.machine.summaries.versions = job.sums
+        self.streams: dict[int, Stream] = {}
+        self.die_at_effect = -1
+        self._deadline_s = 0.0
+        self.timer(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self.feed(fx.TimePassed())
+        self.timer(TICK_S, self._tick)
+
+    def feed(self, event: fx.LeaderEvent) -> None:
+        """One event through the machine; its effects in order. Once the job is over, whoever comes is told so."""
+        hello = event.message if isinstance(event, fx.Heard) else None
+        if self.machine.desk.done and isinstance(hello, ClusterHello | FollowerHello):
+            assert isinstance(event, fx.Heard)
+            effects = self.machine.farewell(event.conn, hello)
+        else:
+            effects = self.machine.on(self.kernel.now + 1.0, event)
+        for effect in effects:
+            if not self.alive:
+                break
+            if self.die_at_effect == 0:
+                self.crash()
+                break
+            self.die_at_effect -= 1
+            match effect:
+                case fx.StoreEntry(entry):
+                    self.kernel.after(self.kernel.between(0.001, 0.02), lambda e=entry: self._write(e))  # type: ignore[misc]
+                case fx.SendTo(conn, message):
+                    self._send(conn, message)
+                case fx.HangUp(conn):
+                    if conn in self.streams:
+                        self.streams[conn].cut()
+                case fx.OuterNote():
+                    pass
+                case fx.Done(reason, finished):
+                    self.job.led(self, reason, finished=finished)
+        self._watch_window()
+
+    def _watch_window(self) -> None:
+        """The deadline of a window that is open does not change (O13)."""
+        window = self.machine.rounds._window
+        deadline_s = window.deadline_s if window is not None else 0.0
+        if self._deadline_s and deadline_s and deadline_s != self._deadline_s:
+            raise Violation(f"the deadline of an open window was moved from {self._deadline_s} to {deadline_s} (O13)")
+        self._deadline_s = deadline_s
+
+    def _send(self, conn: int, message: object) -> None:
+        stream = self.streams.get(conn)
+        if stream is not None:
+            client = stream.client
+            for _ in range(1 + (self.kernel.random.random() < 0.02)):
+                stream.down.send(message, lambda m: client.deliver(lambda: client.told(stream, m)))
+
+    def _write(self, entry: Entry) -> None:
+        """It may be on its way while its leader dies."""
+        store, again = self.job.store, self.job.store.holds(entry)
+        if not self.alive and (store.down or self.kernel.random.random() < 0.5):
+            return
+        refused = "" if store.down else store.append(entry)
+        stored = not again and store.holds(entry)
+        if stored:
+            self.job.stored(entry)
+        if store.down or (stored and store.doubtful):
+            self.kernel.after(AGAIN_S, lambda: self._write(entry))
+            return
+        self.deliver(lambda: self.feed(fx.EntryStored(not refused, refused)))
+
+    def closed(self, stream: Stream, proof: bool) -> None:
+        if self.streams.pop(stream.conn, None) is not None:
+            self.feed(fx.StreamClosed(stream.conn, proof))
+
+    def crash(self) -> None:
+        """SIGKILL."""
+        if not self.alive:
+            return
+        self.die()
+        for stream in list(self.streams.values()):
+            stream.cut()
+        self.job.led(self, "it was killed", finished=False)
+
+
+class Client(Process):
+    """A follower or a cluster: it looks for the leader, and says all again on each new stream."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        super().__init__(job.kernel, name)
+        self.job = job
+        self.stream: Stream | None = None
+        self.cut_at = 0.0
+        self.die_at_effect = -1
+
+    def connect(self) -> None:
+        """To whoever leads; tried again until it works."""
+        leader = self.job.leader
+        if self.stream is not None or not self.alive:
+            return
+        if leader is None or not leader.alive:
+            self.timer(self.kernel.between(0.05, 0.2), self.connect)
+            return
+        stream = self.stream = Stream(self.job, self, leader)
+        leader.streams[stream.conn] = stream
+        self.begun()
+
+    def say(self, message: object) -> None:
+        stream = self.stream
+        if stream is not None:
+            leader = stream.leader
+            for _ in range(1 + (self.kernel.random.random() < 0.05)):
+                stream.up.send(
+                    message,
+                    lambda m: leader.deliver(
+                        lambda: leader.feed(fx.Heard(stream.conn, m)) if stream.conn in leader.streams else None  # type: ignore[arg-type]
+                    ),
+                )
+
+    def lost(self, stream: Stream) -> None:
+        if self.stream is stream:
+            self.stream, self.cut_at = None, self.kernel.now
+            self.ended()
+            self.timer(self.kernel.between(0.01, 0.2), self.connect)
+
+    def told(self, stream: Stream, message: object) -> None:
+        if self.stream is stream:
+            self.hear(message)
+
+    def listen(self) -> None:
+        """A leader that says nothing for long is left, for another may lead."""
+        stream = self.stream
+        if stream is not None and stream.leader.frozen and self.kernel.now - stream.leader.frozen_since > SILENT_S:
+            stream.cut()
+
+    def dies(self) -> bool:
+        """Whether it is killed before the next effect."""
+        if self.die_at_effect == 0:
+            self.kill()
+        self.die_at_effect -= 1
+        return not self.alive
+
+    def begun(self) -> None:
+        raise NotImplementedError
+
+    def ended(self) -> None:
+        raise NotImplementedError
+
+    def hear(self, message: object) -> None:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self.alive:
+            self.die()
+            if self.stream is not None:
+                self.stream.cut(proof=self.kernel.random.random() < 0.7)
+            self.killed()
+
+    def killed(self) -> None:
+        """It may be started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPart:
+    """A shard's bytes of a push, and the manifest of all of it."""
+
+    manifest: str
+    blocks: str
+
+
+class FollowerProcess(Client):
+    """One life of a follower, on its disk."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        super().__init__(job, name)
+        self.disk = job.disks[name]
+        self.machine = job.machines.follower(name, f"{name}-{job.number()}", self.disk.found(), f"{name}:1")
+        self.content = ""
+        self.versions = ServedVersions[str](lambda version, content: None, lambda version, content: None)
+        self.parts: dict[PushId, StagedPart] = {}
+        self.held: Shard | None = None
+        self.troubled = False
+        self.born = job.kernel.now
+        self.timer(TICK_S, self._tick)
+        self.connect()
+
+    def _tick(self) -> None:
+        self.listen()
+        self.feed(fx.TimePassed())
+        self.timer(TICK_S, self._tick)
+
+    def begun(self) -> None:
+        self.feed(fx.Connected())
+
+    def ended(self) -> None:
+        self.feed(fx.Disconnected())
+
+    def hear(self, message: object) -> None:
+        self.feed(fx.Told(message))  # type: ignore[arg-type]
+        chain = self.job.chain
+        started = chain.starts.get(self.name)
+        lacks = self.job.went_back or chain.ended is not None  # so may an older copy; and nothing follows the end
+        if self.alive and self.machine._obeys and not lacks and started != self.machine.nonce:
+            raise Violation(f"{self.name} obeys, and the chain has its start {started}, not {self.machine.nonce} (O7)")
+
+    def feed(self, event: fx.FollowerEvent) -> None:
+        for effect in self.machine.on(event):
+            if self.dies():
+                return
+            self._apply(effect)
+
+    def killed(self) -> None:
+        if self.kernel.random.random() < 0.5:
+            self.disk.lose_power(self.kernel.random)
+        self.job.follower_died(self.name)
+
+    def _apply(self, effect: fx.FollowerEffect) -> None:
+        between = self.kernel.between
+        match effect:
+            case fx.Say(message):
+                self.say(message)
+            case fx.HoldShard(agreed, shard, shards):
+                self._hold(grid_of(agreed).cut(shards)[shard])
+            case fx.FetchPush(offer):
+                self.timer(between(0.01, 0.1), lambda: self._fetch(offer))
+            case fx.Compute(entry):
+                parts = [
+                    self.parts[offer.push].blocks for offer in entry.offers
+                ]  # held, whatever is forgotten meanwhile
+                self.timer(between(0.005, 0.05), lambda: self._compute(entry, parts))
+            case fx.Empty(version):
+                self.timer(between(0.005, 0.05), lambda: self._empty(version))
+            case fx.Save(version):
+                content = self.content
+                self._save(version, content, self.job.machines.saving)
+            case fx.Load(version, digest):
+                self.timer(between(0.01, 0.1), lambda: self._load(version, digest))
+            case fx.Delete(version):
+                self.disk.delete(version)
+            case fx.Forget(push):
+                self.parts.pop(push, None)
+            case fx.HoldVersion(version):
+                self.versions.hold(version)
+            case fx.TurnedAway():
+                self.kill()  # and it is started again
+            case fx.OuterNote():
+                pass
+
+    def _hold(self, shard: Shard) -> None:
+        """It begins anew where it held another one."""
+        if self.held is not None and self.held != shard:
+            self.kill()
+        self.held = shard
+
+    def _fetch(self, offer: Offer) -> None:
+        """Some take long, and are heard of meanwhile."""
+        if self.kernel.random.random() < 0.2:
+            left_s = self.kernel.between(0.1, 1.0)
+            self.feed(fx.Progressed(offer.push, left_s))
+            self.timer(left_s, lambda: self._fetched(offer))
+        else:
+            self._fetched(offer)
+
+    def _fetched(self, offer: Offer) -> None:
+        push = offer.push
+        found = [c.bytes[push] for c in self.job.clusters.values() if c.serves(push)]
+        if not found or self.kernel.random.random() < 0.05:
+            self.feed(fx.NotFetched(push))
+            return
+        self.parts[push] = self._part(push, offer.manifest if offer.manifest in found else found[0])
+        self.job.oracle.staged.add((self.name, push))
+        finite = not self.job.poisoned(push)
+        products = tuple(PushProduct(p, product(push, p)) for p in sorted(self.parts)) if finite else ()
+        at = self.machine.version
+        self.feed(fx.Fetched(push, self.parts[push].manifest, products, finite, lean(push, at), at))
+
+    def _part(self, push: PushId, manifest: str) -> StagedPart:
+        """What a cluster sent for the shard as it is held."""
+        assert self.held is not None
+        blocks, spool = part_of(manifest, self.held), self.job.machines.spool
+        if spool:
+            name = (push, self.held.first, self.held.stop) if spool == "shard" else (push,)
+            blocks = self.disk.staged.setdefault(name, blocks)
+        return StagedPart(manifest, blocks)
+
+    def _leans(self, version: VersionId) -> tuple[PushProduct, ...]:
+        return tuple(PushProduct(push, lean(push, version)) for push in sorted(self.parts))
+
+    def _compute(self, entry: Entry, parts: list[str]) -> None:
+        self._stand(entry.version, computed(self.content, entry, parts))
+        self.feed(fx.Computed(entry.version, self._leans(entry.version)))
+
+    def _empty(self, version: VersionId) -> None:
+        self.content = ""
+        self.versions.go_back(NO_VERSION)
+        self.feed(fx.Computed(version, self._leans(version)))
+
+    def _stand(self, version: VersionId, content: str) -> None:
+        self.content = content
+        self.versions.make_room()
+        self.versions.add(version, content)
+        assert self.held is not None
+        self.job.oracle.stands(version, self.held, content)
+
+    def _save(self, version: VersionId, content: str, steps: Sequence[str]) -> None:
+        """The first of these steps, after a while, and then the others; a crash may come between any two."""
+        if steps:
+            self.timer(self.kernel.between(0.003, 0.06), lambda: self._save_on(version, content, steps))
+
+    def _save_on(self, version: VersionId, content: str, steps: Sequence[str]) -> None:
+        if self.disk.full:
+            if not self.troubled:
+                self.troubled = True
+                self.feed(fx.DiskTrouble("the disk is full"))
+            self.timer(0.3, lambda: self._save_on(version, content, steps))
+            return
+        if self.troubled:
+            self.troubled = False
+            self.feed(fx.DiskTrouble(""))
+        if steps[0] == "report":
+            self.feed(fx.StateSaved(version, digest_of(content)))
+        else:
+            self.disk.step(steps[0], version, content)
+        self._save(version, content, steps[1:])
+
+    def _load(self, version: VersionId, digest: str) -> None:
+        content = self.disk.read(version, digest)
+        if content is None or (digest_of(content) != digest and self.job.machines.compares):
+            self.feed(fx.Loaded(version, False))
+            return
+        self._stand(version, content)
+        self.feed(fx.Loaded(version, True, self._leans(version)))
+
+
+@dataclass(slots=True)
+class VersionFetch:
+    """A version comes from all followers at once, as `getting.VersionGetter` gets it.
+
+    Args:
+        job: Whose.
+        takes_s: From the first question to the last byte.
+    """
+
+    job: Job
+    takes_s: float
+    version: VersionId = NO_VERSION
+    _until: float = 0.0
+
+    def ask(self, version: VersionId) -> tuple[Sequence[str] | None, bool]:
+        """Asks all of them for something of it, and for what is left of it once the time is over.
+
+        Returns:
+            Their contents when it is all here, and whether a follower serves it no more.
+        """
+        now = self.job.kernel.now
+        if version != self.version:
+            self.version, self._until = version, now + self.takes_s
+        names = self.job.leader.chain.cut if self.job.leader is not None else ()
+        here = [f for name in names if (f := self.job.followers.get(name)) is not None and f.alive and not f.frozen]
+        found = [f.versions.served.get(version) for f in here]
+        contents = [content for content in found if content is not None]
+        if len(contents) < len(found):
+            self.version = NO_VERSION
+            return None, True
+        if not names or len(contents) < len(names) or now < self._until:
+            return None, False
+        return contents, False
+
+
+class ClusterProcess(Client):
+    """One process of a cluster: it trains, pushes and adopts."""
+
+    def __init__(self, job: Job, name: str, spec: ClusterSpec) -> None:
+        super().__init__(job, name)
+        self.spec = spec
+        self.machine = job.machines.cluster(
+            name,
+            name,
+            f"{name}-{job.number()}",
+            agreement(job.settings, job.length, job.codec, "another" if spec.strange else ""),
+            overlap=spec.overlap,
+        )
+        self.machine.batches = spec.batches
+        self.content = Content(job.residual, job.machines.residual)
+        self.trained: set[int] = set()
+        """Inner steps of this process."""
+        self.given_up: set[int] = set()
+        """Those of pushes that were open when an incarnation ended."""
+        self.left = ""
+        self._life = 0
+        self._busy = False
+        """In an inner step: nothing touches the parameters before it ends."""
+        self._todo: list[cl.ClusterEffect] = []
+        self._getting = VersionFetch(job, spec.fetch_s)
+        self.seeks_since = math.inf
+        """It has wanted a newer version since then."""
+        self._welcome = self._whole = False
+        """It stands with a leader; all followers are there."""
+        self._told = self._durable = NO_VERSION
+        """The newest version that it was told of, and the newest durable one."""
+        self.timer(TICK_S, self._tick)
+        self._train(0)
+        self.connect()
+
+    def serves(self, push: PushId) -> bool:
+        """Whether its bytes can be had here now."""
+        return self.alive and not self.frozen and push in self.content.pushes
+
+    @property
+    def bytes(self) -> dict[PushId, str]:
+        """Pushes that it holds."""
+        return {push: pushed.manifest for push, pushed in self.content.pushes.items()}
+
+    def _tick(self) -> None:
+        self.listen()
+        self.feed(fx.TimePassed())
+        self.timer(TICK_S, self._tick)
+
+    def begun(self) -> None:
+        self.feed(fx.Connected())
+
+    def ended(self) -> None:
+        self._welcome = False
+        self.feed(fx.Disconnected())
+
+    def hear(self, message: object) -> None:
+        match message:
+            case PushAnswered():
+                self.job.oracle.told(message)
+            case Welcomed():
+                self._welcome = True
+            case Holders(_, holders):
+                self._whole = all(holder.endpoint for holder in holders)
+            case OnDisk(_, version):
+                self._durable = max(self._durable, version)
+        self._told = max(self._told, getattr(message, "version", NO_VERSION))
+        self.feed(fx.Told(message))  # type: ignore[arg-type]
+
+    def say(self, message: object) -> None:
+        super().say(message)
+        if self.spec.fickle and isinstance(message, Offered) and self.kernel.random.random() < 0.3:
+            super().say(Offered(replace(message.offer, manifest=f"{message.offer.manifest}!")))
+
+    def feed(self, event: cl.ClusterEvent) -> None:
+        for effect in self.machine.on(event, resting=not self._busy):
+            if self.dies():
+                return
+            self._apply(effect)
+
+    def _apply(self, effect: cl.ClusterEffect) -> None:
+        match effect:
+            case fx.Say(message):
+                self.say(message)
+            case cl.FetchVersion(version):
+                self.seeks_since = min(self.seeks_since, self.kernel.now)
+                self.timer(self.kernel.between(0.01, 0.1), lambda: self._fetch(version))
+            case fx.OuterNote() | cl.TakeLast():
+                pass
+            case _ if self._busy:
+                self._todo.append(effect)
+            case _:
+                self._carry_out(effect)
+
+    def _carry_out(self, effect: cl.ClusterEffect) -> None:
+        """Between two inner steps."""
+        match effect:
+            case cl.Freeze(push, _):
+                self._freeze(push)
+            case cl.Adopt(version, outright):
+                self.seeks_since = math.inf
+                live = self.content.live
+                self._discard(self.content.adopt(version, outright=outright))
+                if outright and not self.job.machines.discards:
+                    self.content.live = live
+                elif not outright and not self.job.machines.merges:
+                    self.content.live = []
+            case cl.Settle(push, answer):
+                live = self.content.live
+                self._discard(self.content.settle(push, answer))
+                if answer is PushAnswer.REJECTED and not self.job.machines.discards:
+                    self.content.live = live
+            case cl.Free(push):
+                self.content.pushes.pop(push, None)
+            case cl.Over(reason, again):
+                self._over(reason, again=again)
+
+    def _discard(self, steps: Iterable[int]) -> None:
+        self.job.oracle.discarded.update(steps)
+
+    def _freeze(self, push: PushId) -> None:
+        self.content.freeze(push)
+        pushed = self.content.pushes[push] = self.content.encoded()
+        self.job.oracle.frozen(push, pushed, self.kernel.now)
+        self.timer(0.002, lambda: self.feed(cl.Frozen(push, pushed.manifest)))
+
+    def _fetch(self, version: VersionId) -> None:
+        if self.machine.gone or self.machine.fetching != version:
+            return
+        self._getting.takes_s = self.spec.fetch_s + (self.spec.first_s if self.machine.base == NO_VERSION else 0.0)
+        contents, refused = self._getting.ask(version)
+        if contents is not None:
+            self.job.oracle.adopted(version, contents)
+            self.feed(cl.Got(version))
+        elif refused:
+            self.feed(cl.Missed(version))
+        else:
+            self.timer(AGAIN_S if self._getting.takes_s < ASK_S else ASK_S, lambda: self._fetch(version))
+
+    def _over(self, reason: str, *, again: bool) -> None:
+        self._discard(self.content.forget())
+        self._todo, self._busy = [], False
+        self._life += 1
+        self.seeks_since = math.inf
+        if not again:
+            self.left = reason
+            self.die()
+            if self.stream is not None:
+                self.stream.cut()
+            return
+        self.machine = self.machine.anew()
+        for push in [push for push in self.content.pushes if push not in self.machine.kept]:
+            self.given_up.update(self.content.pushes.pop(push).steps)  # it may be accepted all the same
+        if "lost its first version" in reason:  # what it has trained is in the model that founds the job anew
+            self.given_up.update(step for pushed in self.content.pushes.values() for step in pushed.steps)
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.cut()
+        self.timer(self.kernel.between(0.02, 0.1), self.connect)
+        self._train(self._life)
+
+    def unaccounted(self) -> set[int]:
+        """Inner steps of which it knows nothing any more, though it has not thrown them away."""
+        return self.trained - self.content.held - self.given_up - self.job.oracle.discarded
+
+    def leave(self) -> None:
+        """Ctrl+C."""
+        self.feed(cl.LeaveAsked())
+
+    # ------------------------------------------------------------------ training
+
+    def _train(self, life: int) -> None:
+        """An inner step begins, if one may; what is told meanwhile touches nothing."""
+        machine, pace_s = self.machine, self.spec.pace_s * self.kernel.between(0.7, 1.3)
+        spans = self._share()
+        if machine.phase is Phase.TRAINING and machine.may_train and spans is not None:
+            self._busy = True
+            there = self._welcome and self._whole and self._told.number - self._durable.number < AHEAD
+            if machine.overlap and there and len(self.content.live) >= machine.inner_steps:
+                raise Violation(f"{self.name} trains {len(self.content.live) + 1} steps beyond its push (O9a)")
+            self.timer(pace_s, lambda: self._trained(life, *spans))
+        else:
+            self.timer(pace_s, lambda: self._train(life) if life == self._life else None)
+
+    def _trained(self, life: int, epoch: int, spans: tuple[Span, ...]) -> None:
+        if life != self._life:
+            return
+        step = self.job.number()
+        self.content.live.append(step)
+        self.trained.add(step)
+        machine = self.machine
+        machine.rate, machine.step_rate = 4 / self.spec.pace_s, 1 / self.spec.pace_s
+        covers = (Covered(epoch, spans),) if self.job.length else ()
+        self._busy = False
+        for effect in [*self._todo, *machine.on(cl.Trained(count(spans), covers))]:
+            if self.dies():
+                return
+            self._apply(effect)
+        if life != self._life:
+            return
+        self._todo = []
+        self.feed(cl.AtRest())
+        if len(self.trained) == self.spec.loop:
+            self.feed(cl.LoopOver("its loop is over"))
+        if life == self._life:
+            self._train(life)
+
+    def _share(self) -> tuple[int, tuple[Span, ...]] | None:
+        if not self.job.length:
+            return 0, ((0, 4),)
+        batches = self.machine.batches
+        for epoch, spans in sorted(self.machine.free_spans().items()):
+            taken = first_positions(spans, batches.next(batches.batch or 4, count(spans)))
+            if count(taken) < batches.least:
+                raise Violation(f"{self.name} trains {taken} of epoch {epoch}, fewer than {batches.least} (O11)")
+            return epoch, taken
+        return None

@@ -1,0 +1,372 @@
+"""Planted bugs about schedulers: who misjudges the dead, wakes up deposed, or loses its store (7, 9, 12 to 12b, 14a).
+
+Two guards mask each other: a store that refuses whoever leads no more, and members that tell a scheduler that there is
+a later term. So stores that refuse nothing come with a control of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chaos_lightning.control.chain import ChainEntry, Tip, told
+from chaos_lightning.control.store import Appended
+from chaos_lightning.membership.detector import Detector, Suspicion
+from chaos_lightning.membership.effects import Chain, Persist
+from chaos_lightning.membership.identity import Identity
+from chaos_lightning.membership.judging import Deaths
+from chaos_lightning.membership.past import Past
+from chaos_lightning.membership.peers import Peer
+from chaos_lightning.membership.rebuilding import Rebuild
+from chaos_lightning.membership.roster import Roster
+from chaos_lightning.membership.scene import Scene
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.silences import Silences
+from chaos_lightning.membership.terms import Terms
+from chaos_lightning.protocol.packing import PackedChange
+from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Member, Settings, Span, Verdict, View
+from lab.simulate.bugs.frame import Bug, HastyBook, hooks_of, with_parts
+from lab.simulate.plans.members import (
+    blip_plan,
+    busy_plan,
+    edited_plan,
+    last_holder_plan,
+    plans_of,
+    sleepy_scheduler_plan,
+)
+from lab.simulate.plans.schedulers import (
+    exchanged_plan,
+    forked_plan,
+    leftover_plan,
+    lingering_plan,
+    lost_plan,
+    overlapping_plan,
+    promised_plan,
+    restored_plan,
+    strange_plan,
+)
+from lab.simulate.store import Store
+
+
+class RashDetector(Detector):
+    """A missed heartbeat is a death."""
+
+    def _confirmed(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
+        return suspicion.why
+
+
+class HastySilences(Silences):
+    """Silence is a death as soon as a neighbour confirms it."""
+
+    def patience_s(self, now: float, member: Member) -> float:
+        return 0.0
+
+
+class HastyJudge(SchedulerMachine):
+    """The same."""
+
+    def __init__(self, settings: Settings, chain: Chain) -> None:
+        super().__init__(settings, chain)
+        self.detector.silences.__class__ = HastySilences
+
+
+class ImpatientDetector(Detector):
+    """The last one that holds the state is judged like everybody else."""
+
+    def _is_last_holder(self, member: str, scene: Scene, answered: tuple[Span, ...]) -> bool:
+        return False
+
+
+class StubbornDeaths(Deaths):
+    """Never takes a death back, whoever died since."""
+
+    def take_back(self, lost: tuple[Span, ...] | None = None) -> bool:
+        return False
+
+
+class CredulousDetector(Detector):
+    """Closed connections prove a death at once."""
+
+    def _proof(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
+        return super()._proof(now, peer, suspicion, scene) or scene.fact(peer)
+
+
+class DeafDetector(RashDetector, ImpatientDetector):
+    """A missed heartbeat of the last one that holds the state is a death, too."""
+
+
+class DeafDeaths(StubbornDeaths):
+    """Moreover nobody whom it takes for dead can talk it out of that."""
+
+    def revive(self, peer: Peer) -> None:
+        self._detector.heard(peer.id)
+
+
+RashScheduler = with_parts(detector=RashDetector)
+StubbornScheduler = with_parts(deaths=StubbornDeaths)
+ImpatientScheduler = with_parts(detector=ImpatientDetector, deaths=StubbornDeaths)
+CredulousScheduler = with_parts(detector=CredulousDetector)
+DeafScheduler = with_parts(detector=DeafDetector, deaths=DeafDeaths)
+
+
+class UnforgivingScheduler(DeafScheduler):  # type: ignore[valid-type, misc]
+    """Judges everybody by its own sleep."""
+
+    def _forgive(self, now: float) -> None:
+        before = self.desk.clock
+        super()._forgive(now)
+        gap = now - before if before is not None else 0.0
+        if gap > 3 * self.desk.pacing.interval_s:
+            for peer in self.roster.peers.values():
+                peer.heard -= gap
+
+
+class FaithfulTerms(Terms):
+    """Turns away who is of another program than the members were, whoever of them lives."""
+
+    def authorities(self) -> list[Peer]:
+        return [p for p in self._roster.peers.values() if not p.differs]
+
+
+class FaithfulRoster(Roster):
+    """Does not forget what the dead said."""
+
+    def forget_terms(self) -> None:
+        pass
+
+
+FaithfulScheduler = with_parts(terms=FaithfulTerms, roster=FaithfulRoster)
+
+
+class LaxStore(Store):
+    """Takes whatever it is given: no term, no lease, no predecessor."""
+
+    def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
+        return Appended(True)
+
+    def guards(self, candidate: int) -> bool:
+        return True
+
+
+class OpenStore(Store):
+    """Takes what a scheduler writes that has seen a newer end of the chain."""
+
+    def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
+        return super().judge(term, persist, None)
+
+
+class BlindStore(Store):
+    """Its records change the view before the last one, and whoever reads them does not look which view they change."""
+
+    def _told(self, entry: ChainEntry) -> ChainEntry:
+        if entry.view is None or len(self.views) < 2:
+            return super()._told(entry)
+        last, older = self.views[-1], self.views[-2]
+        return told(replace(self.tip, view=replace(older, id=last.id)), entry)
+
+    @staticmethod
+    def _applied(before: View, change: PackedChange, digest: str) -> View:
+        return Store._applied(before, change, change.before)
+
+
+class ForgetfulStore(Store):
+    """Its records that sum up say nothing of the views before the last two."""
+
+    def _summary(self) -> ChainEntry:
+        entry = super()._summary()
+        assert entry.summed is not None
+        return replace(entry, summed=replace(entry.summed, past=Past()))
+
+
+class DeafIdentity(Identity):
+    """Does not heed what members know and its store lacks."""
+
+    def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
+        return ""
+
+
+class RuthlessIdentity(DeafIdentity):
+    """Moreover takes whoever stands in a view that it does not know for excluded by one that it knows."""
+
+    def _is_foreign(self, hello: Hello) -> bool:
+        return False
+
+
+class ReissuingScheduler(SchedulerMachine):
+    """Goes on from the last view's number, whatever numbers were reserved and promised since."""
+
+    def __init__(self, settings: Settings, chain: Chain) -> None:
+        last = chain.views[-1].id if chain.views else NO_VIEW
+        super().__init__(settings, replace(chain, highest=last))
+
+
+class ShortsightedScheduler(SchedulerMachine):
+    """Reads an older end of the chain, and so takes the excluded for members."""
+
+    def __init__(self, settings: Settings, chain: Chain) -> None:
+        super().__init__(settings, replace(chain, views=chain.views[:-1] or chain.views))
+
+
+class IndifferentIdentity(Identity):
+    """Takes the numbers of any chain for its own's."""
+
+    def _is_another(self, chain: str) -> bool:
+        return False
+
+    def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
+        return ""
+
+
+class HurriedIdentity(Identity):
+    """Decides as soon as it has started, from whoever is there."""
+
+    @property
+    def hearing(self) -> bool:
+        return False
+
+
+class HastyRebuild(Rebuild):
+    """Rebuilds a lost chain from whoever is there first."""
+
+    def enough(self, here: int, view: View) -> bool:
+        return here > 0
+
+    def turn_rebuilding(self) -> bool:
+        self._first_at = -1e9 if self._first_at is not None else None
+        return super().turn_rebuilding()
+
+
+class GullibleDetector(Detector):
+    """Takes a missing link of a newcomer that never had one for a sign of death."""
+
+    def verdict(self, by: str, verdict: Verdict, *, stranger: bool = False) -> None:
+        super().verdict(by, verdict)
+
+
+HeedlessScheduler = with_parts(identity=DeafIdentity)
+HurriedScheduler = with_parts(identity=HurriedIdentity)
+
+
+SCHEDULER_BUGS: dict[str, Bug] = {
+    "12-rash": Bug(
+        rule="12", what="a missed heartbeat is a death", hooks=hooks_of(scheduler=RashScheduler), plan=plans_of("lag")
+    ),
+    "12-hasty": Bug(
+        rule="12",
+        what="the silence of a process that is busy on another machine is a death",
+        hooks=hooks_of(scheduler=HastyJudge),
+        plan=busy_plan,
+    ),
+    "12-unforgiving": Bug(
+        rule="12",
+        what="the scheduler judges by its own sleep",
+        hooks=hooks_of(scheduler=UnforgivingScheduler),
+        plan=sleepy_scheduler_plan,
+        control=hooks_of(scheduler=DeafScheduler),
+    ),
+    "12a-impatient": Bug(
+        rule="12a",
+        what="the last one that holds the state is not waited for",
+        hooks=hooks_of(scheduler=ImpatientScheduler),
+        plan=last_holder_plan,
+    ),
+    "12a-stubborn": Bug(
+        rule="12a",
+        what="a death without proof counts although the last other holder died",
+        hooks=hooks_of(scheduler=StubbornScheduler),
+        plan=last_holder_plan,
+    ),
+    "12a-credulous": Bug(
+        rule="12a",
+        what="broken connections prove that the last holder is dead",
+        hooks=hooks_of(scheduler=CredulousScheduler),
+        plan=blip_plan,
+    ),
+    "12b-faithful": Bug(
+        rule="12b",
+        what="what the job is, its dead members say",
+        hooks=hooks_of(scheduler=FaithfulScheduler),
+        plan=edited_plan,
+    ),
+    "7-announced": Bug(
+        rule="7",
+        what="views are announced before a failing store has them",
+        hooks=hooks_of(scheduler=with_parts(book=HastyBook)),
+        plan=forked_plan,
+    ),
+    "7-lax": Bug(
+        rule="7",
+        what="the store takes what a deposed scheduler writes",
+        hooks=hooks_of(store=LaxStore, scheduler=HeedlessScheduler),
+        plan=overlapping_plan,
+        control=hooks_of(scheduler=HeedlessScheduler),
+    ),
+    "7-reissued": Bug(
+        rule="7",
+        what="a new scheduler forgets the numbers that members have promised",
+        hooks=hooks_of(scheduler=ReissuingScheduler),
+        plan=promised_plan,
+    ),
+    "7-unfenced": Bug(
+        rule="7",
+        what="a deposed scheduler goes on to put out members that it never heard of",
+        hooks=hooks_of(scheduler=with_parts(identity=RuthlessIdentity)),
+        plan=lingering_plan,
+    ),
+    "9-excluded": Bug(
+        rule="9",
+        what="a new scheduler decides from the reports of the excluded",
+        hooks=hooks_of(store=LaxStore, scheduler=ShortsightedScheduler),
+        plan=forked_plan,
+        control=hooks_of(store=LaxStore),
+    ),
+    "7-misapplied": Bug(
+        rule="7",
+        what="a record of changes is applied to another view than it changes",
+        hooks=hooks_of(store=BlindStore),
+        plan=plans_of("kill", "two-joins", "sched-crash"),
+    ),
+    "7-forgotten": Bug(
+        rule="7",
+        what="a chain that was cut says less than the whole one",
+        hooks=hooks_of(store=ForgetfulStore),
+        plan=plans_of("kill", "two-joins", "sched-crash"),
+    ),
+    "14a-minority": Bug(
+        rule="14a",
+        what="a lost chain is rebuilt from a minority's reports",
+        hooks=hooks_of(scheduler=with_parts(identity=HurriedIdentity, rebuild=HastyRebuild)),
+        plan=lost_plan,
+        control=hooks_of(scheduler=HurriedScheduler),
+    ),
+    "7-foreign": Bug(
+        rule="7",
+        what="the members of one chain are judged by another one",
+        hooks=hooks_of(scheduler=with_parts(identity=IndifferentIdentity)),
+        plan=leftover_plan,
+    ),
+    "14a-stale": Bug(
+        rule="14a",
+        what="a scheduler on an older copy of its store rules by it",
+        hooks=hooks_of(scheduler=HeedlessScheduler),
+        plan=restored_plan,
+    ),
+    "14a-open": Bug(
+        rule="14a",
+        what="a scheduler writes into an older copy that took the place of its store",
+        hooks=hooks_of(store=OpenStore),
+        plan=exchanged_plan,
+    ),
+    "14a-hurried": Bug(
+        rule="14a",
+        what="a scheduler that has just started does not wait for members that know more",
+        hooks=hooks_of(scheduler=HurriedScheduler),
+        plan=restored_plan,
+    ),
+    "12-gullible": Bug(
+        rule="12",
+        what="a newcomer without a link confirms a death",
+        hooks=hooks_of(scheduler=with_parts(detector=GullibleDetector)),
+        plan=strange_plan,
+    ),
+}
+"""By name."""

@@ -1,0 +1,286 @@
+"""A simulated process's control stream: hello, heartbeats, probes, breaks (what control/agent.py is to a real one)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.leader_search import PULSE_S, PULSE_TIMEOUT_S, Conversation, LeaderSearch
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.verdict import UNSEEN, verdict
+from chaos_lightning.planning.fleet.kernel import Process
+from chaos_lightning.protocol.types import (
+    Contribution,
+    Entered,
+    FromMember,
+    Header,
+    HeartbeatPace,
+    Hello,
+    Probe,
+    Report,
+    Span,
+    Welcome,
+)
+from lab.simulate.fabric import Pipe, Stream
+from lab.simulate.job import Job
+from lab.simulate.pipelines import asked
+from lab.simulate.plan import NodeSpec
+
+LATE_S = 3.0
+"""A word is under way at most so long: longer than any lag of a control stream, and the time to connect again."""
+CALL_S = 0.002
+"""What an attempt to reach a scheduler takes."""
+SILENT_S = 0.3
+"""A neighbour that is asked calls a link silent after so long."""
+
+
+@dataclass(slots=True)
+class Trap:
+    """Stops the process before the `skip`+1-th effect of a kind, from slot `seq` on."""
+
+    kind: str
+    """"header", "greeting" (to a learner), "contribution", "committed", "entered", "report", "observe", "pull" or
+    "any"; with pipelines also "forward" and "backward": a unit begins; "keeps" and "kept": before and after it writes
+    its parts down."""
+    seq: int
+    skip: int
+    spring: Callable[[], None]
+
+    def matches(self, effect: fx.MemberEffect, seq: int) -> bool:
+        if seq < self.seq:
+            return False
+        if self.kind == "any":
+            return not isinstance(effect, fx.Note)
+        match effect:
+            case fx.ToPeer(peer, Header() as header):
+                greeting = peer in header.learners and header.view_change is None
+                return self.kind == "header" or (self.kind == "greeting" and greeting)
+            case fx.Observe():
+                return self.kind == "observe"
+            case fx.PullState() | fx.PullParts():
+                return self.kind == "pull"
+            case fx.ToPeer(_, Contribution()):
+                return self.kind == "contribution"
+            case fx.Committed():
+                return self.kind == "committed"
+            case fx.ToScheduler(Entered()):
+                return self.kind == "entered"
+            case fx.ToScheduler(Report()):
+                return self.kind == "report"
+            case _:
+                return False
+
+
+class Connected(Process):
+    """A process with a member machine that speaks to the scheduler.
+
+    Args:
+        world: The job.
+        spec: How this process is.
+        number: Its place in the plan; also its pid.
+    """
+
+    machine_class: type[MemberMachine] = MemberMachine
+
+    def __init__(self, world: Job, spec: NodeSpec, number: int) -> None:
+        super().__init__(world.kernel, spec.name)
+        self.world = world
+        self.spec = spec
+        self.number = number
+        self.machine = self.machine_class(world.plan.spread)
+        self.stream: Stream | None = None
+        self.host = world.scheduler
+        """Where its control stream goes."""
+        self.outcome = ""
+        self.control_lag = 0.0
+        self.life = 0
+        self.leaving = ""
+        self.drained = False
+        self.busy = False
+        """Its process computes and does nothing else: as silent as a frozen one, though its machine sees it run."""
+        self._spoke_at = self._last_word = 0.0
+        self._search = LeaderSearch(world.plan.places)
+        self._interval_s = world.settings.heartbeat_interval_s
+        self._answered = self._silent = False
+        """How the conversation with the scheduler goes."""
+
+    def silent_s(self) -> float:
+        """How long ago its last word was, if it is stopped, or was until a moment ago; else 0."""
+        awake = not self.frozen and self.kernel.now - self.thawed_at > LATE_S
+        return 0.0 if awake else self.kernel.now - self._last_word
+
+    def freeze(self) -> None:
+        if self.alive and not self.frozen:
+            self._last_word = self._spoke_at
+        super().freeze()
+
+    def occupy(self, lasts: float) -> None:
+        """For so long (s) nothing else of this process gets a turn."""
+        if not self.alive or self.frozen:
+            return
+        self.busy = True
+        Connected.freeze(self)
+
+        def over() -> None:
+            if self.busy:
+                self.busy = False
+                Process.thaw(self)
+
+        self.kernel.after(lasts, over)
+
+    def feed(self, event: fx.MemberEvent) -> None:
+        """One event through the machine."""
+        raise NotImplementedError
+
+    def welcomed(self, member_id: str) -> None:
+        """The scheduler gave this process an id."""
+        raise NotImplementedError
+
+    def held(self) -> tuple[Span, ...]:
+        """Reduced ranges of the open slot."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ control stream
+
+    def connect(self) -> None:
+        """Says hello, or says it again after the stream broke."""
+        if not self.alive or self.outcome or self.stream is not None:
+            return
+        host = self.world.ask(self._search.endpoint)
+        if isinstance(host, Conversation):
+            self._ask_again(host)
+            return
+        self._answered = self._silent = False
+        kernel = self.kernel
+        up, down = Pipe(kernel, 0.0002, 0.003), Pipe(kernel, 0.0002, 0.003)
+        stream = Stream(
+            self.world.next_number(), up, down,
+            lambda m: self.deliver(lambda: self.control(stream, m)), lambda: self._stream_lost(stream),
+        )  # fmt: skip
+        stream.up.lag = self.control_lag
+        self.stream, self.host = stream, host
+        if self.world.plan.several:
+            since = kernel.now
+            self.timer(PULSE_S, lambda: self._listen(stream, since))
+        host.dialled.append(stream)
+        stream.up.send(None, lambda _: host.deliver(lambda: host.opened(stream)))
+        self._tell(self._hello())
+
+    def _hello(self) -> Hello:
+        spec = self.spec
+        return Hello(
+            job="sim",
+            name=spec.name,
+            host=spec.host,
+            address=spec.name,
+            port=1,
+            pid=self.number,
+            pid_start=1,
+            quota=spec.quota,
+            accumulate=1,
+            package="1",
+            fingerprint=(("script", spec.script),),
+            neighbours=spec.neighbours,
+            **self.machine.knowledge(),
+            replay="" if spec.replay else "it was told to join by pause",
+            pipelines=asked(self.world.program),
+            kept=self.machine.parts.kept,
+        )
+
+    def tell(self, message: FromMember) -> None:
+        """Something said beside what the machine says."""
+        self._tell(message)
+
+    def _tell(self, message: FromMember) -> None:
+        stream, host = self.stream, self.host
+        if isinstance(message, Report):
+            self.world.reported(self.machine.member_id, replace(message, pending=self.machine.pending))
+        if stream is not None:
+            self._spoke_at = self.kernel.now
+            for _ in range(self.world.copies(message)):
+                stream.up.send(message, lambda m: host.deliver(lambda: host.message(stream, m)))  # type: ignore[arg-type]
+
+    def _ask_again(self, attempt: Conversation) -> None:
+        rest_s = self._search.ended(attempt, self.kernel.now, self.kernel.random.random())
+        self.timer(rest_s + CALL_S, self.connect)
+
+    def _listen(self, stream: Stream, since: float) -> None:
+        """A leader that says nothing for long is left, for another may have been elected (control/agent.py)."""
+        if self.stream is not stream or self.outcome:
+            return
+        timeout_s = PULSE_TIMEOUT_S if self._answered else self._search.answer_timeout_s()
+        if self.host.frozen and self.kernel.now - max(since, self.host.frozen_since) > timeout_s:
+            self._silent = True
+            self.break_stream()
+        else:
+            self.timer(PULSE_S, lambda: self._listen(stream, since))
+
+    def _stream_lost(self, stream: Stream) -> None:
+        """Both ends of a broken stream see it; the agent connects again."""
+
+        def lost() -> None:
+            if self.stream is stream:
+                self.stream = None
+                self._ask_again(Conversation(self._answered, self._silent))
+
+        self.deliver(lost)
+
+    def break_stream(self) -> None:
+        """The network breaks the control stream; both processes live."""
+        stream, host = self.stream, self.host
+        if stream is None:
+            return
+        now = self.kernel.now
+        self.world.cut_streams += 1
+        stream.up.cut(now + self.kernel.between(0.0, 0.004))
+        stream.down.cut(now + self.kernel.between(0.0, 0.004))
+        self.kernel.after(self.kernel.between(0.004, 0.03), lambda: host.deliver(lambda: host.closed(stream, True)))
+        self.kernel.after(self.kernel.between(0.004, 0.03), stream.lost)
+
+    def _close_stream(self) -> None:
+        stream, host = self.stream, self.host
+        self.stream = None
+        if stream is not None:
+            stream.down.cut(self.kernel.now)
+            stream.up.end(lambda: host.deliver(lambda: host.closed(stream, False)))
+
+    def control(self, stream: Stream, message: object) -> None:
+        """A message of the scheduler."""
+        if stream is not self.stream or self.outcome:
+            return
+        admitted, self._answered = bool(self.machine.member_id), True
+        if isinstance(message, Probe):
+            self._probe(message.suspect)
+            return
+        if isinstance(message, HeartbeatPace | Welcome):
+            self._interval_s = message.heartbeat_interval_s
+        if isinstance(message, Welcome) and message.member.id != self.machine.member_id:
+            self.welcomed(message.member.id)
+            self._beat(self.life)
+            if self.leaving:
+                self.timer(0.0, lambda: self.feed(fx.LeaveRequested(self.leaving)))
+        self.feed(fx.ControlIn(message, self.held()))  # type: ignore[arg-type]
+        if type(message).__name__ == "Refused" and getattr(message, "retry", False):
+            self._close_stream()
+            self._ask_again(Conversation(answered=not admitted))  # who is in a job knocks ever more seldom
+
+    def _beat(self, life: int) -> None:
+        if life != self.life or self.outcome:
+            return
+        self._tell(self.machine.heartbeat())
+        self.feed(fx.Tick())
+        self.timer(self._interval_s, lambda: self._beat(life))
+
+    def _probe(self, suspect: str) -> None:
+        """What its machine says of its process, if that is known here, else the link. Own sleep is forgiven."""
+        node, now = self.world.fabric.nodes.get(suspect), self.kernel.now
+        here, silence_s, linked = UNSEEN, float("inf"), False
+        if node is not None and node.machine.member_id == suspect:
+            linked = self.machine.neighbours.links.get(suspect, False)
+            if node.spec.host == self.spec.host or self.world.plan.watched:
+                here = (node.alive and (node.busy or not node.frozen), "process table", not node.alive)
+            elif linked:
+                silence_s = (now - node.frozen_since if node.frozen else 0.0) if node.alive else SILENT_S
+        excused = linked and now - self.thawed_at < SILENT_S
+        self._tell(verdict(suspect, here, silence_s=silence_s, limit_s=SILENT_S, excused=excused))

@@ -1,0 +1,146 @@
+"""Reduction by parts in a simulated job: each layer among its owners, over a tree whose root changes with the slot.
+
+Theory of operation. An owner gives its raw sum of a layer once its last unit of that layer is over. Sums are merged on
+their way to the root, which is an owner, too, and sends the result back. The tree has the fewest hops that the links of
+the view allow; where each pair has one, it is a star. Members hold one result. It stays until the next
+attempt opens, since a header is handed on without bytes (P4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from chaos_lightning.membership.parts import Division, division, numbers
+from chaos_lightning.membership.topology import links_of
+from chaos_lightning.planning.graph import breadth_first, neighbours
+from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
+from lab.simulate.staged_training import RawSum
+
+
+@dataclass(frozen=True, slots=True)
+class SumUp:
+    """Raw sums of an owner and those below it, to the next owner on the way to the root."""
+
+    view: ViewId
+    seq: int
+    part: int
+    owner: str
+    raw: RawSum
+
+
+@dataclass(frozen=True, slots=True)
+class SumDown:
+    """The result, from the root."""
+
+    view: ViewId
+    seq: int
+    part: int
+    result: RawSum
+
+
+@dataclass(slots=True)
+class _Open:
+    view: View
+    seq: int
+    division: Division
+    raw: dict[int, dict[str, RawSum]] = field(default_factory=dict)
+    results: dict[int, RawSum] = field(default_factory=dict)
+    trees: dict[int, Mapping[str, str]] = field(default_factory=dict)
+    """By part: whom each owner sends its sums to; the root names itself."""
+    dropped: bool = False
+    told: bool = False
+
+
+class PartPlane:
+    """One member's part.
+
+    Args:
+        send: Sends to a member.
+        done: Told (view, seq) when all that this member owns is reduced here.
+    """
+
+    def __init__(self, send: Callable[[str, SumUp | SumDown], None], done: Callable[[ViewId, int], None]) -> None:
+        self.me = ""
+        self._send = send
+        self._done = done
+        self._open: _Open | None = None
+        self._dropped = NO_VIEW
+        self._early: dict[tuple[ViewId, int], list[SumUp | SumDown]] = {}
+
+    def open(self, view: View, seq: int) -> None:
+        """Starts an attempt: nothing of the one before is needed any more."""
+        self._open = _Open(view, seq, division(view))
+        for message in self._early.pop((view.id, seq), []):
+            self.take(message)
+        self._early = {k: v for k, v in self._early.items() if k > (view.id, seq)}
+
+    def drop(self, view: ViewId) -> None:
+        """Nothing of this or an older view completes any more."""
+        self._dropped = max(self._dropped, view)
+        if self._open is not None and self._open.view.id <= view:
+            self._open.dropped = True
+
+    def _layers(self, opened: _Open, member: str) -> tuple[int, ...]:
+        """Returns the parts that this member has reduced: all that it owns but the rest."""
+        return tuple(p for p in numbers(opened.division.owned(member)) if p < len(opened.division.names) - 1)
+
+    def owners(self, parts: Division, part: int) -> tuple[str, ...]:
+        """Returns who adds up a part's sums."""
+        return parts.owners[part]
+
+    def give(self, part: int, raw: RawSum) -> None:
+        """This member's raw sum of a layer is final."""
+        opened = self._open
+        if opened is None or opened.dropped:
+            return
+        self.take(SumUp(opened.view.id, opened.seq, part, self.me, raw))
+
+    def _tree(self, opened: _Open, part: int) -> Mapping[str, str]:
+        if part not in opened.trees:
+            owners = self.owners(opened.division, part)
+            root = owners[(opened.seq + part) % len(owners)]
+            near = neighbours(owners, [(a, b) for a, b in links_of(opened.view)])
+            found = breadth_first(root, near, root)
+            opened.trees[part] = {m: found[m][0] for m in owners}
+        return opened.trees[part]
+
+    def take(self, message: SumUp | SumDown) -> None:
+        """Bytes of another member, or an own sum in the middle."""
+        opened = self._open
+        if message.view <= self._dropped:
+            return
+        if opened is None or (message.view, message.seq) != (opened.view.id, opened.seq):
+            if opened is None or (message.view, message.seq) > (opened.view.id, opened.seq):
+                self._early.setdefault((message.view, message.seq), []).append(message)
+            return
+        tree = self._tree(opened, message.part)
+        below = [m for m, to in tree.items() if to == self.me != m]
+        if isinstance(message, SumUp):
+            raw = opened.raw.setdefault(message.part, {})
+            raw[message.owner] = message.raw
+            if len(raw) <= len(below):
+                return
+            merged = tuple(sorted(g for row in raw.values() for g in row))
+            if tree[self.me] != self.me:
+                self._send(tree[self.me], replace(message, owner=self.me, raw=merged))
+                return
+            message = SumDown(message.view, message.seq, message.part, merged)
+        opened.results[message.part] = message.result
+        for member in below:
+            self._send(member, message)
+        self.look()
+
+    def look(self) -> None:
+        """Tells, once, that all is reduced here."""
+        opened = self._open
+        if opened is None or opened.told or opened.dropped:
+            return
+        if all(part in opened.results for part in self._layers(opened, self.me)):
+            opened.told = True
+            self._done(opened.view.id, opened.seq)
+
+    def results(self, view: ViewId, seq: int) -> Mapping[int, RawSum]:
+        """The results of this attempt; none of any other."""
+        opened = self._open
+        return opened.results if opened is not None and (opened.view.id, opened.seq) == (view, seq) else {}

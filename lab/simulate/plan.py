@@ -1,0 +1,197 @@
+"""One run of a simulated job, as values: who takes part, what goes wrong when, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from chaos_lightning.membership.spreading import Spread
+from chaos_lightning.protocol.types import Settings
+from lab.simulate.training import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """How one process is."""
+
+    name: str
+    host: str = "h0"
+    quota: int = 1
+    pace: float = 1.0
+    """Its work takes so many times the program's mean duration."""
+    replay: bool = False
+    """It offers to come in by replay."""
+    memory: bool = True
+    """It has room for a copy of the state."""
+    neighbours: tuple[str, ...] = ()
+    """Names in its Hello; empty: whoever it can reach."""
+    script: str = "same"
+    """What it runs; members must run the same."""
+    after: str = ""
+    """Name of the process in whose place it is started once that has ended; it offers the file that that one kept."""
+    parts_at: int = 0
+    """From this slot on its hyperparameters are others than the job's; 0: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaying:
+    """What replay is like in this job.
+
+    Attributes:
+        log_entries: Slots that each member's log holds.
+        copy_s: Longest duration of copying one range of the state.
+        log_s: Longest duration of copying a slot into the log.
+        pull_s: Longest duration of one range's transfer, beyond the network's latency.
+        apply_s: Mean duration of applying an entry.
+        impure: Part of all applied entries after which the state differs from the members', because somebody vouched
+            for what is no pure function.
+        calm: Nothing goes wrong here: whoever caught up must have nothing left to move when it is let in.
+    """
+
+    log_entries: int = 64
+    copy_s: float = 0.008
+    log_s: float = 0.0005
+    pull_s: float = 0.0
+    apply_s: float = 0.001
+    impure: float = 0.0
+    calm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that goes wrong, at a time or at an effect.
+
+    Attributes:
+        action: "kill", "kill-too" (and `other` with it), "kill-spared" (see schedulers.py),
+            "freeze", "leave", "drain", "link", "stream", "lag", "stale", "sched-crash-write" (see
+            `world.World._crash_in_write`); to schedulers and their store (schedulers.py):
+            "chain-lost", "backup", "restored" (to that one), "exchanged" (for that one, while the scheduler lives),
+            "leftover" (of the day before), "brought-back" (the job's own store), "rebuild", "sched-freeze",
+            "sched-crash", "sched-cut", "store-down", "store-lost", "store-slow", "streams"; to links (edges.py):
+            "cut", "split", "add-link", "remove-link", "ask-add", "ask-remove", "rate".
+        node: Name of the node, "root" for the commit root at that moment, "" for the scheduler; "a,b" for "split".
+        at: Virtual time in seconds; ignored with `trap`.
+        other: The other end of a link.
+        lasts: Duration in seconds of what ends by itself.
+        trap: "kind seq skip": before the skip+1-th effect of that kind from slot seq on (see node.Trap); of a scheduler
+            (host.HostTrap) from the time `at` on.
+    """
+
+    action: str
+    node: str = ""
+    at: float = 0.0
+    other: str = ""
+    lasts: float = 0.0
+    trap: tuple[str, int, int] | None = None
+    rate_bps: float = 0.0
+    """What the link carries from now on, for "rate"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterScript:
+    """The members are ranks of a cluster of outer sync: how it trains, and what its leader does (outer_leader.py).
+
+    Attributes:
+        inner_steps: From one push to the next.
+        overlap: It trains while a push is under way.
+        lossy: The codec leaves something out.
+        answer_s: The shortest and the longest time until a push is answered.
+        rejects: Part of all pushes that are rejected.
+        voids: Part of all that are void.
+        versions: When other clusters' pushes make one.
+        cuts: When all streams are cut, and another leader takes over.
+        removals: When the cluster is removed.
+        rollbacks: When what is accepted is unanswered again.
+    """
+
+    inner_steps: int = 4
+    overlap: bool = True
+    lossy: bool = False
+    answer_s: tuple[float, float] = (0.01, 0.1)
+    rejects: float = 0.0
+    voids: float = 0.0
+    versions: tuple[float, ...] = ()
+    cuts: tuple[float, ...] = ()
+    removals: tuple[float, ...] = ()
+    rollbacks: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One run."""
+
+    seed: int
+    settings: Settings
+    program: Program
+    nodes: tuple[NodeSpec, ...] = ()
+    starts: tuple[float, ...] = ()
+    """When each node says hello, in seconds."""
+    faults: tuple[Fault, ...] = ()
+    slow_links: tuple[tuple[str, str, float], ...] = ()
+    """(node, node, extra seconds): messages between these two take up to so much longer."""
+    measured: bool = False
+    """Members measure their links."""
+    rates: tuple[tuple[str, str, float], ...] = ()
+    """(node, node, bits per second) where links are not usual."""
+    unlinked: tuple[tuple[str, str], ...] = ()
+    """Pairs of nodes that can never make a link."""
+    replaying: Replaying = field(default_factory=Replaying)
+    patience_s: float = 0.0
+    """Given: whoever has been ready for so long, since the last fault was over, must be in; who asked to leave, out."""
+    unfailing: bool = False
+    """Nobody dies and no link fails: a recovery is a violation."""
+    damage: float = 0.0
+    """Part of all pulled state ranges that are damaged on the way."""
+    drift: float = 0.0
+    """Part of all comparisons of state hashes at a member in which one of its parts has drifted; 0: none compare."""
+    store_s: float = 0.004
+    watched: bool = False
+    """Machines tell others what their process tables say."""
+    candidates: int = 1
+    """Schedulers on as many machines, with the chain in a store beyond them; 1: one, restarted on its file."""
+    orderly: bool = False
+    """The scheduler does nothing while it writes (host.Candidacy)."""
+    doubled: float = 0.0
+    """Part of all control messages that arrive twice."""
+    spread: Spread = field(default_factory=Spread)
+    """How headers get to all members."""
+    limit_s: float = 90.0
+    outer: OuterScript | None = None
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where candidates listen."""
+        return tuple(f"h{index}" for index in range(self.candidates))
+
+    @property
+    def several(self) -> bool:
+        """Schedulers stand by."""
+        return self.candidates > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run gave."""
+
+    seed: int
+    violation: str
+    seconds: float
+    """Virtual."""
+    events: int
+    commits: int
+    hand_ons: int
+    joins: int
+    ejections: int
+    views: int
+    errors: int = 0
+    replays: int = 0
+    moved: int = 0
+    crashes: int = 0
+    """Of schedulers."""
+    terms: int = 0
+    store_errors: int = 0
+    cut_streams: int = 0
+    """Control streams that broke."""
+    adoptions: int = 0
+    """Versions that ranks adopted."""
+    passed: int = 0
+    """Versions that newcomers passed over which replay."""

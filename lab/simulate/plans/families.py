@@ -1,0 +1,48 @@
+"""What a run draws its plans from: all of them, or those about one subject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lab.simulate.plan import Plan
+from lab.simulate.plans.large import large_plan
+from lab.simulate.plans.learners import JOINING, founding_plan
+from lab.simulate.plans.links import SPARSE, WIRED, crowd_plan
+from lab.simulate.plans.members import DYING, busy_plan, random_plan
+from lab.simulate.plans.outer import outer_plan, waiting_plan
+from lab.simulate.plans.schedulers import FAILING, lost_plan
+from lab.simulate.plans.staged import staged_family
+
+_OTHERS: tuple[Callable[[int], Plan], ...] = (*DYING, *JOINING, *WIRED, *SPARSE)
+
+
+def failing_family(number: int, seed: int | None = None) -> Plan:
+    """Of the plans about failing schedulers and stores the one whose turn it is; with that number as its seed, too."""
+    return FAILING[number % len(FAILING)](number if seed is None else seed)
+
+
+def sparse_family(seed: int) -> Plan:
+    """Much goes wrong at once on few links."""
+    return SPARSE[seed % len(SPARSE)](seed)
+
+
+def any_plan(seed: int) -> Plan:
+    """What a long run uses: a part of it anything, the rest aimed; every third one is about failing schedulers."""
+    return failing_family(seed // 3, seed) if seed % 3 == 2 else _OTHERS[seed % len(_OTHERS)](seed)
+
+
+FAMILIES: dict[str, Callable[[int], Plan]] = {
+    "any": any_plan,
+    "random": random_plan,
+    "failing": failing_family,
+    "lost": lost_plan,
+    "busy": busy_plan,
+    "sparse": sparse_family,
+    "crowd": crowd_plan,
+    "large": large_plan,
+    "founding": founding_plan,
+    "outer": outer_plan,
+    "waiting": waiting_plan,
+    "pipelines": staged_family,
+}
+"""What a long run may be confined to, by name."""

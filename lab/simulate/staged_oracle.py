@@ -1,0 +1,237 @@
+"""What must hold in a job with pipelines: the oracle computes each step itself, with all parts at one place.
+
+Theory of operation. Whatever a member holds after a header must be what one process would hold that has all parts and
+ran every micro-batch once, in the attempt that the header closed. So a sum that misses a micro-batch, has one twice, or
+has a gradient of another attempt or another state shows at the first commit. So do norms of other parts than all, and
+batches that a round of evaluation counts twice. Before slot 1 each view has a state of its own, made part by part by
+the oldest owners in it (P14). What lies in files at one header counts as if it were held (P13).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.parts import division, numbers
+from chaos_lightning.protocol.types import GENESIS, Header, Kept, Kind, View, ViewId
+from lab.simulate.oracle import Oracle, Violation
+from lab.simulate.staged_training import (
+    Attempt,
+    Parts,
+    batch_of,
+    clipping,
+    norms,
+    result_of,
+    stepped,
+    tensors_of,
+    work_of,
+)
+
+_Key = tuple[str, str]
+
+
+class HoldsParts(Protocol):
+    """What the oracle looks at in a member's process."""
+
+    alive: bool
+    frozen: bool
+    outcome: str
+    training: bool
+    header: Header
+    values: Parts
+    machine: MemberMachine
+    file: tuple[Kept, Parts, str] | None
+
+
+@dataclass(slots=True)
+class StagedOracle(Oracle):
+    """See the module."""
+
+    truths: dict[_Key, Parts] = field(default_factory=dict)
+    """All parts, by lineage and header; of GENESIS by lineage and view."""
+    pulls: int = 0
+    """Parts that moved."""
+    members: list[HoldsParts] = field(default_factory=list)
+    """All processes."""
+
+    def view(self, number: ViewId) -> View:
+        """The stored view of this number."""
+        return next(v for v in self.views() if v.id == number)
+
+    def _key(self, lineage: str, header: Header, view: ViewId) -> _Key:
+        return (lineage, header.hash) if header.seq > GENESIS.seq else (lineage, f"{GENESIS.hash} in {view}")
+
+    def makes(self, lineage: str, view: ViewId, made: Mapping[int, int]) -> None:
+        """A first owner makes parts of the state before slot 1."""
+        truth = self.truths.setdefault(self._key(lineage, GENESIS, view), {})
+        for part, value in made.items():
+            if truth.setdefault(part, value) != value:
+                raise Violation(f"part {part} of view {view} is made twice (P14)")
+
+    def resumed(self, lineage: str, header: Header) -> None:
+        """The job is founded on what files hold at the header before this one (P13)."""
+        key = (lineage, header.hash)
+        self.truths[key], self.headers[key] = self.truths[lineage, header.prev_hash], header
+
+    def begins_anew(self) -> None:
+        """The job is founded from nothing; not if all have parted in good order, or files hold every part (P13)."""
+        files = [m.file[0] for m in self.members if m.file is not None]
+        whole = any(self._filed(k.header.prev_hash) >= self.every for k in files)
+        if whole or (files and not any(m.outcome == "killed" for m in self.members)):
+            where = sorted({f"{k.member}: {k.parts} at slot {k.header.seq - 1}" for k in files})
+            raise Violation(f"the job begins again from nothing, and this was written down: {where} (P13)")
+
+    def _filed(self, head: str) -> set[int]:
+        """Parts that lie in files at this header."""
+        files = [m.file[0] for m in self.members if m.file is not None]
+        return {p for k in files if k.header.prev_hash == head for p in numbers(k.parts)}
+
+    @property
+    def every(self) -> set[int]:
+        """All parts."""
+        return set(range(self.program.rest + 1))
+
+    def put_out(self, who: str, member: HoldsParts) -> None:
+        """A member that lives is out: no part of the state may go with it that nobody else has (P6).
+
+        At GENESIS owners make their parts, so nothing is lost for those that stand there (P14).
+        """
+        here = [m for m in self.members if m.alive and not m.outcome and m.training and m is not member]
+        over = any(m.header.kind is Kind.CLOSING for m in here) or all(m.header.seq == GENESIS.seq for m in here)
+        if member.header.seq == GENESIS.seq or over:
+            return
+        before = [*here, member]
+        if any(self._held(m.header, before) >= self.every for m in before) and not self._whole(here):
+            raise Violation(f"{who} is out, and the others do not hold all parts of the state without it (P6)")
+
+    def _whole(self, here: list[HoldsParts]) -> bool:
+        """Whether these and files hold all parts at one header."""
+        return any(self._held(m.header, here) | self._filed(m.header.hash) >= self.every for m in here)
+
+    def pulled(self, who: str, lineage: str, header: Header, view: ViewId, values: Mapping[int, int]) -> None:
+        """A member says that parts which it lacked are here (P8)."""
+        self.joins += 1
+        self.pulls += len(values)
+        self._compare(f"{who} pulled", lineage, header, view, values)
+
+    def _compare(self, what: str, lineage: str, header: Header, view: ViewId, values: Mapping[int, int]) -> None:
+        truth = self.truths[self._key(lineage, header, view)]
+        if wrong := sorted(p for p, value in values.items() if truth.get(p) != value):
+            raise Violation(f"{what} parts {wrong} at slot {header.seq} ({header.hash}), and they are others' (P8)")
+
+    def applied(
+        self,
+        who: str,
+        lineage: str,
+        before: Header,
+        header: Header,
+        contributors: tuple[str, ...],
+        values: Mapping[int, int],
+    ) -> None:
+        """`who` applied `header`, and holds these parts now."""
+        self.commits += 1
+        if header.prev_hash != before.hash:
+            raise Violation(f"{who} stands on {before.hash}, yet applied a header that is on {header.prev_hash} (4a)")
+        if header.error:
+            raise Violation(f"slot {header.seq} is refused: {header.error} (P3)")
+        key = (lineage, header.hash)
+        if key not in self.truths:
+            self.truths[key] = self._next(lineage, before, header)
+            self.headers[key], self.contributors[header.hash] = header, contributors
+            if header.contributors != len(contributors):
+                raise Violation(f"slot {header.seq} has shares of {header.contributors}, not of {contributors} (1)")
+            if header.seq > self.furthest.get(lineage, 0):
+                self.furthest[lineage] = header.seq
+                self.on_slot()
+            if header.kind is Kind.GATHER:
+                self._check_votes(header)
+        self._compare(f"{who} committed", lineage, header, header.view, values)
+
+    def lost(self) -> bool:
+        """Whether at no header all parts are held by members that live, or would be if it were handed on (P5, P14)."""
+        here = [m for m in self.members if m.alive and not m.outcome and m.training]
+        if not here or any(m.header.seq == GENESIS.seq for m in here):
+            return False
+        return not self._whole(here) and all(m.machine.notice for m in here)
+
+    def passed_over(self, who: str, header: Header) -> None:
+        """A member at this header is out, since a part of the state at it is held by nobody who answers (P5).
+
+        Nothing is lost where its side of a split goes on from GENESIS, for owners make their parts there (P14).
+        """
+        here = [m for m in self.members if m.alive and not m.frozen and not m.outcome and m.training]
+        if header.prev_hash == GENESIS.hash and any(m.header.seq == GENESIS.seq for m in here):
+            return
+        if self._held(header, here) >= self.every:
+            raise Violation(
+                f"{who} is out though all parts at its slot {header.seq} are held by members that live (P5)"
+            )
+
+    def goes_without(self, who: str, member: HoldsParts) -> None:
+        """A member is let go, for other parts are said to be lost (P14)."""
+        here = [m for m in self.members if m.alive and not m.frozen and not m.outcome and m.training]
+        if member.header.seq != GENESIS.seq and self._whole(here):
+            raise Violation(f"{who} is let go for lost parts, and all are there at slot {member.header.seq} (P14)")
+
+    def goes(self, who: str, member: HoldsParts) -> None:
+        """A member that was let go ends: whoever lacks a part at its header must be able to get it (P9).
+
+        After the closing header nobody needs any, nor where other parts are lost, so that nobody can go on (P14).
+        """
+        if member.header.seq == GENESIS.seq or member.header.kind is Kind.CLOSING:
+            return
+        others = [m for m in self.members if m is not member and m.alive and not m.outcome]
+        at = [m for m in others if m.machine.header.hash == member.header.hash]
+        needed = {p for m in at for p in numbers(m.machine.parts.missing)} & set(member.values)
+        if (lost := needed.difference(*(m.values for m in at))) and self._whole([*at, member]):
+            raise Violation(f"{who} goes, and others need parts {sorted(lost)} of it at slot {member.header.seq} (P9)")
+
+    def _held(self, header: Header, here: list[HoldsParts]) -> set[int]:
+        found: set[int] = set()
+        for member in here:
+            entered = member.machine.view
+            if member.header.hash == header.hash:
+                found.update(member.values)
+            elif entered is not None and member.header.hash == header.prev_hash and entered.id == header.view:
+                owned = numbers(division(entered).owned(member.machine.member_id))
+                found.update(owned if header.kind is Kind.STEP else member.values)
+        return found
+
+    def _next(self, lineage: str, before: Header, header: Header) -> Parts:
+        """All parts after this header."""
+        base = self.truths[self._key(lineage, before, header.view)]
+        if header.kind is not Kind.STEP:
+            if header.kind is Kind.GATHER and self.program.evaluates:
+                self._check_round(before, header, base)
+            return dict(base)
+        if not header.reduced:
+            raise Violation(f"slot {header.seq} is a step of pipelines, and its header needs bytes (P4)")
+        program, batch = self.program, batch_of(self.program, before.ledger)
+        if missing := sorted(self.every - set(base)):
+            raise Violation(f"slot {header.seq} is committed, and nobody has ever had parts {missing} (P14)")
+        used = sorted(p for spans in batch.positions for start, stop in spans for p in range(start, stop))
+        left = set(_positions(program.unspent(before.ledger, batch.epoch)))
+        spent = sorted(left - set(_positions(program.unspent(header.ledger, batch.epoch))))
+        if spent != used or header.total_weight != len(used):
+            raise Violation(
+                f"slot {header.seq}: its ledger spends {spent} and it weighs {header.total_weight:g}; the header "
+                f"before gives it {used} (P2)"
+            )
+        sums = dict(enumerate(result_of(program, Attempt(header.view, header.seq, before.hash), batch, base)))
+        return stepped(base, sums, program.rest, header, clipping([norms(sums)]))
+
+    def _check_round(self, before: Header, header: Header, base: Parts) -> None:
+        """A round of evaluation has counted each of its batches once, in the attempt that its header closed (P17)."""
+        program, batch = self.program, work_of(self.program, before, header.kind)
+        attempt = Attempt(header.view, header.seq, before.hash)
+        due = {j: tensors_of(program, attempt, batch, base, j)[-1] for j in range(program.micro_batches)}
+        found = sorted((j, value) for text in header.answers if text for j, value in json.loads(text))
+        if found != [(j, due[j]) for j in sorted(due) if j not in batch.empty]:
+            raise Violation(f"slot {header.seq}: metrics have counted batches {[j for j, _ in found]} (P17)")
+
+
+def _positions(spans: tuple[tuple[int, int], ...]) -> list[int]:
+    return [p for start, stop in spans for p in range(start, stop)]

@@ -1,0 +1,155 @@
+"""A symbolic training in pipelines: what a unit makes of its tensor, and what a part is after a step.
+
+Theory of operation. The training state has parts (membership/parts.py): layers and the rest, each a number. A tensor
+between stages and a gradient are numbers, too: hashes of everything that went into them, of the attempt above all. So
+a sum is right exactly if it is the sum that one process would get which has the whole state and runs every micro-batch
+once, and `result_of` computes that one. A member's raw sum of a layer is the sorted row of its micro-batches'
+gradients, so a gradient that is there twice shows. The norm of a sum is a number of its hash, and now and then NaN.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from chaos_lightning.protocol.types import Header, Kind, Ledger, Span, ViewId
+from lab.simulate.training import Program
+
+RawSum = tuple[int, ...]
+"""Gradients of one layer, sorted."""
+Parts = dict[int, int]
+"""Values of the parts that a member holds, by part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The samples of one step, by micro-batch.
+
+    Attributes:
+        epoch: Theirs.
+        positions: Spans of each micro-batch, some of them empty at the end of an epoch.
+    """
+
+    epoch: int
+    positions: tuple[tuple[Span, ...], ...]
+
+    @property
+    def empty(self) -> frozenset[int]:
+        """Numbers of micro-batches without samples."""
+        return frozenset(j for j, spans in enumerate(self.positions) if not spans)
+
+    def weight(self, micro_batch: int) -> float:
+        return float(sum(stop - start for start, stop in self.positions[micro_batch]))
+
+
+def batch_of(program: Program, ledger: Ledger) -> Batch:
+    """Returns the samples of the step after a header with this ledger: they follow from it alone (P2)."""
+    epoch = program.epoch(ledger)
+    left = [p for start, stop in program.unspent(ledger, epoch) for p in range(start, stop)]
+    size = program.micro_batch_size
+    rows = [left[j * size : (j + 1) * size] for j in range(program.micro_batches)]
+    return Batch(epoch, tuple(((row[0], row[-1] + 1),) if row else () for row in rows))
+
+
+def work_of(program: Program, before: Header, kind: Kind) -> Batch:
+    """Returns the samples of the slot after this header: of a step, or of a round of evaluation (P17)."""
+    if kind is Kind.STEP:
+        return batch_of(program, before.ledger)
+    count = 1 + before.seq % program.micro_batches
+    return Batch(0, tuple(((j, j + 1),) if j < count else () for j in range(program.micro_batches)))
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt at a step: what tells its tensors from all others."""
+
+    view: ViewId
+    seq: int
+    base: str
+    """Hash of the header before."""
+
+
+def entering(attempt: Attempt, batch: Batch, micro_batch: int) -> int:
+    """Returns what enters layer 0."""
+    return hash((attempt.view, attempt.base, batch.epoch, batch.positions[micro_batch]))
+
+
+def weight(program: Program, parts: Mapping[int, int], layer: int) -> int:
+    """Returns what a layer computes with: its own part, and the shared one if it uses that."""
+    return hash((parts[layer], parts[program.layers])) if layer in program.users else parts[layer]
+
+
+def forward(tensor: int, layer: int, value: int) -> int:
+    """Returns what leaves a layer of this value."""
+    return hash(("forward", tensor, layer, value))
+
+
+def loss(tensor: int) -> int:
+    """Returns the gradient of what leaves the last layer."""
+    return hash(("loss", tensor))
+
+
+def backward(gradient: int, tensor: int, layer: int, value: int) -> tuple[int, int]:
+    """Returns the gradient of what entered a layer, and the layer's own."""
+    return hash(("backward", gradient, tensor, layer, value)), hash(("gradient", gradient, tensor, layer, value))
+
+
+def tensors_of(program: Program, attempt: Attempt, batch: Batch, parts: Mapping[int, int], j: int) -> list[int]:
+    """Returns what enters each layer in one micro-batch, and what leaves the last one."""
+    tensors = [entering(attempt, batch, j)]
+    for layer in range(program.layers):
+        tensors.append(forward(tensors[-1], layer, weight(program, parts, layer)))
+    return tensors
+
+
+def result_of(program: Program, attempt: Attempt, batch: Batch, parts: Mapping[int, int]) -> list[RawSum]:
+    """Returns the sum of each part over all micro-batches, as one process computes it that has all parts."""
+    sums: list[list[int]] = [[] for _ in range(program.rest)]
+    for j in range(program.micro_batches):
+        if j in batch.empty:
+            continue
+        tensors = tensors_of(program, attempt, batch, parts, j)
+        gradient = loss(tensors[-1])
+        for layer in reversed(range(program.layers)):
+            gradient, own = backward(gradient, tensors[layer], layer, weight(program, parts, layer))
+            sums[layer].append(own)
+            if layer in program.users:
+                sums[program.layers].append(shared(own))
+    return [tuple(sorted(row)) for row in sums]
+
+
+def shared(own: int) -> int:
+    """Returns the gradient of the shared parameter beside this one of a layer that uses it."""
+    return hash(("shared", own))
+
+
+# ------------------------------------------------------------------ the norm (P11)
+
+
+def norms(sums: Mapping[int, RawSum]) -> bytes:
+    """Returns what the oldest owners of these parts say of their reduced sums."""
+    values = {part: hash(row) % 1009 for part, row in sums.items()}
+    return json.dumps({part: value if value % 17 else float("nan") for part, value in values.items()}).encode()
+
+
+def clipping(said: Sequence[bytes]) -> str:
+    """Returns what the step of every part is clipped with: the norms of all parts, in their order."""
+    found = {int(part): value for text in said if text for part, value in json.loads(text).items()}
+    return str(sorted(found.items()))
+
+
+def stepped(parts: Mapping[int, int], results: Mapping[int, RawSum], rest: int, header: Header, clipped: str) -> Parts:
+    """Returns parts after a step: layers and what they share by their sums, the rest by the header.
+
+    Args:
+        parts: Before, as far as they are here.
+        results: Sums of parts.
+        rest: Number of the rest.
+        header: The step's.
+        clipped: See `clipping`.
+    """
+    after = {part: hash((value, results[part], clipped)) for part, value in parts.items() if part in results}
+    if rest in parts:
+        after[rest] = hash((parts[rest], header.seq))
+    return after

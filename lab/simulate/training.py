@@ -1,0 +1,120 @@
+"""A symbolic training: which slot comes next, what a member uses in it, and what its state is afterwards.
+
+Theory of operation. The training state is a tuple of numbers, one per range of the result and one for buffers that
+forward passes change (BatchNorm statistics); what travels beside these (outer_ranks.py) comes after them. Applying a
+slot's result hashes every entry with the set of contributions that was summed for it, so two members have equal states
+exactly if they applied equal results in equal order. What comes next is a function of the last header alone, as it is
+for real loops: steps until the epoch's samples are spent, a collective after every few steps, a BOUNDARY whenever the
+header asks for one, a CLOSING at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chaos_lightning.planning.assignment import assign_step
+from chaos_lightning.planning.ledger import is_spent, remaining
+from chaos_lightning.protocol.types import Header, Kind, Ledger, Span, Spent, View
+from lab.simulate.dataplane import Result
+
+State = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The job's script.
+
+    Attributes:
+        epochs: Passes over the data.
+        length: Samples per epoch.
+        gather_every: A collective follows each so many steps; 0: none.
+        ranges: Ranges of a step's result.
+        work_s: Mean duration of one member's work for a step, in seconds; with layers, of all micro-batches together.
+        layers: Of the model, if members run it in pipelines; 0: each member runs all of it.
+        stages: Of each pipeline.
+        micro_batches: Of a step.
+        micro_batch_size: Samples of each.
+        most: Layers that a member has room for; 0: all.
+        least: Members with which a plan fits at least.
+        on_lost_parts: What becomes of the job if parts of the state are lost (planning/pipelines/request.py).
+        shared: The first and the last layer share a parameter, which is a part of its own.
+        evaluates: Each collective is a round of evaluation in pipelines.
+    """
+
+    epochs: int = 2
+    length: int = 24
+    gather_every: int = 3
+    ranges: int = 3
+    work_s: float = 0.02
+    layers: int = 0
+    stages: int = 2
+    micro_batches: int = 4
+    micro_batch_size: int = 1
+    most: int = 0
+    least: int = 1
+    on_lost_parts: str = "wait"
+    shared: bool = False
+    evaluates: bool = False
+
+    @property
+    def needed(self) -> int:
+        """Members with which a plan fits at least; 1 without pipelines."""
+        return max(self.least, -(-self.layers // self.most) if self.most else 1)
+
+    @property
+    def users(self) -> tuple[int, ...]:
+        """Layers that use the shared parameter; its part has the number behind theirs."""
+        return (0, self.layers - 1) if self.shared else ()
+
+    @property
+    def rest(self) -> int:
+        """Number of the part that all members own."""
+        return self.layers + self.shared
+
+    def epoch(self, ledger: Ledger) -> int:
+        """The epoch of the next step; `epochs` when all are spent."""
+        current = max((s.epoch for s in ledger.streams), default=0)
+        return current + 1 if is_spent(ledger, "", current, self.length) else current
+
+    def next_kind(self, header: Header) -> Kind:
+        """The kind of the slot after `header`."""
+        after_step = header.kind is Kind.STEP
+        if after_step and self.gather_every and header.step % self.gather_every == 0:
+            return Kind.GATHER
+        if header.boundary:
+            return Kind.BOUNDARY
+        return Kind.CLOSING if self.epoch(header.ledger) >= self.epochs else Kind.STEP
+
+    def share(self, view: View | None, member: str, ledger: Ledger) -> tuple[int, tuple[Span, ...]]:
+        """(epoch, positions) of this member's part of the next step."""
+        epoch = self.epoch(ledger)
+        if view is None or view.find(member) is None:
+            return epoch, ()
+        assignment = assign_step(view, ledger, epoch=epoch, length=self.length)[member]
+        return epoch, tuple(span for part in assignment.micro_batches for span in part)
+
+    def unspent(self, ledger: Ledger, epoch: int) -> tuple[Span, ...]:
+        return remaining(ledger, "", epoch, self.length)
+
+
+def initial_state(program: Program, seed: int) -> State:
+    """A process's own state before it meets others."""
+    return tuple(hash((seed, i)) for i in range(program.ranges + 1))
+
+
+def apply_result(state: State, results: Sequence[Result]) -> State:
+    """The state after a step's results, one per range; the buffers are averaged with them."""
+    new = [hash((old, tuple(sorted(result)))) for old, result in zip(state, results, strict=False)]
+    buffers = len(results)
+    return (*new, hash((state[buffers], new[0])), *state[buffers + 1 :])
+
+
+def after_forward(program: Program, state: State, uid: int) -> State:
+    """What a forward pass makes of the state: only buffers change, until the next commit averages them."""
+    buffers = program.ranges
+    return (*state[:buffers], hash((state[buffers], uid)), *state[buffers + 1 :])
+
+
+def spent_of(epoch: int, spans: tuple[Span, ...]) -> tuple[Spent, ...]:
+    return (Spent("", epoch, spans),) if spans else ()
