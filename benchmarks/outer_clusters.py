@@ -22,8 +22,8 @@ from benchmarks.common import MIB
 from benchmarks.workers import Worker
 from chaos_lightning.events.events import EventLog, Record
 from chaos_lightning.machine.listener import free_ports
-from chaos_lightning.observe.outer_fold import OuterRun, split
-from chaos_lightning.observe.outer_tables import OuterFacts
+from chaos_lightning.observe.outer.fold import OuterRun, split
+from chaos_lightning.observe.outer.tables import OuterFacts
 from chaos_lightning.outer.rules.types import Removed
 from chaos_lightning.testing.far_server import FarServer
 

@@ -32,7 +32,7 @@ from benchmarks.outer_ranks import CLUSTER, FAR_BPS, FOLLOWERS, NestedScene, nes
 from benchmarks.workers import context, scratch
 from chaos_lightning.events.events import Record
 from chaos_lightning.observe.audit import violations
-from chaos_lightning.observe.outer_audit import audit_folder
+from chaos_lightning.observe.outer.audit import audit_folder
 
 RANKS = (1, 2, 4)
 STRUCK = (2, 4)

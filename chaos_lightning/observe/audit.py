@@ -43,7 +43,7 @@ POINTS: Mapping[int, str] = {
     10: "clusters adopted only versions of the chain",
     11: "the progress of each inner step is in one push",
 }
-"""Points 1 to 5 are of a job of members, 6 to 11 of an outer job (`outer_audit.py`)."""
+"""Points 1 to 5 are of a job of members, 6 to 11 of an outer job (`outer/audit.py`)."""
 _FROM_A_PART = frozenset({1, 4})
 """What agrees in a part of the logs agrees, while order, use of samples and survival are of all."""
 _BY_SILENCE = frozenset({"gap", "ledger", "dropped"})

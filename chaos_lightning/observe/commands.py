@@ -23,7 +23,7 @@ from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.reader import Tail, log_files
 from chaos_lightning.machine.terminal import print_json, printable
 from chaos_lightning.observe.following import AskedJob, Latest
-from chaos_lightning.observe.outer_board import OuterBoard
+from chaos_lightning.observe.outer.board import OuterBoard
 from chaos_lightning.observe.render import Dashboard, draw, from_status, from_timeline, with_logs
 from chaos_lightning.settings import DEFAULT_ENDPOINT
 
@@ -162,7 +162,7 @@ def report(
 ) -> None:
     """Write one self-contained HTML page (and a PNG) about a run, and one for each elastic cluster of an outer job."""
     from chaos_lightning.observe import charts
-    from chaos_lightning.observe.outer_report import write_reports
+    from chaos_lightning.observe.outer.report import write_reports
 
     try:
         written = write_reports(latest_logs(logs), out, title=title, job=job)
@@ -194,7 +194,7 @@ def audit(
     its elastic clusters. Exit code 1 if a point is violated, 2 if there are no logs or they show nothing.
     """
     from chaos_lightning.observe.audit import NOT_SHOWN, verdict, violations
-    from chaos_lightning.observe.outer_audit import audit_folder
+    from chaos_lightning.observe.outer.audit import audit_folder
 
     try:
         judged = audit_folder(latest_logs(logs), expected_deaths=expect or None)

@@ -33,7 +33,7 @@ from chaos_lightning.machine.signals import ends
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.following import AskedJob, Latest
-from chaos_lightning.observe.outer_entries import read_entry
+from chaos_lightning.observe.outer.entries import read_entry
 from chaos_lightning.observe.spans import merge, size
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.outer.rules.types import Round

@@ -16,7 +16,7 @@ import pytest
 from log_support import whole_lines
 
 from chaos_lightning.events.events import EventLog, Record
-from chaos_lightning.observe.outer_fold import Adoption, ClusterLog, FrozenPush, HeardAnswer, InnerSteps
+from chaos_lightning.observe.outer.fold import Adoption, ClusterLog, FrozenPush, HeardAnswer, InnerSteps
 from chaos_lightning.outer.rules.types import NO_VERSION, IncarnationId, Offer, PushAnswer, PushId
 from chaos_lightning.testing.demo.apart import BENDS, CLUSTERS, DIES, MOST_S, plot_of
 from chaos_lightning.testing.demo.far_proof import in_time, inner_steps, prove, was_warm

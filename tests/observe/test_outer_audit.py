@@ -15,7 +15,7 @@ from chaos_lightning.cli import app
 from chaos_lightning.events.reader import read_events
 from chaos_lightning.events.registry import problems
 from chaos_lightning.observe.audit import NOT_SHOWN, OK, VIOLATED, Finding
-from chaos_lightning.observe.outer_audit import audit_folder
+from chaos_lightning.observe.outer.audit import audit_folder
 from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Counters,

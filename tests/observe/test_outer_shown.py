@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 from chaos_lightning.cli import app
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.reader import read_events
-from chaos_lightning.observe import commands, outer_charts
-from chaos_lightning.observe.outer_board import OuterBoard
-from chaos_lightning.observe.outer_fold import Adoption, ClusterLog, InnerSteps, OuterRun, split
-from chaos_lightning.observe.outer_report import outer_summary, write_reports
-from chaos_lightning.observe.outer_tables import OuterFacts, lost_in
+from chaos_lightning.observe import commands
+from chaos_lightning.observe.outer import charts as outer_charts
+from chaos_lightning.observe.outer.board import OuterBoard
+from chaos_lightning.observe.outer.fold import Adoption, ClusterLog, InnerSteps, OuterRun, split
+from chaos_lightning.observe.outer.report import outer_summary, write_reports
+from chaos_lightning.observe.outer.tables import OuterFacts, lost_in
 from chaos_lightning.observe.render import draw
 from chaos_lightning.outer.rules.types import PushAnswer
 

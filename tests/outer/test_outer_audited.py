@@ -12,9 +12,9 @@ from outer_job_support import OuterJob, inner_step, open_session, small_model, w
 from chaos_lightning.events.reader import Record, read_events
 from chaos_lightning.events.registry import problems
 from chaos_lightning.observe.audit import OK
-from chaos_lightning.observe.outer_audit import audit_folder
-from chaos_lightning.observe.outer_fold import OuterRun, split
-from chaos_lightning.observe.outer_tables import OuterFacts, cluster_of
+from chaos_lightning.observe.outer.audit import audit_folder
+from chaos_lightning.observe.outer.fold import OuterRun, split
+from chaos_lightning.observe.outer.tables import OuterFacts, cluster_of
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.testing.harness import Harness
 

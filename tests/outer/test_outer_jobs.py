@@ -24,7 +24,7 @@ from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.events.events import Record
 from chaos_lightning.observe.audit import VIOLATED
-from chaos_lightning.observe.outer_audit import audit_folder
+from chaos_lightning.observe.outer.audit import audit_folder
 from chaos_lightning.outer.cluster.content import OuterContent
 from chaos_lightning.outer.cluster.replica import Replica
 from chaos_lightning.outer.commands import export, follower_main

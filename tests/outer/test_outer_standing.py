@@ -25,7 +25,7 @@ from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.events import read_events
 from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.observe.audit import VIOLATED
-from chaos_lightning.observe.outer_audit import audit_folder
+from chaos_lightning.observe.outer.audit import audit_folder
 from chaos_lightning.outer.exchange.control_client import ask_end, fetch_facts
 from chaos_lightning.outer.exchange.options import LeaderOptions
 from chaos_lightning.outer.rules import messages as say

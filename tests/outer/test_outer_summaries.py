@@ -16,7 +16,7 @@ from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import StoreError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.events.reader import read_events
-from chaos_lightning.observe.outer_entries import JobEntries, read_entry
+from chaos_lightning.observe.outer.entries import JobEntries, read_entry
 from chaos_lightning.outer.exchange.control_client import fetch_facts
 from chaos_lightning.outer.exchange.vocabulary import body_bytes
 from chaos_lightning.outer.rules import messages as say

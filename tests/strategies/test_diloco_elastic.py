@@ -22,7 +22,7 @@ from chaos_lightning.events.registry import problems
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.observe.audit import VIOLATED
-from chaos_lightning.observe.outer_audit import audit_folder
+from chaos_lightning.observe.outer.audit import audit_folder
 from chaos_lightning.protocol.spans import count, normalise
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.keyfiles import NODES, KeyHolder

@@ -16,7 +16,7 @@ from forked_support import run
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.observe.audit import VIOLATED
-from chaos_lightning.observe.outer_audit import audit_folder
+from chaos_lightning.observe.outer.audit import audit_folder
 from chaos_lightning.outer.exchange.control_client import fetch_facts
 from chaos_lightning.protocol.spans import count, normalise
 from chaos_lightning.testing.harness import Harness

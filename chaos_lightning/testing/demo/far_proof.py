@@ -1,7 +1,7 @@
 """What `demo-diloco` proves, from the event logs of leaders, followers and clusters.
 
 Theory of operation. As in `proof.py`: a line fails when the logs contradict it, and also when they do not tell. What
-was decided is the chain's word, folded from all leaders' entries (observe/outer_entries.py); what was trained, clusters
+was decided is the chain's word, folded from all leaders' entries (observe/outer/entries.py); what was trained, clusters
 say themselves, and what was computed, followers. The audit's points 6 to 11 stand below the demo's own lines, and
 points 1 to 5 of an elastic cluster.
 """
@@ -18,9 +18,9 @@ from chaos_lightning.events.events import Record
 from chaos_lightning.machine.units import amount, duration
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe.fields import number
-from chaos_lightning.observe.outer_audit import audit_folder, discarded_steps
-from chaos_lightning.observe.outer_fold import ClusterLog, Fetch, FrozenPush, HeardAnswer, InnerSteps, OuterRun, split
-from chaos_lightning.observe.outer_tables import ClusterRow, OuterFacts, cluster_of, lost_in, spent_share
+from chaos_lightning.observe.outer.audit import audit_folder, discarded_steps
+from chaos_lightning.observe.outer.fold import ClusterLog, Fetch, FrozenPush, HeardAnswer, InnerSteps, OuterRun, split
+from chaos_lightning.observe.outer.tables import ClusterRow, OuterFacts, cluster_of, lost_in, spent_share
 from chaos_lightning.outer.commands.supervisor import LEADER, SPARE
 from chaos_lightning.outer.rules.types import PushAnswer, Removed
 from chaos_lightning.testing.demo import FINAL, LOSS

@@ -36,7 +36,7 @@ from chaos_lightning.events.events import Record, Tail
 from chaos_lightning.machine.signals import ends
 from chaos_lightning.machine.units import duration
 from chaos_lightning.observe.fields import integer
-from chaos_lightning.observe.outer_board import OuterBoard
+from chaos_lightning.observe.outer.board import OuterBoard
 from chaos_lightning.observe.render import draw, from_timeline
 from chaos_lightning.observe.timeline import SlotFact, Timeline
 from chaos_lightning.testing.demo.proof import Check, Evidence, table
@@ -190,7 +190,7 @@ def on_stage(console: Console, folder: Path, *endings: Callable[[], object]) -> 
 
 def judge(console: Console, folder: Path, checks: Sequence[Check], problem: str, seconds: float, title: str) -> bool:
     """Prints the lines of a proof, writes the report; whether everything is fine."""
-    from chaos_lightning.observe.outer_report import write_reports
+    from chaos_lightning.observe.outer.report import write_reports
 
     console.print(table(checks, f"\nWhat this proves ({seconds:.0f} s)"))
     failed = [check for check in checks if not check.ok]

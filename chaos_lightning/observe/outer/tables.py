@@ -1,6 +1,6 @@
 """What an outer job did, in rows: rounds and rollbacks, clusters, followers, as report and pictures show them.
 
-Theory of operation. What was decided is the chain's word (`outer_entries.py`), when it was staged, computed and saved
+Theory of operation. What was decided is the chain's word (`entries.py`), when it was staged, computed and saved
 the followers', and what it cost to train so the clusters'. A time that needs two machines (from staged at a follower to
 decided at the leader) is a difference of their wall clocks, so good for showing only.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from chaos_lightning.observe.outer_entries import JobEntries, Rollback
-from chaos_lightning.observe.outer_fold import ClusterLog, FollowerLog, OuterRun
+from chaos_lightning.observe.outer.entries import JobEntries, Rollback
+from chaos_lightning.observe.outer.fold import ClusterLog, FollowerLog, OuterRun
 from chaos_lightning.observe.spans import size
 from chaos_lightning.outer.rules.types import (
     TICKS,

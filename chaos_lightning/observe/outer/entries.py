@@ -25,8 +25,8 @@ from typing import Any
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.reader import Record
 from chaos_lightning.observe import fields as f
-from chaos_lightning.observe.outer_leases import LeaseBook
-from chaos_lightning.observe.outer_rounds import amiss
+from chaos_lightning.observe.outer.leases import LeaseBook
+from chaos_lightning.observe.outer.rounds import amiss
 from chaos_lightning.outer.rules import types as ot
 from chaos_lightning.outer.rules.settings import OuterSettings
 

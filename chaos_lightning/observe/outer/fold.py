@@ -3,7 +3,7 @@
 Theory of operation. An outer job is several jobs and a server, and all of them may log into one folder. `split` tells
 them apart: the outer jobs, one after the other, and the elastic clusters' own jobs, which `observe/audit.py` and
 `observe/report.py` judge and show as ever. `OuterRun` takes the events of one outer job in, one after the other, and
-holds what leaders, followers and clusters say, without comparing them: that is for `outer_audit.py`.
+holds what leaders, followers and clusters say, without comparing them: that is for `audit.py`.
 
 *Whose.* A follower's file begins with `follower_started`. A cluster's events name the incarnation, or the push and so
 the incarnation, or stand in the file of who was welcomed as one.
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from chaos_lightning.events.reader import Record
 from chaos_lightning.events.registry import known
 from chaos_lightning.observe import fields as f
-from chaos_lightning.observe.outer_entries import ToldEntry, read_entry
+from chaos_lightning.observe.outer.entries import ToldEntry, read_entry
 from chaos_lightning.outer.exchange.events import EVENTS
 from chaos_lightning.outer.rules.types import JobOpened, Removed
 

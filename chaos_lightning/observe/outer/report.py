@@ -16,11 +16,12 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.reader import read_events
 from chaos_lightning.machine.units import amount, duration
 from chaos_lightning.observe import audit as auditing
-from chaos_lightning.observe import outer_charts, report
+from chaos_lightning.observe import report
 from chaos_lightning.observe.jobs import jobs
-from chaos_lightning.observe.outer_audit import audit_outer
-from chaos_lightning.observe.outer_fold import OuterRun, split
-from chaos_lightning.observe.outer_tables import ClusterRow, OuterFacts, lost_in, spent_share
+from chaos_lightning.observe.outer import charts as outer_charts
+from chaos_lightning.observe.outer.audit import audit_outer
+from chaos_lightning.observe.outer.fold import OuterRun, split
+from chaos_lightning.observe.outer.tables import ClusterRow, OuterFacts, lost_in, spent_share
 from chaos_lightning.observe.report import WrittenReport, escaped, table
 from chaos_lightning.outer.rules.types import PushAnswer
 

@@ -1,7 +1,7 @@
 """Did an outer job keep its word? Points 6 to 11, judged from the logs of leaders, followers and clusters alone.
 
 Theory of operation. As in `observe/audit.py`, no single witness is trusted. The leaders' entries are folded into one
-chain (`outer_entries.py`) and held against themselves: hashes, predecessors, numbers, leases. What clusters froze,
+chain (`entries.py`) and held against themselves: hashes, predecessors, numbers, leases. What clusters froze,
 heard and adopted, and what followers computed and saved, is then held against that chain. Within one file the order of
 events counts; times of different machines are never compared.
 
@@ -20,8 +20,8 @@ from typing import TypeVar
 from chaos_lightning.events.reader import Record, read_events
 from chaos_lightning.observe.audit import NOT_SHOWN, OK, VIOLATED, Finding, audit_records, together
 from chaos_lightning.observe.jobs import jobs
-from chaos_lightning.observe.outer_entries import JobEntries, MadeVersion
-from chaos_lightning.observe.outer_fold import (
+from chaos_lightning.observe.outer.entries import JobEntries, MadeVersion
+from chaos_lightning.observe.outer.fold import (
     Adoption,
     ClusterLog,
     Fetch,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from chaos_lightning.events.reader import Record
 from chaos_lightning.machine.units import duration
 from chaos_lightning.observe import fields as f
-from chaos_lightning.observe.outer_fold import INNER, OUTER, Adoption, ClusterLog, FrozenPush, HeardAnswer, OuterRun
+from chaos_lightning.observe.outer.fold import INNER, OUTER, Adoption, ClusterLog, FrozenPush, HeardAnswer, OuterRun
 from chaos_lightning.observe.render import ENDED_SHOWN_S, Dashboard, Row
 from chaos_lightning.outer.rules.types import Durable, PushAnswer, RolledBack, Round
 

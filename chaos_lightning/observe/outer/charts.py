@@ -9,8 +9,8 @@ from chaos_lightning.machine.terminal import printable
 from chaos_lightning.machine.units import duration
 from chaos_lightning.observe import charts
 from chaos_lightning.observe.charts import BLUE, DONORS, GREEN, GREY, INK, ORANGE, PINK, RED, SKY
-from chaos_lightning.observe.outer_fold import FrozenPush
-from chaos_lightning.observe.outer_tables import OuterFacts, cluster_of
+from chaos_lightning.observe.outer.fold import FrozenPush
+from chaos_lightning.observe.outer.tables import OuterFacts, cluster_of
 from chaos_lightning.outer.rules.types import PushAnswer
 
 _ANSWERS = {
