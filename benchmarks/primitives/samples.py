@@ -1,7 +1,7 @@
 """What a change of the job cost its members' steps, as arithmetic on step times; nothing here runs or measures.
 
 All times are seconds, steps are numbered by the job, and a step's duration is the time between two commits of one
-member. `exposed` is the definition of benchmarks/primitives.py; controls go through the same function.
+member. `exposed` is the definition of benchmarks/primitives; controls go through the same function.
 """
 
 from __future__ import annotations

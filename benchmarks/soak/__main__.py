@@ -9,8 +9,8 @@ put out. Where etcd is installed, three schedulers stand by for each other on th
 scheduler, etcd's leader and its followers are killed or frozen, too, and come back (schedulers.py). Steps are
 slowed down by a pause (`--pace-s`) that stands for heavier computing: events need time, not load.
 
-Judged are DESIGN.md's points 1 to 5, twice: by the audit of the event logs, and by checks.py from journals that
-the members wrote on their own (states at every step, samples as the data set handed them out). link_checks.py
+Judged are points 1 to 5 of docs/architecture.md, twice: by the audit of the event logs, and by checks.py from journals
+that the members wrote on their own (states at every step, samples as the data set handed them out). link_checks.py
 looks whether links that were mended came back into views. The peer is training that nobody disturbed, in the same run:
 the same epochs without pause, with several world sizes and seeds. The final loss must lie within the 95 % prediction
 interval for one more such run, and within the 99 % interval of what as many steps would have given (log loss over log

@@ -1,4 +1,4 @@
-"""What the soak's journals prove: DESIGN.md's contract, points 1 to 5, by code that shares nothing with the engine.
+"""Checks the soak's journals for points 1 to 5 of docs/architecture.md, by code that shares nothing with the engine.
 
 The journals (member.py) hold what each process saw from outside: which samples its data set handed out, which
 header it then stood on, and a SHA-256 of its state. From the headers' hashes the chain is rebuilt; epochs are found by

@@ -29,7 +29,6 @@ class Accumulation:
 
     Args:
         memory: Where gradients and results lie.
-        grid: Cells of gradients, as the reducer has them.
         overlap: Launch gradients during backward.
         loop: The I/O thread.
         reducer: Used in the I/O thread.

@@ -56,7 +56,7 @@ SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Verdict on one point of the contract (DESIGN.md, "What must always hold")."""
+    """Verdict on one point of the contract (docs/architecture.md, "What must always hold")."""
 
     point: int
     verdict: str

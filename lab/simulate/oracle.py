@@ -3,7 +3,7 @@
 Theory of operation. The oracle sees everything: every contribution made, every header committed by anyone with the
 state it led to, every slot that somebody treated as stable, every ejection and every join. Headers form a tree (a
 slot that a dead member committed may be committed differently by the survivors); the externalised ones must form a
-path of it. Each check names the rule of protocol.md or the contract of DESIGN.md that it stands for.
+path of it. Each check names the rule of protocol.md or the contract of docs/architecture.md that it stands for.
 """
 
 from __future__ import annotations

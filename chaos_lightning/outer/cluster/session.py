@@ -13,7 +13,7 @@ are asked for is `PushServing`'s.
 outright adoption nothing is claimed any more: the loop must drop what it has not trained (`Boundary.outright`).
 
 A dismissed incarnation is over; the same process comes in again with a new machine, a new stream and new connections.
-Those of the old one stay as long as somebody may ask for its pushes (O3a).
+Those of the old one stay as long as somebody may ask for its pushes (O5).
 """
 
 from __future__ import annotations

@@ -804,7 +804,7 @@ class ClusterMachine:
         return self._settled and all(version <= self._durable for version in self._in.values())
 
     def anew(self) -> Self:
-        """With which the same process comes in again: its pushes are kept for whoever needs them (O3a, O3b)."""
+        """With which the same process comes in again: its pushes are kept for whoever needs them (O3b, O5)."""
         me = self._hello
         found = type(self)(
             self.name, me.place, self.nonce, self.agreement, process=me.process, overlap=self.overlap,

@@ -32,7 +32,7 @@ from chaos_lightning.outer.rules.types import (
 )
 
 KEPT = 16
-"""Accepted pushes of an incarnation that it may still keep: at most 7 (outer-rules, Memory)."""
+"""Accepted pushes of an incarnation that it may still keep: at most 7 (O5)."""
 
 
 class Pushes:
@@ -211,7 +211,7 @@ class Pushes:
         """Accepted pushes that the second newest durable version holds (O5)."""
         chain, needed = self._desk.chain, self._desk.chain.needed()
         for who in whom:
-            own = [i for i in chain.incarnations if i.cluster == who.cluster]  # earlier ones' are kept, too (O3a)
+            own = [i for i in chain.incarnations if i.cluster == who.cluster]  # earlier ones' are kept, too (O5)
             accepted = [push for i in own for push in chain.incarnations[i].accepted(KEPT)]
             kept = self._attendance.clusters[who].kept if who in self._attendance.clusters else ()
             accepted += [push for push in kept if push.incarnation not in chain.incarnations]  # cut: nobody needs it
