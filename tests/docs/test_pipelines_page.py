@@ -1,4 +1,4 @@
-"""Pipelines in the README and in docs/pipelines.md: commands as a wheel has installed them, and what the tables say."""
+"""Pipelines in docs/pipelines.md: commands as a wheel has installed them, and what the tables say."""
 
 from __future__ import annotations
 
@@ -104,16 +104,16 @@ def test_each_row_of_what_works_changes_and_is_refused_has_a_test() -> None:
             assert set(names.split(", ")) <= set(defined), file
 
 
-def test_the_readme_shows_what_the_command_prints(installed: Installed, tmp_path: Path) -> None:
+def test_the_page_shows_what_the_command_prints(installed: Installed, tmp_path: Path) -> None:
     """In a terminal of 100 columns. CHAOS_REWRITE=1 writes it again."""
     shutil.copytree(ROOT / "examples" / "plans", tmp_path / "examples" / "plans")
-    command = block("README.md", "chaos-lightning plan")
+    path = ROOT / "docs" / "pipelines.md"
+    command = block("docs/pipelines.md", "chaos-lightning plan examples/plans/llama7b.yaml")
     said = installed.run(command, tmp_path, COLUMNS="100")
-    page = (ROOT / "README.md").read_text()
-    before, _, rest = page.partition(f"```bash\n{command}```\n\n```text\n")
+    before, _, rest = path.read_text().partition(f"```bash\n{command}```\n\n```text\n")
     shown, _, after = rest.partition("```")
     if os.environ.get("CHAOS_REWRITE"):
-        (ROOT / "README.md").write_text(f"{before}```bash\n{command}```\n\n```text\n{said}```{after}")
+        path.write_text(f"{before}```bash\n{command}```\n\n```text\n{said}```{after}")
         shown = said
     assert shown == said
     assert max(map(len, said.splitlines())) <= 100
@@ -122,7 +122,7 @@ def test_the_readme_shows_what_the_command_prints(installed: Installed, tmp_path
 @pytest.mark.slow
 def test_the_commands_plan_for_the_file(installed: Installed, tmp_path: Path) -> None:
     (tmp_path / "fleet.yaml").write_text(block("docs/pipelines.md", "micro_batches: 24"))
-    said = installed.run(block("docs/pipelines.md", "chaos-lightning plan"), tmp_path, COLUMNS="100")
+    said = installed.run(block("docs/pipelines.md", "chaos-lightning plan fleet.yaml"), tmp_path, COLUMNS="100")
     heads = re.findall(r"^(\S+): (\d+) layers, (\d+) devices", said, re.MULTILINE)
     assert heads == [("fleet", "26", "14"), ("fleet", "26", "15"), ("fleet", "26", "14"), ("gpt:32,4096", "34", "64")]
     assert "lost: d3, d7" in said
