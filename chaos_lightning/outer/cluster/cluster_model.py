@@ -64,12 +64,12 @@ class ClusterModel:
         """Inner steps and their samples that the log has not heard of; when it last did."""
         self._loss: float | None = None
         self.console = Teller()
-        """What is said on it is said by the process that writes the log."""
+        """Console of the process that writes the log; others leave it silent."""
         self._away = threading.Event()
         """Set from the end of a stream to the next welcome."""
         self._version_said = float("-inf")
         self._own: list[Tensor] | None = None
-        """What is trained, while the base is shown."""
+        """The parameters that are trained, while the model shows the base."""
 
     def empty(self) -> Part:
         """Memory for a version."""

@@ -1,4 +1,4 @@
-"""What a cluster of outer sync is told beside the job's rules (settings.py): each setting once.
+"""Settings of one cluster beside the job's rules (settings.py): each of them once.
 
 To add one, write a field and use it: the strategy, the plain loop, Hydra and the environment have it then.
 """
@@ -93,7 +93,7 @@ class ClusterOptions:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where a leader may be."""
+        """Endpoints at which a leader may be."""
         return split_endpoints(self.server or DEFAULT_SERVER)
 
     @property

@@ -1,4 +1,4 @@
-"""What the effects of `ClusterMachine` mean for memory: base, residual, and what was pushed.
+"""Carries out effects of `ClusterMachine` in memory: on the base, the residual and pushes.
 
 Theory of operation. *Freezing* copies the parameters (f, fp32); the push is encoded from base, f and residual beside
 the training. *Adopting* is theta <- theta_v + (theta - f) (docs/outer.md, O9), with the base in place of f where no
@@ -53,7 +53,7 @@ class OuterContent:
         """Memory for the next f: new memory would keep training for as long as the copy itself."""
 
     def format_of(self, *, founding: bool) -> Format:
-        """Of a push."""
+        """Returns the format of a push."""
         return self._codec.version if founding else self._codec.push
 
     def freeze(self, push: PushId) -> None:
@@ -64,9 +64,10 @@ class OuterContent:
             self.residual = self.frozen.new_zeros(self.frozen.shape)
 
     def encoder(self) -> Callable[[], Part]:
-        """What makes the content of the push that was frozen last, in any thread until that push is answered.
+        """Returns a function that encodes the push that was frozen last, in any thread until that push is answered.
 
-        It holds what it needs: the incarnation may end meanwhile. ConfigurationError if no job can begin with it.
+        It has references of its own, since the incarnation may end meanwhile. It raises ConfigurationError if no job
+        can begin with the content.
         """
         base, frozen, residual = self.base, self.frozen, self.residual
         assert frozen is not None
@@ -83,7 +84,7 @@ class OuterContent:
         return encode
 
     def settle(self, push: PushId, answer: PushAnswer) -> None:
-        """What becomes of the residual (O10)."""
+        """Has the residual follow the answer to a push (O10)."""
         if answer is PushAnswer.REJECTED:
             self.residual = None
             self.rejections += 1

@@ -87,7 +87,7 @@ class InnerJob(Protocol):
 
     @property
     def server(self) -> StateServer:
-        """What this rank serves to the others."""
+        """Server of this rank's state for the other ranks."""
         ...
 
     def ways(self, members: Sequence[str]) -> list[Endpoint]:
@@ -101,7 +101,7 @@ class InnerJob(Protocol):
 
 @dataclass(slots=True)
 class _Step:
-    """What this rank's part of the coming step is made of, and how fast it was."""
+    """This rank's part of the coming step, and how fast it was."""
 
     samples: int = 0
     since: float = field(default_factory=time.monotonic)
@@ -116,7 +116,7 @@ class _Step:
 
 @dataclass(slots=True)
 class NewcomerFacts:
-    """What a newcomer gets beside the training state and tensors: as text, a tensor itself."""
+    """Facts that a newcomer gets beside the training state and tensors: as text, a tensor itself."""
 
     ranks: RanksFacts
     pending: PushId | None
@@ -170,21 +170,21 @@ class ElasticCluster:
         self._attendant: Attendant | None = None
         self._hello: ClusterHello | None = None
         self._news: deque[RankNews] = deque()
-        """What the first rank's next answer tells the machines."""
+        """News that the first rank's next answer tells the machines."""
         self._sent = 0
         """So many of these stand in an answer that was given."""
         self._encoding: tuple[PushId, Future[Part]] | None = None
         self._encoded: tuple[PushId, Part, str] | None = None
         self._getter = VersionGetter(self._changed, self._model.empty, self._sought, self._missed, server=inner.server)
         self._told: tuple[Any, Any] = (None, None)
-        """What of these the last answer said."""
+        """The parts of these that the last answer told."""
         self._me, self._ranks = "", 1
         self._serving = PushServing(
             options, self._secret, self._model.grid, lambda: self._model.who() or options.name, events.emit
         )
         self._step = _Step()
         self._said = RankSays(), text_of(RankSays, RankSays())
-        """What it said last."""
+        """Its last answer, and that as text."""
         self._reason = self._failed = ""
         self.leaves = self.held = False
         self._closing = threading.Event()
@@ -194,7 +194,7 @@ class ElasticCluster:
 
     @property
     def state(self) -> RanksMachine:
-        """What all ranks hold alike."""
+        """State that all ranks hold alike."""
         assert self._state is not None, "this rank is not in the cluster yet"
         return self._state
 
@@ -235,7 +235,7 @@ class ElasticCluster:
 
     @property
     def tape(self) -> Tape | None:
-        """What is leased; None where the cluster has its own data."""
+        """Leased positions; None if the cluster has its own data."""
         return self.state.leased.tape if self.state.leased is not None else None
 
     @property
@@ -365,7 +365,7 @@ class ElasticCluster:
         self._step.samples += samples
 
     def answer(self) -> bytes:
-        """What this rank says in the coming commit."""
+        """Returns this rank's part in the coming commit."""
         with self._changed:
             events = tuple(self._news) if self._first else ()
             self._sent, self._told = len(events), (self._getter.here, self._encoded)
@@ -463,7 +463,7 @@ class ElasticCluster:
                 self._attendant.say(message)
 
     def _take_place(self, ranks: Sequence[str]) -> None:
-        """Who is first, from the contributors; the news that it told are told."""
+        """Finds out from the contributors which rank is first, and drops the news that have been told."""
         if len(ranks) != self._ranks:
             self._ranks = len(ranks)
             self._serving.share(self._ranks)
@@ -559,7 +559,7 @@ class ElasticCluster:
         self._serving.serve(self._content.pushes)  # else there was nobody yet who could ask
 
     def _drop_encoded(self) -> None:
-        """What no commit has made known as frozen."""
+        """Drops a push that is encoded here and that no commit has made known as frozen."""
         with self._changed:
             encoded, self._encoding, self._encoded = self._encoded, None, None
         if encoded is not None:

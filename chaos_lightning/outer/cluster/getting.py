@@ -22,7 +22,7 @@ from chaos_lightning.replication.server import StateServer
 AGAIN_S = 0.1
 """Before another attempt."""
 _LOOK_S = 0.5
-"""What is wanted is looked at so often at least."""
+"""Poll interval, s."""
 _log = logging.getLogger("chaos_lightning")
 
 
@@ -43,11 +43,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """What is to be got.
+    """A version that is to be fetched.
 
     Attributes:
-        version: Which.
-        whose: Whoever wants it; another one would not take it.
+        version: Its number and hash.
+        whose: The life of the cluster that wants it; another one would not take it.
         get: Makes an attempt; ChaosError or OSError if it fails.
     """
 
@@ -101,7 +101,7 @@ class VersionGetter:
             self._thread.join(5.0)
 
     def take(self, version: VersionId) -> Part | None:
-        """What is here, if it is this version; it is not here any more."""
+        """Gives up the version that is here, if it is this one; None: it is not."""
         with self._changed:
             found = self.here if self.here is not None and self.here[0] == version else None
             if found is not None:
@@ -155,7 +155,7 @@ class VersionGetter:
         return self._closing.is_set() or now is None or now.version != sought.version or now.whose is not sought.whose
 
     def _open(self) -> Sought | None:
-        """What is to be got and is not here."""
+        """Returns the version that is wanted and not here; None: there is none."""
         sought = self._seek()
         here = sought is not None and self.here is not None and self.here[0] == sought.version
         return None if here else sought

@@ -38,12 +38,12 @@ _LOOK_S = 0.05
 _ANSWER_S = 2.0
 """How long a server may take to say what it has."""
 _RACE_S = 2.0
-"""Who has lost a race for the files tries again after so long, for the winner may have died."""
+"""Seconds after which a starter that lost the race for the files tries again, as the winner may have died."""
 _ODD_LISTENER_PATIENCE_S = 6.0
 
 
 def look(endpoint: str, job: str, secret: Secret) -> str:
-    """What is at the endpoint: "free", "serves" (this job), "ended" (and still about), "silent" or "odd".
+    """Returns what is at the endpoint: "free", "serves" (this job), "ended" (and still about), "silent" or "odd".
 
     Raises:
         ConfigurationError: The server of another job is there.

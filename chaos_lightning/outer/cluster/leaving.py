@@ -12,7 +12,7 @@ from chaos_lightning.errors import ChaosError, ConfigurationError, DeadlineError
 from chaos_lightning.machine.signals import ExitSignals, Handler, aside, say
 
 TELL_S = 10.0
-"""Who waits says for what so often."""
+"""Interval, s, at which a waiting process says for what it waits."""
 _log = logging.getLogger("chaos_lightning")
 
 

@@ -1,4 +1,4 @@
-"""Where a rank of an elastic cluster serves the cluster's pushes: connections that are parked at the followers.
+"""Serves the cluster's pushes from each rank, over connections that are parked at the followers.
 
 Theory of operation. All ranks hold the same pushes and park connections under the incarnation's name, so a follower has
 each of them send a part, and the others send what one that dies was asked for. Pushes are cut as the followers' shards
@@ -101,7 +101,7 @@ class PushServing:
             self._tidy(push, shards)
 
     def _tidy(self, push: PushId, cut: tuple[Shard, ...]) -> None:
-        """Of this cut only that is served which the present one has, too."""
+        """Stops serving parts of a push by older shard boundaries, unless the present ones have them, too."""
         with self._lock:
             now = self._cuts.get(push, ())
             drop_push(self._server, push, [shard for shard in cut if shard not in now])
@@ -117,7 +117,7 @@ class PushServing:
             self._lines.spread(8 * nbytes / max(_LEAST_S, self._spread * min(self._pauses)))
 
     def drop(self, push: PushId) -> None:
-        """Nobody asks for it any more."""
+        """Stops serving a push."""
         with self._lock:
             cut = self._cuts.pop(push, ())
         self._tidy(push, cut)

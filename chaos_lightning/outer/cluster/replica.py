@@ -71,7 +71,7 @@ class Replica:
         return [tensor for _, tensor in self._named]
 
     def grid(self, block: int) -> Grid:
-        """Of these tensors."""
+        """Returns the grid of these tensors."""
         return Grid(tuple(spec.elements for spec in self.specs), block)
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class Replica:
                 tensor.copy_(values.view(tensor.shape))
 
     def copies(self) -> list[Tensor]:
-        """Of all tensors as they are now, for `restore`."""
+        """Returns copies of all tensors as they are now, for `restore`."""
         return [tensor.detach().clone() for _, tensor in self._named]
 
     @torch.no_grad()

@@ -83,7 +83,7 @@ _LOOK_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What happened between two steps.
+    """Outcome of a boundary between two steps.
 
     Attributes:
         adopted: The version that was taken over; None: none was.
@@ -187,7 +187,7 @@ class OuterSession:
 
     @property
     def incarnation(self) -> str:
-        """Who this cluster is, "name~number"; "" before it was let in."""
+        """Name of this incarnation, "name~number"; "" before it was let in."""
         return str(self._life.machine.incarnation or "")
 
     @property
@@ -420,13 +420,13 @@ class OuterSession:
                 patience.look()
 
     def waits_for(self) -> str:
-        """What must come before this cluster trains on, or may go, in words."""
+        """Returns in words the event for which this cluster waits before it trains on or may go."""
         if self._trouble:
             return f"the parameter server at {','.join(self.options.endpoints)}: {self._trouble}"
         return self._life.machine.waits_for
 
     def _carry_out(self, found: Boundary) -> Boundary:
-        """What waits for the loop's thread, in order; with what was found before."""
+        """Carries out the effects that wait for the loop's thread, in order; adds their outcome to `found`."""
         self._feed(self._life, cl.AtRest(), resting=True)
         while True:
             with self._changed:
@@ -626,7 +626,7 @@ class OuterSession:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Of earlier incarnations whose pushes nobody asks for any more."""
+        """Closes earlier incarnations whose pushes are not needed any more."""
         with self._changed:
             needed = {p.incarnation for p in self._content.pushes}
             done = [life for life in self._old if life.machine.incarnation not in needed]
@@ -705,7 +705,7 @@ def agreement_of(
     length: int = 0,
     words: dict[str, str] | None = None,
 ) -> Agreement:
-    """What this cluster says that all must have in common.
+    """Returns this cluster's side of what all must have in common.
 
     Args:
         replica: Of its model.

@@ -1,4 +1,4 @@
-"""What `DiLoCoStrategy` can be told: the settings of the job and of this cluster, under one roof.
+"""Settings of `DiLoCoStrategy`: those of the job and of this cluster in one place.
 
 Theory of operation. Each setting is declared once, in `OuterSettings` or in `ClusterOptions`. Some are arguments of the
 strategy; the others are fields of `DiLoCoOptions`, where None means: the environment's CHAOS_<NAME>, else the default.
@@ -20,7 +20,7 @@ from chaos_lightning.settings import from_environment
 
 OWNERS = (OuterSettings, ClusterOptions)
 ARGUMENTS = ("server", "name", "inner_steps", "outer_lr", "outer_momentum", "policy", "codec", "data", "overlap")
-"""What the strategy takes as arguments of its own; everything else is in its `options`."""
+"""Settings that are arguments of the strategy; all others are in its `options`."""
 
 
 def optional(names: Iterable[str]) -> list[tuple[str, Any, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 FADE = 0.9
-"""What is known counts so much beside the next step."""
+"""Weight of the moving average beside the next step."""
 
 
 class TrainingRates:

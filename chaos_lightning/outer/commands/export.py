@@ -45,7 +45,7 @@ from chaos_lightning.replication.table import DTYPES
 
 NEWEST = "newest"
 _LIGHTNING = "2.6.0"
-"""Where Lightning is not installed: the version whose checkpoints these are like."""
+"""Version of Lightning that is written into checkpoints if Lightning is not installed."""
 
 
 def durable_version(chain: OuterChain, wanted: str) -> tuple[VersionId, tuple[str, ...]]:

@@ -52,7 +52,7 @@ def ps(arguments: Sequence[str]) -> None:
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    """Of a sub-command that asks a leader."""
+    """Returns the parser of a sub-command that asks a leader."""
     parser = argparse.ArgumentParser(
         prog=f"chaos-lightning ps {name}",
         description=SUBCOMMANDS[name][1],

@@ -49,10 +49,10 @@ def gives_way(pid: int) -> str:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Nobody else runs a server on this folder meanwhile.
+    """Keeps other servers off this folder meanwhile.
 
     Raises:
-        ConfigurationError: Somebody does.
+        ConfigurationError: Another one runs on it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder.with_name(f"{folder.name}.lock")
@@ -134,7 +134,7 @@ def followers_of(options: ServerOptions) -> list[str]:
 
 
 def _chain(options: ServerOptions) -> OuterChain | None:
-    """What the chain says; None if there is none yet, or etcd does not answer: followers wait for it, too."""
+    """Returns the chain; None if there is none yet, or if etcd does not answer, for which followers wait, too."""
     from chaos_lightning.control.sqlite_store import SqliteStore
     from chaos_lightning.outer.server.chain_store import load_chain
     from chaos_lightning.outer.server.standing import open_outer_store

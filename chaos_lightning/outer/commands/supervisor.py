@@ -62,7 +62,7 @@ class _Child:
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name = name
         self.arguments = tuple(arguments)
-        """Of the leader and the spare the command; of a follower what its `main` takes."""
+        """Command of the leader or the spare; arguments of `main` for a follower."""
         self.pid = 0
         self.started_s = 0.0
         self.due_s = 0.0
@@ -99,13 +99,13 @@ class Supervisor:
         """To the spare."""
         self._warm = False
         self._said = b""
-        """What the spare has said of a line that is not complete."""
+        """Beginning of a line from the spare whose end has not come yet."""
         self._signals: list[int] = []
         self._outlives = outlives
         self._stays = False
         """The leader was asked to end."""
         self._code: int | None = None
-        """With which the supervisor is to end."""
+        """Exit code with which the supervisor is to end; None: it goes on."""
 
     # ------------------------------------------------------------------ the loop
 

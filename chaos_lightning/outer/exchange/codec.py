@@ -60,7 +60,7 @@ class Format(Protocol):
         ...
 
     def nbytes(self, elements: int) -> int:
-        """Of a block of so many elements: at least one, and no more than a larger block has."""
+        """Returns the bytes of a block of so many elements: at least one, and no more than for a larger block."""
         ...
 
     def encode(self, values: Tensor, out: Tensor) -> None:
@@ -154,7 +154,7 @@ INT8 = Int8Format()
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """What the setting `codec` names: the formats of both directions.
+    """Formats of both directions, as the setting `codec` names them.
 
     Attributes:
         name: As the setting has it.
@@ -174,7 +174,9 @@ class Codec:
         return self.push.residual
 
     def format_of(self, base: VersionId) -> Format:
-        """Of a push from this base. The first content of a job is parameters, so it travels as versions do."""
+        """Returns the format of a push from this base. A job's first content is parameters, so it travels as versions
+        do.
+        """
         return self.push if base != NO_VERSION else self.version
 
 
@@ -207,7 +209,7 @@ def codec_named(name: str) -> Codec:
 
 
 def codec_of(agreement: Agreement) -> Codec:
-    """What pushes and versions of this job travel in.
+    """Returns the codec of this job's pushes and versions.
 
     Parameters are pushed in fp32: bf16 would drop more of them than a round gains.
 
@@ -277,7 +279,7 @@ class Part:
 
     @property
     def block_nbytes(self) -> int:
-        """Of a whole block; the last one of a tensor may have fewer."""
+        """Bytes of a whole block; the last one of a tensor may have fewer."""
         return self.format.nbytes(self.shard.grid.block)
 
     def run(self, first: int, stop: int) -> Tensor:
@@ -310,5 +312,5 @@ class Part:
 
     @property
     def hash(self) -> str:
-        """Of the content; for the whole grid the manifest hash of an offer."""
+        """Hash of the content; for the whole grid it is the manifest hash of an offer."""
         return self.shard.content_hash(self.digests(), self.format.name)

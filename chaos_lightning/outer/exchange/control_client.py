@@ -45,7 +45,7 @@ _log = logging.getLogger("chaos_lightning")
 
 WHAT = "parameter server"
 ENDED = grpc.StatusCode.FAILED_PRECONDITION
-"""With which a leader ends streams that leads no more, and says why."""
+"""gRPC status with which a deposed leader closes its streams."""
 
 PULSE_S = 0.5
 """A leader says something so often on each stream."""
@@ -68,7 +68,7 @@ class _Over:
 
 
 class _Close:
-    """Somebody called `close`."""
+    """Item of the queue by which `close` ends the thread."""
 
 
 class _Stream:
@@ -281,7 +281,7 @@ class ControlClient(threading.Thread):
 
 
 def fetch_facts(endpoints: str, secret: Secret, timeout_s: float = 5.0, *, follow: bool = True) -> dict[str, Any]:
-    """What outer/follower/snapshot.py tells of a job, and of the server that says it.
+    """Asks a leader for the facts of its job (outer/follower/snapshot.py) and of itself.
 
     Args:
         endpoints: HOST:PORT, several with commas.

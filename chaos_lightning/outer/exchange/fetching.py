@@ -47,12 +47,12 @@ Check = Callable[[Mapping[str, Any], StateTable], None]
 
 
 def push_name(push: PushId, shard: Shard) -> str:
-    """Of the state that is this push's part in a shard."""
+    """Returns the name of the state that is this push's part in a shard."""
     return f"push {push} [{shard.first}, {shard.stop})"
 
 
 def version_name(version: VersionId, shard: Shard, format: str) -> str:
-    """Of the state that is this version's part in a shard, in the format of this name."""
+    """Returns the name of the state that is this version's part in a shard, in this format."""
     return f"version {version.number} {version.hash} {format} [{shard.first}, {shard.stop})"
 
 

@@ -78,15 +78,15 @@ class OuterState:
             assert tensor.is_contiguous()
             assert tensor.shape == (shard.elements,)
         self.empty = [buffer is None or not bool(self.buffer[place].any()) for place in shard.places]
-        """Of each block whether its buffer is all 0."""
+        """Whether the buffer of each block is all 0."""
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a snapshot holds."""
+        """The tensors of a snapshot: theta, momentum, buffer."""
         return self.theta, self.momentum, self.buffer
 
     def blocks(self, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one of the shard's blocks, in place."""
+        """Returns the three tensors of one of the shard's blocks, as views."""
         place = self.shard.places[block]
         return self.theta[place], self.momentum[place], self.buffer[place]
 
@@ -103,7 +103,7 @@ class OuterState:
 
     @property
     def digest(self) -> str:
-        """Of all of it, 32 hex digits."""
+        """Digest of the whole state, 32 hex digits."""
         return self.shard.content_hash(self.digests(), "state")
 
     def finite(self) -> bool:

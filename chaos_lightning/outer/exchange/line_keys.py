@@ -53,7 +53,7 @@ Outgoing = list[tuple[int, ToCluster | ToFollower]]
 
 
 def incarnation_of(peer: str) -> str:
-    """Of whoever is at the other end of a line: a process of a cluster puts a mark of its own behind it (lines.py)."""
+    """Returns the incarnation at the other end of a line, without the mark that a process puts behind it (lines.py)."""
     cluster, tilde, rest = peer.rpartition("~")
     return f"{cluster}{tilde}{rest.partition('/')[0]}" if tilde else peer
 
@@ -70,7 +70,7 @@ class LineKeyIssuer:
         self._job, self._keyed = job, secret_channel
         self._secret = os.urandom(KEY_NBYTES)
         self._clusters: dict[int, str] = {}
-        """Who a stream's process is."""
+        """Name of the process at each stream."""
         self._followers: dict[int, str] = {}
         self._obeying: dict[str, int] = {}
         """Streams of followers that were shown their start, by name."""
@@ -93,7 +93,7 @@ class LineKeyIssuer:
             del self._obeying[name]
 
     def with_keys(self, conn: int, message: ToCluster | ToFollower) -> Outgoing:
-        """What is to be sent for this message: itself, and the keys of the connections that it makes possible."""
+        """Returns this message, and with it the keys of the connections that it makes possible."""
         if not self._keyed:
             return [(conn, message)]
         match message:

@@ -57,7 +57,7 @@ _DEADLINE_S = 3.0
 _JOIN_S = 5.0
 _MAX_HANDSHAKES = 64
 _MAX_PARKED = 64
-"""Of all processes of one peer; the oldest one goes."""
+"""Largest number of parked connections of one peer, over all its processes; the oldest one goes."""
 _FULL_PAUSE_S = 0.2
 
 Note = Callable[..., None]
@@ -71,7 +71,7 @@ def _kept_alive(sock: socket.socket) -> socket.socket:
 
 
 def _cut(socks: Sequence[socket.socket]) -> None:
-    """Whoever waits on one of these waits no more; it closes it itself."""
+    """Wakes threads that wait on these sockets; each thread closes its own."""
     for sock in socks:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
@@ -159,7 +159,7 @@ class DataListener:
         return others[-1] if cluster and others else []
 
     def donors(self, peer: str) -> list[Endpoint]:
-        """Whom to `dial` for what this incarnation pushed: all processes of it that have parked, else itself."""
+        """Returns the endpoints to `dial` for an incarnation's pushes: its processes that have parked, else itself."""
         with self._changed:
             self._forget_dead()
             whose = dict.fromkeys(self._whose[sock] for sock in self._waiting(peer))

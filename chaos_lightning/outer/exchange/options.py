@@ -1,4 +1,4 @@
-"""What a leader of outer sync is told, and a whole server of one machine: leader, followers and a spare.
+"""Options of a leader of outer sync, and of a whole server on one machine: leader, followers and a spare.
 
 To add an option, write a field, and use it: `chaos-lightning ps leader` and `ps up` have it then.
 """
@@ -87,7 +87,7 @@ class LeaderOptions:
 
     @property
     def folder(self) -> Path:
-        """What lies on this machine, by default."""
+        """Default folder on this machine."""
         return state_folder(f"outer-{self.job}", split_endpoint(self.listen)[1])
 
     @property

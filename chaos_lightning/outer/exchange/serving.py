@@ -46,7 +46,7 @@ class ServedVersions(Generic[T]):
             self._forget(next(version for version in self._served if version != self._held))
 
     def go_back(self, version: VersionId) -> None:
-        """What was served and comes after this version may have been rolled back: nobody is to adopt it."""
+        """Stops serving versions after this one: they may have been rolled back, and must not be adopted."""
         for later in [served for served in self._served if served > version]:
             self._forget(later)
 

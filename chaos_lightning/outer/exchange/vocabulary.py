@@ -52,7 +52,7 @@ TO_FOLLOWER = OUTER.envelope(ToFollower, outer_pb2.ToFollowerEnvelope)
 
 
 def body_bytes(body: Body) -> bytes:
-    """What an entry says, as a record's body.
+    """Encodes the content of an entry as a record's body.
 
     Raises:
         WireError: More than `MAX_ENTRY_NBYTES`.

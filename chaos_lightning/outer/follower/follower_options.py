@@ -1,4 +1,4 @@
-"""What a follower is told.
+"""Options of a follower.
 
 To add an option, write a field, and use it: `chaos-lightning ps follower` has it then.
 """

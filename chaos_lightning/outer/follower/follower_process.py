@@ -85,7 +85,7 @@ Note = Callable[..., None]
 
 
 class LeaderStream(Protocol):
-    """What a follower needs of outer/exchange/control_client.py."""
+    """The part of outer/exchange/control_client.py that a follower uses."""
 
     def start(self) -> None: ...
 
@@ -212,11 +212,11 @@ class _Saver(threading.Thread):
 
 
 QUIET_S = 3.0
-"""Who asks for nothing of a version for so long, and is sent nothing, fetches no more."""
+"""Seconds without a request or an answer after which a fetch of a version counts as over."""
 
 
 class _State:
-    """What a follower holds of the outer state; methods are called in the state thread."""
+    """A follower's shard of the outer state; methods are called in the state thread."""
 
     def __init__(self, files: ShardFiles, staged: Callable[[], StagedPushes], server: StateServer, note: Note) -> None:
         self._files, self._staged, self._note = files, staged, note

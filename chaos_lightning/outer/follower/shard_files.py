@@ -40,7 +40,7 @@ from chaos_lightning.replication.memory import as_bytes, host_view
 from chaos_lightning.replication.parts import part_of, sweep
 
 FORMAT = 1
-"""Of the files; counted up by whoever changes what they hold."""
+"""Format of the files; raise it when their content changes."""
 KIND = "chaos-lightning outer shard"
 TENSORS = ("theta", "momentum", "buffer")
 _LENGTH = struct.Struct("<Q")
@@ -51,12 +51,12 @@ _NAME = re.compile(r"v([0-9]{8,12})-([0-9a-f]{32})(-[0-9a-f]{32})?\.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class ShardHead:
-    """What a file says of its content.
+    """Header of a file.
 
     Attributes:
-        job: Whose it is.
-        version: Whose content it has.
-        shard: Which blocks of which grid.
+        job: The job that it belongs to.
+        version: The version whose content it has.
+        shard: Its blocks, and their grid.
         counters: Of the job with this version.
         digest: Of the content.
     """
@@ -94,7 +94,7 @@ class ShardHead:
 
 @dataclass(frozen=True, slots=True)
 class FolderContents:
-    """What lies in a folder at a start.
+    """Content of a folder at a start.
 
     Attributes:
         whole: Versions whose content is what it was, oldest first.
@@ -252,7 +252,7 @@ class ShardFiles:
             os.fsync(file.fileno())
 
     def _head(self, path: Path, file: BinaryIO) -> ShardHead:
-        """What this file says of itself, its name and size included."""
+        """Reads the header of a file, and compares it with the file's name and size."""
         tables, words = _words(path, file)
         try:
             version = VersionId(int(words["version"]), words["hash"])

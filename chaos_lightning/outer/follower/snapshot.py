@@ -1,4 +1,4 @@
-"""What `Facts` tells of a job: for `ps status`, `top` and tests. A pure function over the leader's machine."""
+"""Facts of a job for `ps status`, `top` and tests: a pure function of the leader's machine."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _answers(tally: Mapping[PushAnswer, int]) -> dict[str, int]:
 
 
 def _leases(machine: LeaderMachine) -> dict[str, Any]:
-    """Of shared data; empty where each cluster has its own."""
+    """Returns the facts of shared data; none if each cluster has its own."""
     leases = machine.chain.leases
     if leases is None:
         return {}

@@ -48,7 +48,7 @@ TELL_S = 0.3
 
 @dataclass(frozen=True)
 class HeldShard:
-    """What a follower holds of the outer state.
+    """The shard that a follower holds.
 
     Attributes:
         shard: Its blocks.
@@ -62,7 +62,7 @@ class HeldShard:
 
     @classmethod
     def of(cls, agreement: Agreement, shard: int, shards: int) -> HeldShard:
-        """Of a job with this agreement, the shard of this number.
+        """Returns the shard of this number of a job with this agreement.
 
         Raises:
             ConfigurationError: There are fewer blocks than shards, or no such codec.
@@ -76,7 +76,7 @@ class HeldShard:
         return ExactSum.of(products(one, other, self.averaged)).encode()
 
     def lean(self, push: Part, state: OuterState) -> str:
-        """What is told of a push at each version, likewise: <D, m>, of parameters f <theta, theta> - 2 <theta, f>.
+        """Returns the number that is told of a push at each version: <D, m>; of parameters f <theta, theta> - 2 <theta, f>.
 
         With the latter the leader has <theta - f_j, theta - f_k> from <f_j, f_k> at each version (rounds.py).
         """
@@ -105,7 +105,7 @@ class MeasuredPart:
 
 
 class Lines(Protocol):
-    """Whoever has a push can be asked on these; `lines.DataListener`."""
+    """Connections to the processes that have a push; `lines.DataListener` is one."""
 
     def donors(self, peer: str) -> list[Endpoint]:
         """Processes of this incarnation."""

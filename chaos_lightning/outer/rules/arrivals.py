@@ -1,4 +1,4 @@
-"""What rounds have taught of when pushes come, and what a push loses that comes too late (outer/rules/window.py)."""
+"""Estimates of when pushes come and what a late push loses, learnt from rounds (outer/rules/window.py)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 FADE = 0.9
-"""What a round counts in the estimates once the next one is in."""
+"""Decay of a round's weight per later round."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalRates:
-    """What rounds have taught of arrivals, each counting less with every later one; each round holds it (O12).
+    """Estimates of arrivals, in which a round counts less with each later one; each round holds them (O12).
 
     Attributes:
         pushes: How many arrived.
@@ -26,7 +26,7 @@ class ArrivalRates:
     rounds: float = 0.0
 
     def after(self, pushes: int, span_s: float, cost_s: float) -> ArrivalRates:
-        """What is known after a round.
+        """Returns the estimates after another round.
 
         Args:
             pushes: Staged since the round before.

@@ -38,7 +38,7 @@ MOST_RATE = 1e12
 
 @dataclass(slots=True)
 class ClusterState:
-    """What the leader is told by one incarnation; `in_s`: when its push will be in, by follower."""
+    """News that the leader has of one incarnation; `in_s`: by follower, when its push will be in."""
 
     conn: int | None
     heard_s: float
@@ -53,7 +53,7 @@ class ClusterState:
     left: int = 0
     pending: int = 0
     batches: Batches | None = None
-    """What it trains at once, once it has said so to this leader."""
+    """Samples that it trains at once; None: it has not told this leader yet."""
     offer: Offer | None = None
     refused: str = ""
     """Why the push that it offers is not taken in; it offers the same with each heartbeat."""
@@ -91,9 +91,11 @@ class Attendance:
         self._holds_alone = holds_alone
         self._conns: dict[int, IncarnationId] = {}
         self._hellos: dict[int, ClusterHello] = {}
-        """Of clusters that wait to be let in, by stream: ranks of one may have several, of which some are gone."""
+        """Hellos of clusters that wait to be let in, by stream. Ranks of one cluster may have several, some of them
+        gone.
+        """
         self._why = ""
-        """Of the paces that were decided last."""
+        """Reason of the paces that were decided last."""
         self.clusters: dict[IncarnationId, ClusterState] = {}
         self._dead: set[IncarnationId] = set()
         """Incarnations without a stream whose process is known to be dead."""
@@ -101,11 +103,13 @@ class Attendance:
     # ------------------------------------------------------------------ questions
 
     def living(self) -> list[IncarnationId]:
-        """Who is in, and has said so to this leader."""
+        """Returns the incarnations that are in, and have said so to this leader."""
         return [who for who in self.clusters if not self._desk.chain.incarnations[who].over]
 
     def training(self) -> set[IncarnationId]:
-        """Who is waited for: it has a base, and samples to train or progress that is not pushed (O13)."""
+        """Returns the incarnations that are waited for: with a base, and with samples to train or progress to push
+        (O13).
+        """
         found = set()
         for who in self.living():
             cluster = self.clusters[who]
@@ -116,7 +120,7 @@ class Attendance:
         return found
 
     def oldest(self) -> IncarnationId | None:
-        """Who came before all others that are in: its verdict ends the job."""
+        """Returns the oldest incarnation that is in; its verdict ends the job."""
         living = [who for who, known in self._desk.chain.incarnations.items() if not known.over]
         return min(living, key=lambda who: who.number, default=None)
 
@@ -125,7 +129,7 @@ class Attendance:
         return cluster.steps or self._desk.settings.inner_steps
 
     def sole_holders(self) -> dict[IncarnationId, float]:
-        """Who would be removed for its silence (s), if it did not alone hold a push that a shard may lack (O14)."""
+        """Returns the silence, s, of those that stay only since they alone hold a push that a shard may lack (O14)."""
         desk = self._desk
         silent_s = {who: desk.now - self.clusters[who].heard_s for who in self.living()}
         for who, known in desk.chain.incarnations.items():
@@ -141,7 +145,7 @@ class Attendance:
         return all(who in self.clusters for who, incarnation in known if not incarnation.over)
 
     def fetched(self) -> list[VersionId]:
-        """What clusters are fetching; first what somebody fetches who has waited longest for another version (O8c)."""
+        """Returns the versions that clusters fetch, first that of the cluster that has waited longest for one (O8c)."""
         seeking = [who for who in self.living() if self.clusters[who].fetching != NO_VERSION]
         return [self.clusters[who].fetching for who in sorted(seeking, key=lambda who: self.clusters[who].seeks_since)]
 
@@ -244,7 +248,7 @@ class Attendance:
         return JobOpened(hello.agreement, f"{hello.cluster} at {hello.place}", hello.nonce)
 
     def next_join(self, welcome: Callable[[int, IncarnationId, ClusterHello], None]) -> Joined | None:
-        """Who comes in next. A name is free once its incarnation is over, or has not come here for long (O3b).
+        """Returns the next join. A name is free once its incarnation is over, or has not come here for long (O3b).
 
         Args:
             welcome: Told of one that is in already, whose welcome was lost: its stream, its name and its word.
@@ -271,7 +275,7 @@ class Attendance:
         return None
 
     def next_removal(self) -> Removed | None:
-        """Who has gone, is rejected again and again, or was not heard for long (O14)."""
+        """Returns the next removal: of one that left, is rejected again and again, or was silent for too long (O14)."""
         desk, chain = self._desk, self._desk.chain
         for who in sorted(self._dead):
             self._dead.discard(who)
@@ -325,7 +329,7 @@ class Attendance:
             self._conns.pop(cluster.conn, None)
 
     def paced(self) -> tuple[PacedCluster, ...]:
-        """Who trains, and with which pace from the next round on: where that is the policy, all arrive together."""
+        """Returns the pace of each cluster from the next round on; where that is the policy, all arrive together."""
         training = {who: self.clusters[who] for who in sorted(self.training())}
         steps = {who: cluster.steps for who, cluster in training.items()}
         if self._desk.settings.policy == "robust":

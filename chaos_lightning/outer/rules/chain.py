@@ -1,4 +1,4 @@
-"""What the leader's chain says: the state that its entries fold to, and what may follow it.
+"""The leader's chain: the state that its entries fold to, and the entries that may follow it.
 
 Theory of operation. The chain is the one sequence of rounds and records (rule O1). `OuterChain.follow` takes the next
 entry in; whoever folds the same entries holds the same: the leader that wrote them, the one that comes after it, an
@@ -67,7 +67,7 @@ from chaos_lightning.outer.rules.types import (
 
 @dataclass(frozen=True, slots=True)
 class GivenAnswer:
-    """What the chain said of one push."""
+    """Answer of the chain to one push."""
 
     offer: Offer
     answer: PushAnswer
@@ -77,7 +77,7 @@ class GivenAnswer:
 
 @dataclass(slots=True)
 class Incarnation:
-    """What the chain knows of one incarnation.
+    """Facts in the chain about one incarnation.
 
     Attributes:
         id: Its name.
@@ -140,7 +140,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class RoundState:
-    """What a rollback to a version goes back to; and the epoch whose positions were leased with it."""
+    """State to which a rollback to a version returns, and the epoch whose positions were leased with it."""
 
     counters: Counters
     gate: GateState
@@ -184,7 +184,7 @@ class SummedChain:
 
     @classmethod
     def of(cls, body: Summary) -> SummedChain:
-        """What a summary says.
+        """Returns the chain that a summary stands for.
 
         Raises:
             ValueError: It is none.
@@ -274,7 +274,7 @@ class OuterChain:
 
     @property
     def next_number(self) -> int:
-        """Of the next version."""
+        """Number of the next version."""
         return self.newest.number + 1
 
     @property
@@ -327,7 +327,7 @@ class OuterChain:
             at = found.before
 
     def since(self, version: VersionId) -> list[Version]:
-        """What leads from this version to the newest, oldest first.
+        """Returns the versions from this one, left out, to the newest, oldest first.
 
         Raises:
             KeyError: The newest does not come from it.
@@ -393,7 +393,7 @@ class OuterChain:
         match body:
             case JobOpened(agreement, by):
                 self.agreement, self.by, self.job_id = agreement, by, entry.hash
-                # Nobody can have joined before.
+                # No cluster can have joined before.
                 self.leases = Leases(agreement.length) if agreement.length else None
             case Started(follower, nonce):
                 self.starts[follower] = nonce

@@ -155,7 +155,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """What becomes of the residual now that this push is answered (O10)."""
+    """Has the residual follow the answer to this push (O10)."""
 
     push: PushId
     answer: PushAnswer
@@ -163,14 +163,14 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Nobody asks for the bytes of this push any more."""
+    """Has the bytes of this push dropped; no follower needs them any more."""
 
     push: PushId
 
 
 @dataclass(frozen=True, slots=True)
 class ReachHolders:
-    """Who holds the shards now, in shard order: whom versions are fetched from, and who fetches pushes."""
+    """Names the followers that hold shards now, in shard order: versions are fetched from them, and they fetch pushes."""
 
     holders: tuple[Holder, ...]
 
@@ -209,7 +209,7 @@ ClusterEffect = Say | Freeze | FetchVersion | Adopt | Settle | Free | ReachHolde
 
 
 class Phase(enum.StrEnum):
-    """Where a cluster stands."""
+    """Phase of a cluster between its start and its end."""
 
     WAITING = "waiting"
     TRAINING = "training"
@@ -219,7 +219,7 @@ class Phase(enum.StrEnum):
 
 @dataclass(slots=True)
 class Unpushed:
-    """What was trained and no push covers yet."""
+    """Training that no push covers yet."""
 
     samples: int = 0
     steps: int = 0
@@ -258,7 +258,7 @@ LAST_S = 60.0
 _AWAY, _CONNECTED, _WELCOME = range(3)
 """How a cluster stands with the leader; a welcome is an answer to its hello."""
 _GIVEN = frozenset({"agreement", "ahead_steps", "_hello", "_out", "_resting"})
-"""What a machine is made with, or holds during an event alone."""
+"""Attributes that are given to a machine, or live during one event only; `facts` leaves them out."""
 
 
 class ClusterMachine:
@@ -289,7 +289,7 @@ class ClusterMachine:
         self.agreement = agreement
         self._hello = ClusterHello(name, place, nonce, 0, None, NO_VERSION, NO_VERSION, agreement, process)
         self.job_id = ""
-        """Of the job that it was let into; "" before."""
+        """Name of the job that it was let into; "" before."""
         self.ahead_steps = ahead_steps if overlap else None
         """Beyond a push; None: without overlap."""
         self.inner_steps = self._usual_steps = OuterSettings.of_words(agreement.settings).inner_steps
@@ -297,7 +297,7 @@ class ClusterMachine:
         self.phase, self.term = Phase.WAITING, 0
         self.incarnation: IncarnationId | None = None
         self.oldest: IncarnationId | None = None
-        """Of the clusters that are in, as told last."""
+        """Oldest incarnation that is in, as the leader told last."""
         self.base = NO_VERSION
         self.newest = NO_VERSION
         """The newest version that it was told of."""
@@ -310,7 +310,7 @@ class ClusterMachine:
         self.job = JobProgress()
         """The job's, with the base."""
         self.rate, self.step_rate, self.batches = 0.0, 0.0, UNTOLD
-        """What it trains in a second, and how many positions of shared data at once."""
+        """Samples and steps that it trains per second, and positions of shared data that it takes at once."""
         self.leaving, self.verdict = False, ""
         """Whether it was asked to leave; why its own loop is over."""
         self._reopened: list[PushId] = []
@@ -437,7 +437,7 @@ class ClusterMachine:
 
     @property
     def waits_for(self) -> str:
-        """What must come before it trains on, or may go, in words."""
+        """Event for which it waits before it trains on or may go, in words."""
         if self.incarnation is None:
             return "the parameter server to let it in"
         if self._last is not None:
@@ -460,7 +460,7 @@ class ClusterMachine:
 
     @property
     def covering(self) -> Unpushed:
-        """What the push that is being frozen covers."""
+        """Training that the push covers which is being frozen."""
         return self._covered
 
     @property
@@ -804,7 +804,9 @@ class ClusterMachine:
         return self._settled and all(version <= self._durable for version in self._in.values())
 
     def anew(self) -> Self:
-        """With which the same process comes in again: its pushes are kept for whoever needs them (O3b, O5)."""
+        """Returns a new machine for a rejoin of the same process. The old pushes stay available until released (O3b,
+        O5).
+        """
         me = self._hello
         found = type(self)(
             self.name, me.place, self.nonce, self.agreement, process=me.process, overlap=self.overlap,

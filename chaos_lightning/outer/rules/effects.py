@@ -1,4 +1,4 @@
-"""What goes into the machines of outer sync and what comes out; the shells carry it out in order."""
+"""Events and effects of the machines of outer sync; shells carry effects out in order."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class NotFetched:
-    """Nobody served the part of this push for now."""
+    """The part of this push could not be fetched for now."""
 
     push: PushId
 

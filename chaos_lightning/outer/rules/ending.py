@@ -39,7 +39,9 @@ class Ending:
         self._asked = self._asked or reason
 
     def rolled_back(self) -> None:
-        """Who had nothing left to push has to do so again, and says anew when it is through (O5a)."""
+        """Forgets which clusters were through: after a rollback they push again, and say anew when they are through
+        (O5a).
+        """
         self._found, self._since_s = "", 0.0
         for cluster in self._attendance.clusters.values():
             cluster.verdict = ""
@@ -66,7 +68,9 @@ class Ending:
         return Ended(newest, self.reason, tuple(sorted(self._attendance.offers(), key=lambda offer: offer.push)))
 
     def _awaited(self, newest: VersionId) -> bool:
-        """Somebody whose loop is over is about to take the last version over; for a while that is waited for."""
+        """Returns whether a cluster whose loop is over is about to adopt the last version; that is waited for, for a
+        while.
+        """
         desk = self._desk
         self._since_s = self._since_s or desk.now
         clusters = [self._attendance.clusters[who] for who in self._attendance.living()]
@@ -74,7 +78,7 @@ class Ending:
         return late and desk.now - self._since_s < desk.settings.reconnect_s
 
     def told(self) -> JobFinished | None:
-        """What is said once the chain has its end."""
+        """Returns the farewell, once the chain has its end; None before."""
         ended = self._desk.chain.ended
         return JobFinished(self._desk.term, ended.version, ended.reason) if ended is not None else None
 

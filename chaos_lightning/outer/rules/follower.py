@@ -131,11 +131,12 @@ class FollowerMachine:
         self._durable: tuple[ShardFile, ...] = ()
         """With this shard's digests, oldest first; both come before the newest version."""
         self._base = NO_VERSION
-        """What it holds is never asked for again; NO_VERSION: the first version is computed from nothing."""
+        """Newest version whose pushes are never needed again; NO_VERSION: the first version is computed from nothing.
+        """
         self._entries: list[Entry] = []
-        """What made the versions since the base, oldest first; rolled-back ones too."""
+        """Entries that made the versions since the base, oldest first, with those that were rolled back."""
         self._offers: dict[PushId, Offer] = {}
-        """What it is to have."""
+        """Pushes that it has to fetch or hold."""
         self._staged: dict[PushId, Fetched] = {}
         self._fetching: set[PushId] = set()
         self._busy = False
@@ -358,7 +359,7 @@ class FollowerMachine:
     # ------------------------------------------------------------------ what comes next
 
     def _line(self) -> list[Entry]:
-        """What leads from the older durable version to the newest: no version that was rolled back."""
+        """Returns the entries from the older durable version to the newest, without those that were rolled back."""
         found: list[Entry] = []
         limit = None
         for entry in reversed(self._entries):

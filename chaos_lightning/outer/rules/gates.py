@@ -111,7 +111,7 @@ class MeasuredPush:
 
 @dataclass(frozen=True, slots=True)
 class Sifted:
-    """What a gate says.
+    """Verdict of a gate on the pushes of a round.
 
     Attributes:
         rejected: Why, by name.
@@ -224,7 +224,7 @@ def _rows(
 
 
 def share(push: MeasuredPush, settings: OuterSettings) -> float:
-    """Of a push in its round's average, beside the shares of the others: T_j r_j (judging.py)."""
+    """Returns the weight of a push in its round's average (T_j r_j in judging.py)."""
     discount = settings.discount_stale and settings.policy != "di_ps"
     return push.offer.samples * ((1 + push.staleness) ** -0.5 if discount else 1.0)
 

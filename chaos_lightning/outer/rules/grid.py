@@ -149,7 +149,7 @@ class Shard:
 
     @cached_property
     def places(self) -> tuple[slice, ...]:
-        """Where each of its blocks lies among its elements."""
+        """Place of each of its blocks among its elements."""
         starts = [self.grid.start(block) for block in range(self.first, self.stop + 1)]
         return tuple(slice(a - starts[0], b - starts[0]) for a, b in pairwise(starts))
 
@@ -172,11 +172,11 @@ class Shard:
         return min(max(self.grid._firsts[tensor] - self.first, 0), self.blocks)
 
     def nbytes(self, itemsize: int) -> int:
-        """Of its elements, if each takes `itemsize` bytes."""
+        """Returns the bytes of all elements, if each takes `itemsize` bytes."""
         return self.elements * itemsize
 
     def runs(self) -> Iterator[Span]:
-        """Of each tensor that it has a part of, in order: the run of its own blocks that are that tensor's."""
+        """Yields, for each tensor of which it has a part, in order, the run of its blocks that belong to that tensor."""
         firsts = self.grid._firsts
         for tensor in range(bisect_right(firsts, self.first) - 1, len(self.grid.sizes)):
             if firsts[tensor] >= self.stop:

@@ -1,4 +1,4 @@
-"""What a round makes of the pushes of a window: the answers, and the factors by which followers compute the version.
+"""Judges the pushes of a window: their answers, and the factors by which followers compute the version.
 
 Theory of operation. `judge` is a function of its arguments, all of which are metadata: the norms and products of the
 pushes D_j say all that is needed of them. It goes by the pushes' names and never by the order in which they came. First
@@ -38,7 +38,7 @@ from chaos_lightning.outer.rules.types import TICKS, Counters, Factors, GateStat
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a round says, but for its number and the version before; pushes are in the order of their names.
+    """Content of a round without its number and the version before. Pushes are in the order of their names.
 
     Attributes:
         accepted: With their factors, which add up to 1 where the gate has shortened none.

@@ -129,7 +129,7 @@ class LeaderMachine:
 
     @property
     def chain(self) -> OuterChain:
-        """What is stored."""
+        """The chain, as it is stored."""
         return self.desk.chain
 
     @property
@@ -144,12 +144,12 @@ class LeaderMachine:
 
     @property
     def clusters(self) -> dict[IncarnationId, ClusterState]:
-        """What clusters that are in have said."""
+        """News of the clusters that are in."""
         return self.attendance.clusters
 
     @property
     def followers(self) -> dict[str, Follower]:
-        """What followers have said."""
+        """News of the followers."""
         return self.shards.followers
 
     @property
@@ -389,7 +389,7 @@ class LeaderMachine:
             self.desk.persist(body)
 
     def _next(self) -> Body | None:
-        """What is to be stored next."""
+        """Returns the entry that is to be stored next; None: nothing is due."""
         ends = bool(self.end.reason)
         return (
             self.shards.next_start(self.attendance.offers())
@@ -495,7 +495,7 @@ class LeaderMachine:
         return {*self.chain.leases.aside} if self.chain.leases is not None else set()
 
     def _obey_all(self) -> None:
-        """What followers are shown has changed."""
+        """Gives all followers their orders again, since the chain that they are shown has changed."""
         for name, follower in self.followers.items():
             if follower.obeys:
                 self.shards.obey(name, self.attendance.offers())

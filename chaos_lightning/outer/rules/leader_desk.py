@@ -1,4 +1,4 @@
-"""What the parts of a leader have in common: the chain, the clock, what is to be stored, and what is to be said."""
+"""State that all parts of a leader share: the chain, the clock, the entry to store, and the effects of this event."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LeaderDesk:
         self.out.append(Done(reason, finished))
 
     def doubt(self, who: str, lacking: str) -> None:
-        """Somebody of this job knows what the chain lacks: nothing more may be decided on it (O4)."""
+        """Stops deciding, since a peer of this job knows something that the chain lacks (O4)."""
         self.end(
             f"{who} knows {lacking}, which this chain lacks: it is an older copy, or another leader rules by now. Stop "
             "this server, put the newest one in its place, and start it again: clusters and followers wait for that"
@@ -91,7 +91,7 @@ class LeaderDesk:
         )
 
     def lacks(self, term: int, *versions: VersionId, answered: PushId | None = None) -> str:
-        """What somebody knows and this chain lacks, in words; "": nothing.
+        """Returns in words what a peer knows and this chain lacks; "": nothing.
 
         Args:
             term: The highest that it has heard of.

@@ -1,4 +1,4 @@
-"""Who may train which samples of an epoch, where all clusters share the data (O11).
+"""Leases of an epoch's samples to clusters that share the data (O11).
 
 Theory of operation. An epoch is an order of positions [0, length), as everywhere. A position is *free*, *leased* to one
 incarnation, *spent* by a round that accepted a push that covers it, or *set aside*. The leader leases some minutes'
@@ -56,7 +56,7 @@ REJECTIONS = 3
 _Key = TypeVar("_Key")
 _Spans = tuple[Span, ...]
 _Blame = tuple[IncarnationId, ...]
-"""Who rejected a position, one after the other."""
+"""Incarnations whose pushes of a position were rejected, in order."""
 
 
 def wanted(rate: float, lease_ahead_s: float, held: int) -> int:
@@ -107,13 +107,13 @@ class _Epoch:
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """What an accepted push spent, and in which round; or what a push covers that a rollback made unanswered."""
+    """Positions that an accepted push spent, and its round; or those of a push that a rollback made unanswered."""
 
     round: int
     covers: tuple[Covered, ...]
 
     def of(self, epoch: int) -> _Spans:
-        """Of this epoch."""
+        """Returns its positions in this epoch."""
         return next((each.spans for each in self.covers if each.epoch == epoch), ())
 
 
@@ -167,7 +167,7 @@ class Leases:
 
     @property
     def aside(self) -> tuple[Aside, ...]:
-        """What is set aside, of epochs that can still change."""
+        """Positions that are set aside, in epochs that can still change."""
         return tuple(
             Aside(epoch, spans, blame)
             for epoch, state in self._epochs.items()
@@ -180,12 +180,12 @@ class Leases:
         return epoch < max(self._epochs) if state is None else not state.left(self._length)
 
     def leased(self, incarnation: IncarnationId) -> dict[int, tuple[Span, ...]]:
-        """What is leased to it, by epoch; what its unanswered pushes cover is part of it."""
+        """Returns by epoch the positions that are leased to it, with those of its unanswered pushes."""
         found = {epoch: state.leased.get(incarnation, ()) for epoch, state in self._epochs.items()}
         return {epoch: spans for epoch, spans in found.items() if spans}
 
     def spent(self, epoch: int) -> tuple[Span, ...]:
-        """What is spent of an epoch; all of it once the epoch cannot change any more, set aside or not."""
+        """Returns the spent positions of an epoch: all of them once the epoch cannot change any more, set aside or not."""
         state = self._epochs.get(epoch)
         if state is None:
             return ((0, self._length),) if self.over(epoch) else ()
@@ -214,7 +214,7 @@ class Leases:
         return ""
 
     def _amiss(self, who: IncarnationId, push: PushId, covered: Covered) -> str:
-        """What is wrong with the positions of one epoch."""
+        """Returns in words what is wrong with the positions of one epoch; "": nothing."""
         state = self._epochs.get(covered.epoch)
         if state is None:
             began = "over" if self.over(covered.epoch) else "not begun"
@@ -464,7 +464,7 @@ class Leases:
     # ------------------------------------------------------------------ parts
 
     def _free(self, state: _Epoch) -> _Spans:
-        """What is neither leased, spent nor set aside.
+        """Returns the positions that are neither leased, spent nor set aside.
 
         Raises:
             ValueError: a position is two of these.
@@ -477,7 +477,7 @@ class Leases:
             raise ValueError(f"{incarnation} is not in the job")
 
     def _offered_again(self, incarnation: IncarnationId, epoch: int) -> _Spans:
-        """What pushes cover that a rollback made unanswered."""
+        """Returns the positions of its pushes that a rollback made unanswered."""
         return union(
             span
             for push, covered in self._unanswered.items()
@@ -486,7 +486,7 @@ class Leases:
         )
 
     def _whereabouts(self, epoch: int, amiss: _Spans) -> str:
-        """What became of the first of these positions, in words."""
+        """Returns in words what became of the first of these positions."""
         state = self._epochs[epoch]
         places = [
             *((f"spent by {push}", won.of(epoch)) for push, won in sorted(self._accepted.items())),
@@ -548,7 +548,7 @@ def _may_train(cluster: str, blame: _Blame, clusters: set[str]) -> bool:
 
 
 def _common(one: _Spans, other: _Spans) -> _Spans:
-    """What is in both."""
+    """Returns the positions that are in both."""
     return subtract(one, subtract(one, other))
 
 

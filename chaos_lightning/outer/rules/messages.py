@@ -1,4 +1,4 @@
-"""What leader, followers and clusters tell each other; metadata only (docs/outer.md).
+"""Messages between leader, followers and clusters; metadata only (docs/outer.md).
 
 Theory of operation. Bytes of pushes and versions travel between clusters and followers, as states of `replication/`.
 All that is said about them passes the leader. What the leader says bears its term: who has heard of a higher one does
@@ -161,7 +161,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """Who holds the shards, in shard order."""
+    """Followers that hold the shards, in shard order."""
 
     term: int
     holders: tuple[Holder, ...]
@@ -169,7 +169,7 @@ class Holders:
 
 @dataclass(frozen=True, slots=True)
 class Eldest:
-    """Who came before all others that are in: its verdict ends the job, and it writes checkpoints and logs."""
+    """Oldest incarnation that is in: its verdict ends the job, and it writes checkpoints and logs."""
 
     term: int
     incarnation: IncarnationId
@@ -186,7 +186,7 @@ class Paced:
 
 @dataclass(frozen=True, slots=True)
 class PushAnswered:
-    """What the chain says of a push.
+    """Answer of the chain to a push.
 
     Attributes:
         term: The leader's.
@@ -402,7 +402,7 @@ class OnItsWay:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What keeps it from saving, such as a full disk; "": nothing any more."""
+    """Reason why a follower cannot save, such as a full disk; "": it can again."""
 
     follower: str
     reason: str

@@ -17,7 +17,7 @@ MOST_MANIFEST = 128
 MOST_TIMES = 1024
 """Steps per sample, and usual batches per step, that are possible at most."""
 _COUNTED = 1 << 62
-"""What is counted stays below it, and so within 64 bits."""
+"""Bound of all counters, so that they stay within 64 bits."""
 
 
 def oversize(offer: Offer) -> str:

@@ -39,7 +39,7 @@ def _choices(hint: Any) -> Mapping[str, Any]:
 
 
 def plain(hint: Any, value: Any) -> Any:
-    """What JSON has of this value.
+    """Returns the value that JSON has for this one.
 
     Args:
         hint: Its type: a dataclass, a union of dataclasses and None, an enum, a tuple of one type or of several, a

@@ -150,7 +150,9 @@ class Pushes:
         return None
 
     def next_round(self) -> Round | Voided | None:
-        """What is to be decided on staged pushes, unless too many versions are ahead of the disk already (O5)."""
+        """Returns the next round on staged pushes; None if there is none, or too many versions are ahead of the disk
+        (O5).
+        """
         chain, attendance = self._desk.chain, self._attendance
         if not chain.founded:
             return None
@@ -202,7 +204,7 @@ class Pushes:
             follower.missing.clear()
 
     def tell_reopened(self, who: IncarnationId, version: VersionId) -> None:
-        """What is unanswered again."""
+        """Tells a cluster which of its pushes are unanswered again."""
         opened = tuple(self.reopened(who))
         if opened:
             self._attendance.tell(who, Reopened(self._desk.term, version, opened))

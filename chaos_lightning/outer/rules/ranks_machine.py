@@ -1,4 +1,4 @@
-"""What all ranks of an elastic cluster hold alike, as a pure state machine: how one commit of their job changes it.
+"""State that all ranks of an elastic cluster hold alike, as a pure machine: one commit of their job changes it.
 
 Theory of operation. Each rank holds one `RanksMachine`. A commit hands all ranks the same answers (`RankSays`), so all
 machines change alike: a push counts as frozen once all have encoded it, a version as there once all hold it (O8). What
@@ -34,12 +34,12 @@ class Sealed:
 RanksEffect = cl.ClusterEffect | Sealed | fx.Told
 """`Told`: the machines are about to hear this."""
 RankNews = fx.Told | fx.Connected | fx.Disconnected | fx.TimePassed | cl.Missed
-"""What the first rank may tell the machines."""
+"""News that the first rank may pass on to the machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSays:
-    """What a rank says in a commit.
+    """Part of one rank in a commit.
 
     Attributes:
         holds: The version that it has got.
@@ -68,7 +68,7 @@ class RankSays:
 
 @dataclass(slots=True)
 class LeasedTape:
-    """What is leased to the cluster, and which places on that tape steps have used."""
+    """Positions that are leased to the cluster, in order, and the places among them that steps have used."""
 
     tape: Tape = field(default_factory=Tape)
     spent: tuple[Span, ...] = ()
@@ -83,7 +83,7 @@ class LeasedTape:
         return (Covered(self.tape.epoch, normalise(self.tape.positions(new))),) if new else ()
 
     def grow(self, free: Mapping[int, Sequence[Span]], *, anew: bool) -> None:
-        """What is leased by now lies on the tape.
+        """Appends the positions that are leased by now.
 
         Args:
             free: Leased positions that no push covers, by epoch.
@@ -99,7 +99,7 @@ class LeasedTape:
 
 @dataclass
 class MachineFacts:
-    """What `ClusterMachine.facts` tells, by its attributes' names: as text it is read by these types (plain.py)."""
+    """Fields of `ClusterMachine.facts`, with the types by which their text is read (plain.py)."""
 
     job_id: str
     inner_steps: int
@@ -247,7 +247,7 @@ class RanksMachine:
         yield from self.machine.on(cl.AtRest())
 
     def _agreed(self, ranks: Sequence[str], said: Sequence[RankSays]) -> Iterator[RanksEffect]:
-        """What all ranks have done is done."""
+        """Takes as done what all ranks have done."""
         push, wanted = self.machine.freezing, self.machine.fetching
         frozen = [each.frozen for each in said if each.frozen is not None and each.frozen[0] == push]
         if push is not None and len(frozen) == len(said):

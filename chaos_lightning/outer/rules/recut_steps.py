@@ -1,4 +1,4 @@
-"""What is done, and in which order, where a job's shards are cut anew (O15): pure.
+"""Steps, in order, by which a job's shard boundaries are changed (O15): pure.
 
 Theory of operation. `recut_steps` is a generator: it yields one step after the other, and is sent what came of each.
 Who drives it does the steps on real files (outer/commands/recut.py), or on simulated ones (lab/outer/starting.py). It
@@ -25,7 +25,7 @@ from chaos_lightning.outer.rules.types import NO_VERSION, Cut, Durable, VersionI
 
 @dataclass(frozen=True, slots=True)
 class ReadChain:
-    """Nobody who led before writes any more; what came of it: the chain as it is then."""
+    """Makes sure that no earlier leader writes any more; its result is the chain as it is then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def _of(sources: Sequence[OldShard], shard: Shard) -> tuple[OldShard, ...]:
 
 
 def _clear(names: Sequence[str], newest: int) -> Generator[Step, Any, None]:
-    """What those who hold shards have of later versions is of the shards that they held before."""
+    """Deletes versions after the cut: they use the old shard boundaries."""
     for name in names:
         if not (yield Find(name)):
             yield DeleteBeyond(name, newest)

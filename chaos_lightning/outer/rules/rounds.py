@@ -28,7 +28,7 @@ from chaos_lightning.outer.rules.types import IncarnationId, Offer, PushId, Reje
 from chaos_lightning.outer.rules.window import Window
 
 Rows = Mapping[PushId, Sequence[Staged]]
-"""What the followers say of each push, in shard order."""
+"""Reports of the followers on each push, in shard order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Rounds:
         again: Collection[PushId],
         settings: OuterSettings,
     ) -> Round | Voided | None:
-        """What is to be decided now, if anything.
+        """Returns the decision that is due now, None if there is none.
 
         Args:
             now_s: By the leader's clock.

@@ -1,4 +1,4 @@
-"""What a user may set about outer sync: every setting once, with its default, help and check (declared.py).
+"""Settings of outer sync: each of them once, with its default, help and check (declared.py).
 
 Two settings follow the policy unless the user says otherwise: the optimizer and the bound of the clip. So `di_ps` is
 the paper to the letter, and `async` the naive way that the paper compares with. The paper says in two ways what a push
@@ -167,7 +167,7 @@ class OuterSettings:
 
     @property
     def optimizer_used(self) -> str:
-        """What `auto` stands for."""
+        """The optimizer that `auto` stands for."""
         if self.optimizer != "auto":
             return self.optimizer
         return "delayed_nesterov" if self.policy in ("robust", "sync") else "nesterov"

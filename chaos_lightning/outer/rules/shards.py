@@ -37,7 +37,7 @@ HOLD_S = 3600.0
 
 @dataclass(slots=True)
 class Follower:
-    """What the leader is told by one follower."""
+    """News that the leader has of one follower."""
 
     conn: int | None
     nonce: str
@@ -108,13 +108,13 @@ class Shards:
 
     @property
     def _blocks(self) -> int:
-        """Of the model: no more followers can hold a shard."""
+        """Number of blocks of the model, and so the largest number of followers."""
         agreed = self._desk.chain.agreement
         assert agreed is not None
         return Grid(tuple(tensor.elements for tensor in agreed.tensors), agreed.block).blocks
 
     def holders(self) -> Holders:
-        """Whom clusters dial; who is away has no endpoint."""
+        """Returns the followers that clusters dial; one that is away has no endpoint."""
         here = {name: f.endpoint for name, f in self.followers.items() if f.conn is not None}
         return Holders(self._desk.term, tuple(Holder(name, here.get(name, "")) for name in self._desk.chain.cut))
 
@@ -206,7 +206,7 @@ class Shards:
         return Cut(tuple(here[:shards])) if len(here) >= shards else None
 
     def unsaved(self) -> str:
-        """Who has not saved yet what is to be durable next, in words."""
+        """Returns in words the followers that have not saved the next durable version yet."""
         found = []
         for name in self._desk.chain.cut:
             follower = self.followers.get(name)
@@ -238,7 +238,7 @@ class Shards:
             self._desk.send(follower.conn, message)
 
     def stage(self, offer: Offer) -> None:
-        """Who lacks these bytes is to fetch them."""
+        """Tells the followers that lack the bytes of this push to fetch them."""
         for follower in self.up():
             staged = follower.staged.get(offer.push)
             if staged is None or staged.manifest != offer.manifest:

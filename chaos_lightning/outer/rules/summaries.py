@@ -34,11 +34,11 @@ VERSIONS = 64
 ANSWERS = 16
 """So many answers of each incarnation are kept: it asks for that to its last push alone, and frees what it keeps."""
 MOST_CHARACTERS = 700_000
-"""Of a summary: etcd takes no larger one."""
+"""Largest number of characters of a summary: etcd takes no larger one."""
 
 
 def summary_of(chain: OuterChain, bases: Collection[VersionId], versions: int = VERSIONS) -> Summary:
-    """What this chain folds to.
+    """Returns the summary of this chain.
 
     Args:
         chain: It has a second newest durable version, and has not ended.

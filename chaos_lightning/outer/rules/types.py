@@ -73,7 +73,7 @@ NO_VERSION = VersionId()
 
 
 class PushAnswer(enum.StrEnum):
-    """What becomes of a push; the chain alone says so (O3)."""
+    """Fate of a push; the chain alone decides it (O3)."""
 
     ACCEPTED = "accepted"
     REJECTED = "rejected"
@@ -132,7 +132,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What a follower needs beside the pushes to compute a version, decided once.
+    """Numbers that a follower needs beside the pushes to compute a version, decided once.
 
     Attributes:
         rate: eta p times the clip factor: theta <- theta - rate delta.
@@ -151,7 +151,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What the outer optimizer counts: samples since the momentum moved last, and the job's clock.
+    """Counters of the outer optimizer: samples since the momentum moved last, and the job's clock.
 
     Attributes:
         pending: a, in samples.
@@ -185,7 +185,7 @@ class RefusedRow:
 
 @dataclass(frozen=True, slots=True)
 class GateState:
-    """What the gate has seen of accepted pushes: x_j (gates.py).
+    """Statistics of the gate about accepted pushes: x_j (gates.py).
 
     Attributes:
         count: How many since it began to warm up.
@@ -267,7 +267,7 @@ TIED = "tied tensors"
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all clusters of a job have in common; the first one's is the job's.
+    """Model and settings that all clusters of a job have in common; those of the first one are the job's.
 
     Attributes:
         tensors: Parameters, then reduced buffers, in the fixed order.
@@ -346,7 +346,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Who holds which shard, in shard order; the grid says where they are cut (O15).
+    """Followers and their shards, in shard order; the grid says where the boundaries are (O15).
 
     Attributes:
         followers: In shard order.
@@ -487,7 +487,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What all entries before it fold to, which the store has no more (O1a).
+    """Summary of all entries before it, which the store has dropped (O1a).
 
     Attributes:
         after: Hash of the entry before.
@@ -535,12 +535,12 @@ class Entry:
 
     @cached_property
     def hash(self) -> str:
-        """Of all of it, and so of all entries before."""
+        """Hash of the entry, and so of all entries before."""
         words = [self.position, self.term, type(self.body).__name__, asdict(self.body), self.before]
         return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
 
     def fields(self) -> dict[str, object]:
-        """Of the event `entry`, which tells of all of it."""
+        """Returns the fields of the event `entry`, which tells all of it."""
         return {
             "position": self.position,
             "term": self.term,

@@ -31,7 +31,7 @@ _AGAIN_S = 0.2
 
 
 def load_chain(store: Store, after: OuterChain | None = None) -> OuterChain:
-    """What the store holds.
+    """Reads the chain that the store holds.
 
     Args:
         store: Of outer sync's chain.

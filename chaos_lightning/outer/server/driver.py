@@ -63,7 +63,11 @@ class OuterDriver:
         self._inbox.put_nowait(event)
 
     async def drive(self, streams: ClientStreams, done: Callable[[Done], None]) -> None:
-        """What the machine says goes to these streams; `done` is told when it decides nothing more.
+        """Runs the machine and carries out its effects, until it is cancelled.
+
+        Args:
+            streams: Take the messages that the machine sends.
+            done: Called when the machine decides nothing more.
 
         Raises:
             StoreError: The store failed.

@@ -51,7 +51,7 @@ _LINGER_S = 60.0
 _QUIET_S, _AWAY_S = 0.5, 5.0
 """It ends when no cluster was here for so long; the second one, if a cluster that lives has not been told."""
 _END_TIMEOUT_S = 600.0
-"""Whoever asks for the end of a job waits so long for a durable version."""
+"""Seconds that a request for the end of a job waits for a durable version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class OuterServer:
 
     @property
     def endpoint(self) -> str:
-        """Where others reach it."""
+        """Address at which others reach it."""
         return self.config.advertise or join_endpoint(self.config.host, self.port)
 
     @property
@@ -301,7 +301,7 @@ class OuterServer:
         return self._ended
 
     async def facts(self) -> dict[str, Any]:
-        """Of this process, of its candidacy, and of the job if it leads (outer/follower/snapshot.py)."""
+        """Returns facts of this process, of its candidacy, and of the job if it leads (outer/follower/snapshot.py)."""
         machine, standing = self._driver.machine, self._standing
         led: dict[str, Any] = {}
         if standing is not None:

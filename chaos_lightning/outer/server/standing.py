@@ -95,7 +95,7 @@ class OuterCandidacy:
         return f"this leader waits to lead; now {place or 'nobody'} does. {trouble}".rstrip(". "), place
 
     def facts(self) -> dict[str, Any]:
-        """Who leads, since when and why; who stands by; what this candidate waits for."""
+        """Returns who leads, since when and why, who stands by, and for what this candidate waits."""
         return self._election.facts() if self._election is not None else {}
 
     def close(self) -> None:

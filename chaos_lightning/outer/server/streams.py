@@ -80,7 +80,7 @@ class ClientStream:
             )
 
     def process_state(self) -> str:
-        """Of a process on this machine "gone", "stopped" or "runs"; "" of one elsewhere, or hidden from us."""
+        """Returns "gone", "stopped" or "runs" for a process on this machine; "" for one elsewhere, or hidden from us."""
         here = self.process.pid and self.process.host == host_identity()
         return process_state(self.process.pid, self.process.pid_start) if here else ""
 
@@ -188,7 +188,7 @@ class ClientStreams:
         self._emit(event, of=stream.name, peer=stream.peer, up=up)
 
     def _expect_hello(self, stream: ClientStream) -> None:
-        """Whoever has not said by now who it is takes a place that somebody may need."""
+        """Closes a stream that has not sent a hello in time; it uses up a slot."""
         if not stream.name:
             self._refused(stream.peer, f"no hello within {self._hello_timeout_s:g} s ({stream.call})")
             stream.cut.set()

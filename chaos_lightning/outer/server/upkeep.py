@@ -104,7 +104,7 @@ def _judged(path: Path) -> EndedFolder | None:
         chain = load_chain(opened)
     if chain.ended is None or _is_needed(chain) or not _only_ours(path, chain):
         return None
-    # Whoever reads the chain, as here, touches the others.
+    # Reading the chain, as here, touches the others.
     files = [each.stat() for each in path.rglob("*") if each.is_file() and not each.name.endswith(("-shm", ".lock"))]
     written = max(each.st_mtime for each in files if each.st_size)
     return EndedFolder(path, sum(each.st_size for each in files), written + FORGOTTEN_S)
