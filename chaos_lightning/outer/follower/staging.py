@@ -76,7 +76,7 @@ class HeldShard:
         return ExactSum.of(products(one, other, self.averaged)).encode()
 
     def lean(self, push: Part, state: OuterState) -> str:
-        """Returns the number that is told of a push at each version: <D, m>; of parameters, <theta, theta> - 2 <theta, f>.
+        """Returns the number that is told of a push at a version: <D, m>; of parameters <theta, theta> - 2 <theta, f>
 
         With the latter the leader has <theta - f_j, theta - f_k> from <f_j, f_k> at each version (rounds.py).
         """

@@ -170,7 +170,9 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class ReachHolders:
-    """Names the followers that hold shards now, in shard order: versions are fetched from them, and they fetch pushes."""
+    """Names the followers that hold shards now, in shard order: versions are fetched from them, and they fetch
+    pushes.
+    """
 
     holders: tuple[Holder, ...]
 

@@ -176,7 +176,9 @@ class Shard:
         return self.elements * itemsize
 
     def runs(self) -> Iterator[Span]:
-        """Yields, for each tensor of which it has a part, in order, the run of its blocks that belong to that tensor."""
+        """Yields, for each tensor of which it has a part, in order, the run of its blocks that belong to that
+        tensor.
+        """
         firsts = self.grid._firsts
         for tensor in range(bisect_right(firsts, self.first) - 1, len(self.grid.sizes)):
             if firsts[tensor] >= self.stop:

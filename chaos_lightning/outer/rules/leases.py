@@ -185,7 +185,9 @@ class Leases:
         return {epoch: spans for epoch, spans in found.items() if spans}
 
     def spent(self, epoch: int) -> tuple[Span, ...]:
-        """Returns the spent positions of an epoch: all of them once the epoch cannot change any more, set aside or not."""
+        """Returns the spent positions of an epoch: all of them once the epoch cannot change any more, set aside or
+        not.
+        """
         state = self._epochs.get(epoch)
         if state is None:
             return ((0, self._length),) if self.over(epoch) else ()

@@ -80,7 +80,9 @@ class ClientStream:
             )
 
     def process_state(self) -> str:
-        """Returns "gone", "stopped" or "runs" for a process on this machine; "" for one elsewhere, or hidden from us."""
+        """Returns "gone", "stopped" or "runs" for a process on this machine; "" for one elsewhere, or hidden from
+        us.
+        """
         here = self.process.pid and self.process.host == host_identity()
         return process_state(self.process.pid, self.process.pid_start) if here else ""
 
