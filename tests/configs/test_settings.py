@@ -24,9 +24,9 @@ from chaos_lightning.control import scheduler_main
 from chaos_lightning.control.options import HOSTED, MEMORY, SchedulerOptions, change_settings, settings_from_json
 from chaos_lightning.declared import Setting, at_least, declared, positive
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.outer.cluster import strategy_options
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
 from chaos_lightning.outer.cluster.strategy_options import DiLoCoOptions
-from chaos_lightning.outer.rules.cluster import strategy_options
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.pipeline.options import PipelineOptions
 from chaos_lightning.protocol.types import Settings

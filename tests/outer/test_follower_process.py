@@ -22,10 +22,10 @@ from chaos_lightning.outer.exchange.fetching import drop_push, fetch_version, ho
 from chaos_lightning.outer.exchange.kernel import OuterState, RoundUpdate, products
 from chaos_lightning.outer.exchange.lines import SERVING, ParkedLines
 from chaos_lightning.outer.exchange.serving import ServedVersions
+from chaos_lightning.outer.follower import staging
 from chaos_lightning.outer.follower.follower_process import FollowerProcess
 from chaos_lightning.outer.follower.shard_files import ShardFiles
 from chaos_lightning.outer.rules.exact import ExactSum
-from chaos_lightning.outer.rules.follower import staging
 from chaos_lightning.outer.rules.grid import Grid, Shard
 from chaos_lightning.outer.rules.messages import (
     Applied,

@@ -18,7 +18,7 @@ from chaos_lightning.outer.commands.server_main import followers_of
 from chaos_lightning.outer.exchange.control_client import fetch_facts
 from chaos_lightning.outer.exchange.options import ServerOptions
 from chaos_lightning.outer.rules.leader import LeaderMachine
-from chaos_lightning.outer.server.server import standing
+from chaos_lightning.outer.server import standing
 
 CUT = "the shards of this job are cut for 2 (follower-0, follower-1); that stays"
 

@@ -25,6 +25,7 @@ from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.events.events import Record
 from chaos_lightning.observe.audit import VIOLATED
 from chaos_lightning.observe.outer.audit import audit_folder
+from chaos_lightning.outer.cluster import push_serving
 from chaos_lightning.outer.cluster.content import OuterContent
 from chaos_lightning.outer.cluster.replica import Replica
 from chaos_lightning.outer.commands import export, follower_main
@@ -35,7 +36,6 @@ from chaos_lightning.outer.exchange.vocabulary import entry_of
 from chaos_lightning.outer.follower.follower_options import FollowerOptions
 from chaos_lightning.outer.follower.shard_files import ShardFiles
 from chaos_lightning.outer.rules.chain import OuterChain
-from chaos_lightning.outer.rules.cluster import push_serving
 from chaos_lightning.outer.rules.gates import MeasuredPush
 from chaos_lightning.outer.rules.grid import Grid
 from chaos_lightning.outer.rules.judging import judge

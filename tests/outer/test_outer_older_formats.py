@@ -11,8 +11,8 @@ import pytest
 from outer_cluster_support import Clusters
 
 from chaos_lightning.errors import StateError
+from chaos_lightning.outer.cluster import elastic
 from chaos_lightning.outer.cluster.elastic import NewcomerFacts
-from chaos_lightning.outer.rules.cluster import elastic
 from chaos_lightning.outer.rules.plain import text_of
 from chaos_lightning.outer.rules.types import NO_VERSION
 from chaos_lightning.replication import kept

@@ -26,6 +26,7 @@ from chaos_lightning.events.events import read_events
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.machine.process_table import process_state
 from chaos_lightning.machine.signals import END
+from chaos_lightning.outer.cluster import hosting
 from chaos_lightning.outer.cluster.hosting import ensure_server
 from chaos_lightning.outer.commands import ps
 from chaos_lightning.outer.commands.server_main import gives_way
@@ -33,7 +34,6 @@ from chaos_lightning.outer.commands.supervisor import LEADER, SPARE
 from chaos_lightning.outer.exchange.control_client import fetch_facts
 from chaos_lightning.outer.exchange.options import ServerOptions
 from chaos_lightning.outer.exchange.vocabulary import body_bytes
-from chaos_lightning.outer.rules.cluster import hosting
 from chaos_lightning.outer.rules.types import JobOpened
 from chaos_lightning.outer.server.chain_store import load_chain
 from chaos_lightning.testing.processes import Child, start_command

@@ -45,8 +45,8 @@ from chaos_lightning.outer.rules.types import (
     Round,
     VersionId,
 )
+from chaos_lightning.outer.server import server, streams
 from chaos_lightning.outer.server.chain_store import load_chain
-from chaos_lightning.outer.server.server import server, streams
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder
 from chaos_lightning.security.keyfiles import NODES, KeyHolder

@@ -18,9 +18,9 @@ from until_support import until
 from chaos_lightning.diloco import DiLoCo
 from chaos_lightning.errors import ConfigurationError, DeadlineError, SchedulerUnreachableError, StateError
 from chaos_lightning.events.reader import Record
+from chaos_lightning.outer.cluster import attendant, leaving, push_serving
 from chaos_lightning.outer.cluster.replica import Replica
 from chaos_lightning.outer.exchange.fetching import hold_push
-from chaos_lightning.outer.rules.cluster import attendant, leaving, push_serving
 from chaos_lightning.outer.rules.effects import Told
 from chaos_lightning.outer.rules.messages import Granted, Holder, Holders
 from chaos_lightning.outer.rules.settings import OuterSettings

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from chaos_lightning.outer.cluster import push_serving
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
 from chaos_lightning.outer.cluster.push_serving import PushServing
 from chaos_lightning.outer.exchange.codec import BF16, Part
 from chaos_lightning.outer.exchange.lines import ParkedLines
-from chaos_lightning.outer.rules.cluster import push_serving
 from chaos_lightning.outer.rules.grid import Grid
 
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.outer.exchange.kernel import OuterState
+from chaos_lightning.outer.follower import shard_files
 from chaos_lightning.outer.follower.shard_files import FolderContents, ShardFiles, ShardHead
-from chaos_lightning.outer.rules.follower import shard_files
 from chaos_lightning.outer.rules.grid import Grid
 from chaos_lightning.outer.rules.messages import ShardFile
 from chaos_lightning.outer.rules.types import Counters, VersionId
