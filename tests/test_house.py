@@ -174,13 +174,13 @@ MOST_METHODS, MOST_ATTRIBUTES = 55, 40
 
 
 def product_classes() -> list[tuple[Path, ast.ClassDef]]:
-    """Of the package, but for the lab, whose planted bugs replace parts of the product."""
+    """Returns the classes of the package, without those of testing/."""
     folders = [ROOT / "chaos_lightning", *(ROOT / name for name in LINKED)]
-    lab = ROOT / "chaos_lightning" / "lab"
+    testing = ROOT / "chaos_lightning" / "testing"
     return [
         (path, node)
         for path in python_files()
-        if any(folder in path.parents for folder in folders) and lab not in path.parents and "_pb2" not in path.name
+        if any(folder in path.parents for folder in folders) and testing not in path.parents and "_pb2" not in path.name
         for node in ast.walk(tree(path))
         if isinstance(node, ast.ClassDef)
     ]

@@ -110,9 +110,7 @@ def test_a_new_room_has_its_events_known_and_shown(tmp_path: Path) -> None:
 def test_a_name_belongs_to_one_room(outer: Path) -> None:
     text = (outer / "events.py").read_text()
     (outer / "events.py").write_text(text.replace("outer_round", "committed"))
-    with pytest.raises(
-        ValueError, match=r"'committed' is declared in .*member/events.py and in .*outer/exchange/events.py"
-    ):
+    with pytest.raises(ValueError, match=r"'committed' is declared in .*member/events.py and in .*outer/events.py"):
         known()
 
 

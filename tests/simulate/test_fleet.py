@@ -17,7 +17,7 @@ from chaos_lightning.cli.fleet_command import to_json
 from chaos_lightning.errors import ConfigurationError, MissingExtraError, PlanError
 from chaos_lightning.planning.fleet.generator import Chance, generate
 from chaos_lightning.planning.fleet.simulator import FleetRun, Outcome, Rules
-from chaos_lightning.planning.fleet.traces import Change, Trace, TraceError, write_events, write_steps
+from chaos_lightning.planning.fleet.traces import FleetChange, Trace, TraceError, write_events, write_steps
 from chaos_lightning.planning.pipelines import policies
 from chaos_lightning.planning.pipelines.choice import Decision
 from chaos_lightning.planning.pipelines.files import to_dict
@@ -43,7 +43,7 @@ def fleet() -> EqualFleet:
 
 
 def losing(*lost: tuple[float, tuple[int, ...]], hours: float = 2.0) -> Trace:
-    changes = tuple(Change(at_s, "remove", devices) for at_s, devices in lost)
+    changes = tuple(FleetChange(at_s, "remove", devices) for at_s, devices in lost)
     return Trace(tuple(range(DEVICES)), changes, hours * HOUR_S, "by hand")
 
 
@@ -108,7 +108,7 @@ def test_second_loss_within_a_recovery_begins_it_anew(fleet: EqualFleet) -> None
 
 def test_who_comes_within_a_recovery_waits_for_its_end(fleet: EqualFleet) -> None:
     trace = losing((HOUR_S, (3,)))
-    back = Change(HOUR_S + 50, "add", (3,))
+    back = FleetChange(HOUR_S + 50, "add", (3,))
     out, decisions = told(fleet, Trace(trace.first, (*trace.changes, back), trace.end_s), "dynamic")
     assert out.seconds["move"] == pytest.approx(200.0)
     assert len(decisions) == 3
@@ -144,7 +144,7 @@ def test_job_waits_while_no_plan_fits(fleet: EqualFleet) -> None:
     all_but_one = tuple(range(1, DEVICES))
     trace = Trace(
         tuple(range(DEVICES)),
-        (Change(HOUR_S, "remove", all_but_one), Change(HOUR_S + 900, "add", all_but_one)),
+        (FleetChange(HOUR_S, "remove", all_but_one), FleetChange(HOUR_S + 900, "add", all_but_one)),
         2 * HOUR_S,
     )
     out, _ = told(fleet, trace, "adaptive")
@@ -154,14 +154,14 @@ def test_job_waits_while_no_plan_fits(fleet: EqualFleet) -> None:
 
 def test_newcomers_take_vacant_places(fleet: EqualFleet) -> None:
     trace = losing((HOUR_S, (3, 7)))
-    back = Change(HOUR_S + 600, "add", (3, 7))
+    back = FleetChange(HOUR_S + 600, "add", (3, 7))
     out, decisions = told(fleet, Trace(trace.first, (*trace.changes, back), trace.end_s), "reroute")
     assert [d.chosen.kind for d in decisions if d.chosen] == ["move", "keep", "fill"]
     assert out.history[-1].throughput == pytest.approx(out.history[0].throughput)
 
 
 def test_slow_device_is_left_out_until_it_is_well(fleet: EqualFleet) -> None:
-    changes = (Change(HOUR_S, "slow", (3,), 0.1), Change(HOUR_S + 1800, "well", (3,)))
+    changes = (FleetChange(HOUR_S, "slow", (3,), 0.1), FleetChange(HOUR_S + 1800, "well", (3,)))
     out, decisions = told(fleet, Trace(tuple(range(DEVICES)), changes, 2 * HOUR_S), "adaptive")
     kinds = [d.chosen.kind for d in decisions if d.chosen]
     assert kinds[0] == "move"
@@ -171,7 +171,7 @@ def test_slow_device_is_left_out_until_it_is_well(fleet: EqualFleet) -> None:
 
 def test_plan_does_not_flutter_for_a_device_that_is_hardly_slow(fleet: EqualFleet) -> None:
     changes = tuple(
-        Change(HOUR_S + 60 * i, kind, (3,), 0.99) for i, kind in enumerate(["slow", "well"] * 10)
+        FleetChange(HOUR_S + 60 * i, kind, (3,), 0.99) for i, kind in enumerate(["slow", "well"] * 10)
     )  # fmt: skip
     trace = Trace(tuple(range(DEVICES)), changes, 2 * HOUR_S)
     out = FleetRun(fleet, trace, "adaptive", rules=Rules(threshold=0.05)).run()

@@ -10,7 +10,7 @@ import pytest
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning.fleet.generator import SHARED, Chance, _Drawing, generate, group_sizes
-from chaos_lightning.planning.fleet.traces import Change, Trace, TraceError, read, write_events, write_steps
+from chaos_lightning.planning.fleet.traces import FleetChange, Trace, TraceError, read, write_events, write_steps
 
 BUSY = Chance(devices=40, hours=20, rate=0.1, group=6, repair_hours=1.0, slow_rate=0.02)
 
@@ -147,14 +147,16 @@ def test_removals_of_one_time_stamp_are_one_loss(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("500,add,x\n500,add,y\n500,add,z\n1500,remove,x\n1500,remove,z\n2500,add,x\n")
     found = read(path)
-    assert found == Trace((0, 1, 2), (Change(1.0, "remove", (0, 2)), Change(2.0, "add", (0,))), 2.0, str(path))
+    assert found == Trace(
+        (0, 1, 2), (FleetChange(1.0, "remove", (0, 2)), FleetChange(2.0, "add", (0,))), 2.0, str(path)
+    )
 
 
 def test_node_that_goes_and_comes_at_the_first_time_stamp_is_there_once(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("500,add,x\n500,add,y\n500,remove,x\n500,add,x\n1500,remove,y\n")
     found = read(path)
-    assert found == Trace((1, 0), (Change(1.0, "remove", (1,)),), 1.0, str(path))
+    assert found == Trace((1, 0), (FleetChange(1.0, "remove", (1,)),), 1.0, str(path))
 
 
 def test_history_that_begins_with_a_removal_begins_with_all_devices(tmp_path: Path) -> None:
@@ -162,7 +164,7 @@ def test_history_that_begins_with_a_removal_begins_with_all_devices(tmp_path: Pa
     path.write_text("60000,remove,x\n60000,remove,y\n90000,add,z\n120000,add,x\n")
     assert read(path, devices=4) == Trace(
         (0, 1, 2, 3),
-        (Change(60.0, "remove", (0, 1)), Change(90.0, "add", (4,)), Change(120.0, "add", (0,))),
+        (FleetChange(60.0, "remove", (0, 1)), FleetChange(90.0, "add", (4,)), FleetChange(120.0, "add", (0,))),
         120.0,
         str(path),
     )
@@ -173,10 +175,10 @@ def test_nodes_are_the_devices_of_a_fleet_of_several_kinds(tmp_path: Path) -> No
     path.write_text("60000,remove,new1\n90000,add,old1\n")
     found = read(path, names=["new0", "new1", "old0", "old1"])
     assert found.first == (0, 1, 2)
-    assert found.changes == (Change(60.0, "remove", (1,)), Change(90.0, "add", (3,)))
+    assert found.changes == (FleetChange(60.0, "remove", (1,)), FleetChange(90.0, "add", (3,)))
     path.write_text("500,add,old0\n500,add,new0\n1500,remove,old0\n")
     found = read(path, names=["new0", "new1", "old0", "old1"])
-    assert (found.first, found.changes) == ((2, 0), (Change(1.0, "remove", (2,)),))
+    assert (found.first, found.changes) == ((2, 0), (FleetChange(1.0, "remove", (2,)),))
 
 
 def test_counts_of_a_fleet_of_several_kinds_name_its_own_devices(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning.fleet.generator import Chance, generate
 from chaos_lightning.planning.fleet.seats import MixedFleet
 from chaos_lightning.planning.fleet.simulator import FleetRun, Outcome
-from chaos_lightning.planning.fleet.traces import Change, Trace
+from chaos_lightning.planning.fleet.traces import FleetChange, Trace
 from chaos_lightning.planning.pipelines.choice import Decision
 from chaos_lightning.planning.pipelines.files import to_dict
 from chaos_lightning.planning.pipelines.formation import Pauses
@@ -41,7 +41,7 @@ def fleet() -> MixedFleet:
     return MixedFleet(JOB, Pauses(move_s=100.0))
 
 
-def told(fleet: MixedFleet, policy: str, *changes: Change, hours: float = 2.0) -> tuple[Outcome, list[Decision]]:
+def told(fleet: MixedFleet, policy: str, *changes: FleetChange, hours: float = 2.0) -> tuple[Outcome, list[Decision]]:
     decisions: list[Decision] = []
     trace = Trace(tuple(range(len(JOB.devices))), changes, hours * HOUR_S, "by hand")
     run = FleetRun(fleet, trace, policy, record=True, told=lambda _, d: decisions.append(d))
@@ -65,14 +65,14 @@ def test_devices_train_at_their_own_speeds(fleet: MixedFleet, policy: str) -> No
 
 def test_a_fast_device_is_missed_more_than_a_slow_one(fleet: MixedFleet) -> None:
     for lost in (0, 2):
-        out, _ = told(fleet, "dynamic", Change(HOUR_S, "remove", (lost,)))
+        out, _ = told(fleet, "dynamic", FleetChange(HOUR_S, "remove", (lost,)))
         assert out.history[-1].throughput == pytest.approx(JOB.micro_batches / step_s(JOB.devices[lost].name))
         assert (out.losses, out.fatal, out.history[-1].active) == (1, 0, 5)
     assert step_s("new0") > step_s("old0")
 
 
 def test_device_that_is_back_while_its_layers_move_holds_nothing(fleet: MixedFleet) -> None:
-    lost, back = Change(HOUR_S, "remove", (0,)), Change(HOUR_S + 10, "add", (0,))
+    lost, back = FleetChange(HOUR_S, "remove", (0,)), FleetChange(HOUR_S + 10, "add", (0,))
     out, decisions = told(fleet, "dynamic", lost, back)
     assert [d.chosen.kind for d in decisions if d.chosen] == ["move", "move", "move"]
     assert out.history[-1].throughput == pytest.approx(JOB.micro_batches / step_s())
@@ -80,14 +80,16 @@ def test_device_that_is_back_while_its_layers_move_holds_nothing(fleet: MixedFle
 
 
 def test_newcomer_takes_the_vacant_place_of_its_kind(fleet: MixedFleet) -> None:
-    out, decisions = told(fleet, "reroute", Change(HOUR_S, "remove", (0,)), Change(HOUR_S + 600, "add", (0,)))
+    out, decisions = told(fleet, "reroute", FleetChange(HOUR_S, "remove", (0,)), FleetChange(HOUR_S + 600, "add", (0,)))
     assert [d.chosen.kind for d in decisions if d.chosen] == ["move", "keep", "fill"]
     assert out.history[-1].throughput == pytest.approx(JOB.micro_batches / step_s(), rel=0.01)
     assert out.seconds["redo"] < step_s()
 
 
 def test_loss_of_all_owners_restarts_from_the_checkpoint(fleet: MixedFleet) -> None:
-    out, decisions = told(fleet, "adaptive", Change(2000.0, "remove", (0, 1, 2, 3, 4)), Change(2600.0, "add", (0,)))
+    out, decisions = told(
+        fleet, "adaptive", FleetChange(2000.0, "remove", (0, 1, 2, 3, 4)), FleetChange(2600.0, "add", (0,))
+    )
     assert out.fatal == 1
     assert decisions[1].chosen is None, "one old device holds half of the model"
     assert decisions[2].chosen is not None
@@ -97,7 +99,7 @@ def test_loss_of_all_owners_restarts_from_the_checkpoint(fleet: MixedFleet) -> N
 
 
 def test_slow_device_is_told_by_the_share_of_its_own_speed(fleet: MixedFleet) -> None:
-    out, _ = told(fleet, "reroute", Change(HOUR_S, "slow", (2,), 0.5), Change(1.5 * HOUR_S, "well", (2,)))
+    out, _ = told(fleet, "reroute", FleetChange(HOUR_S, "slow", (2,), 0.5), FleetChange(1.5 * HOUR_S, "well", (2,)))
     usual, slow, well = (x.throughput for x in out.history if x.throughput)
     assert slow < usual == pytest.approx(well)
 

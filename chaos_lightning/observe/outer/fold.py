@@ -26,7 +26,7 @@ from chaos_lightning.events.reader import Record
 from chaos_lightning.events.registry import known
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.outer.entries import ToldEntry, read_entry
-from chaos_lightning.outer.exchange.events import EVENTS
+from chaos_lightning.outer.events import EVENTS
 from chaos_lightning.outer.rules.types import JobOpened, Removed
 
 OUTER = frozenset(event.name for event in EVENTS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning.fleet.kernel import Action, Kernel
-from chaos_lightning.planning.fleet.traces import Change, Trace, TraceError
+from chaos_lightning.planning.fleet.traces import FleetChange, Trace, TraceError
 from chaos_lightning.planning.pipelines.job import MOST_DEVICES, check_number
 from chaos_lightning.planning.quantities import HOUR_S
 
@@ -90,7 +90,7 @@ class _Drawing:
         self.hosts = Counter(map(chance.host, self.there))
         self.slow: set[int] = set()
         self.following = chance.devices
-        self.changes: list[Change] = []
+        self.changes: list[FleetChange] = []
         self.sizes = group_sizes(chance.group)
         mean = sum(g * p for g, p in self.sizes.items())
         self.loss_rate = chance.rate / mean / HOUR_S
@@ -110,7 +110,7 @@ class _Drawing:
         return Trace(first, tuple(self.changes), c.hours * HOUR_S, about).check()
 
     def _say(self, kind: str, devices: list[int], speed: float = 1.0) -> None:
-        self.changes.append(Change(self.kernel.now, kind, tuple(devices), speed))
+        self.changes.append(FleetChange(self.kernel.now, kind, tuple(devices), speed))
 
     # The times to the next loss of each kind are drawn anew whenever the number of devices changes: an exponential time
     # has no memory.

@@ -19,7 +19,7 @@ from typing import Any
 
 from chaos_lightning.planning.fleet.kernel import Kernel
 from chaos_lightning.planning.fleet.seats import EqualSeats, MixedFleet, MixedSeats, Now
-from chaos_lightning.planning.fleet.traces import Change, Trace
+from chaos_lightning.planning.fleet.traces import FleetChange, Trace
 from chaos_lightning.planning.pipelines.choice import (
     RESTART,
     THRESHOLD,
@@ -189,7 +189,7 @@ class FleetRun:
 
     # ------------------------------------------------------------------------------------------------ changes
 
-    def _change(self, change: Change) -> Callable[[], None]:
+    def _change(self, change: FleetChange) -> Callable[[], None]:
         def act() -> None:
             self._advance()
             match change.kind:

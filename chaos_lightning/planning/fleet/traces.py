@@ -34,7 +34,7 @@ class TraceError(ConfigurationError):
     """A history of a fleet that cannot be; says file, line and field."""
 
 
-class Change(NamedTuple):
+class FleetChange(NamedTuple):
     """What becomes of some devices at one moment."""
 
     at_s: float
@@ -51,7 +51,7 @@ class Trace:
 
     first: tuple[int, ...]
     """Devices at the start."""
-    changes: tuple[Change, ...]
+    changes: tuple[FleetChange, ...]
     """In the order of time."""
     end_s: float
     about: str = ""
@@ -191,7 +191,7 @@ def _complete(lines: list[_Line], devices: int | None, known: dict[str, int]) ->
 
 def _events(
     lines: list[_Line], devices: int | None, known: dict[str, int]
-) -> tuple[tuple[int, ...], list[Change], float]:
+) -> tuple[tuple[int, ...], list[FleetChange], float]:
     complete = lines[0].fields[1] == "remove"
     start = before = 0.0 if complete else lines[0].number_in(0, "milliseconds")
     if complete and (at := lines[0].number_in(0, "milliseconds")) > LONGEST_MS:
@@ -234,19 +234,19 @@ def _some(known: Iterable[str]) -> str:
     return f"one of {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
 
 
-def _together(rows: Iterable[tuple[float, str, int]]) -> list[Change]:
+def _together(rows: Iterable[tuple[float, str, int]]) -> list[FleetChange]:
     """Changes of one kind at one time are one."""
-    found: list[Change] = []
+    found: list[FleetChange] = []
     for at, kind, device in rows:
         if found and found[-1][:2] == (at, kind):
             found[-1] = found[-1]._replace(devices=(*found[-1].devices, device))
         else:
-            found.append(Change(at, kind, (device,)))
+            found.append(FleetChange(at, kind, (device,)))
     return found
 
 
-def _steps(lines: list[_Line], random: Random, most: int) -> tuple[tuple[int, ...], list[Change], float]:
-    changes: list[Change] = []
+def _steps(lines: list[_Line], random: Random, most: int) -> tuple[tuple[int, ...], list[FleetChange], float]:
+    changes: list[FleetChange] = []
     there: list[int] = []
     start = before = lines[0].number_in(0, "hours")
     following = 0
@@ -277,10 +277,10 @@ def _steps(lines: list[_Line], random: Random, most: int) -> tuple[tuple[int, ..
             if i == 0:
                 first = new
             else:
-                changes.append(Change(at_s, "add", new))
+                changes.append(FleetChange(at_s, "add", new))
         elif more < 0:
             lost = tuple(there.pop(random.randrange(len(there))) for _ in range(-more))
-            changes.append(Change(at_s, "remove", lost))
+            changes.append(FleetChange(at_s, "remove", lost))
     return first, changes, (before - start) * HOUR_S
 
 
