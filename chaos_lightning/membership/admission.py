@@ -65,7 +65,7 @@ class Admission:
     end: JobEnd
 
     def on_message(self, conn: int, message: FromMember) -> None:
-        """Somebody said this on this stream."""
+        """Takes a message that came on this stream."""
         if isinstance(message, Hello):
             if self.roster.conns.get(conn):  # it is somebody already; who begins anew does so on a new stream
                 self.desk.out.append(Close(conn, f"{self.roster.conns[conn]} says hello twice on one stream"))
@@ -123,7 +123,8 @@ class Admission:
         if differs and (hello.view != NO_VIEW or self.terms.authorities()):
             reason = reason or differs
         if reason:
-            # Who stands in a view is of another job, and trains on whatever was begun at its scheduler's place.
+            # A member that stands in a view is of another job, and trains on, whatever was begun at its scheduler's
+            # address.
             self.roster.refuse(conn, hello, reason, retry=hello.view != NO_VIEW)
         elif hello.resume and (hello.view != NO_VIEW or hello.resume in self.roster.peers):
             self._resume(conn, hello)

@@ -85,7 +85,9 @@ class Book:
         return number >= self.past.rebuilt
 
     def void_write(self, stored: Callable[[View | None], None]) -> None:
-        """What is on its way to the store gets there, perhaps; nobody hears of it but `stored`, given the view."""
+        """Forgets the write that is on its way to the store: if it gets there, only `stored` is told, given the
+        view.
+        """
         if self.persisting is not None:
             (token, _), view = self.persisting, self.writing
             self.persisting = (token, lambda: stored(view))

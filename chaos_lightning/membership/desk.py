@@ -1,4 +1,4 @@
-"""What all parts of a scheduler share while it works on one event: its rules, the time, its phase, and what it says."""
+"""State that all parts of a scheduler share during one event: its rules, the time, its phase, and its effects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Desk:
         self.out: list[SchedulerEffect] = []
         """Effects of the present event, in the order in which they must happen."""
         self.waits = ""
-        """What the job waits for, in words; "" if for nothing."""
+        """Reason for which the job waits, in words; "" if it does not wait."""
         self.lost = ""
         """Why nobody holds the training state any more, until others found the job again; "" otherwise."""
 

@@ -1,4 +1,4 @@
-"""Who is dead: facts, suspicions, and neighbours that confirm them (protocol.md 12, 12a, 14b).
+"""Detects deaths: facts, suspicions, and neighbours that confirm them (protocol.md 12, 12a, 14b).
 
 Theory of operation. One silent channel proves nothing: heartbeats are late on a busy machine, streams break while both
 ends live. So a member is taken for dead only on two independent signs:
@@ -85,7 +85,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What one look at everybody gave."""
+    """Result of one look at all members."""
 
     probes: tuple[tuple[str, str], ...] = ()
     """(whom to ask, about whom)"""

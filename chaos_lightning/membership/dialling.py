@@ -35,7 +35,7 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """What the member's machine is told of a link."""
+    """Tells the member's machine about a link."""
 
     peer: str
     up: bool
@@ -75,7 +75,7 @@ class Dialling:
         self.wanted.update({m.id: m for m in peers if m.id != self.me})
 
     def look(self) -> list[LinkStep]:
-        """What is missing is dialled, what stands is told again, whoever wanted it first."""
+        """Dials the wanted links that are missing, and tells again of those that stand."""
         return [Tell(peer, True, "connected") if peer in self._up else Dial(peer) for peer in self.wanted]
 
     def due(self, peer: str) -> bool:
@@ -119,5 +119,5 @@ class Dialling:
         return [Tell(peer, False, evidence), *again]
 
     def expected(self, router: Router) -> frozenset[str]:
-        """Who may dial this member."""
+        """Returns the members that may dial this one."""
         return router.neighbours.union(self.wanted)

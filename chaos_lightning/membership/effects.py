@@ -409,7 +409,7 @@ class LinkWish:
 
 @dataclass(frozen=True, slots=True)
 class RecordedEnd:
-    """What the store keeps of the end of a job that newcomers are told of (protocol.md 14d)."""
+    """Record of a job's end in the store, of which newcomers are told (protocol.md 14d)."""
 
     terms: str
     """Digest of what the job is (peers.JobTerms)."""
@@ -512,7 +512,7 @@ SchedulerEffect = Send | Close | Persist | TakeTerm | Look | DrawPlan | SearchPi
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What a scheduler finds in its store when it starts: views and wishes, oldest first, and the highest number.
+    """Content of the store when a scheduler starts: views and wishes, oldest first, and the highest number.
 
     Views that the store was cut behind are in `past`; the last two are always in `views`.
     """

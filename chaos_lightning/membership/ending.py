@@ -72,7 +72,7 @@ class JobEnd:
         self._desk.out.append(SchedulerDone("the job is finished and all members are released", tells_s=tells_s))
 
     def admit(self, conn: int, hello: Hello) -> None:
-        """Somebody says hello after the end."""
+        """Answers a hello that comes after the end."""
         refused = refusal(hello, self._desk.settings)
         told = self.tells and self._ending is not None and self._ending.terms == JobTerms.of(hello).digest
         if hello.resume and hello.view != NO_VIEW:

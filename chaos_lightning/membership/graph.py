@@ -57,7 +57,7 @@ class Graph:
         return self._known[view.id]
 
     def near(self, view: View, member: str) -> Collection[str]:
-        """Whom the view links this member with."""
+        """Returns the members with which the view links this one."""
         if self._near[0] != view.id:
             self._near = view.id, by_member(view.ids(), self.of_view(view))
         return self._near[1].get(member, ())
@@ -112,7 +112,9 @@ class Graph:
                     yield peers[member], peers[other]
 
     def pairs(self, members: Iterable[str]) -> frozenset[Pair]:
-        """What a view of these may use; links that have yet to prove themselves only where it would fall apart."""
+        """Returns the pairs that a view of these may use: links that have yet to prove themselves only if it would fall
+        apart without them.
+        """
         ids = [m for m in members if m in self._roster.peers]
         wanted = list(self._wanted(ids))
         found = frozenset(pair(a.id, b.id) for a, b in wanted if self._stands(a, b, patient=True))
@@ -226,7 +228,7 @@ class Graph:
         return [m for g in components([p.id for p in here], self._linked(here)) if set(ids).intersection(g) for m in g]
 
     def _best_part(self, newcomers: list[Peer]) -> tuple[str, ...]:
-        """Of newcomers that are to found the job the largest part that links hold together."""
+        """Returns the largest part of the newcomers to found the job that links hold together."""
         ids = [p.id for p in newcomers]
         return next(iter(ranked(components(ids, self._linked(newcomers)), ids)), ())
 

@@ -1,4 +1,4 @@
-"""What a welcomed process says on its stream, turned into facts about it; a part hears what is that part's own."""
+"""Handles messages of welcomed processes: turns them into facts, and passes on those that belong to another part."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Identity:
         self._held: list[tuple[int, Hello]] = []
         """Hellos that wait until everybody was heard who may know more."""
         self._stale = ""
-        """What the store lacks, and what can be done, in words."""
+        """Facts that the store lacks and what can be done, in words; "": it lacks nothing."""
 
     def begin(self) -> None:
         """The scheduler has just started: it listens for a while."""
@@ -107,7 +107,7 @@ class Identity:
         return bool(chain and self._book.chain_id and chain != self._book.chain_id)
 
     def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
-        """What a member of this chain knows and the store lacks, in words; "" if there is nothing."""
+        """Returns in words what a member of this chain knows and the store lacks; "": nothing."""
         known = None if isinstance(message, Entered) else message.known
         for number in (message.view, known):
             if self._book.lacks(number):
@@ -143,7 +143,7 @@ class Identity:
         return bool(lacking)
 
     def judge(self, conn: int, hello: Hello) -> Hello | None:
-        """What is to be admitted as usual; None if it was answered here, or waits."""
+        """Returns the hello if it is to be admitted as usual; None if it was answered here, or waits."""
         if hello.job == self._settings.job:
             if hello.chain in self._book.ended and hello.view != NO_VIEW:
                 self._turn_home(conn, hello.chain)
@@ -170,7 +170,7 @@ class Identity:
         self._desk.out.append(Close(conn, words))
 
     def _heard(self, conn: int, hello: Hello) -> Hello | None:
-        """Somebody of this chain or of none, or the store holds no view."""
+        """Handles a hello of this chain or of none, or while the store holds no view."""
         process = process_of(hello)
         same = bool(hello.chain) and hello.chain == self._book.chain_id
         if not self._book.views and not same and hello.term > 0 and process not in self._greeted:
@@ -211,7 +211,7 @@ class Identity:
             self._desk.out.append(Send(conn, Refused(self.lost_words(), retry=True)))
 
     def _of_another(self, conn: int, hello: Hello) -> Hello | None:
-        """Somebody of another chain than the one in the store."""
+        """Handles a hello of another chain than the one in the store."""
         if hello.view != NO_VIEW:
             self.knock(hello)
             self._desk.out.append(Send(conn, Refused(self.lost_words(), retry=True)))
@@ -230,7 +230,7 @@ class Identity:
         return None
 
     def welcomed(self, conn: int) -> None:
-        """Somebody was welcomed on this stream, if it is a newcomer now."""
+        """Notes a newcomer that was welcomed on this stream, if there is one."""
         if welcomed := self._roster.conns.get(conn):
             self._own[welcomed] = self._roster.peers[welcomed].member
 
@@ -248,7 +248,7 @@ class Identity:
             )
 
     def lost_words(self) -> str:
-        """What is wrong, if the store is stale or members of another chain are about; "" otherwise."""
+        """Returns in words what is wrong if the store is stale or members of another chain are about; "" otherwise."""
         if self._stale:
             return self._stale
         here = {m: (v, c) for m, (at, v, c) in self._knocked.items() if self._desk.now - at <= KNOCKS_S}

@@ -1,4 +1,4 @@
-"""Whom the scheduler takes for dead, and whom it waits for instead (protocol.md 12, 12a).
+"""Decides which members the scheduler takes for dead, and for which it waits instead (protocol.md 12, 12a).
 
 Theory of operation. The detector tells deaths, and says of each whether it is proven. One without proof counts only
 while somebody else holds the training state: before the job is founded again, such deaths of members that may hold it
@@ -40,10 +40,10 @@ class Deaths:
         self.waited_for: tuple[str, ...] = ()
         """The last holders of the state."""
         self._waiters: set[str] = set()
-        """Who was told so."""
+        """Members and newcomers that were told so."""
 
     def revive(self, peer: Peer) -> None:
-        """Who speaks lives: until a view is decided without it, its death is taken back."""
+        """Takes back the death of a member that speaks, until a view is decided without it."""
         peer.dead, peer.proven = "", False
         self._detector.heard(peer.id)
 

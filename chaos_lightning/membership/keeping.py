@@ -53,9 +53,9 @@ class Keeper:
         self._unready: dict[Process, float | None] = {}
         """Since when (s) such processes with a kept state have not been ready; None: they were sent away for it."""
         self._without = ""
-        """Who on that machine does not go on from it, in words."""
+        """Processes on that machine that do not go on from it, in words."""
         self._parted: dict[str, Kept] = {}
-        """What each member told that it wrote down when all parted; no parts: nothing."""
+        """Parts that each member wrote down when all parted, as it told; no parts: nothing."""
         self._parting_since: float | None = None
         """Since when (s) all have been parting."""
         self._parts_since: dict[str, float] = {}
@@ -157,7 +157,7 @@ class Keeper:
         ]
 
     def wait_for_kept(self) -> str | None:
-        """What keeps newcomers from founding the job, in words, "" if only for a moment; None if nothing does."""
+        """Returns in words what keeps newcomers from founding the job, "" if only for a moment; None: nothing does."""
         if writing := self.writing():
             return f"the job waits for {', '.join(p.id for p in writing)}, which may be writing its training state down"
         newcomers = [p for p in self._roster.peers.values() if p.standing in NEWCOMER]
@@ -181,7 +181,7 @@ class Keeper:
         )
 
     def _wait_for_offer(self, newcomers: Sequence[Peer]) -> str | None:
-        """Who has the newest state is waited for until it is ready, but not without end: it may be stopped, or cut off.
+        """Waits for the newcomer with the newest state until it is ready, but not without end: it may be stopped or cut off.
 
         All hear of it once that takes longer than the way into a job does. In the end it is sent away, once, so that it
         holds no place among the founders.
@@ -244,7 +244,7 @@ class Keeper:
         return next((k.header for _, k in offers if not self._missing(k.header, offers)), None)
 
     def founding_base(self, founders: Sequence[Peer], *, divided: bool) -> tuple[Header, str]:
-        """What the job is founded on, and what becomes of the state that it had, in words.
+        """Returns the header on which the job is founded, and in words what becomes of the state that it had.
 
         Args:
             founders: As `first_by_state` orders them.
@@ -273,7 +273,7 @@ class Keeper:
         )
 
     def refuse_foreign(self) -> None:
-        """Whoever offers a state of another chain hears that it is not used."""
+        """Tells newcomers that offer a state of another chain that it is not used."""
         for peer in self._roster.peers.values():
             kept = peer.kept
             if kept is not None and not peer.told_of_kept and not self._is_of_this_chain(kept):

@@ -1,4 +1,4 @@
-"""Whom a member asks that looks for the leading scheduler, how long it waits for an answer, and when it asks again.
+"""Search for the leading scheduler: whom a member asks, how long it waits for an answer, and when it asks again.
 
 Theory of operation. A member knows the endpoints of all schedulers that stand by for each other, and asks one at a
 time. A standby names the leader, who is asked at once; whoever does not answer is left for the next one. A scheduler
@@ -94,7 +94,7 @@ class LeaderSearch:
         self._endpoints = tuple(endpoints)
         self._at = 0
         self._leader = ""
-        """Where a standby said that the leader listens."""
+        """Endpoint of the leader, as a standby named it; "": none has."""
         self._shunned: dict[str, float] = {}
         """Schedulers that were silent, and until when they are not asked."""
         self._silences: dict[str, int] = {}
@@ -102,7 +102,7 @@ class LeaderSearch:
 
     @property
     def endpoint(self) -> str:
-        """Whom to ask now."""
+        """Endpoint to ask now."""
         return self._leader or self._endpoints[self._at % len(self._endpoints)]
 
     def answer_timeout_s(self) -> float:
@@ -134,7 +134,7 @@ class LeaderSearch:
             self._leader = attempt.leader
             return 0.0
         self._next()
-        # Of several one is bound to lead soon: each is asked again before a newcomer would lose patience.
+        # One of several is bound to lead soon: each is asked again before a newcomer would lose patience.
         longest = LONGEST_PAUSE_S if len(self._endpoints) == 1 else LONGEST_PAUSE_S / 2
         return min(longest, _FIRST_PAUSE_S * 2.0 ** min(self.failures, 10)) * (0.5 + chance / 2)
 

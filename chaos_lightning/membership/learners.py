@@ -192,9 +192,9 @@ class Learners:
         self._telling = bool(ids) or any(p.learners[1] for p in peers)
 
     def _messages(self, latest: View, ids: tuple[str, ...]) -> Callable[[Peer], ServeLearners]:
-        """What each peer is told. In a large job the view that comes with it is cut down to whom it concerns."""
+        """Returns the message for each peer. In a large job its view is cut down to the members that it concerns."""
         if len(latest.members) <= SMALL_JOB or any(m not in self._donors for m in ids):
-            # Whoever of the view has the state may be asked, though it came in with this very view.
+            # Any member of the view that has the state may be asked, though it came in with this very view.
             view = replace(latest, joiners=tuple(p.id for p in self._roster.members() if not p.loaded))
             return lambda peer: ServeLearners(ids, view)
         keepers = {m for learner in ids for m in self._donors[learner]}

@@ -1,4 +1,4 @@
-"""What a newcomer needs before it can learn by replay (protocol.md 15, 17).
+"""Collects what a newcomer needs before it can learn by replay (protocol.md 15, 17).
 
 Theory of operation. It needs two things before it can ask for bytes, in any order: the header that names it first,
 which several members send it, since the root may die in between; and the scheduler's word of who the members are.

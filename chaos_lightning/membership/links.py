@@ -53,7 +53,7 @@ _LOOK_S, _LOOKS = 5.0, 3
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Somebody asks for or against a link, by words that name its ends, and waits for the answer."""
+    """Request for or against a link, by words that name its ends, that waits for an answer."""
 
     ends: tuple[str, str]
     add: bool
@@ -62,7 +62,7 @@ class _Asked:
 
 
 class _Here:
-    """Who may be told of whom.
+    """Members and newcomers that may be told of each other.
 
     Args:
         members: Living ones of the latest view, by id.

@@ -45,7 +45,7 @@ class Recovery:
         self.promised = bool(book.views) and book.highest.number > book.views[-1].id.number
         self.backoff = Backoff()
         self.waits_because = ""
-        """What was told of the wait for the next recovery; "" if nothing was."""
+        """Words by which the wait for the next recovery was told; "" if it was not."""
 
     def pause_words(self) -> str:
         """Why the next recovery waits, while it does (membership/backoff.py)."""
@@ -114,7 +114,7 @@ class Recovery:
             if before is not None:
                 return False  # it was under way when the member was asked for the header
         same = before is not None and before.head == report.head
-        # What the member held it told the first time.
+        # The member told the first time what it held.
         peer.report = replace(report, held=before.held) if before is not None and same else report
         self.missing.discard(peer.id)
         return True

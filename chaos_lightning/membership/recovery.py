@@ -1,4 +1,4 @@
-"""What to do after a failure: from the survivors' reports to base header, hand-on or redo, and who goes on.
+"""Rules on a failure: from the survivors' reports to base header, hand-on or redo, and who goes on.
 
 Theory of operation (protocol.md 8, 9). Every reporter has promised to ignore what is older than the prepared number, so
 the reports are a consistent cut: nothing can be committed behind the ruling's back. The *base* is the report with the
@@ -40,14 +40,14 @@ class Ruling:
     """None: no reporter holds the training state."""
     hand_on: bool = False
     sources: tuple[Source, ...] = ()
-    """Who holds reduced bytes of the base; empty spans mean all of them."""
+    """Members that hold reduced bytes of the base; empty spans mean all of them."""
     members: tuple[str, ...] = ()
     """In rank order, joiners included."""
     joiners: tuple[str, ...] = ()
     waiting: tuple[str, ...] = ()
     """Newcomers of a view that no header carried: they hold nothing and get into a later view."""
     rejoin: tuple[tuple[str, str], ...] = ()
-    """Who cannot go on from the base, with the reason."""
+    """Members that cannot go on from the base, with the reason."""
     leaving: tuple[str, ...] = ()
     """Members that the latest view lets go, and that can serve their parts at the base (P9)."""
     bound: tuple[str, ...] = ()
@@ -65,12 +65,12 @@ def needs_bytes(header: Header) -> bool:
 
 
 def with_scope(held: Iterable[Span], scope: Iterable[Span]) -> tuple[Span, ...]:
-    """What a shell reports: the reduced ranges, and the borders of what the slot reduces as empty spans."""
+    """Returns what a shell reports: the reduced ranges, and the borders of the slot's scope as empty spans."""
     return (*held, *((border, border) for span in union(scope) for border in span))
 
 
 def scope_of(reports: Iterable[Report]) -> tuple[Span, ...] | None:
-    """What the slot reduces, from the borders in any report; None if no reporter knows it."""
+    """Returns the bytes that the slot reduces, from the borders in any report; None if no reporter knows it."""
     for report in reports:
         borders = sorted(start for start, stop in report.held if start == stop)
         if borders and len(borders) % 2 == 0:
@@ -102,7 +102,7 @@ def _holders(header: Header, reports: Mapping[str, Report]) -> dict[str, Report]
 
 
 def _sources(header: Header, reports: Mapping[str, Report]) -> tuple[Source, ...] | None:
-    """Who can hand on the header's bytes; None if some byte is nowhere."""
+    """Returns the reporters that can hand on the header's bytes; None if some byte is nowhere."""
     if not needs_bytes(header):
         return ()
     whole = [Source(m, ()) for m, r in reports.items() if r.head == header.hash and r.raw and r.loaded]

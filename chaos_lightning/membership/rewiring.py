@@ -77,7 +77,7 @@ class Rewiring:
         self._parts = 1
         """... and in how many at most."""
         self.cut: Mapping[str, str] = MappingProxyType({})
-        """Who is put out because no link leads to the side that goes on, with the reason."""
+        """Members that are put out because no link leads to the side that goes on, with the reason."""
         self._ailing = False
         """Some link is down, or carries nothing."""
         self._news = True
@@ -141,7 +141,7 @@ class Rewiring:
         return self._recovery.begin(why)
 
     def _remaining(self) -> list[str]:
-        """Whom a recovery begun now would put into its view: members of the latest view that stand in one.
+        """Returns the members that a recovery begun now would put into its view: those of the latest view that stand in one.
 
         A newcomer that no header has let in yet holds nothing and waits for a later view (`Ruling.waiting`), so its
         links hold nobody together until then. Whether their own links are missed is judged by these alone: by the
@@ -205,7 +205,7 @@ class Rewiring:
             members, leaving = rulings[best[0]].members, rulings[best[0]].leaving
             if connected(members, self._graph.pairs(members)):
                 break
-            # Somebody who cannot go on, or leaves, held them together.
+            # A member that cannot go on, or leaves, held them together.
             going = [m for m in chosen if m in members or m in leaving]
             chosen = going if going != chosen else [m for m in chosen if m in members]
         for member in (m for m in order if m not in best[0]):
@@ -248,7 +248,7 @@ class Rewiring:
             fact.down or fact.idle or fact.failures or ends not in before for ends, fact in self._topology.facts.items()
         )
         pairs = self._graph.pairs(ids)
-        # What is down is the business of `_turn_failed`: it may be back in a moment.
+        # `_turn_failed` sees to links that are down: they may be back in a moment.
         pairs |= {p for p in before - pairs if self._kept(p)}
         if pairs == before:
             return None

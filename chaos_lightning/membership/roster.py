@@ -59,11 +59,15 @@ class Roster:
         """Member ids by stream; "" of who has not said hello."""
         self.incarnation = first_incarnation(chain.term, book.past.incarnation)
         self.dismissed: dict[str, Released] = {}
-        """What was said to whom was released on its own or the operator's wish: it may not have heard it."""
+        """Last words to members that were released on their own or the operator's wish: they may not have heard
+        them.
+        """
         self.left_behind: set[Process] = set()
-        """Whom a founding did not wait for. They come in by replay, so that nobody waits for them again."""
+        """Processes for which a founding did not wait. They come in by replay, so that no member waits for them
+        again.
+        """
         self.reference: JobTerms | None = None
-        """What every member must equal."""
+        """Terms that every member must equal; None: not known yet."""
         self.requests: dict[str, PipelineRequest] = {}
         """Requests of members for pipelines, by id."""
         self.vouched = not chain.views
@@ -126,7 +130,7 @@ class Roster:
         return [p for p in found if p.standing is Standing.LEAVER]
 
     def party(self) -> list[Peer]:
-        """Whom a recovery asks for what they hold: living members, and leavers that are needed."""
+        """Returns the members that a recovery asks what they hold: living ones, and leavers that are needed."""
         return [*self.living(), *(p for p in self.needed_leavers() if p.alive)]
 
     def willing(self) -> list[Peer]:
@@ -201,11 +205,13 @@ class Roster:
         self.requests.clear()
 
     def newcomers(self) -> list[Peer]:
-        """Who is not in the job yet, standbys included."""
+        """Returns the newcomers, standbys included."""
         return [p for p in self.peers.values() if p.standing in (*NEWCOMER, Standing.STANDBY)]
 
     def forget_terms(self) -> None:
-        """What the job is, the dead do not say: where nobody holds its state, who is here does (protocol.md 12b)."""
+        """Forgets the job's terms when no member holds its state: those who are here say them then (protocol.md
+        12b).
+        """
         if not self.peers or (self._desk.phase is SchedulerPhase.FOUNDING and not self.newcomers()):
             self.reference = None
 

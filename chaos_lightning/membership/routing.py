@@ -68,7 +68,7 @@ class RoutedMessage:
     hops_left: int
     payload: bytes | memoryview
     view: ViewId = NO_VIEW
-    """Whose ways it goes; NO_VIEW: those of whatever view rules where it is."""
+    """View by whose ways it goes; NO_VIEW: by those of the view that rules where it is."""
 
     def packed(self) -> bytes:
         """Its part of a ROUTED frame, which may carry several."""
@@ -213,7 +213,7 @@ class Router:
 
     @property
     def neighbours(self) -> frozenset[str]:
-        """Whom the ruling view, or one that is coming, links with this member."""
+        """Members with which the ruling view, or one that is coming, links this one."""
         ways = (self._ruling[1], *(ways for _, ways in self._coming))
         return frozenset(member for known in ways for member, hop in known.items() if member == hop)
 

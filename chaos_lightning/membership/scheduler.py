@@ -112,7 +112,7 @@ from chaos_lightning.protocol.types import (
 )
 
 _PRESSING = (Verdict, Differs, Kept, LinkRequest)
-"""What members say that is looked at at once, however many they are."""
+"""Messages of members that are handled at once, however many members there are."""
 
 
 def planned(requests: Mapping[str, PipelineRequest]) -> ViewPipeliner:
@@ -667,7 +667,7 @@ class SchedulerMachine:
             return False
         rest = [m.id for m in staying]
         if leaving and fitting and not connected(rest, self.graph.pairs(rest)):
-            # Who leaves is a bridge for which newcomers may make up: they come in first, as they hold nothing yet.
+            # The leaver is a bridge for which newcomers may make up: they come in first, as they hold nothing yet.
             coming = tuple(p.member for p in fitting)
             ids = tuple(m.id for m in coming)
             reason = f"{', '.join(ids)} join, before {', '.join(leaving)} leave, without whom no link leads between all"
@@ -701,7 +701,7 @@ class SchedulerMachine:
         return self.graph.led(ready, staying) if staying else ready
 
     def _let_go(self, latest: View, leaving: list[str]) -> bool:
-        """Who leaves is the only way between others: they are given time to find one, then one side goes on."""
+        """Lets members go that are the only way between others: these get time to find one, then one side goes on."""
         out = set(leaving)
         ids = [m for m in latest.ids() if m not in out]
         if not leaving or not connected(latest.ids(), self.graph.pairs(latest.ids())):
@@ -921,7 +921,7 @@ class SchedulerMachine:
         self.book.persist(Persist(0, "finish", self.roster.next_number(), again=True), lambda: self._reset(token))
 
     def _reset(self, token: int) -> None:
-        """Who is in the job is let go, whatever it does; newcomers come again, and found the next one."""
+        """Lets all members of the job go, whatever they do; newcomers come again, and found the next one."""
         reason = "an operator has ended the job"
         who = self._over_for_good(Released(reason, asked=True))
         self.desk.note("reset", members=who, view=str(self.book.views[-1].id))
@@ -970,7 +970,7 @@ class SchedulerMachine:
         return self._hold(f"training waits: {text}: {advice}; {self.book.saved_words}")
 
     def _lose(self, reason: str, ruling: Ruling | None = None) -> None:
-        """Nobody holds the training state any more: the next newcomers found the job again."""
+        """Notes that no member holds the training state any more: the next newcomers found the job again."""
         self.desk.lost = f"{reason}; the next members found the job again from their own state"
         self.desk.note("notice", text=self.desk.lost)
         ruling = ruling or Ruling(base=None)

@@ -169,16 +169,16 @@ def leading(view: View, contributions: Mapping[str, Contribution]) -> Contributi
 
 
 def kind_of(view: View, prev: Header, contributions: Mapping[str, Contribution]) -> Kind:
-    """What the slot after `prev` is; where all leave, they let in who waits before the state goes with them.
+    """Returns the kind of the slot after `prev`; members that all leave let newcomers in before the state goes with them.
 
-    Who yields only because it has no samples has hyperparameters: it follows a script, and is not at rest here.
+    A member that yields only because it has no samples has hyperparameters: it follows a script, and is not at rest.
     """
     first = leading(view, contributions)
     return Kind.BOUNDARY if first.yields and not first.hyper and prev.boundary else first.kind
 
 
 def fitting(payload: bytes) -> bytes:
-    """What a member contributes to a GATHER or STEP: the payload, or of a too large one just enough to be refused.
+    """Returns what a member contributes to a GATHER or STEP: the payload, or just enough of a too large one to be refused.
 
     A member that raised alone would leave the others waiting for its contribution. One byte above the limit still fits
     into a message, and the root refuses the slot for all of them alike.
@@ -202,8 +202,9 @@ def too_large(contributions: Sequence[Contribution]) -> str:
 
 
 def answers_of(kind: Kind, name: str, contributions: Sequence[Contribution]) -> tuple[bytes, ...]:
-    """What a header of this kind and name hands on of the payloads, in rank order: of a collective always, of a step if
-    any member says something beside its gradient (28b)."""
+    """Returns the payloads that a header of this kind and name hands on, in rank order: those of a collective always, of
+    a step if any member says something beside its gradient (28b).
+    """
     answers = tuple(c.payload if (c.kind, c.name) == (kind, name) else b"" for c in contributions)
     said = kind is Kind.GATHER or (kind is Kind.STEP and any(answers))
     return answers if said else ()

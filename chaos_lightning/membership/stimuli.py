@@ -1,4 +1,4 @@
-"""What a machine remembers of the events that it took in: enough to read what happened, and no payload.
+"""Log of the events that a machine took in: enough to read what happened, and no payload.
 
 Theory of operation. Contributions and headers carry what a slot gathers, up to 60 MiB of all members together, and a
 header carries its ledger; a decision and a report carry headers. A log that keeps such events whole keeps them alive
@@ -36,7 +36,7 @@ class MessageDigest:
 
 
 def of_member(event: MemberEvent) -> MemberEvent | MessageDigest:
-    """What a member remembers of this event."""
+    """Returns what a member remembers of this event."""
     match event:
         case PeerIn(peer, message):
             return MessageDigest("PeerIn", f"{peer}: {in_words(message)}")
@@ -52,7 +52,7 @@ def of_member(event: MemberEvent) -> MemberEvent | MessageDigest:
 
 
 def of_scheduler(event: SchedulerEvent) -> SchedulerEvent | MessageDigest:
-    """What a scheduler remembers of this event."""
+    """Returns what a scheduler remembers of this event."""
     match event:
         case MessageIn(conn, Report() as report):
             named = in_words(report.pending) if report.pending is not None else report.pending_hash

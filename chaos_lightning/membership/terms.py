@@ -1,4 +1,4 @@
-"""What the job is, and who can say so (protocol.md 12b).
+"""Terms of the job, and the members that can say them (protocol.md 12b).
 
 Theory of operation. Every member must equal a *reference*: what the job's first member said of itself. Where nobody who
 holds the state answers, a newcomer's is only for now: whoever differs waits, and is turned away or founds the job.
@@ -32,7 +32,9 @@ class Terms:
                 self._roster.drop(peer)
 
     def authorities(self) -> list[Peer]:
-        """Who can say now what the job is: who holds its state and answers; where nobody holds one, who founds it."""
+        """Returns the members that can say what the job is: those that hold its state and answer, else those that
+        found it.
+        """
         if self._desk.phase is SchedulerPhase.REBUILDING:
             return [p for p in self._roster.peers.values() if p.standing is Standing.REPORTER]
         if self._desk.phase is SchedulerPhase.FOUNDING and not self._roster.living():

@@ -52,7 +52,7 @@ NEIGHBOUR_PATIENCE_S = 2.0
 THIN_DEGREE = 16
 """Number of links that a member keeps to members behind it in rank where no store takes a view with all links."""
 USUAL = (0.0005, 1e9, 1e9)
-"""What a link that nobody measured is taken for."""
+"""Latency (s) and rates (bit/s) that a link counts with while it is not measured."""
 
 
 def every_pair(ids: Sequence[str]) -> frozenset[Pair]:
@@ -74,13 +74,13 @@ def in_rank_order(ids: Sequence[str], pairs: Iterable[Pair]) -> list[tuple[str, 
 
 
 def specs(ids: Sequence[str], pairs: Collection[Pair]) -> tuple[LinkSpec, ...]:
-    """What a view of these members (in rank order) writes down; nothing if every pair is there."""
+    """Returns the links that a view of these members (in rank order) names; none if every pair has one."""
     ordered = in_rank_order(ids, pairs)
     return () if len(ordered) == len(ids) * (len(ids) - 1) // 2 else tuple(LinkSpec(a, b) for a, b in ordered)
 
 
 def by_member(ids: Sequence[str], pairs: Iterable[Pair]) -> dict[str, frozenset[str]]:
-    """Whom each of these members has a link with."""
+    """Returns by member the members with which it has a link."""
     near = links_by_member(ids, [(a, b) for a, b in pairs])
     return {member: frozenset(others) for member, others in near.items()}
 
@@ -133,7 +133,7 @@ def in_words(groups: Iterable[Sequence[str]]) -> str:
 
 @dataclass(slots=True)
 class Fact:
-    """What is known about one pair of members (by id)."""
+    """Facts about one pair of members (by id)."""
 
     words: dict[str, str] = field(default_factory=dict)
     """By end: its last word; "" that the link stands, else why it does not."""
@@ -151,7 +151,9 @@ class Fact:
 
     @property
     def idle(self) -> str:
-        """Who measured that it carries nothing, though it may stand; "" if it carries something, or nobody knows."""
+        """Words of an end that measured that it carries nothing, though it may stand; "" if it carries something, or that is
+        not known.
+        """
         return next(
             (f"{end}: carries nothing ({r.evidence})" for end, r in self.reports.items() if r.rate_bps <= 0), ""
         )
@@ -214,7 +216,7 @@ class Topology:
         return found
 
     def known(self, one: str, other: str) -> Fact | None:
-        """What is known of these two, if anything is."""
+        """Returns the facts about these two; None if there are none."""
         return self._of.get(one, {}).get(other)
 
     def say(self, now: float, end: str, other: str, word: str) -> Fact:
@@ -275,7 +277,7 @@ class Topology:
         self.news = True
 
     def report(self, by: str, report: LinkReport) -> None:
-        """What one end measured."""
+        """Takes what one end measured."""
         fact = self.fact(by, report.peer)
         fact.reports[by] = report
         self.version += 1

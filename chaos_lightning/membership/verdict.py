@@ -1,4 +1,4 @@
-"""What a member answers when the scheduler asks it about another one (protocol.md 12).
+"""Answers the scheduler's question whether another member lives (protocol.md 12).
 
 Theory of operation. Only a process table knows of a death, so this machine's own comes first. Of a process elsewhere
 the silence on the link counts, unless this process was stopped itself and could hear nobody. Before a silence is called
@@ -10,7 +10,7 @@ from __future__ import annotations
 from chaos_lightning.protocol.types import Verdict
 
 Sight = tuple[bool, str, bool]
-"""What a process table says: it lives; in which words, "" if it cannot tell; it will never speak again."""
+"""Word of a process table: it lives; in which words, "" if it cannot tell; it will never speak again."""
 UNSEEN: Sight = (False, "", False)
 
 
