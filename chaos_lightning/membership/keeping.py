@@ -181,7 +181,7 @@ class Keeper:
         )
 
     def _wait_for_offer(self, newcomers: Sequence[Peer]) -> str | None:
-        """Waits for the newcomer with the newest state until it is ready, but not without end: it may be stopped or cut off.
+        """Waits for the newcomer with the newest state to be ready, but not without end: it may be stopped or cut off.
 
         All hear of it once that takes longer than the way into a job does. In the end it is sent away, once, so that it
         holds no place among the founders.

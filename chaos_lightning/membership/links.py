@@ -228,7 +228,7 @@ class LinkRegistry:
         self._desk.note("notice", text=f"link {'add' if asked.add else 'remove'} {one} {other} ({asked.why}): {text}")
 
     def _ends(self, asked: _Asked) -> tuple[Peer, Peer] | str:
-        """Who is meant; words if that is not clear, or nothing can be changed any more."""
+        """Returns the two ends that are meant; words if that is not clear, or nothing can be changed any more."""
         if self._desk.phase in (SchedulerPhase.FINISHED, SchedulerPhase.DEPOSED):
             return f"this scheduler is {self._desk.phase}: no link changes any more"
         a, b = asked.ends
@@ -240,7 +240,7 @@ class LinkRegistry:
         return f"{a!r} and {b!r} are both {one.id}: a link has two ends" if one is other else (one, other)
 
     def _find(self, word: str) -> Peer | str:
-        """Who is meant by an id, a name or a node; words if that is nobody, or not clear."""
+        """Returns the one that an id, a name or a node means; words if there is none, or that is not clear."""
         here = [p for p in self._roster.peers.values() if p.alive and p.standing in (*NEWCOMER, Standing.MEMBER)]
         exact = [p for p in here if word in (p.id, p.member.name)]
         found = exact or [p for p in here if node_of(p.member.name) == word]
@@ -329,7 +329,7 @@ class LinkRegistry:
         return seen != before
 
     def _to_know(self, peer: Peer, here: _Here) -> list[Peer]:
-        """Whom a member is told of beside the view that it stands in: newcomers, and partners that the view lacks.
+        """Returns the peers of which a member is told beside its view: newcomers, and partners that the view lacks.
 
         Until it has entered the last view, it knows the newer ones by this list only; a link that it gave up in between
         would be missed when it enters, though it has to go in the view after that.

@@ -284,9 +284,9 @@ class MemberMachine:
         return machine
 
     def knowledge(self) -> dict[str, Any]:
-        """What a Hello tells beside who says it: id, chain and view, as far as there are any, and the highest numbers.
+        """Returns what a Hello tells beside its sender: id, chain and view, as far as there are any, and the highest numbers.
 
-        Also who stands in no view yet tells its id: a view that a header will carry may name it.
+        A member that stands in no view yet tells its id, too: a view that a header will carry may name it.
         """
         return {
             "resume": self.member_id,
@@ -347,7 +347,7 @@ class MemberMachine:
     def _on_welcome(self, message: Welcome) -> None:
         self.role = message.role
         if self.view is None and message.chain != self._chain:
-            # Of another chain than the scheduler before: numbers of that one mean nothing here (protocol.md 7).
+            # This scheduler is of another chain than the one before, whose numbers mean nothing here (protocol.md 7).
             self._chain, self._term, self._known = message.chain, 0, NO_VIEW
             self.promised, self.waiting_view = NO_VIEW, None
         self._term = max(self._term, message.term)
@@ -778,7 +778,7 @@ class MemberMachine:
         self._emit(Ejected(reason, rejoin, over))
 
     def _refuses(self, view: View) -> bool:
-        """Nobody can train in a view whose pipelines cannot be read or lack links, and no other view follows."""
+        """Leaves the job, and returns True, if the view's pipelines cannot be read or lack links: no other view follows."""
         try:
             parts = division(view)
             wrong = parts.apart((link.a, link.b) for link in view.links) if view.pipelines and view.links else ""

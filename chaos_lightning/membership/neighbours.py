@@ -19,7 +19,7 @@ class Neighbours:
         self.links: dict[str, bool] = {}
         """Whether they stand, by member."""
         self.wanted: tuple[Member, ...] | None = None
-        """Whom the scheduler named; None before it did."""
+        """Members that the scheduler named; None before it did."""
         self.former: View | None = None
         """The view before, while links of it stay."""
         self._settled = False
@@ -40,7 +40,7 @@ class Neighbours:
         wanted: dict[str, Member] = {}
         if view is not None:
             near = {m for v in (view, self.former) if v is not None for m in neighbours(v, me)}
-            # Whom the view lets go serves its parts (P9), to whoever has a link with it.
+            # Members that the view lets go serve their parts (P9), to all that have a link with them.
             leaving = () if self._settled else view.leaving
             near |= {m.id for m in leaving}
             wanted = {m.id: m for m in (*view.members, *leaving) if m.id in near}

@@ -1,4 +1,4 @@
-"""What the scheduler knows of each process, and what makes one another than the job's.
+"""Facts of the scheduler about each process, and the differences that make a process another job's.
 
 Theory of operation. A `Peer` is one incarnation of a training process, from its welcome until a decided view excluded
 it or it was released. Newcomers are STANDBY (beyond max_nodes), LINKING, READY, or OBSERVING (membership/learners.py);
@@ -43,7 +43,7 @@ FIT = "fit"
 """Name in the fingerprint of the number of the job's fit in the member's script, from 1 on."""
 
 UNKNOWN_LEARNERS = (-1, ("?",))
-"""What a member was told by a scheduler that is gone."""
+"""List of learners that a member has from a scheduler that is gone."""
 
 
 class Standing(enum.StrEnum):
@@ -78,7 +78,7 @@ class Tempo:
 
 @dataclass(slots=True)
 class Peer:
-    """What the scheduler knows of one incarnation."""
+    """Facts of the scheduler about one incarnation."""
 
     member: Member
     standing: Standing
@@ -90,7 +90,7 @@ class Peer:
     """It told its position to this scheduler (False only after a scheduler's restart)."""
     entered: ViewId = NO_VIEW
     chain: str = ""
-    """Of a reporter: the chain that it is of."""
+    """Chain of a reporter."""
     workers: int = 1
     """Number of workers of its node."""
     seq: int = 0
@@ -110,7 +110,7 @@ class Peer:
     """Why it must go although it may live; nothing clears this."""
     report: Report | None = None
     said: JobTerms | None = None
-    """What it said of itself as a newcomer."""
+    """Terms that it said of itself as a newcomer."""
     differs: str = ""
     """In what it is of another program than the job, none of whose members answers: it waits for these to be found."""
     down: dict[str, str] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Peer:
     asked: dict[str, float] = field(default_factory=dict)
     """Since when (s) this newcomer has been asked for a link to each of these."""
     misses: set[str] = field(default_factory=set)
-    """Who was told that this newcomer does not reach them."""
+    """Peers that were told that this newcomer does not reach them."""
     stranded: bool = False
     """A newcomer that no link leads to: it takes no place until one does, and there is one."""
     no_replay: str = ""
@@ -136,14 +136,14 @@ class Peer:
     learners: tuple[int, tuple[str, ...]] = (-1, ())
     """The list of learners that it was told last, and on which stream."""
     progress: Progress | None = None
-    """Of its transfer, as it told last."""
+    """Progress of its transfer, as it told last."""
     kept: Kept | None = None
     """The newest state of the job that lies on its machine, as it said in its hello."""
     told_of_kept: bool = False
     keeps_since: float | None = None
     """When (s) it was let go as one of the last: it may be writing the state down."""
     told: tuple[int, str] = (-1, "")
-    """What it was told last that it waits for, and on which stream."""
+    """Stream and text by which it was told last for what it waits."""
 
     @property
     def id(self) -> str:
@@ -167,7 +167,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTerms:
-    """What every member must equal: taken from the job's first member."""
+    """Terms of the job's first member, which every member must equal."""
 
     name: str
     package: str
@@ -204,7 +204,7 @@ def refusal(hello: Hello, settings: Settings) -> str:
 
 
 def difference(hello: Hello | JobTerms, reference: JobTerms | None) -> str:
-    """What of this process is another than the job's, in words with both values; "" if nothing is."""
+    """Returns in words, with both values, what of this process differs from the job; "": nothing."""
     if reference is None:
         return ""
     pairs: list[tuple[str, str, str]] = [
@@ -286,7 +286,7 @@ def first_incarnation(term: int, used: int) -> int:
 
 
 def placed(peers: Iterable[Peer]) -> list[Member]:
-    """Who of these has a place under max_nodes; those that can link to nobody keep none from others."""
+    """Returns those of these peers that take a place under max_nodes; one that reaches no member takes none."""
     inside = (*NEWCOMER, Standing.MEMBER)
     return [p.member for p in peers if p.alive and not p.leaving and not p.stranded and p.standing in inside]
 

@@ -119,7 +119,7 @@ class Rebuild:
         return difference(hello, self._roster.reference) if any(p.id != hello.resume for p in here) else ""
 
     def greeted(self, peer: Peer) -> None:
-        """Somebody was welcomed, perhaps again: what it knows is asked for."""
+        """Asks a peer that was welcomed, perhaps again, for what it knows."""
         if self.rebuilds and peer.standing in (Standing.REPORTER, Standing.MEMBER):
             self._ask(peer)
 
@@ -147,10 +147,10 @@ class Rebuild:
             self._first_at = self._desk.now
 
     def _owing(self) -> list[Peer]:
-        """Who was asked what it knows, and is about to tell: nothing is decided meanwhile.
+        """Returns the peers that were asked what they know and are about to tell: nothing is decided meanwhile.
 
-        Heartbeats come from another thread than the answer. Who lets `report_timeout_s` pass counts as silent until it
-        answers, also on its next streams.
+        Heartbeats come from another thread than the answer. A peer that lets `report_timeout_s` pass counts as silent
+        until it answers, also on its next streams.
         """
         settings = self._settings
         return [
@@ -171,7 +171,7 @@ class Rebuild:
             self._first_at += gap
 
     def _reporters(self) -> list[Peer]:
-        """Who has told what it knows, and can still be counted on."""
+        """Returns the peers that have told what they know, and can still be counted on."""
         return [
             p
             for p in self._roster.peers.values()

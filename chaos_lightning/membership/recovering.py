@@ -27,9 +27,9 @@ class Recovery:
         self.why = ""
         self.number: ViewId = NO_VIEW
         self.expected: frozenset[str] = frozenset()
-        """Whom the present one has asked for a report, ..."""
+        """Members that the present recovery has asked for a report, ..."""
         self.missing: set[str] = set()
-        """... and who of them has not given it."""
+        """... and those of them that have not given it."""
         self._whole: set[str] = set()
         """Members that were asked for a whole report: the others name their headers, ..."""
         self._first: dict[str, Report] = {}

@@ -169,7 +169,7 @@ def leading(view: View, contributions: Mapping[str, Contribution]) -> Contributi
 
 
 def kind_of(view: View, prev: Header, contributions: Mapping[str, Contribution]) -> Kind:
-    """Returns the kind of the slot after `prev`; members that all leave let newcomers in before the state goes with them.
+    """Returns the kind of the slot after `prev`; members that all leave let newcomers in first.
 
     A member that yields only because it has no samples has hyperparameters: it follows a script, and is not at rest.
     """
@@ -178,7 +178,7 @@ def kind_of(view: View, prev: Header, contributions: Mapping[str, Contribution])
 
 
 def fitting(payload: bytes) -> bytes:
-    """Returns what a member contributes to a GATHER or STEP: the payload, or just enough of a too large one to be refused.
+    """Returns what a member contributes to a GATHER or STEP: the payload; of a too large one, enough to be refused.
 
     A member that raised alone would leave the others waiting for its contribution. One byte above the limit still fits
     into a message, and the root refuses the slot for all of them alike.
@@ -202,8 +202,8 @@ def too_large(contributions: Sequence[Contribution]) -> str:
 
 
 def answers_of(kind: Kind, name: str, contributions: Sequence[Contribution]) -> tuple[bytes, ...]:
-    """Returns the payloads that a header of this kind and name hands on, in rank order: those of a collective always, of
-    a step if any member says something beside its gradient (28b).
+    """Returns the payloads that a header of this kind and name hands on, in rank order: of a collective always, of a
+    step if any member says something beside its gradient (28b).
     """
     answers = tuple(c.payload if (c.kind, c.name) == (kind, name) else b"" for c in contributions)
     said = kind is Kind.GATHER or (kind is Kind.STEP and any(answers))

@@ -151,8 +151,8 @@ class Fact:
 
     @property
     def idle(self) -> str:
-        """Words of an end that measured that it carries nothing, though it may stand; "" if it carries something, or that is
-        not known.
+        """Words of an end that measured that it carries nothing, though it may stand; "" if it carries something, or
+        that is not known.
         """
         return next(
             (f"{end}: carries nothing ({r.evidence})" for end, r in self.reports.items() if r.rate_bps <= 0), ""
