@@ -56,7 +56,7 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 _GOODBYE_TIMEOUT_S = 1.0
 _MAX_OUTBOX = 65536
 _INTERVALS_S = (0.001, 3600.0)
-"""What a scheduler may ask for between heartbeats: no flood, and no wait that the system cannot express."""
+"""Bounds of the interval between heartbeats, s: no flood, and no wait that the system cannot express."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class _Ended:
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
-    """Somebody called `close`."""
+    """Item of the queue by which `close` ends the thread."""
 
 
 class _Talk:

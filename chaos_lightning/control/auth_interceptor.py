@@ -1,4 +1,4 @@
-"""Who calls, who may, and what is written down about those who may not.
+"""Checks callers: who calls, who may, and what is logged about those who may not.
 
 Theory of operation. With keys a TLS proxy with mutual TLS (control/tls_proxy.py) stands before gRPC's own port, so each
 call has a caller with a role; without keys the bare token decides. Each service says which roles may make which of its
@@ -28,7 +28,7 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 @dataclass(frozen=True)
 class Service:
-    """What a server offers, and to whom.
+    """Calls that a server offers, and to whom.
 
     Attributes:
         name: Its full name, as in its .proto.
@@ -59,7 +59,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         self._encoded: set[str] = set()
         self._tls_proxy: TlsProxy | None = None
         self.inner_port = 0
-        """Where gRPC listens behind the TLS proxy; 0 without one."""
+        """Port at which gRPC listens behind the TLS proxy; 0 without one."""
 
     async def open(self, host: str, port: int) -> tuple[grpc.aio.Server, int]:
         """A gRPC server that has its port, behind a TLS proxy if there are keys; and the port that others call.
@@ -138,7 +138,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         await self._check_token(context, what, must=self._rights.must_show_token(role, method))
 
     async def _check_token(self, context: Any, what: str, *, must: bool) -> None:
-        """Who shows a token must show the right one; who must show one, must."""
+        """Refuses a wrong token, and a caller that must show one and does not."""
         accepted = self._credentials.tokens()
         values = [value for key, value in context.invocation_metadata() or () if key == TOKEN_KEY]
         shown = [value.encode() if isinstance(value, str) else bytes(value) for value in values]

@@ -217,6 +217,6 @@ class EtcdCandidacy:
 
 
 def _changes(given: Settings, stored: Settings) -> str:
-    """What differs, in words."""
+    """Returns in words the settings that differ."""
     ours, theirs = asdict(given), asdict(stored)
     return ", ".join(f"{name}={theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name])

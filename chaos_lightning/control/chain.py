@@ -66,7 +66,7 @@ class ChainEntry:
     wish: LinkWish | None = None
     ending: RecordedEnd | None = None
     change: PackedChange | None = field(default=None, compare=False, repr=False)
-    """What its record says instead of the view."""
+    """Change that its record holds instead of the whole view; None: it holds the view."""
     digest: str = field(default="", compare=False, repr=False)
     """Digest of what its record says of the view; with changes it covers all back to a whole view."""
     summed: Chain | None = field(default=None, repr=False)
@@ -79,7 +79,7 @@ class ChainEntry:
 
 @dataclass(frozen=True, slots=True)
 class Tip:
-    """What a decision is compared with."""
+    """End of the chain, with which a decision is compared."""
 
     end: End = EMPTY
     highest: ViewId = NO_VIEW
@@ -206,7 +206,7 @@ def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
 
 
 def chain_of(tip: Tip, term: int, entries: Sequence[ChainEntry]) -> Chain:
-    """What these entries, which end with `tip`, tell a scheduler that starts with this term."""
+    """Returns what these entries, which end with `tip`, tell a scheduler that starts with this term."""
     begun, rest = Chain(0, NO_VIEW), entries
     if entries and entries[0].summed is not None:
         begun, rest = entries[0].summed, entries[1:]
@@ -404,7 +404,7 @@ class JobChain:
         return self.term
 
     def tip(self) -> Tip:
-        """What the next decision is compared with, as the store has it now."""
+        """Reads from the store the end with which the next decision is compared."""
         return self._read()[0]
 
     def entries(self, after: int = 0) -> tuple[ChainEntry, ...]:
@@ -470,7 +470,7 @@ class JobChain:
         return len(entries)
 
     def begin_again(self) -> str:
-        """Where the job is finished: an empty chain; returns what became of the old one, in words."""
+        """Begins an empty chain after a finished job; returns in words what became of the old one."""
         self._tip, self._seen, self._whole_until = None, None, 0
         return self.store.begin_again()
 

@@ -63,14 +63,14 @@ SERVER_OPTIONS: Options = [
     ("grpc.http2.lookahead_bytes", 1 << 20),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
-    # Who connects and says nothing would hold a descriptor of the scheduler's for two minutes, or for ever.
+    # A connection that says nothing would hold a descriptor of the scheduler's for two minutes, or for ever.
     ("grpc.server_handshake_timeout_ms", 5000),
     ("grpc.max_connection_idle_ms", 10000),
 ]
 
 
 END_OF_STREAM: object = vars(grpc.aio)["EOF"]
-"""What `read` returns at the end of a stream (the type stubs of gRPC do not know it)."""
+"""Value that `read` returns at the end of a stream (the type stubs of gRPC do not know it)."""
 
 
 class StandbyError(SchedulerUnreachableError):
@@ -82,7 +82,7 @@ class StandbyError(SchedulerUnreachableError):
 
 
 class SilentError(SchedulerUnreachableError):
-    """Somebody listens there, and says nothing: a frozen scheduler, or one that is cut off."""
+    """The scheduler at this address accepts connections and says nothing: it is frozen, or cut off."""
 
 
 def explain(
@@ -196,7 +196,7 @@ def fetch_all(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, fol
 
 
 def facts_of_leader(ask: Callable[[str, float], dict[str, Any]], endpoint: str, timeout_s: float) -> dict[str, Any]:
-    """What the one says that leads; of a standby, if none does that answers.
+    """Returns the facts of the leader; those of a standby if no leader answers.
 
     Args:
         ask: Takes an endpoint (or several) and how long it may take (s); the facts have `role`, `endpoint` and of a
@@ -258,7 +258,11 @@ def reset(endpoint: str, *, force: bool = False, token: Secret = b"", timeout_s:
 
 
 def _granted(reply: Any) -> str:
-    """What the scheduler says to that."""
+    """Returns the scheduler's answer in words, if it accepted the request.
+
+    Raises:
+        RefusedError: It did not.
+    """
     if not reply.accepted:
         raise RefusedError(str(reply.text))
     return str(reply.text)

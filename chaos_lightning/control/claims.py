@@ -37,11 +37,11 @@ from chaos_lightning.security.credentials import Credentials, Secret, open_chann
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 MOST = 4096
-"""Who comes when so many numbers are held gets this one, and shares it."""
+"""Largest number; those that come when all below are held share it."""
 WORD_S = 5.0
-"""Who has a number says so that often."""
+"""Interval, s, at which the holder of a number says that it holds it."""
 SILENCE_S = 20.0
-"""Who is silent for so long loses its number: its interpreter's lock may be held for seconds, as by a collection."""
+"""Seconds of silence after which a number is free: a collection, say, may hold the interpreter's lock for a while."""
 _END_S = 1.0
 """A scheduler may take so long to confirm the end of a claim."""
 
@@ -105,7 +105,7 @@ def _unlock(file: int, path: Path, owner: int) -> None:
 
 
 class Claims:
-    """What a scheduler holds for others: one number for each connection.
+    """Numbers that a scheduler holds for others: one for each connection.
 
     Args:
         job: The scheduler's.
@@ -181,7 +181,7 @@ class _Stream(threading.Thread):
         self._over = threading.Event()
 
     def number(self) -> int:
-        """What the scheduler says; called once."""
+        """Waits for the number from the scheduler; to be called once."""
         try:
             found = self._said.get(timeout=self._timeout_s + _END_S)
         except queue.Empty:

@@ -30,7 +30,7 @@ from chaos_lightning.settings import DEFAULT_ENDPOINT, EngineConfig
 
 
 def _option(name: str, words: str = "", **more: Any) -> Any:
-    """What typer makes of a setting of a member's that a command takes as well."""
+    """Makes an option for typer of a member's setting that a command takes as well."""
     made = declared(EngineConfig)[name]
     return typer.Option(help=words or f"{made.help} Or the environment: {made.variable}.", metavar=made.metavar, **more)
 
@@ -88,7 +88,7 @@ def reset(
 
 
 def _done(words: str, as_json: bool) -> None:
-    """What was done, in words."""
+    """Prints in words what was done."""
     if as_json:
         print_json({"done": words})
     else:

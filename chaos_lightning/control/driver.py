@@ -33,7 +33,7 @@ _LONG_S, _LONGEST_PAUSE_S = 0.005, 0.05
 
 
 class Machine(Protocol):
-    """What is driven: membership.scheduler.SchedulerMachine, or a stand-in for it in tests."""
+    """State machine that is driven: membership.scheduler.SchedulerMachine, or a stand-in for it in tests."""
 
     def on(self, now: float, *events: fx.SchedulerEvent) -> list[fx.SchedulerEffect]: ...
 
@@ -131,7 +131,7 @@ class Driver:
             await self._search.close()
 
     async def _batch(self) -> list[fx.SchedulerEvent]:
-        """What lies there, and at least one event.
+        """Waits for events; returns all that have come, at least one.
 
         A batch costs the machine about the same however many events it has. One that took long is followed by a pause
         of the same length, in which more come together: else streams that are read one by one would each make a batch.
@@ -146,7 +146,7 @@ class Driver:
         return batch
 
     def stop(self) -> None:
-        """What waits is for the next machine, which takes it for what nobody said."""
+        """Stops. Events that still wait go to the next machine, which ignores them."""
         self._over = True
 
     async def _on(self, events: list[fx.SchedulerEvent], streams: Streams) -> list[fx.SchedulerEvent]:
@@ -205,7 +205,7 @@ class Driver:
 
 
 def _looked(member: Member) -> list[fx.SchedulerEvent]:
-    """What this machine's process table knows of a member's death."""
+    """Returns the events that this machine's process table gives on a member's death."""
     sight = same_machine_verdict(member)
     if sight.certain:
         return [fx.Gone(member.id, sight.evidence)]

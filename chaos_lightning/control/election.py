@@ -1,4 +1,4 @@
-"""Who leads a service: of several candidates the one that holds a key in etcd on a lease (as in EDL and Elan).
+"""Elects the leader of a service: the candidate that holds a key in etcd on a lease (as in EDL and Elan).
 
 Theory of operation. A candidate has a lease of etcd's, which it prolongs three times within its duration, and a key
 that tells others where it listens. It leads from the transaction on in which it made the key `leader`, on its lease;
@@ -87,7 +87,9 @@ class Candidate:
         return json.dumps(asdict(self)).encode()
 
     def process_state(self) -> str:
-        """Of a candidate on this machine: "gone", "stopped" or "runs"; "" of one elsewhere, or hidden from us."""
+        """Returns "gone", "stopped" or "runs" for a candidate on this machine; "" for one elsewhere, or hidden from
+        us.
+        """
         here = self.host == host_identity()
         return process_state(self.pid, self.pid_start) if here else ""
 
@@ -139,7 +141,7 @@ class Election(threading.Thread):
         """Why etcd could not be asked; "" if it answers."""
         self._asked = reach.Asked()
         self._told: tuple[str, ...] = ()
-        """What its key says about who asked it."""
+        """Names in its key of the processes that asked it."""
         self.leader: Candidate | None = None
         """As seen last; None before anything was seen, and while nobody leads."""
         self._looked = False
@@ -152,7 +154,7 @@ class Election(threading.Thread):
         self._revision = 0
         """The highest that etcd has told."""
         self._following: tuple[str, float] = ("", 0.0)
-        """Whom it has followed since when, all the while on the lease that it has now."""
+        """Leader that it has followed, and since when, all the while on its present lease."""
 
     # ------------------------------------------------------------------ any thread
 
@@ -182,7 +184,7 @@ class Election(threading.Thread):
         self._asked.add(name, now())
 
     def waits_for(self) -> str:
-        """What this candidate waits for, in words; "" if it leads and may decide."""
+        """Returns in words for what this candidate waits; "" if it leads and may decide."""
         late_s = now() - self._until
         if self.leads:
             if not self.trouble:
@@ -246,7 +248,7 @@ class Election(threading.Thread):
         self.watched, self._following, self._revision = False, ("", 0.0), 0
 
     def _look(self, key: str) -> pb.KeyValue | None:
-        """What lies there, as a majority has it. A revision lower than before is an older snapshot's."""
+        """Reads a key as a majority has it. A revision lower than before is an older snapshot's."""
         found, revision = self._client.get_all(key)
         if revision < self._revision:
             self._note("notice", text=f"etcd went back from revision {self._revision} to {revision}")

@@ -43,7 +43,7 @@ _SERVICES = ("KV", "Watch", "Lease", "Auth", "Cluster", "Maintenance")
 
 
 def _stub(service: str) -> type:
-    """What grpcio-tools would generate for this service."""
+    """Returns the class that grpcio-tools would generate for this service."""
 
     def connect(self: Any, channel: grpc.Channel) -> None:
         for request, (path, _) in METHODS.items():

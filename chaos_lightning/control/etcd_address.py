@@ -1,4 +1,4 @@
-"""Where etcd is and how to get in: `etcd://...`, as users write it."""
+"""Address of etcd and how to get in: `etcd://...`, as users write it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLIENTS = ("own", "etcd3")
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdAddress:
-    """Where etcd is and how to get in; what is secret comes from files and the environment.
+    """Address of etcd and how to get in; secrets come from files and the environment.
 
     Attributes:
         servers: HOST:PORT of each.

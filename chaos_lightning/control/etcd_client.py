@@ -279,7 +279,7 @@ class EtcdClient:
         self.call(pb.CompactionRequest(revision=revision, physical=True))
 
     def status(self) -> pb.StatusResponse:
-        """Of the server that answers."""
+        """Returns the status of the server that answers."""
         return self.call(pb.StatusRequest())
 
     # ------------------------------------------------------------------ leases

@@ -1,4 +1,4 @@
-"""What may be asked of a server of etcd: each kind of request, its method and its reply, for whichever client asks."""
+"""Requests to a server of etcd: the method and the reply of each kind, for any client."""
 
 from __future__ import annotations
 

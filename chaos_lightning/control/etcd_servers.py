@@ -60,7 +60,7 @@ class EtcdServer:
 
     @property
     def log(self) -> Path:
-        """What it says."""
+        """File of its log."""
         return self.folder / "etcd.log"
 
     @property
@@ -276,7 +276,7 @@ def _answers(server: EtcdServer) -> bool:
 
 
 def _fatal_words(line: str) -> str:
-    """What this line of etcd's log says about its end; "" if it is about something else."""
+    """Returns what this line of etcd's log says about its end; "" if it is about something else."""
     if (found := _FATAL.match(line)) is not None:
         return found["plain"] or f"panic: {found['panic']}"
     with contextlib.suppress(ValueError, AttributeError):

@@ -143,7 +143,7 @@ class EtcdStore(Store):
             known = self._look()
             records = [self._record(kv) for kv in self._client.get_all(self._key("record/"))[0]]
             try:
-                # What was appended since, somebody else reads.
+                # Records that were appended since are for the next read.
                 known_ones = [r for r in records if r.position <= known.end.position]
                 return known.end, self._checked(known.end, known_ones, after)
             except StoreError:

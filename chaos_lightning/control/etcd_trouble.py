@@ -1,4 +1,4 @@
-"""What an error of etcd's means, and what to do about it.
+"""Explains errors of etcd, and what to do about them.
 
 Theory of operation. gRPC says of a connection that failed little more than that it did. Where its words are not enough
 this module looks for itself, once, before the error is raised: it opens a TLS connection of its own, and reads the
@@ -40,7 +40,7 @@ class FailedCall:
 
 
 def check_certificate(file: str, data: bytes) -> None:
-    """Of a PEM file of ours.
+    """Checks a PEM file of ours.
 
     Raises:
         ConfigurationError: It holds no certificate, or the first one has expired or is not valid yet; says when.
@@ -101,7 +101,7 @@ def _look(address: EtcdAddress, server: str) -> tuple[x509.Certificate | None, s
 
 
 def _page(server: str) -> str:
-    """What it says to a web browser: etcd tells its version on the same port."""
+    """Returns what a server says to a web browser: etcd tells its version on the same port."""
     host, _, port = server.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_S) as sock:
@@ -116,7 +116,7 @@ def _page(server: str) -> str:
 
 
 def _about_page(address: EtcdAddress, server: str) -> str:
-    """What is wrong if it answers as to a web browser; "" if it does not, or nothing is."""
+    """Returns what is wrong if the server answers as to a web browser; "" if it does not, or nothing is wrong."""
     found = _page(server)
     if found and "etcdserver" not in found:
         return _WEB
@@ -124,7 +124,7 @@ def _about_page(address: EtcdAddress, server: str) -> str:
 
 
 def _about_connection(address: EtcdAddress, server: str) -> str:
-    """What is wrong with the connection to this server, as far as one can see; "" if nothing is."""
+    """Returns what is wrong with the connection to this server, as far as one can see; "": nothing."""
     certificate, refusal = _look(address, server)
     if certificate is None:
         return _about_page(address, server)

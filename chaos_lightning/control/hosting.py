@@ -107,7 +107,7 @@ def listens(endpoint: str) -> bool:
 
 
 def look(endpoint: str, job: str, token: Secret) -> str:
-    """What is at the endpoint: "free", "serves" (this job), "tells" (newcomers that this job is finished), "finished"
+    """Returns what is at the endpoint: "free", "serves" (this job), "tells" (newcomers that this job is finished), "finished"
     (still lingering), "past" (lingering, of another job), "silent" or "odd".
 
     Whoever has the port is silent if it says nothing: it begins, is frozen, or has no descriptor left; and odd if it
@@ -400,7 +400,7 @@ def last_words(log: Path) -> str:
 
 
 def options_for_engine(config: EngineConfig) -> SchedulerOptions:
-    """What a member's own configuration says about its job's scheduler."""
+    """Returns the options of the job's scheduler that follow from a member's own configuration."""
     # The rendezvous backend leaves its whole settings here, so that a worker may revive the very same scheduler.
     base = settings_from_json(os.environ.get("CHAOS_SETTINGS") or "{}")
     plan = config.plan_spec

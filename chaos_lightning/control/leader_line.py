@@ -51,7 +51,7 @@ class LeaderLine(threading.Thread):
                     self._sock, self._found = sock, True
                     self._listen(sock)
             except ConnectionRefusedError:
-                # Who was never reached may listen for others only.
+                # A leader that was never reached may listen for others only.
                 self.gone = self._found and not self._over.is_set()
             except OSError:  # unknown, unreachable, silent
                 pass

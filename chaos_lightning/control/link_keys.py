@@ -37,7 +37,7 @@ from chaos_lightning.protocol.types import (
 from chaos_lightning.transport.sealing import KEY_NBYTES, Level
 
 _MAX_VOID = 1024
-"""Who is welcomed again is told of so many members that are gone, the last ones."""
+"""Largest number of members that are gone, the last ones, of which a member is told that is welcomed again."""
 
 Messages = list[tuple[int, ToMember]]
 """(number of a member's stream, what to send there)."""
@@ -72,9 +72,9 @@ class KeyIssuer:
         self._made: defaultdict[str, dict[str, ViewId]] = defaultdict(dict)
         """By member and peer, both ways: the view for which the key of their link was made last."""
         self._members = set(members)
-        """Whose keys members may have, besides those that were made here."""
+        """Members whose keys others may have, besides those that were made here."""
         self._void: dict[str, None] = {}
-        """Who is gone, oldest first."""
+        """Members that are gone, oldest first."""
 
     def closed(self, number: int) -> None:
         """This stream stands no longer."""

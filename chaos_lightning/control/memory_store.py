@@ -15,7 +15,7 @@ from chaos_lightning.errors import StoreError
 
 @dataclass(slots=True)
 class Shelf:
-    """What several stores share. `changed` guards it."""
+    """Records that several stores share. `changed` guards them."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     end: End = field(default_factory=End)

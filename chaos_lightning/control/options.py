@@ -1,4 +1,4 @@
-"""What a scheduler process is told: its options, and the job's rules as JSON (for command lines, environment, stores).
+"""Options of a scheduler process, and the job's rules as JSON (for command lines, environment, stores).
 
 To add an option, write a field into `SchedulerOptions`, and use it: `chaos-lightning scheduler` has it then. One in
 `HOSTED` is also taken by --rdzv-conf and from the environment.
@@ -114,7 +114,7 @@ class SchedulerOptions:
 HOSTED: Mapping[str, Setting] = {
     name: declared(SchedulerOptions)[name] for name in ("store", "advertise", "idle_timeout_s")
 }
-"""What agents and members hand to the schedulers that they start; all else follows from their own settings."""
+"""Options that agents and members hand to the schedulers that they start; all else follows from their settings."""
 
 
 def default_store(job: str, port: int) -> Path:
@@ -137,7 +137,7 @@ def state_folder(name: str, port: int) -> Path:
 
 
 def log_folder(log_dir: str, name: str, port: int, *, beside: bool = False) -> Path | None:
-    """Where a process of this job logs events; None for nowhere.
+    """Returns the folder in which a process of this job logs events; None for nowhere.
 
     Args:
         log_dir: As the user gave it.

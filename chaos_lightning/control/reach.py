@@ -24,7 +24,7 @@ _MOST = 256
 
 
 class Asked:
-    """Who asked this candidate while it did not lead. Methods may be called from any thread."""
+    """Names of those that asked this candidate while it did not lead. Methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,7 +82,7 @@ def packed(names: Collection[str]) -> bytes:
 
 
 def read(value: bytes) -> tuple[str, ...]:
-    """Of a candidate's key; nothing if there is something else."""
+    """Reads the names in a candidate's key; none if there is something else."""
     try:
         names = json.loads(value)
     except (ValueError, RecursionError):

@@ -61,7 +61,7 @@ def reset_job(endpoint: str, options: SchedulerOptions, secret: Secret, *, force
 
 
 def _forget_kept(options: SchedulerOptions, chain: str) -> str:
-    """Nobody goes on from a state of the chain that was ended: what its members kept on this machine goes, in words."""
+    """Deletes the states that members of an ended chain kept on this machine; returns in words what went."""
     from chaos_lightning.replication.kept import forget  # it needs torch
 
     job, stores = options.settings.job, ("", options.store, os.environ.get(HOSTED["store"].variable, ""))
@@ -96,7 +96,7 @@ def _end(chain: JobChain, force: bool) -> str:
 
 
 def _may_live(member: Member) -> str:
-    """What is known of a member without a scheduler; "" if it is dead."""
+    """Returns what is known of a member without a scheduler; "" if it is dead."""
     sight = same_machine_verdict(member)
     if sight.certain or (not sight.evidence and rebooted(member)):
         return ""

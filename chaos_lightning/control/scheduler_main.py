@@ -220,7 +220,7 @@ class HelpFormat(argparse.RawDescriptionHelpFormatter):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of `chaos-lightning scheduler`, and of this module. Values are left as text, for `read`."""
+    """Returns the parser of `chaos-lightning scheduler`. Values are left as text, for `read`."""
     rules = "\n".join(f"  {rule.name:24}{rule.short} ({rule.shown})" for rule in declared(Settings).values())
     made = argparse.ArgumentParser(
         prog="chaos-lightning scheduler",
@@ -240,7 +240,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read(given: argparse.Namespace) -> SchedulerOptions:
-    """What these arguments say.
+    """Returns the options that these arguments give.
 
     Raises:
         ConfigurationError: An unknown rule, or a value that cannot work.

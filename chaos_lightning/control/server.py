@@ -46,7 +46,7 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 CANNOT_LEAD = "it was elected and cannot lead"
 _NOT_THE_JOBS = ("chain_lost", "chain_foreign", "chain_stale")
-"""What the machine notes when a member knows of what the store lacks (membership/identity.py)."""
+"""Events of the machine when a member knows more than the store (membership/identity.py)."""
 HEARS_EMPTY_S = 0.7
 """Where there is no chain: newcomers wait for it, and members of another one lose nothing if a job is founded here."""
 
@@ -82,7 +82,7 @@ class SchedulerServer:
         self._idle_since = time.monotonic()
         self._done_reason = ""
         self._ending: asyncio.TimerHandle | None = None
-        """Of this process, once its job is finished."""
+        """Timer that ends this process once its job is finished."""
         self._gives_way_at = math.inf
         """When (monotonic, s) this one ends, unless members of its own chain are here by then."""
         self._stays = False
@@ -137,7 +137,7 @@ class SchedulerServer:
         return self.port
 
     def _scheduling(self) -> Service:
-        """What a scheduler is for."""
+        """Returns the service of a scheduler, with the rights of callers."""
         calls = service.SchedulerService(
             streams=self._streams,
             driver=self._driver,
@@ -157,7 +157,7 @@ class SchedulerServer:
 
     @property
     def endpoint(self) -> str:
-        """Where others reach it."""
+        """Address at which others reach it."""
         return self.config.advertise or join_endpoint(self.config.host, self.port)
 
     @property
@@ -264,7 +264,7 @@ class SchedulerServer:
     async def _begin_again(self) -> None:
         """An operator has ended the job: its chain is put away, and whoever is here comes again, to an empty one."""
         self._streams.close_all()
-        # What they say until their streams end is nobody's for the next machine.
+        # Messages that come until the streams end are ignored by the next machine.
         place = await self._writer.in_thread(self._writer.chain.begin_again)
         self._events.emit("notice", text=f"the job is over; its chain is {place}")
         if self._ending is not None:  # it was finished before, and this process would have ended

@@ -123,7 +123,9 @@ class SchedulerService(SchedulerServicer):  # type: ignore[misc]
 
 
 async def _name_of_caller(context: Any) -> str:
-    """Of a member that attends: from its Hello, if that comes at once; else "". The Hello is gone then."""
+    """Returns the name of a member that attends, from its Hello if that comes at once, else "". The Hello is gone
+    then.
+    """
     with contextlib.suppress(TimeoutError, WireError):
         envelope = await asyncio.wait_for(context.read(), _HELLO_S)
         hello = unwrap_from_member(envelope) if envelope is not END_OF_STREAM else None

@@ -109,7 +109,7 @@ class SqliteStore(Store):
         self.name = found
 
     def _check_format(self, db: sqlite3.Connection) -> str:
-        """Whose log it is."""
+        """Returns the name of the log, if its format is known."""
         row = db.execute("SELECT format, name FROM job").fetchone()
         if row is not None and row[0] != FORMAT:
             raise StoreError(

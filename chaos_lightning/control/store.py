@@ -60,12 +60,12 @@ def check_size(record: StoreRecord) -> None:
 
 
 class ReadAnewError(StoreError):
-    """What follows a reader's position is not there any more: it is to read the log from its start."""
+    """Records behind the reader's position are not there any more: read the log from its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRecord:
-    """What a writer of a log has written.
+    """Record of a log.
 
     Attributes:
         position: From 1 on.
@@ -83,7 +83,7 @@ class StoreRecord:
 
     @property
     def hash(self) -> str:
-        """Of all of it, and so of all records before."""
+        """Hash of the record, and so of all records before."""
         head = json.dumps([self.position, self.kind, self.term, self.before]).encode()
         return hashlib.blake2b(head + b"\n" + self.body, digest_size=_HASH_NBYTES).hexdigest()
 
@@ -131,13 +131,13 @@ class End:
         return replace(self, position=record.position, hash=record.hash, first=first)
 
     def begun_again(self) -> End:
-        """Of the empty log that follows this one."""
+        """Returns the end of the empty log that follows this one."""
         ended = (*self.ended, self.id) if self.id else self.ended
         return End(term=self.term, ended=ended[-MAX_ENDED:])
 
 
 EMPTY = End()
-"""Of a log that nobody has begun."""
+"""End of a log that has not begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def end(self) -> End:
-        """What the next write is compared with."""
+        """Returns the end with which the next write is compared."""
 
     def append(self, kind: str, body: bytes, after: End, *, cut: bool = False) -> Appended:
         """Compare-and-set: durable when it returns ok.

@@ -116,9 +116,9 @@ class Streams:
         self._count = 0
         self.standing: dict[int, MemberStream] = {}
         self.keys: KeyIssuer | None = None
-        """Of who leads now."""
+        """Keys of the present leader."""
         self._last: Parcel | None = None
-        """What was sent last: a message to many comes once for each of them, one after the other."""
+        """Message that was sent last: one for many comes once for each of them, one after the other."""
 
     def present(self, heartbeat_timeout_s: float) -> set[str]:
         """Names of the members that have said something within this time, or 0.7 s if that is longer. Any thread."""
@@ -126,7 +126,7 @@ class Streams:
         return {s.name for s in list(self.standing.values()) if s.name and s.heard >= since}
 
     def names(self) -> list[str]:
-        """Of all members that have said hello, in order."""
+        """Returns the names of all members that have said hello, sorted."""
         return sorted({s.name for s in self.standing.values() if s.name})
 
     # ------------------------------------------------------------------ what is sent
@@ -158,7 +158,7 @@ class Streams:
             stream.outbox.put_nowait(None)
 
     def close_all(self) -> None:
-        """Whoever is here comes again."""
+        """Closes all streams, so that all members come again."""
         for stream in self.standing.values():
             stream.outbox.put_nowait(None)
 
@@ -208,7 +208,7 @@ class Streams:
             self._feed(fx.Closed(stream.number, abrupt))
 
     def _expect_hello(self, stream: MemberStream) -> None:
-        """Whoever has not said by now who it is takes a place that somebody may need."""
+        """Closes a stream that has not sent a hello in time; it uses up a slot."""
         if not stream.name:
             self._refused(stream.peer, f"no hello within {self._hello_timeout_s:g} s (Attend)")
             stream.cut.set()

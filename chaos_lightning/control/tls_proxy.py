@@ -50,7 +50,7 @@ _INSIDE = "127.0.0.1"
 
 @dataclass(eq=False, slots=True)
 class _Inside:
-    """Who was let in.
+    """A caller that was let in.
 
     Attributes:
         who: By its certificate.
@@ -120,7 +120,9 @@ class TlsProxy:
         return len(self._visits)
 
     def caller(self, peer: str) -> Caller | None:
-        """Who is behind a connection that gRPC sees as `peer`; None if it did not come through the TLS proxy."""
+        """Returns the caller behind a connection that gRPC sees as `peer`; None if it did not come through the TLS
+        proxy.
+        """
         return self._callers.get(peer)
 
     async def close(self) -> None:
@@ -272,7 +274,7 @@ class _Outside:
                 heard = True
                 self._in.write(data)
             except ssl.SSLError:
-                # Whoever is refused is told why, if it listens.
+                # A peer that is refused is told why, if it listens.
                 with contextlib.suppress(OSError):
                     await self._flush()
                 raise
@@ -302,7 +304,7 @@ class _Outside:
         return known.get(reason, f"TLS: {reason.replace('_', ' ').lower()}")
 
     async def receive_all(self, inside: asyncio.StreamWriter) -> None:
-        """What it says goes inside, until it ends."""
+        """Copies what the peer sends to gRPC, until it ends."""
         while True:
             try:
                 data = self._tls.read(_PIECE_NBYTES)
@@ -320,7 +322,7 @@ class _Outside:
                 return
 
     async def send_all(self, inside: asyncio.StreamReader) -> None:
-        """What gRPC says goes outside, until it ends."""
+        """Copies what gRPC sends to the peer, until it ends."""
         try:
             while data := await inside.read(_PIECE_NBYTES):
                 self._tls.write(data)

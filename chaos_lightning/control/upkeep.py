@@ -1,4 +1,4 @@
-"""What finished jobs leave in the state folder of this machine, and when it goes.
+"""Cleans up what finished jobs leave in the state folder of this machine.
 
 Theory of operation. A scheduler that starts on the default store looks once. Beside its own chain it leaves the newest
 archived ones. Folders of other jobs go once the job has been finished, and nothing in them was written, for a month: a

@@ -284,7 +284,7 @@ class MemberMachine:
         return machine
 
     def knowledge(self) -> dict[str, Any]:
-        """Returns what a Hello tells beside its sender: id, chain and view, as far as there are any, and the highest numbers.
+        """Returns what a Hello tells beside its sender: id, chain and view, if there are any, and the highest numbers.
 
         A member that stands in no view yet tells its id, too: a view that a header will carry may name it.
         """
@@ -778,7 +778,7 @@ class MemberMachine:
         self._emit(Ejected(reason, rejoin, over))
 
     def _refuses(self, view: View) -> bool:
-        """Leaves the job, and returns True, if the view's pipelines cannot be read or lack links: no other view follows."""
+        """Leaves the job, and returns True, if the view's pipelines cannot be read or lack links."""
         try:
             parts = division(view)
             wrong = parts.apart((link.a, link.b) for link in view.links) if view.pipelines and view.links else ""

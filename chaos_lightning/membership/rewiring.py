@@ -141,7 +141,7 @@ class Rewiring:
         return self._recovery.begin(why)
 
     def _remaining(self) -> list[str]:
-        """Returns the members that a recovery begun now would put into its view: members of the latest that stand in one.
+        """Returns the members that a recovery begun now would put into its view: those of the latest that stand in one.
 
         A newcomer that no header has let in yet holds nothing and waits for a later view (`Ruling.waiting`), so its
         links hold nobody together until then. Whether their own links are missed is judged by these alone: by the
