@@ -107,7 +107,7 @@ def listens(endpoint: str) -> bool:
 
 
 def look(endpoint: str, job: str, token: Secret) -> str:
-    """Returns what is at the endpoint: "free", "serves" (this job), "tells" (newcomers that this job is finished), "finished"
+    """Returns what is at the endpoint: "free", "serves" (this job), "tells" (that this job is finished), "finished"
     (still lingering), "past" (lingering, of another job), "silent" or "odd".
 
     Whoever has the port is silent if it says nothing: it begins, is frozen, or has no descriptor left; and odd if it
