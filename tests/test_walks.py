@@ -105,3 +105,14 @@ def test_a_walk_goes_through_these_files_in_this_order(title: str) -> None:
 def test_a_walk_is_short(title: str, most: int) -> None:
     """A walk that grows has a stop that only hands on: look for it before this number is changed."""
     assert len({stop.file for stop in walks()[title]}) <= most
+
+
+def test_the_page_for_new_engineers_names_what_is_there() -> None:
+    text = (ROOT / "docs" / "reading.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)(?:: (\w+))?`", text)
+    assert len({file for file, _ in named}) > 20
+    for file, function in named:
+        path = ROOT / file if file.startswith(("lab/", "tests/")) else PACKAGE / file
+        assert path.is_file(), file
+        names = {n.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)}
+        assert not function or function in names, f"{file} has no function {function}"
