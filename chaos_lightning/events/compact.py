@@ -103,7 +103,7 @@ class Before:
         return whole
 
     def _expected(self, name: str, kind: object, t: float) -> Line:
-        """What a line of this name is but for its news."""
+        """Returns the line of this name that the last one lets expect."""
         last = self._last[name]
         whole = last | {"mono": _mono(t, last)}
         if name != COMMITTED:
@@ -151,7 +151,7 @@ def _differences(path: str, old: object, new: object) -> Iterator[tuple[str, obj
 
 
 def _edits(old: list[Any], new: list[Any]) -> list[list[Any]] | None:
-    """What makes one list of the other: [from, to, items in their place]; None if all of it is as short."""
+    """Returns edits that make one list of the other: [from, to, items in their place]; None if the list is as short."""
     edits: list[list[Any]] = []
     i = j = 0
     while i < len(old) or j < len(new):

@@ -47,7 +47,7 @@ logger = logging.getLogger("chaos_lightning.events")
 
 
 DAY_NBYTES = 100_000_000
-"""What a process may write in 24 hours, unless it is told otherwise, bytes."""
+"""Bytes that a process may write in 24 hours, unless it is told otherwise."""
 PARTS_A_DAY = 10
 FORGOTTEN_S = 30 * 86400.0
 LOOK_EVERY_S = 1.0
@@ -79,7 +79,9 @@ _RESERVED = frozenset({"t", "mono", "name", "n"})
 
 
 def _plain(value: object) -> object:
-    """What `json` cannot write itself. Never raises: a strange value becomes its repr."""
+    """Returns a value for `json` in place of one that it cannot write. Never raises: a strange value becomes its
+    repr.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if "__str__" in vars(type(value)):  # an id
             return str(value)
@@ -141,7 +143,7 @@ class EventLog:
             day_nbytes: Of what is written in 24 hours so much is kept; 0: all.
         """
         self.path: Path | None = None if path is None else Path(path)
-        """Where it is written; None: nowhere."""
+        """File to which it is written; None: to none."""
         self.lost = 0
         """Lines that did not fit and are not yet accounted for in the file."""
         self._member, self._node, self._role = member, node, role

@@ -44,7 +44,7 @@ class Record:
     mono: float
     """The writer's monotonic clock, s."""
     member: str
-    """Whom the event is about (member id; empty before the welcome and for schedulers)."""
+    """Member that the event is about (its id; empty before the welcome and for schedulers)."""
     name: str
     fields: Mapping[str, Any]
     """Everything else of the line."""
@@ -55,7 +55,7 @@ class Record:
 
     @property
     def by(self) -> str:
-        """Who wrote it: `member` unless the line says otherwise."""
+        """Writer of the line: `member`, unless the line says otherwise."""
         return str(self.fields.get("by", self.member))
 
     @property
@@ -117,12 +117,12 @@ def _record(data: Line, source: str, line: int, not_before: float) -> Record | N
 
 @dataclass(slots=True)
 class _Lines:
-    """What one process wrote, line by line: whole records, and what is missing."""
+    """Lines of one process: whole records, and a count of those that are missing."""
 
     source: str
     latest: Record | None = None
     number: int = 0
-    """Of the last line; 0 before the first, and for logs whose lines have none."""
+    """Number of the last line; 0 before the first, and for logs whose lines have none."""
     before: Before = field(default_factory=Before)
     late: bool = False
     """The reader begins in the middle, and misses nothing before."""
@@ -292,7 +292,7 @@ class Tail:
         return heapq.merge(*streams, key=lambda r: r.t)
 
     def _of(self, first: Path, parts: Sequence[tuple[Path, os.stat_result]]) -> Iterator[Record]:
-        """What one process has appended to its files, up to the sizes that they had."""
+        """Yields the records that one process has appended to its files, up to the sizes that they had."""
         past = parts[0][1].st_mtime < self.since
         lines = self._lines.setdefault(first, _Lines(first.name, late=past))
         for path, status in parts:

@@ -1,4 +1,4 @@
-"""What events there are: each room declares those that it writes, in its own `events.py`; here they are found.
+"""Registry of events: each room declares those that it writes, in its own `events.py`; here they are found.
 
 Theory of operation. A declaration is data: a name, one line that says what happened, the fields with their units, and
 a line of text for readers if the event is to be shown in words. `known` runs the `events.py` of every folder of the
@@ -33,7 +33,7 @@ class Event:
 
     name: str
     meaning: str
-    """What happened, in a line; `member` is the one it happened to."""
+    """Meaning in one line; `member` is the one to which it happened."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Fields that every such event has -> what they are, with units."""
     also: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ def known() -> Mapping[str, Event]:
 
 
 def problems(name: str, fields: Mapping[str, Any]) -> list[str]:
-    """What is wrong with an event of this name and with these fields; empty if nothing is."""
+    """Returns what is wrong with an event of this name with these fields; an empty list if nothing is."""
     event = known().get(name)
     if event is None:
         return [f"no room declares an event {name!r}; it belongs into EVENTS of the events.py beside what writes it"]

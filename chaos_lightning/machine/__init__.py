@@ -1,1 +1,1 @@
-"""What is particular to this machine: processes, locks, sockets, standard streams."""
+"""This machine: processes, locks, sockets, standard streams."""

@@ -32,7 +32,7 @@ class Teller:
         self._queue: queue.Queue[str | None] = queue.Queue(WAITING_LINES)
         self._dropped = 0
         self._lock = threading.Lock()
-        """Of starting the thread."""
+        """Guards the start of the thread."""
         self._thread: threading.Thread | None = None
 
     def tell(self, *said: str) -> None:
@@ -48,7 +48,7 @@ class Teller:
                 self._dropped += 1
 
     def close(self, timeout_s: float = 0.5) -> None:
-        """What was told is shown, if somebody reads it within `timeout_s`."""
+        """Waits until all lines are shown, for `timeout_s` at most."""
         if self._thread is not None:
             until = time.monotonic() + timeout_s
             try:

@@ -1,4 +1,4 @@
-"""What glibc's allocator does with memory that was freed; elsewhere nothing can be set, and nothing is."""
+"""Settings of glibc's allocator for memory that was freed; with another library nothing is set."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _NAMES = {
     _M_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_",
     _M_ARENA_MAX: "MALLOC_ARENA_MAX",
 }
-"""Where users set them."""
+"""Environment variables by which users set them."""
 _MOST_MMAP_THRESHOLD_NBYTES = 32 << 20
 """The most that glibc takes."""
 _LARGE_NBYTES = 1 << 20
 
 
 def _set(*values: tuple[int, int]) -> bool:
-    """What the user set by environment stays, and with it the other ones of these."""
+    """Sets these values, unless the user has set one of them by the environment."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(_NAMES[which] in os.environ for which, _ in values):
         return False

@@ -1,4 +1,4 @@
-"""Who listens at a port of this machine, and why it may not answer.
+"""Finds the process that listens at a port of this machine, and why it may not answer.
 
 A scheduler that is stopped, or has no descriptor left, still has its port: the kernel takes connections for it, and
 nothing comes back. A program of another kind says something else, or hangs up. Only the latter is a reason to give up.
@@ -26,7 +26,7 @@ _OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """Ports that the kernel gives to connections, and to whoever asks for any."""
 _FIRST = 10_000
 _NAMED = 3
-"""Of so many ports that are taken it is said by whom."""
+"""Largest number of taken ports of which an error names the owners."""
 _tried = itertools.count()
 
 
@@ -92,7 +92,7 @@ def _target(fd: Path) -> str:
 
 
 def _inodes(port: int) -> set[str]:
-    """Of listening sockets, as links in /proc name them."""
+    """Returns the inodes of sockets that listen at a port, as links in /proc name them."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError, ValueError, IndexError):

@@ -15,7 +15,7 @@ from chaos_lightning.errors import ConfigurationError
 
 
 def lock_path(job: str) -> Path:
-    """Of this user and job on this machine."""
+    """Returns the path of the lock of this user and job on this machine."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", job)
     return Path(tempfile.gettempdir()) / f"chaos-lightning-{os.getuid()}-{name}.lock"
 

@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def agent_mark() -> str:
-    """What the agent puts into its workers' environment, to be watched by them."""
+    """Returns the mark that the agent puts into its workers' environment, so that they watch it."""
     return f"{os.getpid()}:{start_time(os.getpid())}:{host_identity()}"
 
 
@@ -69,7 +69,7 @@ def watch_parent(
         return None
     pid, started = agent
     asked = os.getppid() == pid and die_with_parent(signal.SIGTERM)
-    # Where there is no prctl the watching thread does it alone. The agent may have ended before the kernel was asked;
+    # Without prctl the watching thread does it alone. The agent may have ended before the kernel was asked;
     # then the parent is another one by now.
     asked = asked and os.getppid() == pid
     thread = threading.Thread(

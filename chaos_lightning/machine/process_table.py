@@ -1,4 +1,4 @@
-"""What this machine's process table says about another process on it.
+"""Asks this machine's process table about another process on it.
 
 A heartbeat that does not come may mean a stopped process or a busy machine. On one machine the kernel knows: a
 neighbour on the same host reads the suspect's state instead of guessing from silence, so load never fences the living.
@@ -24,7 +24,7 @@ _counts_as = ""
 
 
 class Sight(NamedTuple):
-    """What the process table says.
+    """Word of the process table about a process.
 
     Attributes:
         alive: The process runs.
@@ -43,7 +43,7 @@ SIGHTS = {
     "gone": Sight(False, "its process is gone", certain=True),
     "": Sight(False, ""),
 }
-"""What follows from each state that `watcher.process_state` names."""
+"""Verdict that follows from each state that `watcher.process_state` names."""
 
 
 def rebooted(member: Member) -> str:
@@ -99,7 +99,7 @@ def still_runs(pid: int, started: int) -> bool:
 
 
 def same_machine_verdict(member: Member | None) -> Sight:
-    """What this machine's process table says about a member that was on it."""
+    """Returns what this machine's process table says about a member that was on it."""
     if member is None or not member.pid or member.host.startswith(_UNKNOWN) or member.host != host_identity():
         return Sight(False, "")
     return SIGHTS[watcher.process_state(member.pid, member.pid_start)]

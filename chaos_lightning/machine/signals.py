@@ -95,7 +95,7 @@ class ExitSignals:
         return taken
 
     def restore(self) -> None:
-        """What was before, unless somebody else has taken the signal over meanwhile. Idempotent."""
+        """Restores the handlers before, unless other code has taken a signal over meanwhile. Idempotent."""
         for number, handler in self.before.items():
             if signal.getsignal(number) in (self.receive, _after_the_first(number)):
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -128,7 +128,7 @@ class ExitSignals:
 
 
 def end_by(number: signal.Signals) -> None:
-    """What this signal does to a process that handles none."""
+    """Ends this process as the signal ends one that handles none."""
     signal.signal(number, _default(number))
     os.kill(os.getpid(), number)
 
@@ -149,7 +149,7 @@ def _after_the_first(number: int) -> Any:
 
 
 def _default(number: int) -> Any:
-    """What a process of Python does by itself: KeyboardInterrupt at Ctrl+C, death at the others."""
+    """Returns Python's own handler: KeyboardInterrupt at Ctrl+C, death at the others."""
     return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
 
 

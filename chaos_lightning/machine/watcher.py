@@ -64,7 +64,9 @@ def exists(pid: int) -> bool:
 
 
 def process_state(pid: int, pid_start: int) -> str:
-    """Of a process of this machine: "gone", "stopped" or "runs"; "" if it is hidden from this user."""
+    """Returns the state of a process of this machine: "gone", "stopped" or "runs"; "" if it is hidden from this
+    user.
+    """
     found = stat(pid)
     if found is None:
         return "" if exists(pid) else "gone"

@@ -1,1 +1,1 @@
-"""What two machines must agree on: types, messages and their encoding."""
+"""Types, messages and their encoding: all that two machines must agree on."""

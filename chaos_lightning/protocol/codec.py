@@ -291,7 +291,7 @@ def snake(name: str) -> str:
 
 
 class Vocabulary:
-    """What one service says: dataclasses, each with a message of its name in a proto file.
+    """Messages of one service: dataclasses, each with a message of its name in a proto file.
 
     Args:
         classes: Dataclasses, and anything else, which is left out as are dataclasses that have no message.

@@ -18,7 +18,7 @@ PROTOS = {
     "control/etcd": ("python_out",),
     "outer/exchange/outer": ("python_out", "grpc_python_out"),
 }
-"""What is made of each; etcd's methods are called by name, since its messages have a package name of ours."""
+"""Outputs of protoc by .proto file; etcd's methods are called by name, as its messages have a package name of ours."""
 
 
 def generate(out: Path = ROOT) -> None:

@@ -27,7 +27,7 @@ Span = tuple[int, int]
 """Half-open interval [start, stop)."""
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""What a job or a node may be called (fullmatch)."""
+"""Pattern of the name of a job or a node (fullmatch)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -121,7 +121,7 @@ class PlanSpec:
 
 @dataclass(frozen=True)
 class View:
-    """Who is in, in rank order (oldest first), and how they reduce. Joiners must get the state first."""
+    """Members in rank order (oldest first), and how they reduce. Joiners must get the state first."""
 
     id: ViewId
     predecessor: ViewId
@@ -173,7 +173,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What is committed of the current epoch, per stream (protocol.md 25, 27); arithmetic is in planning/ledger.py."""
+    """Committed samples of the current epoch, per stream (protocol.md 25, 27); arithmetic is in planning/ledger.py."""
 
     streams: tuple[Spent, ...] = ()
 
@@ -200,7 +200,7 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one member brings to one slot. Weight 0 with no gradient is valid."""
+    """Part of one member in one slot. Weight 0 with no gradient is valid."""
 
     member: str
     view: ViewId
@@ -213,7 +213,7 @@ class Contribution:
     """The collective's call site or the step's scope; equal at all members or the slot is refused by name."""
     weight: float = 0.0
     coefficient: float = 0.0
-    """What this member's gradient was multiplied with before it was summed."""
+    """Factor by which this member's gradient was multiplied before it was summed."""
     presence: bytes = b""
     spent: tuple[Spent, ...] = ()
     payload: bytes = b""
@@ -225,13 +225,13 @@ class Contribution:
     yields: bool = False
     """Whatever kind of slot the others close, this member goes along: it is on its way out, or has no samples."""
     lets_go: bool = False
-    """Of a GATHER: it is no part of a validation, so that members may go with it as with a step (protocol.md 2)."""
+    """A GATHER that is no part of a validation, so that members may go with it as with a step (protocol.md 2)."""
     line: str = ""
     """Line of the member's own code that asked for this slot, such as "save() at train.py:31"; not compared."""
     order: str = ""
     """Order of the epoch's samples, of which this member takes its own, in words; compared at the root."""
     reduced: bool = False
-    """Of a STEP under pipelines: all bytes of all parts that the member owns are reduced there (protocol.md P4)."""
+    """Under pipelines, in a STEP: all bytes of all parts that the member owns are reduced there (protocol.md P4)."""
     micro_batches: tuple[Span, ...] = ()
     """Numbers of the step's micro-batches that have samples, as follows from the header before; compared at the root.
     Only under pipelines."""
@@ -263,7 +263,7 @@ def equal_shares(shares: Iterable[tuple[float, float]]) -> tuple[EqualShares, ..
 
 @dataclass(frozen=True)
 class Header:
-    """What commits a slot. Each header names its predecessor's hash (protocol.md 4a)."""
+    """Commit of a slot. Each header names its predecessor's hash (protocol.md 4a)."""
 
     seq: int
     kind: Kind
@@ -323,7 +323,7 @@ class Header:
 
     @property
     def total_weight(self) -> float:
-        """What the sum of `coefficient * gradient` must be divided by so that every sample weighs the same.
+        """Divisor of the sum of `coefficient * gradient` by which every sample weighs the same.
 
         It is rounded once, so it depends neither on the order of the members nor on Python's own `sum`.
         """
@@ -351,7 +351,7 @@ class Kept:
 
     header: Header
     member: str
-    """Who kept it."""
+    """Member that kept it."""
     chain: str = ""
     """Id of the chain whose view it stood in."""
     parts: tuple[Span, ...] = WHOLE
@@ -371,7 +371,7 @@ def _odd_parts(spans: tuple[Span, ...]) -> str:
 
 
 def kept_header(last: Header, view: ViewId) -> Header:
-    """What a state that is kept at header `last` by a member that stands in `view` is founded on.
+    """Returns the header on which a state is founded that a member in `view` kept at header `last`.
 
     Steps, slots and the ledger go on; the assignment is the founding view's, since those that `last` named are gone.
     """
@@ -405,7 +405,7 @@ class Hello:
     accumulate: int
     package: str
     fingerprint: tuple[tuple[str, str], ...]
-    """What must equal the job's, as (name, value): a mismatch is refused with the name and both values."""
+    """Facts that must equal the job's, as (name, value): a mismatch is refused with the name and both values."""
     neighbours: tuple[str, ...] = ()
     resume: str = ""
     """Member id of an earlier connection of this very process (the stream broke, the process lives)."""
@@ -580,7 +580,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """What a member measured on its link to `peer`, or that the link carries nothing (rate 0)."""
+    """Measurement of a member's link to `peer`; rate 0: the link carries nothing."""
 
     peer: str
     latency_s: float
@@ -609,8 +609,8 @@ class LinkEvent:
 
 
 MADE_ANEW = "closed, and connected anew"
-"""Of a link that stands, but has not stood all the time since its member entered its view. One word for both: said in
-turn, the first would be taken for evidence against a neighbour whose own stream is being replaced just then."""
+"""Evidence of a link that stands, but not all the time since its member entered its view. It is one word: told in turn, the
+first half would be taken for evidence against a neighbour whose own stream is being replaced just then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -721,7 +721,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where reduced bytes of the handed-on slot can be pulled."""
+    """Member from which reduced bytes of the handed-on slot can be pulled."""
 
     member: str
     spans: tuple[Span, ...]
@@ -789,7 +789,7 @@ class Recall:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Nobody needs you any more."""
+    """Tells a member that it may go; no other member needs it any more."""
 
     reason: str
     asked: bool = False
@@ -872,7 +872,7 @@ def other_version(version: int) -> str:
 
 
 def is_name(value: str) -> str:
-    """What is wrong with the name of a job or a node, or ""."""
+    """Returns what is wrong with the name of a job or a node; "": nothing."""
     return "" if NAME.fullmatch(value) else "expected 1 to 64 letters, digits, dots, dashes and underscores"
 
 

@@ -1,1 +1,1 @@
-"""Who may do what: credentials, keys, roles, certificates."""
+"""Access: credentials, keys, roles, certificates."""

@@ -1,4 +1,4 @@
-"""Who may come in: the cluster token, and where a scheduler or member may listen.
+"""Access by the cluster token, and the addresses at which a scheduler or member may listen.
 
 Theory of operation. A job is open to every process that can reach its ports and has its credentials: a folder of keys
 (security/credentials.py), or the weaker token alone. Without any only loopback may be listened on. The token is read

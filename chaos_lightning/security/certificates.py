@@ -181,7 +181,7 @@ def first_of(chain: bytes) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a certificate says."""
+    """Content of a certificate."""
 
     name: str
     role: str
@@ -204,7 +204,7 @@ def when(moment: datetime) -> str:
 
 
 def facts(certificate: x509.Certificate) -> Facts:
-    """What this certificate says.
+    """Reads this certificate.
 
     Raises:
         WireError: It names no role of ours.
@@ -219,7 +219,11 @@ def facts(certificate: x509.Certificate) -> Facts:
 
 
 def facts_of(path: Path) -> Facts:
-    """Of a file; an unreadable one is a ConfigurationError that names it."""
+    """Reads the certificate of a file.
+
+    Raises:
+        ConfigurationError: It cannot be read; names it.
+    """
     try:
         return facts(x509.load_pem_x509_certificates(path.read_bytes())[0])
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What this process shows to others and whom it believes: a bare token, or a folder of keys that is read anew.
+"""Credentials of this process, to show to others and to judge them by: a bare token, or a folder of keys.
 
 Theory of operation. Everything that talks to a scheduler is given `Credentials`, or just a token. With a folder of keys
 (security/keyfiles.py) control channels are mutual TLS and the token travels inside; without, the token is all there is,
@@ -224,7 +224,7 @@ class Credentials:
 
     @classmethod
     def load(cls, keys_dir: str = "", token_file: str = "", environ: Mapping[str, str] = os.environ) -> Credentials:
-        """What the user gave: keys_dir, else token_file, else CHAOS_KEYS_DIR, else `access.load_token`'s environment.
+        """Loads what the user gave: keys_dir, else token_file, else CHAOS_KEYS_DIR, else `access.load_token`'s environment.
 
         Raises:
             ConfigurationError: Both are given, or what is given cannot be used.
@@ -259,7 +259,7 @@ class Credentials:
         return self._token
 
     def tokens(self) -> tuple[bytes, ...]:
-        """What is shown and accepted; the newest comes first. Empty: none."""
+        """Returns the tokens that are shown and accepted, the newest first; empty: none."""
         if self.keys is not None:
             return self.keys.current().tokens
         return (self._token,) if self._token else ()

@@ -48,7 +48,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class KeyHolder:
-    """Whom a certificate is made for.
+    """Holder of a certificate.
 
     Attributes:
         name: Unique in the cluster.
@@ -78,7 +78,7 @@ class KeyHolder:
 
     @classmethod
     def read(cls, text: str, role: str = MEMBER) -> KeyHolder:
-        """Of "NAME" or "NAME=HOST,ADDRESS,..."."""
+        """Reads "NAME" or "NAME=HOST,ADDRESS,..."."""
         name, equals, hosts = text.partition("=")
         found = tuple(dict.fromkeys(h.strip() for h in hosts.split(",") if h.strip()))
         if equals and not found:
@@ -91,7 +91,7 @@ class KeyHolder:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What `cluster.json` holds. All of it that is secret stays out of `repr`.
+    """Content of `cluster.json`. Secrets stay out of `repr`.
 
     Attributes:
         name: Of the cluster, for people.
@@ -166,7 +166,7 @@ def save(folder: Path, cluster: Cluster) -> None:
 
 
 def load(folder: Path) -> Cluster:
-    """What `init` has made.
+    """Loads what `init` has made.
 
     Raises:
         ConfigurationError: There is no such folder, or `cluster.json` is damaged.
