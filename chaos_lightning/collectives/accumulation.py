@@ -109,7 +109,7 @@ class Accumulation:
         self._gradients.lay_out(owned)
 
     def scope_of(self, header: Header) -> Sequence[Span]:
-        """What a committed slot reduced; nothing unless it was a step."""
+        """Returns the bytes that a committed slot reduced; none unless it was a step."""
         return self.layout.scope(section_of(header)) if needs_bytes(header) else ()
 
     def replay(self, header: Header, raw: memoryview) -> None:

@@ -61,7 +61,7 @@ _WHOLE = (
 
 
 _COMPILED = "_orig_mod"
-"""What torch.compile calls a module within its own."""
+"""Name by which torch.compile calls a module within its own."""
 
 
 class _NoForm(Exception):
@@ -165,7 +165,9 @@ def _fields(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _item(several: Any, key: Any) -> Any:
-    """What a mapping or sequence holds, or what stands for a value that it does not give, as a configuration may."""
+    """Returns what a mapping or sequence holds, or a stand-in for a value that it does not give, as a configuration
+    may.
+    """
     try:
         return several[key]
     except Exception:  # of any library's
@@ -313,7 +315,7 @@ def compiled_words(module: nn.Module) -> dict[str, str]:
 def run_words(
     model: nn.Module, settings: Mapping[str, Mapping[str, Any]], own: Collection[str] = (), *, warns: bool = True
 ) -> dict[str, str]:
-    """What tells two runs apart that share script, port and job name, as in a sweep.
+    """Returns words that tell two runs apart that share script, port and job name, as in a sweep.
 
     Args:
         model: Its layers' settings count, and whether it is compiled.

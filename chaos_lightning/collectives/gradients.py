@@ -55,7 +55,7 @@ class Gradients:
         self._starts = [a for a, _ in memory.grid]
         self._missing: list[int] = []
         self._fired: dict[int, tuple[Tensor | None, int]] = {}
-        """What was taken: the gradient and its version then."""
+        """Gradients that were taken, each with its version then."""
         self._lent: list[int] = []
         self._repeated = ""
         self._hooks: list[Any] = []
@@ -332,7 +332,7 @@ class _Stage:
         self._stream = torch.Stream(device)
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._held: list[Tensor] = []
-        """What is being copied must not be given to another tensor meanwhile."""
+        """Tensors that are being copied: their memory must not be given to another tensor meanwhile."""
         self._taken_over: torch.Event | None = None
         self._ready = ready
         self._queue: queue.SimpleQueue[tuple[torch.Event, Sequence[int]] | None] = queue.SimpleQueue()

@@ -24,7 +24,7 @@ _INFINITE = "1e999"
 
 
 def default_words(optimizers: Iterable[Optimizer]) -> dict[str, str]:
-    """What each optimizer was made with, as {"optimizer 0 lr": "0.1", ...}: for the job's fingerprint.
+    """Returns the arguments of each optimizer, as {"optimizer 0 lr": "0.1", ...}, for the job's fingerprint.
 
     Schedulers move the groups' values and leave these alone, so a newcomer's are the job's however late it comes.
     Tensors are left out: groups share them, and so schedulers move them, too.
@@ -108,7 +108,7 @@ def _literal(value: object) -> str:
 
 
 def _value(text: str) -> object:
-    """What `_literal` wrote. Text that came from elsewhere is never run."""
+    """Reads what `_literal` wrote. Text that came from elsewhere is never run."""
     value = math.nan if text == "nan" else ast.literal_eval(text)
     if _literal(value) != text:
         raise ValueError(f"{text[:100]!r} is no number, flag, text or tuple of these")
@@ -116,7 +116,7 @@ def _value(text: str) -> object:
 
 
 def _filled(current: object, value: object) -> object:
-    """What stands in `current`'s place: itself if it is a tensor, which then holds the value."""
+    """Returns what takes the place of `current`: itself if it is a tensor, which then holds the value."""
     if isinstance(current, Tensor):
         if not isinstance(value, int | float) or current.numel() != 1:
             raise ValueError(f"here it is a tensor of {current.numel()} elements")

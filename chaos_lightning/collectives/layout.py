@@ -141,7 +141,7 @@ class Layout:
 
     @property
     def device(self) -> torch.device:
-        """Where all parameters lie; in a layout by parts, those that are not on the meta device.
+        """Device of all parameters; in a layout by parts, of those that are not on the meta device.
 
         Raises:
             ConfigurationError: On several devices, or there are none.

@@ -103,7 +103,7 @@ class Memory:
         return self.owned is None or any(first <= start < stop for first, stop in self.owned)
 
     def place(self, start: int) -> int:
-        """Where a byte of the layout that is owned lies in each buffer; those behind it follow as far as they are."""
+        """Returns the place in each buffer of an owned byte of the layout; the owned bytes behind it follow."""
         if self.owned is None:
             return start
         at = bisect.bisect_right(self._span_starts, start) - 1

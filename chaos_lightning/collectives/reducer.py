@@ -27,18 +27,18 @@ from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.reference import PartialSum, UnreadableError
 
 BLOCK_NBYTES = 262144
-"""What is read by reference is added in blocks of this size: they stay in the processor's cache."""
+"""Size of the blocks in which bytes read by reference are added: they stay in the processor's cache."""
 
 Partial = memoryview | PartialSum
 Owners = Callable[[View], "Sequence[OwnedSpans] | None"]
-"""Who owns which bytes of the layout in a view; None: all members own all of them."""
+"""Returns who owns which bytes of the layout in a view; None: all members own all of them."""
 SendChunk = Callable[[str, FrameType, ViewId, int, int, Sequence[memoryview]], None]
 """(peer, type, view, slot, start, pieces of the payload; none means zeros)"""
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """What never changes while a view rules: one chunk and this member's place in its tree."""
+    """One chunk and this member's place in its tree, which do not change while a view rules."""
 
     index: int
     start: int
@@ -203,7 +203,7 @@ class Reducer:
         return tuple(spans)
 
     def scope_spans(self) -> tuple[Span, ...]:
-        """What the open step reduces."""
+        """Returns the bytes that the open step reduces."""
         return self._own.scope
 
     # ------------------------------------------------------------------ the member's own gradient
@@ -315,8 +315,9 @@ class Reducer:
             summands = [into]
 
     def _result(self, attempt: _Attempt, chunk: _Chunk) -> memoryview:
-        """Where the chunk's sum goes. Only asked once the gradient is ready: a member that owns other parts since this
-        attempt was opened has laid out its memory by then."""
+        """Returns the memory for a chunk's sum. To be called once the gradient is ready: a member that owns other parts
+        since this attempt was opened has laid out its memory by then.
+        """
         at = self.memory.place(chunk.start)
         return self.memory.result_bytes[attempt.seq % 2][at : at + chunk.stop - chunk.start]
 
@@ -340,7 +341,7 @@ class Reducer:
     # ------------------------------------------------------------------ frames
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
-        """Where a chunk's payload goes; None diverts it."""
+        """Returns the memory for a chunk's payload; None diverts it."""
         if frame.view <= self._dropped:
             return None
         attempt = self._attempt

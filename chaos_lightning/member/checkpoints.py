@@ -29,11 +29,11 @@ _PARTS = {KEY, "model", "optimizer", "extra"}
 
 
 class Start:
-    """What a job goes on from. It is the same for all of the job's life, but for the checkpoints that are saved.
+    """Start of a job. It stays the same for all of the job's life, but for the checkpoints that are saved.
 
     Attributes:
-        step: Of the checkpoint; 0 if the job began from none.
-        data: Where the data stood, as `ElasticLoader.state_dict` says it; None if the job began from none.
+        step: Step of the checkpoint; 0 if the job began from none.
+        data: State of the data, as `ElasticLoader.state_dict` says it; None if the job began from none.
         checkpoints: Header hashes of the checkpoints that the state goes on from; this alone grows while the job runs.
     """
 
@@ -87,7 +87,7 @@ def write(checkpoint: Mapping[str, Any], path: str) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `write` wrote.
+    """Reads what `write` wrote.
 
     Raises:
         ConfigurationError: There is no such file, or it is none of ours.

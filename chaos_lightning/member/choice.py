@@ -35,11 +35,11 @@ USUAL_LINK = (0.001, 8 / 1e9)
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Of one pull.
+    """Situation of one pull.
 
     Attributes:
         me: This member.
-        sources: Who holds the state.
+        sources: Members that hold the state.
         view: Its links join them.
         near: Members that this one has a link to.
         estimates: {member: (latency in s, rate in bits per second)} of this member's links.
@@ -56,12 +56,12 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class TransferChoice:
-    """What the user chose.
+    """Transfer policy and its settings, as the user chose them.
 
     Attributes:
         policy: One of replication.POLICIES.
         ingress_bps: This member's own access link, bits per second; 0: no limit of its own.
-        folder: Where checkpoints lie that all members see; "" for none.
+        folder: Folder of checkpoints that all members see; "" for none.
     """
 
     policy: str = "adaptive"
@@ -73,7 +73,7 @@ class TransferChoice:
         return cls(config.transfer, config.ingress_bps, config.transfer_folder)
 
     def writer(self) -> CheckpointWriter | None:
-        """What lets others have checkpoints written by this member."""
+        """Returns the writer of checkpoints for other members; None without a folder."""
         return CheckpointWriter(Path(self.folder)) if self.folder else None
 
     def make(self, now: Situation) -> tuple[TransferPolicy, str]:

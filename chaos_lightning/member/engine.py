@@ -101,7 +101,7 @@ LOG_PATIENCE_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What `prepare` makes."""
+    """Objects that `prepare` makes."""
 
     shell: Shell
     accumulation: Accumulation

@@ -50,7 +50,7 @@ def no_replay(config: EngineConfig, replay: Replay | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Where a member came in."""
+    """Place at which a member came in."""
 
     role: str
     header: Header

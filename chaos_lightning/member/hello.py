@@ -1,4 +1,4 @@
-"""What a member says of itself when it comes in."""
+"""Hello of a member: what it says of itself when it comes in."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def listening_address(config: EngineConfig) -> str:
 
 
 def reachable_at(config: EngineConfig, port: int) -> tuple[str, int]:
-    """What other members dial: `announce`, else `bind`, or the address that faces the scheduler if that is a wildcard.
+    """Returns the address that other members dial: `announce`, else `bind`; of a wildcard, that which faces the scheduler.
 
     Args:
         config: Of this member.

@@ -94,7 +94,7 @@ class SavedCheckpoints:
 
 
 def folder_of(config: EngineConfig) -> Path | None:
-    """Where this job's last state is kept on this machine; None if it is not."""
+    """Returns the folder in which this job's last state is kept on this machine; None if it is not."""
     if config.on_last_exit == "none":
         return None
     if config.on_last_exit not in ON_LAST_EXIT:
@@ -461,7 +461,7 @@ class Keeping:
         return found
 
     def _checked(self, record: files.StateOnDisk, hello: Hello) -> Kept:
-        """What this record offers, if this process may go on from it.
+        """Returns the state that this record offers, if this process may go on from it.
 
         Raises:
             ChaosError: It may not; says why.
@@ -530,7 +530,7 @@ def _words_of_run(run: str) -> str:
 
 
 def _terms(hello: Hello) -> dict[str, Any]:
-    """What must be equal, as JSON has it."""
+    """Returns the terms that must be equal, as JSON has them."""
     return {"package": hello.package, "accumulate": hello.accumulate, "fingerprint": dict(hello.fingerprint)}
 
 

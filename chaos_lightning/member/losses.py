@@ -18,7 +18,7 @@ EVERY_STEPS = 10
 
 
 class Losses:
-    """Of one member; training thread.
+    """Logs the losses of one member; for the training thread.
 
     Args:
         events: The member's log.

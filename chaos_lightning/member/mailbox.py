@@ -1,4 +1,4 @@
-"""What the I/O thread tells the training thread: one condition, a few fields, and waits that always end."""
+"""Mailbox from the I/O thread to the training thread: one condition, a few fields, and waits that always end."""
 
 from __future__ import annotations
 

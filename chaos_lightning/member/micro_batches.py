@@ -1,4 +1,4 @@
-"""What a plain loop accumulates into one step: the weight of each batch, its backward pass, and what loops get wrong.
+"""Accumulates micro-batches of a plain loop into one step: weights, backward passes, and the mistakes of loops.
 
 Theory of operation. A batch weighs what its samples are of the members' common unit, an idle one nothing. With its last
 micro-batch an accumulation is *closed*: all weights are known then, before that one's forward pass, so its backward
@@ -56,7 +56,7 @@ class MicroBatches:
         self._scaler = scaler
         self._weighing = Weighing(parts)
         self.weight = 0.0
-        """Of the present micro-batch."""
+        """Weight of the present micro-batch."""
         self._factor = 1.0
         self._passed = False
         """The present micro-batch had its backward pass."""
@@ -74,7 +74,7 @@ class MicroBatches:
 
     @property
     def total(self) -> float:
-        """What the accumulation weighs so far."""
+        """Weight of the accumulation so far."""
         return self._weighing.total
 
     def begin(self, weight: float, *, last: bool) -> None:

@@ -60,8 +60,7 @@ from chaos_lightning.transport.links import PING_INTERVAL_S, Links, Takers
 from chaos_lightning.transport.loop import IoLoop
 
 LINKS_EVERY_S, LINKS_EVERY_STEPS = 2.0, 10
-"""What links carry is logged once in so many seconds and in so many steps, so that it is a small part of the log."""
-"""What each link carries goes into the event log so often."""
+"""Traffic of links is logged once in so many seconds and so many steps, so that it is a small part of the log."""
 VIEW_PATIENCE_S = 2.0
 """A request to pass bytes on may come before the view in which its sender and its target are."""
 
@@ -100,7 +99,7 @@ class Shell:
         self.links = links
         self.memory = memory
         self._shown: View | None = None
-        """What the console was told of last."""
+        """View that the console was told of last."""
         self.reducer = Reducer(memory, links.chunk, self._ranges_done, lambda view: owned_spans(memory.layout, view))
         self.units: UnitStep | None = None
         """Set before `listen` if this job has pipelines."""
@@ -234,7 +233,7 @@ class Shell:
         """Answers as a newcomer in no view, too."""
         suspect, now = probe.suspect, time.monotonic()
         silence_s = self.links.silence_s(suspect, now)
-        # Who was frozen itself has heard nobody; that is nobody's silence (protocol.md 12).
+        # A member that was frozen itself has heard nothing; its peers were not silent (protocol.md 12).
         excused = self.links.up(suspect) and now - self._beat_at > silence_s / 2
         here, there = same_machine_verdict(probe.member), self.links.sight(suspect)
         limit_s = 2.5 * PING_INTERVAL_S

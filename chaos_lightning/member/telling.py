@@ -1,4 +1,4 @@
-"""What a member says on its console of the job: who joins, dies and leaves, its rank, and how far a newcomer is.
+"""Console lines of a member about its job: who joins, dies and leaves, its rank, and how far a newcomer is.
 
 `lines` compares two views; `Teller` (machine/console.py) says what it gives.
 """
@@ -16,11 +16,11 @@ from chaos_lightning.protocol.types import Progress, View
 
 PROGRESS_EVERY_S = 5.0
 _batches_told = False
-"""What becomes of the global batch is said once per process."""
+"""Whether this process has said what becomes of the global batch; it says so once."""
 
 
 def lines(before: View | None, after: View, me: str, *, carried: bool, replays: Collection[str] = ()) -> list[str]:
-    """What is to be said of a change of views; nothing if the same members are in, in the same order.
+    """Returns the lines about a change of views; none if the same members are in, in the same order.
 
     Args:
         before: The view that this member stood in; None: it has just come in.
@@ -59,7 +59,7 @@ def global_batch(view: View) -> int:
 
 
 def batch_line(before: View | None, after: View) -> str:
-    """What becomes of batch and learning rate, if this change of views changes the batch; "" if not.
+    """Returns what becomes of batch and learning rate if this change of views changes the batch; "" if not.
 
     Each member takes batches of the size that its loader has (protocol.md 10, 25), so that a step has all of theirs.
     """

@@ -609,8 +609,8 @@ class LinkEvent:
 
 
 MADE_ANEW = "closed, and connected anew"
-"""Evidence of a link that stands, but not all the time since its member entered its view. It is one word: told in turn, the
-first half would be taken for evidence against a neighbour whose own stream is being replaced just then."""
+"""Evidence of a link that stands, but not all the time since its member entered its view. It is one word: told in turn,
+the first half would be taken for evidence against a neighbour whose own stream is being replaced just then."""
 
 
 @dataclass(frozen=True, slots=True)

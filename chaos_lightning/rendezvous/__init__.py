@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def factory() -> RendezvousHandlerCreator:
-    """What torchrun calls to learn how handlers are made."""
+    """Returns the function by which torchrun makes handlers."""
     from chaos_lightning.rendezvous.handler import create_handler
 
     return create_handler

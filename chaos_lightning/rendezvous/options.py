@@ -47,7 +47,7 @@ FOREIGN = frozenset(
 """Options of torch's own backends: they mean nothing here and are named in a warning."""
 _ADVICE = "give bind=ADDRESS in --rdzv-conf"
 _TORCHRUNS = ("endpoint", "job", "name", "min_nodes", "max_nodes")
-"""What torchrun's own options say (--rdzv-endpoint, --rdzv-id, --nnodes), and `node`."""
+"""Settings that torchrun's own options give (--rdzv-endpoint, --rdzv-id, --nnodes), and `node`."""
 _RENAMED = {"join_timeout_s": "load_timeout_s"}
 """Rules of the scheduler that have another name here, as members have a setting of that name with another meaning."""
 
@@ -58,11 +58,11 @@ def _node(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousOptions:
-    """What the handler goes by.
+    """Options of the handler.
 
     Attributes:
         config: The workers' configuration but for their names.
-        scheduler: What a scheduler that is started here is told.
+        scheduler: Options of a scheduler that is started here.
         node: This node's name.
     """
 
@@ -84,13 +84,13 @@ class RendezvousOptions:
 
 
 MEMBER_OPTIONS = {name: made for name, made in declared(EngineConfig).items() if name not in _TORCHRUNS}
-"""Of the workers."""
+"""Options of the workers."""
 SETTING_OPTIONS = {
     _RENAMED.get(name, name): made
     for name, made in declared(Settings).items()
     if name in _RENAMED or name not in declared(EngineConfig)
 }
-"""Of the scheduler's rules those that are not a member's as well; they count on the node that hosts it."""
+"""Rules of the scheduler that are not also a member's settings; they count on the node that hosts it."""
 OPTIONS: Mapping[str, Setting] = {**MEMBER_OPTIONS, **SETTING_OPTIONS, **declared(RendezvousOptions), **HOSTED}
 """All that --rdzv-conf takes."""
 
@@ -162,8 +162,9 @@ def _check_names(conf: Mapping[str, str]) -> None:
 
 
 def _values(options: Mapping[str, Setting], conf: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """What was given, by the fields' names: in --rdzv-conf, or in the environment. Workers may change their directory,
-    so paths are made absolute."""
+    """Returns what was given in --rdzv-conf or in the environment, by the fields' names. Paths are made absolute, as
+    workers may change their directory.
+    """
     values: dict[str, Any] = {}
     for name, made in options.items():
         where, text = f"--rdzv-conf {name}", conf.get(name)
@@ -192,8 +193,9 @@ def _rules(config: EngineConfig, conf: Mapping[str, str], environ: Mapping[str, 
 
 
 def candidates(endpoint: str, bind: str, store: str) -> str:
-    """Where workers look for the scheduler. With a chain in etcd every agent hosts a candidate, and its workers ask
-    that one first, which knows who leads; without, there is one scheduler at the endpoint."""
+    """Returns the endpoints at which workers look for the scheduler. With a chain in etcd every agent hosts a
+    candidate, and its workers ask that one first, which knows the leader; else there is one scheduler at the endpoint.
+    """
     named = split_endpoints(endpoint)
     if not store.startswith(ETCD):
         return ",".join(named)

@@ -95,7 +95,7 @@ class PoliteExit:
 
 
 def asking(number: signal.Signals, workers: int) -> str:
-    """What is said as workers of this node are asked to leave."""
+    """Returns the line that is printed as workers of this node are asked to leave."""
     return f"{number.name}: asking {workers} worker(s) to leave the job; once more ends them at once"
 
 

@@ -70,7 +70,7 @@ The second line, on as many machines as you like: the job begins with two of the
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Before a worker that failed is started again; doubled with each failure in a row."""
 STEADY_S = 60.0
-"""Who has run for so long is not failing in a row any more."""
+"""Seconds after which a worker that runs does not count as failing in a row any more."""
 _TURN_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -157,7 +157,7 @@ class NodeWorkers:
         self._again = False
         self._first_code = 0
         self._seeking: tuple[Worker, Future[RendezvousInfo]] | None = None
-        """Who is about to be started, once a scheduler is found."""
+        """Worker that is about to be started, once a scheduler is found."""
 
     def run(self) -> int:
         """Until all workers have ended for good; the exit code."""

@@ -224,7 +224,7 @@ class Credentials:
 
     @classmethod
     def load(cls, keys_dir: str = "", token_file: str = "", environ: Mapping[str, str] = os.environ) -> Credentials:
-        """Loads what the user gave: keys_dir, else token_file, else CHAOS_KEYS_DIR, else `access.load_token`'s environment.
+        """Loads what the user gave: keys_dir, else token_file, CHAOS_KEYS_DIR, or `access.load_token`'s environment.
 
         Raises:
             ConfigurationError: Both are given, or what is given cannot be used.

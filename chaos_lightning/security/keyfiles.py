@@ -332,7 +332,7 @@ def _check_days(days: float) -> None:
 
 
 def show(folder: Path) -> list[Facts]:
-    """Of every node whose keys lie here, or of the one whose folder this is. Nothing secret.
+    """Returns facts of every node whose keys lie here, or of the one whose folder this is; no secrets.
 
     Raises:
         ConfigurationError: There are no keys here.

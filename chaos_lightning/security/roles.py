@@ -72,10 +72,10 @@ CLUSTER = register_role("cluster", token=True)
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """Who may make a call.
+    """Callers that may make a call.
 
     Attributes:
-        roles: Of certificates.
+        roles: Roles of their certificates.
         with_token: Those of them that must show the cluster token besides.
     """
 
@@ -84,7 +84,7 @@ class Right:
 
 
 class Rights:
-    """Of all services of one server."""
+    """Rights to the calls of all services of one server."""
 
     def __init__(self) -> None:
         self._rights: dict[str, Right] = {}
@@ -123,7 +123,7 @@ class Rights:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls, by its certificate.
+    """Caller, as its certificate names it.
 
     Attributes:
         name: Node or person that the certificate was made for.
@@ -140,7 +140,7 @@ class Caller:
 
 
 def uri(cluster: str, role: str, name: str) -> str:
-    """What a certificate carries."""
+    """Returns the URI that a certificate carries."""
     return f"{SCHEME}://{cluster}/{role}/{name}"
 
 

@@ -27,7 +27,14 @@ _LISTEN_S = 0.3
 
 
 def tls_trouble(endpoint: str, secret: Secret, timeout_s: float = _TIMEOUT_S, what: str = "scheduler") -> str:
-    """What is wrong, or ""; `what` is what was called there, such as a scheduler."""
+    """Returns what is wrong with TLS at an endpoint; "": nothing.
+
+    Args:
+        endpoint: HOST:PORT.
+        secret: Credentials of this process.
+        timeout_s: For all of it.
+        what: The service that was called there, for the message.
+    """
     host, port = split_endpoint(endpoint)
     keys = Credentials.of(secret).keys
     deadline = time.monotonic() + timeout_s
@@ -107,7 +114,7 @@ def _names(found: Facts, host: str) -> bool:
 
 
 def _shown(endpoint: str, keys: Keys, timeout_s: float) -> Facts | None:
-    """What the certificate there says of itself, believed or not."""
+    """Returns the facts in the certificate of the endpoint, believed or not."""
     with (
         contextlib.suppress(OSError),
         socket.create_connection(split_endpoint(endpoint), timeout=timeout_s) as sock,
