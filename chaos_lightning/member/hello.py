@@ -39,7 +39,7 @@ def listening_address(config: EngineConfig) -> str:
 
 
 def reachable_at(config: EngineConfig, port: int) -> tuple[str, int]:
-    """Returns the address that other members dial: `announce`, else `bind`; of a wildcard, that which faces the scheduler.
+    """Returns the address that other members dial: `announce`, else `bind`; else the one that faces the scheduler.
 
     Args:
         config: Of this member.

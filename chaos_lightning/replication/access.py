@@ -65,7 +65,7 @@ def module_tensors(module: nn.Module, prefix: str = "") -> list[tuple[str, Tenso
 
 
 def module_extra(module: nn.Module) -> dict[str, Any]:
-    """What submodules keep beside tensors (`get_extra_state`), by name."""
+    """Returns what submodules keep beside tensors (`get_extra_state`), by name."""
     return {
         name: child.get_extra_state()
         for name, child in module.named_modules()
@@ -337,7 +337,9 @@ def _check_groups(optimizer: Optimizer, manifest: Mapping[str, Any], prefix: str
 def state_tensors(
     module: nn.Module, copies: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
 ) -> list[tuple[str, Tensor]]:
-    """Of a model, of averaged copies of it (by the names they are known by), and of optimizers; each memory once."""
+    """Returns the tensors of a model, of averaged copies of it (by their names), and of optimizers; each memory
+    once.
+    """
     named = module_tensors(module)
     for name, copy in copies.items():
         named += module_tensors(copy, f"{name}.")

@@ -59,9 +59,13 @@ class Type(enum.IntEnum):
     """The header of slot `seq`, which stands on `head`, from the log; `length`: send its bytes along if they are so
     few."""
     GET_PLACES = 7
-    """Where the state lies in the donor's memory (by_reference.py); `length` 1: a snapshot's, with its manifest."""
+    """Asks for the places of the state in the donor's memory (by_reference.py); `length` 1: a snapshot's, with its
+    manifest.
+    """
     GET_BUFFERS = 8
-    """Where reduced bytes lie in the donor's memory; the sender reads the log until this connection ends."""
+    """Asks for the places of reduced bytes in the donor's memory; the sender reads the log until this connection
+    ends.
+    """
     HAVE_STATE = 9
     """Told, not asked: the sender holds the first `offset` bytes of the snapshot."""
     HAVE_RESULT = 10

@@ -83,10 +83,10 @@ def refuse_unless(export: MemoryExport | None, peer: str) -> MemoryExport:
 
 
 class Places:
-    """Where a donor's state lies.
+    """Places of a donor's state in its memory.
 
     Args:
-        data: What `MemoryExport.places` gave.
+        data: Bytes from `MemoryExport.places`.
 
     Raises:
         WireError: It is malformed.
@@ -157,10 +157,10 @@ class Places:
 
 
 class Buffers:
-    """Where a donor's reduced bytes lie.
+    """Places of a donor's reduced bytes in its memory.
 
     Args:
-        data: What `MemoryExport.buffers` gave.
+        data: Bytes from `MemoryExport.buffers`.
 
     Raises:
         WireError: It is malformed.

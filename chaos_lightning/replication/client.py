@@ -36,7 +36,7 @@ _REDIAL_MOST_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """What a donor says it has."""
+    """State that a donor says it has."""
 
     state: str
     attached: str
@@ -74,7 +74,7 @@ class PullConfig:
     by_reference: bool = False
     """Read the state out of the memory of donors on this machine that lend it (by_reference.py)."""
     piece_nbytes: int = PIECE_NBYTES
-    """Of the pieces that are hashed; donors cut alike."""
+    """Size of the pieces that are hashed; donors cut alike."""
 
     def __post_init__(self) -> None:
         for name in ("deadline_s", "stall_timeout_s", "survey_grace_s"):
@@ -90,7 +90,7 @@ class PullConfig:
 
 
 class Sink(Protocol):
-    """Where received ranges go."""
+    """Takes received ranges."""
 
     request: Type
     flags: int
@@ -201,7 +201,7 @@ class Donor:
                     raise
 
     def digest(self) -> StateDigest:
-        """What this donor has for the head."""
+        """Asks this donor for the state that it has at the head."""
         data = self.ask(Type.GET_DIGEST, Type.DIGEST)
         try:
             document = json.loads(data)

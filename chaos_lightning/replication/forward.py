@@ -27,7 +27,7 @@ from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 
 MAX_HOPS = 8
 PART_NBYTES = 256 << 10
-"""What a relay holds of a payload, in each direction."""
+"""Bytes of a payload that a relay holds, in each direction."""
 
 
 def encode_route(route: Sequence[str]) -> bytes:

@@ -1,4 +1,4 @@
-"""What lies here already, by hash: found out while donors are still hashing theirs (protocol.md 16, 19).
+"""Hashes the state that lies here already while donors are still hashing theirs (protocol.md 16, 19).
 
 Theory of operation. Hashing a state takes as long at a newcomer as at a donor, and neither needs the other for it. So
 `Own` begins as soon as a pull does, in threads of its own, on several cores. What it found counts for a tensor as long

@@ -50,7 +50,7 @@ class StateOnDisk:
 
     folder: Path
     said: Mapping[str, Any]
-    """What the keeper said of it: plain values."""
+    """Facts that the keeper told of it: plain values."""
     name: str
     nbytes: int
     table: str
@@ -60,12 +60,12 @@ class StateOnDisk:
 
     @property
     def path(self) -> Path:
-        """Of the bytes."""
+        """File of the bytes."""
         return self.folder / self.name
 
     @property
     def state_hash(self) -> str:
-        """Of the tensors, as their keeper had them."""
+        """Hash of the tensors, as their keeper had them."""
         return decode_table(self.table.encode()).state_hash
 
 

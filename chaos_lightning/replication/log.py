@@ -73,7 +73,7 @@ class _Order:
     still: Callable[[], bool]
     generation: int
     readers: frozenset[str]
-    """Who must have said that it has the bytes, or they are copied; nobody: they are copied at once."""
+    """Members that must have said that they have the bytes, or they are copied; none: they are copied at once."""
     not_before: float
     """When (monotonic, s) they are copied if somebody has not."""
 
@@ -171,7 +171,7 @@ class SlotLog:
             self._hasty = False
 
     def end(self) -> None:
-        """Nobody observes any more: everything is forgotten."""
+        """Forgets everything, as no learner observes any more."""
         with self._changed:
             self._generation += 1
             self.gone = max(self.gone, self.newest)

@@ -50,7 +50,7 @@ class Pace:
             self._free_at = 0.0
 
     def end(self) -> None:
-        """Nobody observes any more."""
+        """Stops pacing, as no learner observes any more."""
         with self._lock:
             self.rate_nbytes_s = 0.0
 

@@ -21,7 +21,7 @@ _PART = re.compile(r"\..+\.(?P<host>[0-9a-f]{16})-(?P<pid>[0-9]{1,10})-(?P<start
 
 
 def part_of(path: Path) -> Path:
-    """Where this process writes what is to be at `path`; another name each time."""
+    """Returns the file in which this process writes what is to be at `path`; another name each time."""
     pid = os.getpid()
     return path.with_name(f".{path.name}.{_here()}-{pid}-{start_time(pid)}-{os.urandom(4).hex()}.part")
 

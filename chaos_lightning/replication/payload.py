@@ -38,7 +38,11 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def decode_payload(data: bytes, device: torch.device | str = "cpu") -> Any:
-    """What `encode_payload` wrote, tensors on `device`; WireError for anything else."""
+    """Reads what `encode_payload` wrote, with tensors on `device`.
+
+    Raises:
+        WireError: It is something else.
+    """
     try:
         (length,) = struct.unpack_from("<I", data)
         text, at = data[4 : 4 + length], 4 + length

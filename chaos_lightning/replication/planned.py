@@ -1,4 +1,4 @@
-"""What policies with a plan are made of: options, estimates of links, and shares cut into jobs.
+"""Parts of policies with a plan: options, estimates of links, and shares cut into jobs.
 
 Theory of operation. A fixed share is a run of jobs in address order. The slower a source, the less may its share be
 rounded up: shares are cut from the slowest to the fastest source, each rounded down to whole jobs, and the fastest
@@ -23,7 +23,7 @@ Estimates = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
-    """What some policies want to know."""
+    """Options of some policies."""
 
     ingress_bps: float = 0.0
     """The newcomer's own access link, in bits per second; 0: no limit of its own."""
@@ -60,7 +60,7 @@ Planner = Callable[[int, Sequence[Neighbour]], SharePlan]
 
 
 class LinkEstimates:
-    """What is known of a newcomer's links before a pull, and the shares that follow from it.
+    """Estimates of a newcomer's links before a pull, and the shares that follow from them.
 
     Args:
         estimates: By member.
@@ -79,7 +79,7 @@ class LinkEstimates:
                 )
 
     def prior(self, source: str) -> tuple[float, float] | None:
-        """Of the link to this member, if it carries anything; as `TransferPolicy.prior`."""
+        """Returns the estimate of the link to this member, if it carries anything; as `TransferPolicy.prior`."""
         known = self.by_member.get(source)
         return known if known is not None and known[1] else None
 
@@ -96,7 +96,7 @@ class LinkEstimates:
         return found, f"; no estimate of {', '.join(guessed)}, taken as usual" if guessed else ""
 
     def shares(self, jobs: Sequence[Job], sources: Sequence[str], planner: Planner) -> Shares:
-        """What this planner gives each source, in jobs."""
+        """Returns the jobs that this planner gives each source."""
         found, note = self.neighbours(sources)
         plan = planner(sum(job.nbytes for job in jobs), found)
         speeds = {n.member: 1 / n.s_per_byte for n in found}

@@ -1,4 +1,4 @@
-"""What a transfer policy decides, and what it decides it from.
+"""Decisions of a transfer policy, and the facts for them.
 
 Theory of operation. What is missing is cut into *jobs*. A policy gives some of them to sources at the start
 (`assign`); what it gives to nobody is *spare* and goes to whoever has room. Whenever a source has room the work queue
@@ -38,7 +38,7 @@ class Job:
     start: int
     stop: int
     pieces: tuple[Piece, ...] = ()
-    """What they consist of; empty for reduced bytes."""
+    """Pieces of these bytes; empty for reduced bytes."""
     only: frozenset[str] | None = None
     """The donors that hold it; None for all."""
     avoid: frozenset[str] = frozenset()
@@ -87,7 +87,7 @@ class Request:
 
 @dataclass(slots=True)
 class SourceStats:
-    """What is known of one source. Its own thread writes the rate, everybody reads it."""
+    """Facts about one source. Its own thread writes the rate, all others read it."""
 
     nbytes: int = 0
     """Verified and used."""
@@ -157,7 +157,7 @@ class SourceStats:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """What a source has been given and not yet asked for."""
+    """Jobs that a source has been given and not yet been asked for."""
 
     nbytes: int
     tail_nbytes: int
@@ -166,7 +166,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class Shares:
-    """Who is to send what, with the reason in words."""
+    """Jobs by source, with the reason in words."""
 
     jobs: Mapping[str, Sequence[Job]] = field(default_factory=dict)
     reason: str = ""
@@ -184,7 +184,7 @@ class TransferPolicy:
     """Whether everybody is meant to wait for the end of the transfer; recorded."""
 
     def sources(self, donors: Sequence[Endpoint]) -> list[Endpoint]:
-        """Whom to ask, given the donors that can be dialled."""
+        """Returns the sources to ask, given the donors that can be dialled."""
         return list(donors)
 
     def way(self) -> Callable[..., None] | None:
@@ -200,7 +200,7 @@ class TransferPolicy:
         return min(request_nbytes, max(MIN_REQUEST_NBYTES, nbytes // (REQUESTS_PER_DONOR * max(1, sources))))
 
     def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
-        """Who sends what at first; jobs left out are spare. Sources are in the order of the donors."""
+        """Returns who sends what at first; jobs left out are spare. Sources are in the order of the donors."""
         return Shares(reason="whoever has room takes the next bytes")
 
     def may_take(self, source: str, stats: Mapping[str, SourceStats]) -> bool:

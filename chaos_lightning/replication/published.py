@@ -1,4 +1,4 @@
-"""What a donor has to give at one header: a state, or one slot's reduced bytes, in one address space."""
+"""Publication of a donor at one header: a state, or one slot's reduced bytes, in one address space."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Published:
     sending: int = 0
     """Answers with bytes of it that are under way."""
     hashes: list[tuple[bytes, ...]] | None = None
-    """Of the pieces of each tensor, where whoever gives it has hashed it before."""
+    """Hashes of the pieces of each tensor, if the donor has hashed it before."""
     piece_nbytes: int = PIECE_NBYTES
     table: StateTable | None = None
     encoded: bytes = b""

@@ -106,7 +106,7 @@ class ResultSink:
 
 
 class _Survey:
-    """Who has which state."""
+    """Survey of the donors and their states."""
 
     def __init__(self, session: PullSession, patient: bool) -> None:
         self.session = session
@@ -297,7 +297,7 @@ class _StatePull:
         return None
 
     def _missing(self, table: StateTable, landing: Landing, regions: Sequence[Region]) -> list[Piece]:
-        """What is to be fetched. In a second round other bytes are here than at the beginning."""
+        """Returns the pieces to fetch. In a second round other bytes are here than at the beginning."""
         own, blank = self._own, self.session.config.blank and self.skipped is None
         self._own = None
         if blank:

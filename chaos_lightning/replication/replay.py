@@ -196,6 +196,6 @@ class ModuleReplay:
 
 
 def vouched_by(module: nn.Module) -> bool | None:
-    """What the module says about replay: True, False, or nothing."""
+    """Returns what the module says about replay: True, False, or None."""
     said = getattr(module, VOUCH, None)
     return said if said is None else bool(said)

@@ -85,7 +85,8 @@ def save_for_all(
         answers = exchange("outcome of saving", [mine, tried, writes_here])
         said = next((words for words, *_ in answers or () if words), "")
         if said:
-            # Who holds this header knows that all hold the one before: nobody is left who would go on and try it again.
+            # A member with this header knows that all hold the one before: none is left that would go on and try it
+            # again.
             with contextlib.suppress(ChaosError):
                 exchange("barrier after a checkpoint that failed", None)
         if failed is not None and not stays_unsaved():

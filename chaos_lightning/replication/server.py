@@ -335,7 +335,7 @@ class StateServer:
         return learners if export is not None and all(export.readable(o) for o in learners) else ()
 
     def release(self) -> None:
-        """Nobody observes any more: snapshot and log are forgotten."""
+        """Forgets snapshot and log, as no learner observes any more."""
         with self._changed:
             if self._snapshot is not None:
                 self._gone["state"] = max(self._gone["state"], self._snapshot.seq)
@@ -554,7 +554,7 @@ class StateServer:
             tick()
 
     def _answer_beside(self, channel: BulkSocket, request: BulkFrame, peer: str, tick: Callable[[float], None]) -> None:
-        """Somebody who reads this process's memory."""
+        """Answers a peer that reads this process's memory."""
         head, seq = request.head, request.seq
         if request.type is Type.HAVE_STATE:
             with self._changed:
@@ -575,7 +575,7 @@ class StateServer:
             channel.send(*bulk.reply(Type.PLACES, head, seq, places))
 
     def _find(self, request: BulkFrame, tick: Callable[[float], None]) -> Published:
-        """What is published for this header; waits, ticking, while its slot is still ahead."""
+        """Returns the publication for this header; waits, ticking, while its slot is still ahead."""
         what = "result" if request.type is Type.GET_RESULT else "state"
         asked_at = time.monotonic()
         while True:

@@ -37,7 +37,7 @@ Tell = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class SourceReport:
-    """What one source did in a pull."""
+    """Report on one source of a pull."""
 
     nbytes: int = 0
     """Verified and used."""
@@ -73,7 +73,7 @@ class SourceReport:
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """What a pull did."""
+    """Report on a pull."""
 
     head: str
     seq: int
@@ -101,7 +101,7 @@ class PullReport:
     barrier: bool = False
     """Whether the policy has everybody wait until the pull is over."""
     moving_s: float = 0.0
-    """Of `seconds`, from the first request for bytes to the last byte verified."""
+    """Seconds from the first request for bytes to the last byte verified."""
     duplicated: int = 0
     """Bytes that arrived twice, for a copy was asked for elsewhere."""
     steals: int = 0
@@ -214,7 +214,7 @@ class PullSession:
             self._work_queue.dismiss(member)  # also what was planned for it
 
     def fates(self) -> str:
-        """What became of the donors, for messages."""
+        """Returns in words what became of the donors."""
         return "; ".join(f"{member}: {reason}" for member, reason in self.failed.items()) or "no donor failed"
 
     def deliver(
@@ -254,7 +254,8 @@ class PullSession:
             self.start("deliver", member, lambda: donor.deliver(work_queue, sink, how))
 
         began = time.monotonic()
-        # Who has not answered yet gets a share as well, for others can take it over; but not if shares are fixed.
+        # A source that has not answered yet gets a share as well, for others can take it over; but not if shares are
+        # fixed.
         expected = recruit is not None and not policy.patient
         late = [m for m in self.pending("digest") if m not in donors and m not in self.loading] if expected else []
         try:
@@ -290,7 +291,7 @@ class PullSession:
         return work_queue
 
     def _let_go(self, work_queue: WorkQueue) -> None:
-        """Nobody writes any more when this returns; donors that only dial, or wait, are not waited for."""
+        """Returns once no thread writes any more; donors that only dial, or wait, are not waited for."""
         if not work_queue.left_nbytes or work_queue.error is not None:
             for member in work_queue.busy():
                 self.donors[member].close()
@@ -304,7 +305,7 @@ class PullSession:
     def exhausted(
         self, work_queue: WorkQueue | None, names: Callable[[Job], str] | None = None
     ) -> StateError | DeadlineError:
-        """Nobody is left who could send the rest."""
+        """Returns the error for a pull that has no source left for the rest."""
         if time.monotonic() >= self.deadline:  # what ended the donors' waits, too
             return self._overdue()
         missing = "nothing has arrived"

@@ -35,7 +35,7 @@ _LIMITS_V2 = ("memory.max", "memory.current"), "inactive_file"
 _LIMITS_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
 """Files of a control group with its limit and its use, and the entry of memory.stat that counts pages of files."""
 LIVE, COPIED, GONE = 1, 2, 3
-"""What `generation` says: the state itself may be read, or what was copied of it, or nothing any more."""
+"""Values of `generation`: the state itself may be read, or the copy of it, or nothing any more."""
 
 
 def available_nbytes() -> int:
@@ -103,11 +103,11 @@ class Snapshot:
         """The copies; all of them, once `settle` returned and if `whole`."""
         self.generation = Generation()
         self.readers = frozenset(readers) if all(in_place(t) for _, t in tensors) else frozenset()
-        """Who may read the state itself; nobody if a tensor is no plain host memory."""
+        """Members that may read the state itself; none if a tensor is no plain host memory."""
         self._taken = dict.fromkeys(self.readers, 0)
         self._hold_s = hold_s
         self._live: list[tuple[Tensor, int]] = []
-        """What holds each tensor's bytes until `settle`, and where they end in the state's address space."""
+        """Tensors that hold the bytes until `settle`, each with its end in the state's address space."""
         self._pending: list[tuple[str, Tensor, Tensor, int]] = []
         room = sum(-(-t.numel() * t.element_size() // _ALIGNMENT) * _ALIGNMENT for _, t in tensors)
         self._memory = torch.empty(room, dtype=torch.uint8)

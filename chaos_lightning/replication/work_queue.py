@@ -107,7 +107,7 @@ class WorkQueue:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Nobody gets a job any more."""
+        """Hands out no more jobs."""
         with self._changed:
             self.stopped = True
             self._changed.notify_all()
@@ -138,7 +138,7 @@ class WorkQueue:
             return all(bool(living) if t.job.only is None else bool(t.job.only & living) for t in tasks)
 
     def missing(self) -> list[Job]:
-        """What has not arrived, in address order."""
+        """Returns the jobs that have not arrived, in address order."""
         with self._changed:
             waiting = [*self._spare, *(task for queue in self._queues.values() for task in queue)]
             flying = [f.task for requests in self.requests.values() for f in requests if not f.copy and not f.task.done]

@@ -1,4 +1,4 @@
-"""Who is at the other end: an authenticated hello on every new connection between members.
+"""Authenticated hello on every new connection between members.
 
 Theory of operation. Both ends prove by an HMAC over everything that was said, both nonces included, that they know what
 the two of them share: the cluster token and, where the scheduler hands out keys (control/link_keys.py), one of this
@@ -46,7 +46,7 @@ BUFFER_NBYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What the dialling side says; `purpose` is one of PURPOSES."""
+    """Greeting of the dialling side; `purpose` is one of PURPOSES."""
 
     job: str
     me: str
@@ -54,11 +54,11 @@ class Greeting:
     purpose: str
     version: int = VERSION
     session: SealedSession | None = field(default=None, compare=False, repr=False)
-    """What protects the connection, once it is accepted."""
+    """Protection of the connection, once it is accepted."""
 
 
 class LinkKeyring(Protocol):
-    """What this member knows of keys; methods may wait for a moment, and are called by any thread."""
+    """Keys that this member knows; methods may wait for a moment, and are called by any thread."""
 
     def level(self, *, local: bool) -> Level:
         """The least protection of a connection within this machine, or to another one."""
@@ -221,7 +221,7 @@ def dial(
 
 @dataclass(slots=True)
 class _Claim:
-    """What a stranger says of itself, none of which is believed before it is proved."""
+    """Claims of a stranger, none of which is believed before it is proved."""
 
     greeting: Greeting
     level: Level

@@ -26,7 +26,7 @@ class Holding:
 
     def __init__(self, limit_nbytes: int) -> None:
         self.limit_nbytes = limit_nbytes
-        """Of unsent bytes that the kernel may hold; 0: no limit."""
+        """Unsent bytes that the kernel may hold; 0: no limit."""
 
     def woken(self, unsent_nbytes: int) -> bool:
         """The kernel asked for more, and held so much when the process came. True if the limit is another one now."""

@@ -63,7 +63,7 @@ _BUDGET_NBYTES = 4 << 20
 
 
 class Chunks(Protocol):
-    """Who takes chunks of gradients, or border tensors."""
+    """Takes chunks of gradients, or border tensors."""
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
         """Memory for the payload, or None to divert it: exactly frame.length bytes, but none for an UP by reference."""
@@ -72,13 +72,13 @@ class Chunks(Protocol):
 
 
 class Owner(Chunks, Protocol):
-    """Who decides where the bytes of all frames go, and what they mean."""
+    """Decides where the bytes of all frames go, and what they mean."""
 
     def broken(self, peer: str, link: Link, evidence: str) -> None: ...
 
 
 _TRAFFIC = (*ATTEMPTS, FrameType.MESSAGE, FrameType.ROUTED)
-"""What a measurement keeps out of the way of."""
+"""Frames to which measurements give way."""
 
 Background = Callable[[], "list[memoryview] | None"]
 """Gives the next frame, header first, each time that nothing else is to be sent; None at the end."""
@@ -116,7 +116,7 @@ class Link:
         self._sealer = session.sealer if session is not None else None
         self._opener = session.opener if session is not None else None
         self._sealed: list[memoryview] = []
-        """What is on its way of the first frame in the queue, where frames are sealed."""
+        """Sealed bytes of the first frame in the queue that are on their way."""
         self.sums = not self.local and session is None
         """Chunks are sent with checksums."""
         self._queue: deque[tuple[ViewId, bool, list[memoryview], memoryview | None, tuple[int, int]]] = deque()
@@ -294,7 +294,7 @@ class Link:
                 self._sock.shutdown(socket.SHUT_WR)
 
     def _seal(self, parts: list[memoryview]) -> list[memoryview]:
-        """What is to be sent now of the first frame in the queue; nothing overtakes it from here on."""
+        """Returns the bytes to send now of the first frame in the queue; nothing overtakes it from here on."""
         assert self._sealer is not None
         if not self._sealed:
             begins, self._started = not self._started, True

@@ -1,4 +1,4 @@
-"""What links really carry, learned from the job's own bytes: all-reduces and state transfers.
+"""Measures what links really carry, from the job's own bytes: all-reduces and state transfers.
 
 Theory of operation. The kernel counts, per TCP connection, bytes that the other end has acknowledged, bytes that wait
 to be sent, and the time in which there were any (TCP_INFO). `Meter.tick` reads these counters of every watched
@@ -45,7 +45,7 @@ _BUSY_SLACK_S = 0.01
 """The kernel keeps busy time in ticks of up to 10 ms."""
 
 _INFO = struct.Struct("=16xI100xQ16xI20xQ")
-"""Of struct tcp_info: snd_mss, bytes_acked, notsent_bytes, busy_time (us)."""
+"""Fields of struct tcp_info: snd_mss, bytes_acked, notsent_bytes, busy_time (us)."""
 
 
 class Reading(NamedTuple):
@@ -73,7 +73,7 @@ def read_counters(sock: socket.socket) -> Reading | None:
 
 @dataclass(slots=True)
 class Estimate:
-    """What is known about the rate towards one peer, in bits per second."""
+    """Estimate of the rate towards one peer, in bits per second."""
 
     rate_bps: float = 0.0
     """0.0: nothing yet."""
@@ -140,7 +140,7 @@ class ReprobeSchedule:
     def __init__(self, usual_s: float) -> None:
         self.usual_s = usual_s
         self.best_bps = 1.0
-        """What the link carried before it fell behind; a link that carries nothing is behind from the start."""
+        """Rate of the link before it fell behind, bit/s; a link that carries nothing is behind from the start."""
         self._rate_bps = self.best_bps
         self._fell_at: float | None = None
 

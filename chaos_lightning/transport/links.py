@@ -52,7 +52,7 @@ BUSY_S = 10.0
 ASK_S = 1.5 * PING_INTERVAL_S
 """A peer that has been silent for so long is asked about: the answer is there when the scheduler asks."""
 EXPECT_S = 1.0
-"""Who dials may have been told of this link so much earlier."""
+"""Seconds by which a dialling peer may have been told of this link earlier."""
 WATCH_AGAIN_S = 5.0
 """After a connection between watchers broke, or was not made: until another one is tried."""
 BUNDLE_NBYTES = 256 << 10
@@ -67,7 +67,7 @@ _FULL_PAUSE_S = 0.2
 
 
 class Host(Protocol):
-    """Who has the links: takes messages, and hears what became of links."""
+    """Owner of the links: takes messages, and hears what became of links."""
 
     def message(self, peer: str, payload: memoryview) -> None:
         """An encoded PeerMessage of this peer, over whatever links it came."""
@@ -84,7 +84,7 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Takers:
-    """Who takes what comes over links.
+    """Takers of what comes over links.
 
     Attributes:
         host: Messages, and what becomes of links.
@@ -122,7 +122,7 @@ class Links:
         generation: Generation | None = None,
     ) -> None:
         self.port = 0
-        """Where this member listens; 0 before it does."""
+        """Port at which this member listens; 0 before it does."""
         self.generation = generation
         self._keys = keys
         self._loop = loop
@@ -140,7 +140,7 @@ class Links:
         self._wanted = self._dialling.wanted
         self._told = threading.Condition()
         self._expected: frozenset[str] = frozenset()
-        """Who may dial this member; read by the threads that greet."""
+        """Members that may dial this one; read by the threads that greet."""
         self._finishing: dict[Link, tuple[str, float, int]] = {}
         """Links that are not wanted any more: peer, since when (monotonic, s), first slot opened after (-1: none)."""
         self._ruling: View | None = None
@@ -322,7 +322,7 @@ class Links:
         threading.Thread(target=work, name=f"chaos-watch-{member.id}", daemon=True).start()
 
     def _watch_broke(self, peer: str) -> None:
-        """Who dialled makes another connection, as long as the link stands: with a new link there is one anyway."""
+        """Has the dialling end make another connection while the link stands; a new link brings one anyway."""
 
         def again() -> None:
             if not self._closed and peer in self._links and peer in self._wanted:
@@ -455,7 +455,7 @@ class Links:
         return tuple(m for m in neighbours(view, self.me) if m not in self._links) if view is not None else ()
 
     def wanted(self, peer: str) -> Member | None:
-        """Who that is, if a link to it is wanted."""
+        """Returns the member of this id if a link to it is wanted; None: it is not."""
         return self._wanted.get(peer)
 
     def reads(self, peer: str) -> bool:
@@ -469,7 +469,7 @@ class Links:
         return float("inf") if link is None else now - link.heard_at
 
     def sight(self, peer: str) -> Sight:
-        """What this peer's machine says of its process, if it says anything."""
+        """Returns what this peer's machine says of its process, if it says anything."""
         return self._watching.sight(peer)
 
     def message(self, peer: str, payload: bytes, view: ViewId = NO_VIEW) -> None:
@@ -576,7 +576,7 @@ class Links:
         now = time.monotonic()
         gap, self._pinged_at = now - self._pinged_at, now
         for peer, link in list(self._links.items()):
-            # Who was frozen itself has heard nobody; that is nobody's silence (protocol.md 12).
+            # A member that was frozen itself has heard nothing; its peers were not silent (protocol.md 12).
             link.heard_at += gap if gap > SILENCE_S / 2 else 0.0
             silence = now - link.heard_at
             if silence > ASK_S:
@@ -612,7 +612,7 @@ class Links:
         return {r.peer: (r.latency_s, r.rate_bps) for r in self.reports() if r.rate_bps > 0}
 
     def unmeasured(self) -> set[str]:
-        """Whose link is being measured for the first time. Any thread."""
+        """Returns the peers whose link is being measured for the first time. Any thread."""
         return self._measuring.unmeasured()
 
     def facts(self) -> dict[str, object]:

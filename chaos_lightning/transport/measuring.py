@@ -1,4 +1,4 @@
-"""What this member knows of its links: latency and rate for the scheduler, bytes and rates for the event log.
+"""Measures this member's links: latency and rate for the scheduler, bytes and rates for the event log.
 
 Theory of operation. Rates come from two sources. A probe measures a link when it is made, and when nothing was heard of
 its rate for `RENEW_S`, or for much less if it fell behind or its first probe came to nothing (`ReprobeSchedule`); the
@@ -116,7 +116,7 @@ class Measuring:
         return not link.local or self.emulated(peer)
 
     def unmeasured(self) -> set[str]:
-        """Whose link is being measured for the first time. Any thread."""
+        """Returns the peers whose link is being measured for the first time. Any thread."""
         return {p for p, link in list(self._links.items()) if p not in self.reports and self._measured(p, link)}
 
     def _probe(self, peer: str, link: Link, why: str) -> None:

@@ -1,4 +1,4 @@
-"""What lies between members: the network as it is, unless a lab has put an emulated one in its place.
+"""Network between members: the real one, unless a lab has put an emulated one in its place.
 
 Theory of operation. Every connection from member to member (links, transfers of state, watchers) is made by
 `installed().connect`, and what is sent on them may be bounded by a `Pacer`. The network as it is dials, and bounds

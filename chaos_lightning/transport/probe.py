@@ -52,7 +52,7 @@ _GOES_ON_NBYTES = 4 << 10
 
 
 class Op(enum.IntEnum):
-    """What a PROBE frame says; it is the frame's `start`, and `seq` is the number that the sender gave."""
+    """Kind of a PROBE frame: the frame's `start`; `seq` is the number that the sender gave."""
 
     ECHO = 1
     ECHOED = 2
@@ -86,7 +86,7 @@ class ProbeConfig:
     deadline_s: float = 5.0
     """Without an answer for so long, the link carries nothing."""
     lease_s: float = 2.0
-    """Who was granted a train and sends nothing for so long loses its turn."""
+    """Seconds after which a peer that was granted a train and sends nothing loses its turn."""
 
 
 @dataclass(slots=True)
@@ -366,7 +366,8 @@ class Probes:
         def over() -> None:
             if not self._current(run) or run.waits != wait:
                 return
-            # Who was frozen itself has heard nobody (protocol.md 12); and what the job sent before goes first.
+            # A member that was frozen itself has heard nothing (protocol.md 12); and what the job sent before goes
+            # first.
             goes_on = run.link.delivered_nbytes - before >= _GOES_ON_NBYTES
             held_up = self._clock() - due > 0.5 or goes_on
             if held_up and run.extensions < _EXTENSIONS:

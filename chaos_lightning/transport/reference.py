@@ -87,7 +87,7 @@ class Generation:
         words.seq, words.term, words.number = seq, view.term, view.number
 
     def offer(self) -> bytes:
-        """What a neighbour needs to read this process's memory: pid, where the generation lies, its nonce."""
+        """Returns what a neighbour needs to read this process's memory: pid, address of the generation, its nonce."""
         return _OFFER.pack(os.getpid(), ctypes.addressof(self._words), bytes(self._words.nonce))
 
 
@@ -164,7 +164,7 @@ class NeighbourMemory:
 
 
 class UnreadableError(ChaosError):
-    """What a reference points at is gone. Its link is broken by then, or this member is out of the view it is from."""
+    """The target of a reference is gone. Its link is broken by then, or this member is out of the view it is from."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""What protects the bytes of a connection between members: nothing but checksums, a tag for each record, or encryption.
+"""Protection of a connection between members: nothing but checksums, a tag for each record, or encryption.
 
 Theory of operation. After the handshake (transport/handshake.py) both ends hold two traffic keys, one per direction,
 derived from the link's key and both ends' nonces, so that no connection ever shares a key with another one. Each
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 SEGMENT_NBYTES = 256 << 10
-"""Of a record at most: its plaintext and its ciphertext fit into a core's cache when the kernel copies the latter."""
+"""Largest record: its plaintext and ciphertext fit into a core's cache when the kernel copies the latter."""
 CLEAR_SEGMENT_NBYTES = 1 << 20
 """The same for frames that are only authenticated, which need no second buffer: each record costs two system calls and
 about 10 microseconds of Python, much beside the 43 that the tag of 1 MiB takes (docs/links.md)."""
 TAG_NBYTES = 16
 KEY_NBYTES = 32
 MAX_RECORDS = 1 << 40
-"""Of one key; a connection that has sent so many is cut, and the next one has another key."""
+"""Largest number of records of one key; a connection that has sent so many is cut, and the next one has another key."""
 _NONCE = struct.Struct(">IQ")
 _LENGTH = struct.Struct("<I")
 _HEADS_NBYTES = 1024
@@ -56,11 +56,11 @@ class Level(enum.StrEnum):
 
 
 RULES = ("auto", *(str(level) for level in Level))
-"""What the setting `links` may be."""
+"""Values of the setting `links`."""
 
 
 def segment_nbytes(level: Level) -> int:
-    """Of a frame's payload, so much goes into one record."""
+    """Returns the bytes of a frame's payload that go into one record."""
     return CLEAR_SEGMENT_NBYTES if level is Level.AUTHENTICATED else SEGMENT_NBYTES
 
 
@@ -76,7 +76,7 @@ def require_library() -> None:
 
 
 def mixed(token: bytes, key: bytes) -> bytes:
-    """What both ends of a connection must know: the token and, where there is one, the link's key."""
+    """Returns the secret that both ends of a connection must know: the token and, if there is one, the link's key."""
     return hmac.digest(token, key, "sha256") if key else token
 
 
@@ -294,10 +294,10 @@ class SealedStream:
         self._length_got = 0
         self._opened = memoryview(bytearray(0))
         self._left = memoryview(b"")
-        """Of a record that has opened: what nobody has taken yet."""
+        """Opened bytes of a record that have not been taken yet."""
 
     def records(self, parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-        """What is to be sent for these bytes; each record before the next one is asked for."""
+        """Yields what is to be sent for these bytes; send each record before asking for the next one."""
         left = [part for part in parts if part.nbytes]
         while left:
             nbytes, sealed = self._sealer.record(left)
@@ -379,7 +379,7 @@ class SealedStream:
 
 
 class SealedSession:
-    """What both ends of one protected connection agreed on.
+    """Agreement of both ends of one protected connection.
 
     Args:
         level: AUTHENTICATED or ENCRYPTED.
@@ -432,7 +432,7 @@ class ProtectedSocket(socket.socket):
 
 
 def session_of(sock: socket.socket) -> SealedSession | None:
-    """What protects this connection; None: nothing but checksums."""
+    """Returns the protection of this connection; None: nothing but checksums."""
     return sock.session if isinstance(sock, ProtectedSocket) else None
 
 

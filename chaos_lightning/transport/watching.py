@@ -1,4 +1,4 @@
-"""What other machines' process tables say of neighbours, by way of the watchers beside them (machine/watcher.py).
+"""Asks process tables of other machines about neighbours, by way of the watchers beside them (machine/watcher.py).
 
 Theory of operation. The own watcher is started with the first neighbour on another machine; on one machine the process
 table is at hand. Whoever greets hands the neighbour's connection over (`add`) and keeps none. When a link falls
@@ -152,7 +152,7 @@ class Watching:
         self._order(b"D" + peer.encode())
 
     def sight(self, peer: str) -> Sight:
-        """What the neighbour's machine said of it last; without evidence if that is too long ago."""
+        """Returns what the neighbour's machine said of it last; without evidence if that is too long ago."""
         state, at = self._said.get(peer, ("", 0.0))
         if not state or time.monotonic() - at > FRESH_S:
             return Sight(False, "")
