@@ -191,7 +191,7 @@ class FaultInjectorCallback(Callback):
             os.kill(pid, signal.SIGKILL)
         elif fault.action is Action.SIGSTOP:
             if fault.seconds > 0:
-                # Somebody else must wake it; the shell ends at once, its background job after the sleep.
+                # Another process must wake it; the shell ends at once, its background job after the sleep.
                 wake = f"(sleep {fault.seconds:g}; kill -CONT {pid}) </dev/null >/dev/null 2>&1 &"
                 subprocess.run(["/bin/sh", "-c", wake], check=True, start_new_session=True)
             os.kill(pid, signal.SIGSTOP)

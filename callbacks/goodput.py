@@ -145,7 +145,7 @@ class Goodput(Callback):
             self._log(trainer)
 
     def metrics(self, members: int) -> dict[str, float]:
-        """What is logged, by name."""
+        """Returns the logged values by name."""
         values = {"goodput": self.meter.share, "step_s": self.meter.last_s, "members": float(members)}
         values |= {f"lost_{cause}_s": seconds for cause, seconds in self.meter.lost_s.items()}
         return {self.prefix + name: value for name, value in values.items()}

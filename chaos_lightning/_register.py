@@ -81,7 +81,7 @@ def refuse_other_host(name: str, **_: Any) -> Any:
 
 
 def refuse_fabric(name: str, **_: Any) -> Any:
-    """What `Fabric(strategy="chaos")` calls."""
+    """Refuses `Fabric(strategy="chaos")`."""
     from chaos_lightning.errors import UnsupportedError
 
     raise UnsupportedError(
@@ -97,7 +97,7 @@ _FACTORIES: dict[str, Callable[..., Any]] = {
     "lightning_fabric.strategies": refuse_fabric,
 }
 _REGISTRIES = ("StrategyRegistry", "STRATEGY_REGISTRY")
-"""What the Trainer's package and Fabric's call theirs."""
+"""Names of the registries in the Trainer's package and in Fabric's."""
 
 
 def registry_of(module: ModuleType) -> Any:

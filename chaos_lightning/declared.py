@@ -21,7 +21,7 @@ from chaos_lightning.errors import ConfigurationError
 
 T = TypeVar("T")
 Check = Callable[[Any], str]
-"""What is wrong with a value, as in "expected a positive number"; "" if nothing is."""
+"""Returns what is wrong with a value, as in "expected a positive number"; "" if nothing is."""
 
 _KEY = "chaos_lightning"
 _BOOLEANS = {"0": False, "no": False, "false": False, "1": True, "yes": True, "true": True}

@@ -153,7 +153,7 @@ class StateError(ChaosError):
 
 
 class NoDonorError(StateError):
-    """Nobody who could send the training state can be reached any more; says what became of each.
+    """No donor of the training state can be reached any more; says what became of each.
 
     Attributes:
         refused: Whether one of them answered that it does not have it.

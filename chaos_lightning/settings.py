@@ -1,4 +1,4 @@
-"""What a user may set about one member: every setting once, with its type, default, help and check.
+"""Settings of one member: each of them once, with its type, default, help and check.
 
 To add one, write a field into `EngineConfig` and use it. All else is derived from that field (declared.py): the option
 of `ChaosStrategy(options=...)`, of Hydra (`strategy.options.NAME`) and of LightningCLI, `--rdzv-conf NAME=...`, the
@@ -40,11 +40,11 @@ DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_PORT}"
 PROFILED = "CHAOS_PROFILED"
 """Variable that `chaos-lightning profile` sets: this process trains alone, and has no part in a job of others."""
 ON_LAST_EXIT = ("checkpoint", "none")
-"""What `on_last_exit` may be beside a folder."""
+"""Values of `on_last_exit` beside a folder."""
 
 
 LOG_DIRS = ("auto", "none")
-"""What `log_dir` may be beside a folder; "" is none, too."""
+"""Values of `log_dir` beside a folder; "" is none, too."""
 
 
 def absolute_path(text: str, words: tuple[str, ...] = ("",)) -> str:
@@ -57,7 +57,7 @@ absolute_log_dir = partial(absolute_path, words=("", *LOG_DIRS))
 
 
 def _read_by(read: Callable[[str], object]) -> Check:
-    """What `read` says against a text; nothing against an empty one."""
+    """Makes a check of a reader: its objection to a text; none to an empty one."""
 
     def wrong(text: str) -> str:
         try:
@@ -248,12 +248,12 @@ class EngineConfig:
 
     @property
     def neighbour_names(self) -> tuple[str, ...]:
-        """What `neighbours` names."""
+        """Names in `neighbours`."""
         return tuple(name for name in re.split(r"[\s,+]+", self.neighbours) if name)
 
     @cached_property
     def plan_spec(self) -> PlanSpec:
-        """What `plan` says; a file is read once, when the configuration is made."""
+        """Plan that `plan` names; a file is read once, when the configuration is made."""
         return read_plan(self.plan, self.chunk_nbytes)
 
     @classmethod
@@ -300,7 +300,7 @@ def to_environment(settings: Mapping[str, Setting], instance: object) -> dict[st
 # ------------------------------------------------------------------------------------------------ of a strategy
 
 ARGUMENTS = ("endpoint", "job", "name", "min_nodes", "max_nodes", "log_dir")
-"""What `ChaosStrategy` takes as arguments of its own; everything else is in its `options`."""
+"""Settings that are arguments of `ChaosStrategy`; all others are in its `options`."""
 
 
 def optional(names: Iterable[str]) -> list[tuple[str, Any, Any]]:

@@ -190,7 +190,7 @@ class Trainer:
         return self._loader is not None and self._loader.current is not None and self._loader.current.idle
 
     def _present(self, call: str) -> BatchFacts:
-        """What the loader says about the present batch, which `call` is about."""
+        """Returns the loader's facts about the present batch, for a call of this name."""
         if self._loader is None:
             raise ConfigurationError(f"{call}: call prepare() first")
         if self._loader.current is None:
@@ -325,7 +325,7 @@ class Trainer:
     def _extra_state(
         self, extra: Mapping[str, Stateful | nn.Module] | None, scaler: GradScaler | None
     ) -> dict[str, Stateful | nn.Module]:
-        """What newcomers receive beside model and optimizer: the user's, and what is known to be needed."""
+        """Returns what newcomers receive beside model and optimizer: the user's, and what is known to be needed."""
         own: dict[str, Stateful] = {checkpoints.KEY: self._start}
         if scaler is not None:
             own["scaler"] = scaler
@@ -749,7 +749,7 @@ def _close_what_was_left_open() -> None:
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """What the optimizer trains of the model, in its order."""
+    """Returns the parameters of the model that the optimizer trains, in its order."""
     names = {id(p): n for n, p in model.named_parameters()}
     params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     unknown = [i for i, p in enumerate(params) if id(p) not in names]

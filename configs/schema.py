@@ -104,7 +104,7 @@ class TrainConfig:
     monitor: str = "val_loss"
     """Metric that a sweep looks at."""
     device: str = "cpu"
-    """What the group `accelerator` chose, for strategies that are told a device."""
+    """Device that the group `accelerator` chose, for strategies that are told one."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     strategy: Any = MISSING
     model: dict[str, Any] = MISSING

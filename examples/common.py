@@ -1,4 +1,4 @@
-"""What the example scripts share: the command line and the Trainer."""
+"""Parts that the example scripts share: the command line and the Trainer."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ Gather = Callable[[str, bytes, str], list[tuple[str, bytes]] | None]
 
 _SKIPPED = ("strategy.py", "collectives.py", "parallel.py", "apply_func.py", "contextlib.py")
 LOG_DIR = "trainer.py:log_dir"
-"""Where `trainer.log_dir` broadcasts, which it does wherever it is asked for."""
+"""Call site of the broadcast of `trainer.log_dir`, which happens whenever it is asked for."""
 _LOGGED = {hook: f"values logged in {hook} with sync_dist=True" for hook in ("training_step", "validation_step")}
 
 
@@ -140,7 +140,7 @@ class Collectives:
         return [decode_payload(data, self._device()) if data else None for _, data in answers]
 
     def meet(self, name: str) -> set[str] | None:
-        """Who is here: the ids of all members that came; None if this member is not in the job."""
+        """Returns the ids of all members that are here; None if this member is not in the job."""
         answers = self._gather(name, b"", "")
         return None if answers is None else {member for member, _ in answers}
 
@@ -288,5 +288,5 @@ class Collectives:
         self._take(*self._owed, {}, [decode_payload(data, self._device()) for data in payloads if data])
 
     def settled(self) -> None:
-        """What this member contributed was what the others closed: they are past their step."""
+        """Notes that the slot closed as this member contributed to it: the others are past their step."""
         self._owed = None

@@ -1,4 +1,4 @@
-"""What a strategy needs where Lightning has no hook for strategies: a private callback, and the launcher.
+"""Private callback and launcher, for moments at which Lightning has no hook for strategies.
 
 Theory of operation. `Companion` stands first in the list of callbacks for the time of fit, and does what belongs to
 hooks of callbacks only. `Launcher` frames each of the Trainer's functions. A member that leaves (Ctrl+C, SIGTERM, a
@@ -70,7 +70,7 @@ class Companion(pl.Callback):
     def __init__(self, session: FitSession | None) -> None:
         self._session = session
         self._like: dict[str, Any] = {"loss": torch.zeros(())}
-        """What an idle member's `outputs` are: those of its last batch, without the samples."""
+        """The `outputs` of an idle member: those of its last batch, without the samples."""
         self._began = 0.0
 
     @property
@@ -80,8 +80,9 @@ class Companion(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """What comes first changes `outputs` for all hooks that follow: where no training_step has run, or where it
-        returned None, there is no loss. Hooks are not told of a batch that no step uses."""
+        """Changes `outputs` for all hooks that follow, if no training_step has run, or it returned None: there is no
+        loss then. Hooks are not told of a batch that no step uses.
+        """
         if self._session is not None:
             end_unused_batch(self._session)
         if not isinstance(outputs, dict):

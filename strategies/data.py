@@ -24,7 +24,7 @@ from chaos_lightning.strategies.loops import epoch_of, stopped_within_epoch
 
 
 def themselves(loader: Any) -> Any:
-    """What the copy of a wrapped loader is made by: the user's own, without the wrapping."""
+    """Returns the loader itself; a copy of a wrapped loader is made by this, without the wrapping."""
     return loader
 
 
@@ -70,7 +70,7 @@ class Fed(Protocol):
 
 
 class TrainLoader:
-    """What Lightning iterates over instead of the user's loader.
+    """Loader over which Lightning iterates instead of the user's.
 
     Args:
         elastic: Assigns.

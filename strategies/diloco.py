@@ -59,7 +59,7 @@ MARGIN_S = 60.0
 
 
 class ClusterStrategy(Strategy):
-    """What strategies of one process and of several ranks have in common: a part in an outer job for the time of fit.
+    """Base of the strategies of one process and of several ranks: a part in an outer job for the time of fit.
 
     Attributes:
         options: The user's.
@@ -70,7 +70,7 @@ class ClusterStrategy(Strategy):
     strategy_name = NAME
 
     def _take(self, options: DiLoCoOptions, given: dict[str, Any]) -> None:
-        """What the user has set."""
+        """Takes what the user has set."""
         self.options, self._given = options, given
         self.data = build(options, given)[1].data
         self.fit: OuterFit | None = None

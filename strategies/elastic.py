@@ -73,7 +73,7 @@ class Meet(Protocol):
 
 
 class OuterTerms:
-    """What a strategy is told of outer sync, for ranks of an elastic cluster.
+    """Settings of outer sync in a strategy, for ranks of an elastic cluster.
 
     Args:
         options: `DiLoCoOptions`.
@@ -106,14 +106,14 @@ class OuterTerms:
 
 
 def replica_of(module: Any) -> Replica:
-    """What of a LightningModule travels between clusters."""
+    """Returns the tensors of a LightningModule that travel between clusters."""
     named = getattr(module, "chaos_buffers", ())
     return Replica.of_module(module, reduced_buffers(module, named, named_by="chaos_buffers"))
 
 
 def words_of(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
-    """What else must be equal in all clusters: what a checkpoint had trained, what the module says, and what tells two
-    runs of a sweep apart.
+    """Returns what else must be equal in all clusters: what a checkpoint had trained, what the module says, and what
+    tells two runs of a sweep apart.
 
     Args:
         trainer: In fit.
@@ -232,7 +232,7 @@ class ElasticPart:
         return self._terms.options.leave_on_signals
 
     def tape(self) -> Tape | None:
-        """What is leased to the ranks, once this one is among them."""
+        """Returns the positions that are leased to the ranks, once this one is among them."""
         return self._cluster.tape if self._cluster is not None and self._cluster.founded else None
 
     def enter(self, engine: Engine, batch: int, loader: JobLoader) -> ElasticCluster:
@@ -257,7 +257,7 @@ class ElasticPart:
 
     @property
     def words(self) -> dict[str, str]:
-        """What must be equal at all ranks."""
+        """Words that must be equal at all ranks."""
         cluster = self.cluster
         options = cluster.options
         said = hashlib.sha256(OUTER.encode(cluster.agreement)).hexdigest()[:16]
@@ -350,7 +350,7 @@ class ElasticPart:
         self.cluster.commit((), ())
 
     def meet(self, meet: Meet, *, in_batch: bool = False) -> bool:
-        """Where the cluster may not train: one meeting of the ranks; whether this one is in it.
+        """Holds one meeting of the ranks while the cluster may not train; returns whether this one is in it.
 
         Args:
             meet: A collective of theirs.
@@ -436,8 +436,9 @@ class ElasticPart:
         self.clock.put(self.cluster.reckoned, in_batch=False, back=True)
 
     def _await_end(self) -> None:
-        """Who is through long before other clusters leaves. Ranks lose patience one soon after the other, so each of
-        them asks: the word of the first one counts, and every rank may be that. From then on each waits as long again.
+        """Waits for the end of the job; leaves if this cluster is through long before the others. Ranks lose patience
+        one soon after the other, so each of them asks: the word of the first one counts, and every rank may be that.
+        From then on each waits as long again.
 
         Raises:
             DeadlineError: That was in vain, too.

@@ -83,7 +83,7 @@ def can_be_assigned(loader: Any, trainer: Trainer) -> bool:
 
 
 class Evaluation:
-    """Who takes part in the validation of one fit, and what is being divided.
+    """Members that take part in the validation of one fit, and the loaders that are being divided.
 
     Args:
         trainer: Whose fit this is.
@@ -242,7 +242,7 @@ def _drawn(loader: DataLoader[Any], numbers: Sequence[int]) -> Iterator[Any]:
 
 
 class EvalLoader:
-    """What Lightning iterates over instead of the user's validation loader.
+    """Loader over which Lightning iterates instead of the user's validation loader.
 
     Args:
         loader: One for which `can_be_assigned`.
@@ -314,7 +314,7 @@ class EvalLoader:
 
 
 class CombinedSteps:
-    """What a CombinedLoader draws from in a pass whose combined batches are divided, in place of its own iterator.
+    """Iterator of a CombinedLoader in a pass whose combined batches are divided, in place of its own.
 
     Args:
         combined: Of any mode but "sequential", over loaders that can all be assigned.

@@ -37,14 +37,14 @@ Version = int | str
 
 
 class LogPlace(NamedTuple):
-    """Where a writer logs."""
+    """Place at which a writer logs."""
 
     writer: str = ""
     """Its member id; "": nobody has told."""
     folder: str = ""
     """Its `trainer.log_dir`."""
     run: str = ""
-    """What its folders are marked with; the same for all writers of a run."""
+    """Mark of its folders; the same for all writers of a run."""
     versions: Sequence[Version] = ()
     """Versions of its loggers, in order; "" where another writer cannot go on with one."""
 
@@ -63,7 +63,7 @@ class Call:
 
 
 def versions(loggers: Sequence[Logger]) -> list[Version]:
-    """What the next writer's loggers are to have."""
+    """Returns the versions that the next writer's loggers are to have."""
     known = (CSVLogger, TensorBoardLogger, WandbLogger)
     return [version if isinstance(v, known) and (version := v.version) is not None else "" for v in loggers]
 
@@ -101,7 +101,7 @@ def taken_over(loggers: Sequence[Logger], writer: str) -> bool:
 
 @rank_zero_only
 def save(logger: Logger) -> None:
-    """What the writer's logger was told goes to its files where that is cheap; elsewhere, when the logger has it go."""
+    """Has the writer's logger write its files if that is cheap; else it writes when it does so by itself."""
     if _in_folder(logger):
         logger.save()
 

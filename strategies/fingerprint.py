@@ -1,4 +1,4 @@
-"""What must be equal on all members, by name: a newcomer that differs is refused with the name and both values."""
+"""Fingerprint of a job: words that must be equal on all members. A newcomer that differs is refused by name."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def words_of_run(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
 
 
 def advice(refusal: str, config: EngineConfig) -> str:
-    """What else to do where a hyperparameter differs: it may be another run that met this job by accident."""
+    """Returns further advice if a hyperparameter differs: it may be another run that met this job by accident."""
     if not re.search(r"\b(hyperparameter|layer|optimizer \d+) \S+ (of \S+ )?is ", refusal):
         return ""
     return (
@@ -103,7 +103,7 @@ def advice(refusal: str, config: EngineConfig) -> str:
 
 
 def _cadence(callback: Callback) -> dict[str, str]:
-    """What decides when this callback calls for a collective. Where it writes to is every member's own affair."""
+    """Returns the settings by which this callback calls for a collective. Each member may write to another place."""
     settings: dict[str, Any] = {}
     if isinstance(callback, ModelCheckpoint):
         settings = {

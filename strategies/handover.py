@@ -1,4 +1,4 @@
-"""What each member has logged and counted in a training epoch, so that nothing is missing where one dies or leaves.
+"""Hands over what each member has logged and counted in an epoch, so that nothing is missing if one dies or leaves.
 
 Theory of operation. With each step a member says, beside its gradient, what it has accumulated since the epoch began:
 the numbers that `self.log` keeps for the epoch, and the states of torchmetrics that it updates in training. The header
@@ -36,7 +36,7 @@ _NUMBERS = ""
 
 
 class Saying(Protocol):
-    """What the engine knows of this member: how many there are, and whether it has asked to leave."""
+    """Facts of the engine: how many members there are, and whether this one has asked to leave."""
 
     leaving: bool
 

@@ -157,7 +157,7 @@ def measure_anew(monitor: ThroughputMonitor) -> None:
 
 
 def refit_rates(trainer: Trainer, members: int) -> None:
-    """What all members do in a second is what this one does, times their number."""
+    """Has throughput monitors multiply this member's rates by the number of members."""
     for callback in trainer.callbacks:
         if isinstance(callback, ThroughputMonitor):
             for throughput in callback._throughputs.values():
@@ -239,7 +239,7 @@ def uncount(trainer: Trainer, manifest: dict[str, Any]) -> None:
 
 
 def make_up_for_end(trainer: Trainer) -> None:
-    """What follows an epoch's last batch and was left out: validation, schedulers, loggers."""
+    """Makes up for what follows an epoch's last batch and was left out: validation, schedulers, loggers."""
     fit_loop = trainer.fit_loop
     assert fit_loop._data_fetcher is not None
     fit_loop.epoch_loop.on_advance_end(fit_loop._data_fetcher)

@@ -86,7 +86,8 @@ class ManualGradients:
         """
         kept = None
         if stands_in:
-            # What a stand-in batch gives must not add to what is there; nor is anything else there if nobody has more.
+            # Gradients of a stand-in batch must not add to what is there; nor is anything else there if no member has
+            # more.
             kept = [(p, p.grad) for s in self._sections for _, p in s.params]
             for param, _ in kept:
                 param.grad = None

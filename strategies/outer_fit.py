@@ -398,7 +398,7 @@ class OuterFit:
 
 
 class SharedLoader:
-    """What Lightning iterates over instead of the user's training loader.
+    """Loader over which Lightning iterates instead of the user's training loader.
 
     Args:
         leased: The batches.
@@ -433,7 +433,7 @@ class SharedLoader:
         return ENDLESS // self._fit.ranks if self._fit.in_step else len(self.leased)  # Lightning adds up the ranks'
 
     def used(self) -> tuple[int, tuple[Covered, ...]]:
-        """What the batches since the last call were."""
+        """Returns the samples and positions of the batches since the last call."""
         samples, covers = self.leased.used()
         return samples, tuple(Covered(epoch, spans) for epoch, spans in covers)
 

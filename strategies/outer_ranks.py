@@ -56,7 +56,7 @@ class RankGroup:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def tell(self, make: Callable[[], Any]) -> Any:
-        """What rank 0 made.
+        """Has rank 0 make a value; returns it at all ranks.
 
         Raises:
             ChaosError: It could not; the same at all ranks.
@@ -89,7 +89,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """What all ranks know of the cluster between two meetings.
+    """Facts about the cluster that all ranks know between two meetings.
 
     Attributes:
         job: How far the job is with the base.
@@ -113,7 +113,7 @@ class ClusterFacts:
 
 @dataclass(slots=True)
 class _Untold:
-    """What was trained since the last meeting; samples of this rank alone where each has data of its own."""
+    """Training since the last meeting; samples of this rank alone if each has data of its own."""
 
     samples: int = 0
     covers: tuple[Covered, ...] = ()
@@ -151,7 +151,7 @@ class RankedSession:
 
     @property
     def incarnation(self) -> str:
-        """Who this cluster is."""
+        """Name of this incarnation."""
         return self._facts.incarnation
 
     @property
@@ -197,7 +197,7 @@ class RankedSession:
         return self._facts.over
 
     def waits_for(self) -> str:
-        """What must come before this cluster trains on, in words."""
+        """Returns in words the event for which this cluster waits before it trains on."""
         return self._facts.waits_for
 
     @property
@@ -323,7 +323,7 @@ class RankedSession:
 
 
 def _nothing(_: object) -> None:
-    """What need not travel."""
+    """Does nothing, in place of what need not travel."""
 
 
 def _facts_of(member: OuterSession) -> ClusterFacts:

@@ -1,4 +1,4 @@
-"""What a cluster of an outer job cannot serve, by name; applied before training starts (refusals.py)."""
+"""Refusals of a cluster of an outer job, by name; applied before training starts (refusals.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.refusals import Refusal, of_callbacks, of_modules, of_optimizers
 
 INNER = ("auto", "single", "ddp", "chaos")
-"""What `inner` may be, but for a strategy of class `DDPStrategy` or `ChaosStrategy`."""
+"""Values of `inner`, beside a strategy of class `DDPStrategy` or `ChaosStrategy`."""
 _SHARDED = ("fsdp", "deepspeed", "model_parallel", "xla_fsdp")
 _SHARDED_KINDS = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 

@@ -115,7 +115,7 @@ class PipelineFit:
         self._stepper: PipelineStepper | None = None
         self._evaluation: PipelineEvaluation | None = None
         self.request = ""
-        """What the scheduler plans by, as text (planning/pipelines/request.py)."""
+        """Request by which the scheduler plans, as text (planning/pipelines/request.py)."""
         self._told = ""
         """Pipelines that the console was told of."""
         self._teller = Teller()

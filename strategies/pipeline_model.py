@@ -62,7 +62,7 @@ class PipelineModel:
 
     @property
     def partial(self) -> PartialModel:
-        """What of the model is here, for checkpoints."""
+        """The part of the model that is here, for checkpoints."""
         return PartialModel(self.module, self.parts, self._trainer.optimizers)
 
     @property

@@ -1,4 +1,4 @@
-"""Who this process is while it sets up: the truth where it can be known, else what does the least harm.
+"""Rank of this process while it sets up: the truth if it can be known, else what does the least harm.
 
 Theory of operation. A member learns its rank when it enters the job, at its first batch. But `setup`, `on_fit_start`,
 loggers and the making of loaders come sooner, and ask. So before them this process looks who is there. Where members
@@ -98,7 +98,7 @@ def _claim(config: EngineConfig, *, alone: bool) -> Claim | None:
 
 
 def _status(config: EngineConfig) -> dict[str, Any]:
-    """What the scheduler says; nothing if there is none. Whatever is wrong with it is told when this process joins."""
+    """Returns the scheduler's facts; none if there is no scheduler. Its faults are told when this process joins."""
     if not any(listens(endpoint) for endpoint in config.endpoints):
         return {}
     with contextlib.suppress(ChaosError):

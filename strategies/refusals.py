@@ -1,4 +1,4 @@
-"""What is refused, and why: one table, applied before training starts.
+"""Refused features with their reasons: one table, applied before training starts.
 
 Theory of operation. Every entry looks at one thing and returns what it found, in words, or nothing. All findings are
 reported together, so that a user does not meet them one by one. Better a refusal than a run that is silently
@@ -143,7 +143,9 @@ TABLE: tuple[Refusal, ...] = (
 
 
 def _line(row: Refusal, found: str) -> str:
-    """What was found, and why it cannot be served; the feature's name in between, unless what was found has it."""
+    """Returns a line with what was found, and why it cannot be served; with the feature's name, unless that is in
+    it.
+    """
     feature = "" if row.what in found else f"{row.what}: "
     return f"- {found}: {feature}{row.why}"
 

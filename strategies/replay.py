@@ -111,7 +111,7 @@ class LightningReplay:
 
 
 def _parties(trainer: Trainer) -> Iterator[LightningModule | Callback]:
-    """Whose hooks run: the module, and the callbacks that are not vouched for."""
+    """Yields the owners of hooks that run: the module, and the callbacks that are not vouched for."""
     yield trainer.lightning_module
     for callback in trainer.callbacks:
         if not getattr(callback, VOUCH, False):

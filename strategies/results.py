@@ -1,4 +1,4 @@
-"""What `self.log` has collected: synced through the job, and with the same keys on all members.
+"""Values that `self.log` has collected: synced through the job, and with the same keys on all members.
 
 Theory of operation. Two kinds of values need other members at the end of an epoch: numbers logged with
 `sync_dist=True`, which Lightning reduces through the strategy, and torchmetrics objects, which sync themselves

@@ -22,13 +22,13 @@ from chaos_lightning.strategies.session import FitSession
 
 KEY = "chaos_lightning"
 LOADERS = "combined_loader"
-"""Where Lightning keeps the states of training loaders."""
+"""Key of the states of training loaders in a checkpoint of Lightning."""
 PROGRESS = "epoch_loop.batch_progress"
-"""Where Lightning keeps the count of an epoch's batches."""
+"""Key of the count of an epoch's batches in a checkpoint of Lightning."""
 
 
 def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What the loop of fit has put into a checkpoint; nothing, in one of weights only."""
+    """Returns what the loop of fit has put into a checkpoint; nothing, in one of weights only."""
     state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     return state
 
@@ -133,7 +133,7 @@ def write(
 ) -> None:
     """Writes a file; the caller has made sure that its step is stable and that this member is the writer."""
     mark = "final"
-    # What is written a second time has the loaders' states with ours already.
+    # A checkpoint that is written a second time has the loaders' states with ours already.
     ours = dict(checkpoint.get(KEY, {}))
     if LOADERS in (loop := _fit_loop(checkpoint)):
         ours[LOADERS] = loop.pop(LOADERS)

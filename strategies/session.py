@@ -174,7 +174,7 @@ class FitSession:
         self.pipeline: PipelineFit | None = None
         """This fit's part in pipelines, if members own parts of the model."""
         self._first = ""
-        """Who was rank 0 after the slot before."""
+        """Member that was rank 0 after the slot before."""
         self._within: bool | None = None
         """Whether the closure that runs has averaged (True) or its step does not take place; None: it has not come to
         that."""
@@ -251,9 +251,10 @@ class FitSession:
         return self._loader
 
     def _reload(self, made_in: tuple[float, float]) -> None:
-        """What was taken over stands on loaders of a later epoch (`reload_dataloaders_every_n_epochs`) than this
-        member's: they are made anew for that one. Lightning goes on with the training loader that it has, so the
-        new one takes the place of what that one wraps."""
+        """Makes loaders anew if the state that was taken over is of a later epoch (`reload_dataloaders_every_n_epochs`)
+        than this member's. Lightning goes on with the training loader that it has, so the new one takes the place of
+        what that one wraps.
+        """
         trainer = self.trainer
         if not trainer.reload_dataloaders_every_n_epochs:
             return
@@ -534,7 +535,7 @@ class FitSession:
         stepper, number = self.stepper, self.stepper.number(optimizer)
         if not self.in_job and not self._applies(number):
             end_unused_batch(self)
-            # What a void member steps is thrown away, so torch need not warn that its schedule steps first.
+            # The step of a void member is thrown away, so torch need not warn that its schedule steps first.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return closure()
         calls, held = 0, not stepper.must_average(number)
@@ -729,7 +730,7 @@ class FitSession:
         view = engine.ruling_view or engine.view  # a recovery let it in: the header names none that it stands in (10)
         assert view is not None
         said = (split(answer)[1] for answer in engine.header.answers) if self.outer else engine.header.answers
-        # Of most slots nobody says anything; of those of pipelines all members have logged the same.
+        # Most slots have no answers; of those of pipelines all members have logged the same.
         answers = dict(zip(engine.contributors, said, strict=False)) if self.pipeline is None else {}
         self.handover.committed(engine.header, answers, view.ids(), engine.member_id)
         self.lengths.check(engine.world_size)
@@ -763,7 +764,7 @@ class FitSession:
     # ------------------------------------------------------------------ lengths
 
     def length(self) -> int:
-        """What Lightning is told when it asks for the loader's length."""
+        """Returns the length of the loader for Lightning."""
         total = self._total()
         return ENDLESS if math.isinf(total) else int(total)
 

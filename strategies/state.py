@@ -50,7 +50,7 @@ PRIVATE: dict[type[Callback], tuple[str, ...]] = {
     ),
     WeightAveraging: ("_latest_update_epoch",),
 }
-"""What Lightning's own callbacks keep beside `state_dict()` and decide by."""
+"""Attributes that Lightning's own callbacks keep beside `state_dict()` and decide by."""
 
 OWN = (SpikeDetection,)
 """Callbacks whose state is each member's own: this one watches the losses of its own samples, and cannot load what it
@@ -92,7 +92,9 @@ class LightningState:
         self._beside = beside
         self._reload = reload
         self.ended = False
-        """What was taken over ends with an epoch's last batch, and what follows that is to be made up for."""
+        """Whether the state that was taken over ends with an epoch's last batch, so that what follows it is to be
+        made up for.
+        """
         self.within_step = False
         """A batch is under way. What is taken over then is of the header on which this member stands, so its counters
         are those that are here: only tensors may differ. What is given away has the counters of before the batch."""
@@ -151,7 +153,7 @@ class LightningState:
         return rolled_back(found, self.loader.uncommitted) if self.within_step else found
 
     def _checkpoint_stub(self) -> dict[str, Any]:
-        """What a checkpoint of this moment has in it, of which the module's hooks may read anything."""
+        """Returns the content of a checkpoint of this moment, of which the module's hooks may read anything."""
         trainer = self._trainer
         stub: dict[str, Any] = {
             "epoch": trainer.current_epoch,
@@ -168,7 +170,7 @@ class LightningState:
         return stub
 
     def _module_keys(self) -> dict[str, Any]:
-        """What `LightningModule.on_save_checkpoint` adds of its own."""
+        """Returns what `LightningModule.on_save_checkpoint` adds of its own."""
         if not is_overridden("on_save_checkpoint", self._trainer.lightning_module):
             return {}
         stub = self._checkpoint_stub()
@@ -233,7 +235,7 @@ class LightningState:
 
 
 class KeptState:
-    """What the last member keeps: the state before the micro-batches that no step has used.
+    """State that the last member keeps: as before the micro-batches that no step has used.
 
     Args:
         state: Of this member.

@@ -192,7 +192,7 @@ class Stepper:
         return output
 
     def _run_idle(self, run: Callable[[], Any]) -> tuple[Any, bool]:
-        """What a training step on a stand-in batch gives, and whether it logged with sync_dist=True."""
+        """Runs a training step on a stand-in batch; returns its result, and whether it logged with sync_dist=True."""
         with Untouched(self._trainer) as untouched:
             output = run()
         return output, untouched.synced

@@ -49,7 +49,7 @@ class StableLog:
         self.writer = writer
         self._waiting: list[Call] = []
         self._owed: list[list[Call]] = [[], []]
-        """What the last two commits made final."""
+        """Calls that the last two commits made final."""
         self._held: list[tuple[Logger, dict[str, Any]]] = []
         """With what the user had put in place of `log_metrics`."""
 
@@ -80,13 +80,14 @@ class StableLog:
         self.save()
 
     def save(self) -> None:
-        """What has been logged is in files that a successor of this writer goes on with."""
+        """Has loggers write files with which a successor of this writer goes on."""
         for logger, _ in self._held:
             save(logger)
 
     def owed(self, logger: Logger, *, certain: bool) -> list[Call]:
-        """What a writer that is gone may not have written by this logger, in order; only by the last commit if
-        `certain`."""
+        """Returns the calls that a writer that is gone may not have written by this logger, in order; only those of the
+        last commit if `certain`.
+        """
         return [call for calls in self._owed[certain:] for call in calls if call.logger is logger]
 
     def drop(self) -> None:
@@ -131,7 +132,7 @@ class Writer:
         self._environment = environment
         self._alone = alone
         self._due = False
-        """What can only be done between two batches has yet to be done."""
+        """Whether work is due that can only be done between two batches."""
         self._marked = False
         """Its folders are marked for others than this job's members."""
         self.logs = StableLog(lambda: not in_job() or (environment.world_size() == 1 and not run()), uuid.uuid4().hex)
@@ -199,7 +200,7 @@ class Writer:
         )
 
     def told_log_dir(self, own: Any) -> Any:
-        """What `trainer.log_dir` is within a step: the writer's, as it was told last.
+        """Returns `trainer.log_dir` within a step: the writer's, as it was told last.
 
         Args:
             own: This member's, which is its answer where it is the writer or nobody logs.
@@ -207,7 +208,7 @@ class Writer:
         return own if self.is_here or not self.told.writer else self.told.folder
 
     def save_logs(self) -> None:
-        """What loggers hold back goes to their files, while this member is still the writer."""
+        """Has loggers write what they hold back, while this member is still the writer."""
         for logger in self._trainer.loggers:
             logger.save()
 
@@ -289,7 +290,7 @@ def _save_config(callback: Any, trainer: Trainer) -> None:
 
 
 def _demote(trainer: Trainer) -> None:
-    """Somebody else writes now."""
+    """Stops this member's progress bar and loggers, as another member writes now."""
     bar = trainer.progress_bar_callback
     if bar is not None:
         bar.disable()

@@ -21,7 +21,7 @@ from chaos_lightning.errors import ChaosError, ConfigurationError
 
 @dataclass(frozen=True)
 class Command:
-    """Where a sub-command is: `module:function`."""
+    """Place of a sub-command: `module:function`."""
 
     place: str
     help: str

@@ -229,7 +229,7 @@ def to_json(outcomes: dict[str, list[Outcome]], about: str) -> str:
 
 
 def show(outcomes: dict[str, list[Outcome]], console: Console) -> None:
-    """What came of it, a row for each policy."""
+    """Prints the outcomes, a row for each policy."""
     table = Table("policy", "samples/s", *(f"{c} %" for c in CAUSES), "fatal", box=None, header_style="bold")
     for name, rows in outcomes.items():
         length = sum(o.hours for o in rows) * HOUR_S

@@ -48,7 +48,7 @@ class PricedPlan:
     gap: float = 0.0
     shared_fate: tuple[SharedFate, ...] = ()
     price: str = ""
-    """What single losses take along, and what it costs that they do not; in words."""
+    """In words, what single losses take along, and what it costs that they do not."""
 
     def facts(self, job: TrainingJob) -> dict[str, Any]:
         """For scripts."""
@@ -65,7 +65,7 @@ class PricedPlan:
 
 
 def samples_per_s(job: TrainingJob, estimate: StepEstimate) -> float:
-    """Of the whole fleet."""
+    """Returns the samples per second of the whole fleet."""
     return job.micro_batches * job.samples / estimate.step_s
 
 
@@ -339,7 +339,7 @@ def _options(
 
 
 def _decided(options: PlanOptions, policy: str, rate: float) -> Decision:
-    """What to do where each device is lost `rate` times per hour, some of them together."""
+    """Returns what to do if each device is lost `rate` times per hour, some of them together."""
     from chaos_lightning.planning.pipelines.policies import decide
 
     at_once = sum(size * share for size, share in options.size_shares.items())
@@ -455,7 +455,7 @@ def _show_loss(console: Console, options: PlanOptions, decision: Decision, *, ex
 
 
 def _moves(options: PlanOptions, candidate: PlanCandidate) -> Moves | None:
-    """What moves from device to device; None: all state comes from a checkpoint."""
+    """Returns what moves from device to device; None: all state comes from a checkpoint."""
     from chaos_lightning.planning.pipelines.choice import RESTART
 
     return None if candidate.kind == RESTART else options.moves(candidate.plan)

@@ -30,7 +30,7 @@ from chaos_lightning.planning.pipelines.timing import Span
 LEAST_BOX, MOST_BOX = 12, 24
 """Cells within a stage's box."""
 KINDS_SHOWN = 6
-"""Of more kinds of pipelines, those with most micro-batches."""
+"""Number of kinds of pipelines that are shown: those with most micro-batches."""
 STAGES_SHOWN = 16
 """On the time line; of longer pipelines the first and the last ones."""
 NAMES_SHOWN = 8
@@ -38,7 +38,7 @@ NAMES_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """What a picture is drawn with."""
+    """Characters with which a picture is drawn."""
 
     corners: str
     across: str
@@ -158,7 +158,7 @@ def draw_plan(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -> D
 
 
 def _beside(plan: PipelinePlan) -> Iterator[str]:
-    """Who runs or keeps what beside its own stage."""
+    """Yields lines on devices that run or keep something beside their own stage."""
     guests: dict[tuple[str, int, int], int] = {}
     for d in plan.detours:
         key = (d.device, d.first, d.end)
@@ -186,10 +186,10 @@ def fates(shared: Sequence[SharedFate]) -> Iterator[str]:
 @dataclass(frozen=True, slots=True)
 class _Box:
     names: tuple[str, ...]
-    """Of the devices that have this place in pipelines that are alike."""
+    """Devices that have this place in pipelines that are alike."""
     layers: str
     share: float | None
-    """Of its memory, at the peak: of the device that needs most."""
+    """Share of its memory at the peak, of the device that needs most."""
 
     def title(self, width: int) -> str:
         """All names if they fit, else the first one and how many more."""
@@ -303,7 +303,7 @@ Part = tuple[float, float, str]
 
 
 def _after(job: TrainingJob, estimate: StepEstimate, s: PlanStage) -> Iterator[Part]:
-    """What a stage does behind its units."""
+    """Yields what a stage does behind its units."""
     if s.device == VACANT:
         return
     for r in estimate.reduces:
@@ -349,7 +349,7 @@ def _glyphs(row: Sequence[str], g: Glyphs) -> Text:
 
 
 def layer_table(job: TrainingJob) -> FittingTable:
-    """What one micro-batch costs in each layer; neighbours that are alike are one row."""
+    """Returns the costs of one micro-batch in each layer; neighbours that are alike are one row."""
     table = FittingTable(
         [
             "layers~",
@@ -467,7 +467,7 @@ MOVES_SHOWN = 12
 
 
 def moves_table(moves: Moves) -> Drawn:
-    """What goes from whom to whom, the busiest links first, and how long all of it takes."""
+    """Returns what goes from whom to whom, the busiest links first, and how long all of it takes."""
     layers: dict[tuple[str, str], set[int]] = {}
     for m in moves.moves:
         layers.setdefault((m.source, m.target), set()).add(m.layer)

@@ -33,7 +33,7 @@ UNKNOWN_LENGTH = 1 << 62
 """Positions of a stream that has not run dry yet."""
 
 Part = tuple[Span, ...]
-"""What is assigned to one member for one micro-batch."""
+"""Positions that are assigned to one member for one micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,9 @@ class Accumulations:
         return MicroBatch(self.epoch, self.stream, self._number, index, index == 0, last, spans, count(spans))
 
     def failed(self, spans: Part) -> None:
-        """What was handed out last could not be fetched: it is not spent, the next accumulation assigns it again."""
+        """Takes back positions that could not be fetched: they are not spent, the next accumulation assigns them
+        again.
+        """
         self._taken = [span for span in self._taken if span not in spans]
         self._forecast = None
 
@@ -135,7 +137,7 @@ class Accumulations:
         self._forecast = None
 
     def pending(self) -> tuple[Spent, ...]:
-        """What a contribution made now spends: handed out, and in no committed ledger."""
+        """Returns what a contribution made now spends: samples handed out, and in no committed ledger."""
         now = self.ledger
         if self._base is None or self._base.member != self._source.member_id:
             return ()
@@ -147,7 +149,7 @@ class Accumulations:
 
     @property
     def ledger(self) -> Ledger:
-        """What is spent, by the last header and the checkpoint the job resumed from."""
+        """Spent positions, by the last header and the checkpoint from which the job resumed."""
         return self._resumed.united(self._source.header)
 
     @property
@@ -246,7 +248,7 @@ class Accumulations:
 
     @property
     def _stretch(self) -> _Stretch:
-        """Of which positions the assignment is."""
+        """Facts that say which positions are assigned."""
         return {"epoch": self.epoch, "length": self.length, "stream": self.stream, "drop_last": self._drop_last}
 
     def _steps(self, base: _Base, done: int) -> int:

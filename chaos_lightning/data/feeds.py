@@ -52,7 +52,7 @@ class _Drawn:
 
 
 class _Sampler:
-    """What the cloned DataLoader iterates; every iterator draws from the feed's one forecast."""
+    """Sampler of the cloned DataLoader; every iterator draws from the feed's one forecast."""
 
     def __init__(self, draw: Callable[[], Any]) -> None:
         self._draw = draw
@@ -226,7 +226,7 @@ class MapFeed:
         return self._flat(self._units.keys(*tag))
 
     def _flat(self, units: list[Any]) -> Any:
-        """What the DataLoader's fetcher wants for one micro-batch."""
+        """Returns the indices of one micro-batch in the form that the DataLoader's fetcher wants."""
         if self._units.unit == "item":
             if len(units) != 1:
                 raise ConfigurationError(
@@ -277,7 +277,7 @@ class StepFeed(MapFeed):
                 has one at least, but for the last step of an epoch.
         """
         drawn = [one for one in self._queue if one.live]
-        # What was drawn is not further ahead than so many steps.
+        # Drawn micro-batches are no further ahead than so many steps.
         near = list(islice(steps, len(drawn) + len(self._early) + 2))
         wanted = set(chain.from_iterable(near))
         for one in drawn:

@@ -39,7 +39,7 @@ from chaos_lightning.protocol.spans import count, normalise
 
 
 class LeaseSource(Protocol):
-    """Where positions come from."""
+    """Source of leased positions."""
 
     def claim(self, positions: int, *, wait: bool, within: int = -1) -> tuple[Tag, ...]:
         """The next positions that are this cluster's, at most so many, each of them once.
@@ -112,7 +112,7 @@ class LeasedLoader:
         self._ahead: deque[Tag] = deque()
         """Claimed and not handed out, a batch each."""
         self._place = 0
-        """Of the first of these among all that were ever claimed."""
+        """Place of the first of these among all that were ever claimed."""
         self._out: list[Tag] = []
         """Handed out, and not yet said to be used."""
         self._resync = True
@@ -165,7 +165,7 @@ class LeasedLoader:
         return (bool(self._ahead) or self._claim(wait=True)) and self._is_of_this_pass
 
     def batches(self, accumulate: int = 1) -> Batches:
-        """What a cluster trains at once with this loader.
+        """Returns what a cluster trains at once with this loader.
 
         Args:
             accumulate: Batches of an inner step.
@@ -220,7 +220,7 @@ class LeasedLoader:
 
     @property
     def words(self) -> dict[str, str]:
-        """What must be equal in all clusters, by name. The batch size need not be."""
+        """Words that must be equal in all clusters, by name. The batch size need not be."""
         told = self._units.fingerprint()
         return {"data.order_version": str(orders.VERSION)} | {k: v for k, v in told.items() if k != "data.drop_last"}
 

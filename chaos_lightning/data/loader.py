@@ -195,7 +195,7 @@ class ElasticLoader:
 
     @property
     def ledger(self) -> Ledger:
-        """What is spent, by the last header and by the checkpoint that the job resumed from."""
+        """Spent positions, by the last header and by the checkpoint from which the job resumed."""
         return self._resumed.united(self._source.header)
 
     def epoch_spent(self) -> bool:
@@ -204,7 +204,7 @@ class ElasticLoader:
         return accumulations.over()
 
     def spent(self) -> tuple[Spent, ...]:
-        """What a contribution made now spends: yielded, and in no committed header yet.
+        """Returns what a contribution made now spends: samples yielded, and in no committed header yet.
 
         The same until a step commits, empty after it; so a second optimizer's step on the same batch spends nothing.
         """
@@ -257,14 +257,16 @@ class ElasticLoader:
 
     @property
     def order_fingerprint(self) -> dict[str, str]:
-        """What must be equal on all members, by name, for the job's fingerprint."""
+        """Words that must be equal on all members, by name, for the job's fingerprint."""
         words = {"data.mode": self._mode, "data.order_version": orders.VERSION}
         if self._mode == "shared" and self._units is not None:
             return words | self._units.fingerprint()
         return words | {"data.seed": str(self._seed)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data stand by the last header: for checkpoints (protocol.md 27) and for joiners. Plain values."""
+        """Returns the state of the data by the last header, for checkpoints (protocol.md 27) and joiners: plain
+        values.
+        """
         ruling = self._source.ruling_view or self._resumed.ruling(self._source.header)
         stands = self._stands()
         return {

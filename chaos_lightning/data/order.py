@@ -111,7 +111,7 @@ class Orders:
         self._begun: int | None = None
         self._kind = self._classify(sampler)
         self._orders: dict[int, Sequence[Any] | np.ndarray[Any, Any]] = {}
-        """Of the epochs asked for last. A sampler may give another order when it is asked again."""
+        """Orders of the epochs that were asked for last. A sampler may give another order when it is asked again."""
         self._hashes: dict[int, str] = {}
         self._words: dict[str, str] | None = None
         if self._kind == "drawn" and self._digest(self._draw(0)) != self._digest(self._draw(0)):
@@ -178,7 +178,7 @@ class Orders:
         return self.order_hash(epoch) if self._kind == "drawn" else ""
 
     def fingerprint(self) -> dict[str, str]:
-        """What must be equal on members that share the order, by name, for the job's fingerprint."""
+        """Returns words that must be equal on members that share the order, by name, for the job's fingerprint."""
         if self._words is None:  # a sampler may not give its first order again
             self._words = {
                 "data.seed": str(self._seed),

@@ -1,4 +1,4 @@
-"""What the elastic loader needs to know of the job, and what it tells about each batch."""
+"""Facts that the elastic loader needs of the job, and those that it tells about each batch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class BatchFacts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What the loader says about the batch it just yielded."""
+    """Facts of the loader about the batch that it just yielded."""
 
     epoch: int
     stream: str

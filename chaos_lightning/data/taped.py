@@ -45,7 +45,7 @@ class TapeOrders:
 
     @property
     def positions(self) -> int:
-        """Of an epoch."""
+        """Number of positions of an epoch."""
         return self._orders.length(0)
 
     def keys(self, epoch: int, spans: Iterable[Span]) -> list[Any]:
@@ -71,5 +71,5 @@ class TapeOrders:
         return self._orders.order_hash(tape.epoch)
 
     def fingerprint(self) -> dict[str, str]:
-        """What must be equal at all ranks, and in all clusters, by name. The batch size need not be."""
+        """Returns words that must be equal at all ranks, and in all clusters, by name. The batch size need not be."""
         return {name: word for name, word in self._orders.fingerprint().items() if name != "data.drop_last"}

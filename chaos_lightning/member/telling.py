@@ -77,7 +77,7 @@ def batch_line(before: View | None, after: View) -> str:
 
 
 def _lost(member: str, reason: str) -> str:
-    """What became of a member that a recovery left out, by the reason of the view."""
+    """Returns what became of a member that a recovery left out, by the reason of the view."""
     told = re.search(rf"(?:^|; ){re.escape(member)}(?:: | is put out: )([^;]*)", reason)
     return f"is out ({told[1]})" if told else "is out"
 

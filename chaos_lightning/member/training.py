@@ -1,4 +1,4 @@
-"""What a training loop does around the engine, be it Lightning's or the user's own.
+"""Work of a training loop around the engine, be it Lightning's or the user's own.
 
 Theory of operation. The engine knows of gradients, slots and state. What surrounds it is the same for every loop that
 trains a torch model: which buffers a step averages, which modules and optimizers no step can serve, how averaged
@@ -93,7 +93,7 @@ def is_sharded(optimizer: Optimizer) -> bool:
 
 @dataclass(frozen=True)
 class Clipping:
-    """What becomes of averaged gradients before the optimizer steps; called with the optimizer.
+    """Clips averaged gradients before the optimizer steps; called with the optimizer.
 
     Attributes:
         norm: Bound for the norm of all gradients together, as of `clip_grad_norm_`; None: it is not looked at.

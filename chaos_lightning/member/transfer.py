@@ -102,8 +102,9 @@ class Transfer:
         self.teller, self._progress_lines = Teller(), ProgressLines()
         self.report: PullReport | None = None
         self.mixed = ""
-        """What a pull has begun to write over this member's own state, in words; whoever knows that it stands in a view
-        with the whole of it clears this."""
+        """In words, the pull that has begun to write over this member's own state; cleared once the member stands in a
+        view with the whole of it.
+        """
         self._links = links
         self._keys = keys
         self._tell = tell

@@ -1,4 +1,4 @@
-"""What a member that waits says on its terminal, and how it gives up waiting.
+"""Words of a member that waits, on its terminal, and how it gives up waiting.
 
 Theory of operation. The scheduler tells whoever waits what for, in Notices, and in refusals of a member that may knock
 again. Each text is shown once, by the logger "chaos_lightning" at WARNING, which is shown unless the user turned it
@@ -60,7 +60,7 @@ class Waiting:
         """When (s of a wait) a newcomer that no scheduler has answered said so last; None: one has."""
 
     def hear(self, message: ToMember) -> None:
-        """What the scheduler says (agent's thread)."""
+        """Takes a message of the scheduler (agent's thread)."""
         match message:
             case Welcome(_, _, role, reason):
                 self._mail.post(greeting=f"{role}: {reason}")
@@ -78,7 +78,7 @@ class Waiting:
                     self._told(Notice(reason, waiting=True))
 
     def stream(self, state: str) -> None:
-        """What became of the control stream (agent's thread; states as in control/agent.py)."""
+        """Takes a state of the control stream (agent's thread; states as in control/agent.py)."""
         self._events.emit("scheduler", state=state)
         if state == "connected":
             self._told_severed = self._told_slow = False

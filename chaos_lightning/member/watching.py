@@ -167,7 +167,9 @@ class Watch:
 
     @torch.no_grad()
     def _digests(self) -> list[object]:
-        """What tells whether bits have changed: a hash of each tensor in host memory, a sum of the bits on a device."""
+        """Returns digests that tell whether bits have changed: a hash of each tensor in host memory, a sum of bits
+        on a device.
+        """
         found: list[object] = [b""] * len(self._places)
         sums: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for number, place in enumerate(self._places):

@@ -1,4 +1,4 @@
-"""What the micro-batches of an accumulation count, as far as they are known (protocol.md 6).
+"""Weights of the micro-batches of an accumulation, as far as they are known (protocol.md 6).
 
 Theory of operation. The average of a step is the sum of n_m times the gradient of micro-batch m's mean loss, over the
 sum of n_m, and the members' coefficients are these sums. While an accumulation runs, the sum is not known yet. So each
@@ -41,7 +41,7 @@ class Weighing:
         self._unit = self._unit or weight
 
     def factor(self) -> float:
-        """Of the newest micro-batch's loss, if others follow."""
+        """Returns the factor of the newest micro-batch's loss, if others follow."""
         return self._weights[-1] / self._unit if self._unit else 1.0
 
     def close(self, params: Iterable[Tensor]) -> float:

@@ -41,7 +41,7 @@ _At = tuple[int, int]
 
 
 class _Received(NamedTuple):
-    """What a stretch takes from the layers before it."""
+    """Values that a stretch takes from the layers before it."""
 
     tensors: tuple[Tensor, ...] = ()
     specs: str = ""

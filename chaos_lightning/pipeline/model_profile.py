@@ -77,7 +77,7 @@ class ProfiledFleet:
     overheads: Mapping[str, float] | None = None
     """Costs of steps beyond layers that a job with pipelines has measured; None: no such job has."""
     words: str = ""
-    """Where it comes from."""
+    """Origin of the profile, in words."""
 
 
 def this_machine(profile: ModelProfile) -> ProfiledFleet:

@@ -31,7 +31,7 @@ def _file(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """What a member asks of its pipelines. `policy`, `copies` and the like must be equal at all members."""
+    """Settings of pipelines. `policy`, `copies` and the like must be equal at all members."""
 
     micro_batches: int = setting(
         4,

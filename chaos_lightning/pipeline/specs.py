@@ -1,4 +1,4 @@
-"""What travels beside the tensors of a border: their form, and what the modules behind it have returned.
+"""Specs that travel beside the tensors of a border: their form, and what the modules behind it have returned.
 
 Theory of operation. A tree of tuples, lists, dicts and plain values is taken apart into its tensors and a *form*, plain
 data from which the tree is made again: with tensors that were received, or with placeholders. A placeholder has the

@@ -1,4 +1,4 @@
-"""What members of a pipeline say beside a step's gradients, and what all of them conclude from it (protocol.md P11).
+"""Words of pipeline members beside a step's gradients, and the conclusions of all of them (protocol.md P11).
 
 Theory of operation. A member says the squared norm of each part whose oldest owner it is, the losses of micro-batches
 whose last layers it ran, and for each of these bytes that its strategy gives (logged values). This is the payload of
@@ -40,7 +40,7 @@ _NORM, _LOSS, _EXTRA = struct.Struct("<IdB"), struct.Struct("<Idd"), struct.Stru
 
 @dataclass(frozen=True)
 class ToldStep:
-    """What one member says beside its gradients.
+    """Words of one member beside its gradients.
 
     Attributes:
         norms: By number of a part whose oldest owner it is: of the reduced sum of its gradients.
@@ -115,7 +115,7 @@ def _check_numbers(numbers: Iterable[int], most: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What all members know of a committed step, equal to the last bit.
+    """Facts about a committed step that all members know, equal to the last bit.
 
     Attributes:
         squared_norm: Square of the norm of the averaged gradients of the whole model.

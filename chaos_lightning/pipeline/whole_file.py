@@ -288,7 +288,7 @@ class _Skeleton:
     def __init__(self) -> None:
         self.pieces: list[tuple[int, bytes]] = []
         self.gaps: list[tuple[int, int]] = []
-        """Where they begin and end."""
+        """Beginning and end of each gap."""
         self.nbytes = 0
 
     def write(self, data: Any) -> int:

@@ -181,7 +181,9 @@ class Snapshot:
             self._go.set()
 
     def places(self) -> tuple[int, list[int]]:
-        """What `generation` has to say after reading, and where each tensor begins; 0 where it is not held any more."""
+        """Returns the value that `generation` must have after reading, and the address of each tensor; 0: not held
+        any more.
+        """
         with self._lock:
             if self._state == LIVE:
                 return LIVE, [t.data_ptr() for t, _ in self._live]
@@ -193,7 +195,7 @@ class Snapshot:
             ]
 
     def forget(self) -> None:
-        """Nobody reads any more."""
+        """Drops all readers."""
         with self._lock:
             self._taken = dict.fromkeys(self._taken, self.nbytes)
         self._turn(GONE)

@@ -21,7 +21,7 @@ from chaos_lightning.transport.locality import on_this_machine
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a donor listens."""
+    """Address at which a donor listens."""
 
     member: str
     address: str

@@ -86,7 +86,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StateTable:
-    """What the state consists of, in order; replicated tensors first, each in pieces of at most `piece_nbytes`."""
+    """Tensors of a state, in order; replicated ones first, each in pieces of at most `piece_nbytes`."""
 
     entries: tuple[TableEntry, ...]
     piece_nbytes: int = PIECE_NBYTES
@@ -133,7 +133,7 @@ def _fold(entries: Iterable[TableEntry]) -> str:
 
 
 def cuts(nbytes: int, piece_nbytes: int = PIECE_NBYTES) -> Iterator[tuple[int, int]]:
-    """Where the pieces of a tensor of this size begin and end."""
+    """Yields the beginning and end of each piece of a tensor of this size."""
     return ((start, min(start + piece_nbytes, nbytes)) for start in range(0, nbytes, piece_nbytes))
 
 

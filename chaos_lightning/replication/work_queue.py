@@ -42,9 +42,9 @@ class WorkQueue:
     clock: Callable[[], float] = time.monotonic
     """Seconds; what rates are measured by."""
     stats: dict[str, SourceStats] = field(default_factory=dict)
-    """Of the donors that deliver."""
+    """Statistics of the donors that deliver, by member."""
     gone: dict[str, SourceStats] = field(default_factory=dict)
-    """Of those that did."""
+    """Statistics of donors that have stopped delivering, by member."""
     error: Exception | None = None
     stopped: bool = False
     corrupted: int = 0
