@@ -1,1 +1,1 @@
-"""What happened: one append-only event log, and folds over it (timeline, audit, report, live view)."""
+"""Shows what happened: folds over the event log (timeline, audit, report, live view)."""

@@ -45,7 +45,7 @@ POINTS: Mapping[int, str] = {
 }
 """Points 1 to 5 are of a job of members, 6 to 11 of an outer job (`outer/audit.py`)."""
 _FROM_A_PART = frozenset({1, 4})
-"""What agrees in a part of the logs agrees, while order, use of samples and survival are of all."""
+"""Points that a part of the logs can show; order, use of samples and survival need all of it."""
 _BY_SILENCE = frozenset({"gap", "ledger", "dropped"})
 """Rules against which a log offends by what it does not say."""
 _OF_A_MEMBER = frozenset({"order", "entry", "skip", "missing", "parts"})
@@ -62,7 +62,7 @@ class Finding:
     verdict: str
     """"ok", "violated" or "not shown"."""
     text: str
-    """What was looked at, in one line."""
+    """In one line, what was looked at."""
     details: tuple[str, ...] = ()
     """Contradictions if violated; else remarks."""
 

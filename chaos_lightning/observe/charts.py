@@ -294,7 +294,7 @@ def _band(ax: Any, timeline: Timeline, clean: Sequence[folds.Interval], scale: f
 
 
 def draw_loss(ax: Any, timeline: Timeline) -> None:
-    """What members told of their steps' mean losses."""
+    """Draws the mean losses of steps, as members told them."""
     style(ax, "Loss of the training steps", grid="both")
     curve = folds.losses(timeline)
     if not curve:

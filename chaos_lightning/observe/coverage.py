@@ -61,7 +61,7 @@ def _check_slot(told: Sequence[Commit], layers: int, *, whole: bool) -> Iterator
 
 @dataclass(slots=True)
 class PartsTold:
-    """What one member says about parts of the state, in the order of its log."""
+    """Words of one member about parts of the state, in the order of its log."""
 
     member: str
     founder: bool = False

@@ -1,4 +1,4 @@
-"""What the logs testify, gathered for the audit: commits, views, hashes, pulls, faults, deaths, exclusions.
+"""Gathers what the logs testify, for the audit: commits, views, hashes, pulls, faults, deaths, exclusions.
 
 Theory of operation. One pass over the events sorts them by what they can prove. Nothing is judged: where a member
 went missing the pass collects what was said about it (a declared fault, a leave, a closed file), and the audit
@@ -23,7 +23,7 @@ _STOPS = frozenset({"sigstop", "freeze"})
 _KILLS = frozenset({"sigkill", "kill", "crash"})
 _BREAKS = frozenset({"cut", "stall"})
 _DETECTION_S = 30.0
-"""What was done to a member or a link may be noticed so long after it."""
+"""Seconds after which a fault of a member or a link has been noticed at the latest."""
 _MENDING_S = 5.0
 """A link that was mended may take so long until it is made again."""
 _GOODBYES = frozenset({"left", "finished", "closed"})
@@ -61,7 +61,7 @@ class Exclusion:
     view: tuple[int, int]
     t: float
     why: str
-    """What the logs know as reason: a fault, a leave, the end of the job; "" for none."""
+    """Reason in the logs: a fault, a leave, the end of the job; "" for none."""
     silent_s: float | None
     """Seconds since its last own event at the time; None if it never wrote one."""
     spoke_later: bool
@@ -241,7 +241,7 @@ class _Gathering:
     # ---------------------------------------------------------------------------------------------- conclusions
 
     def conclude(self) -> Testimony:
-        """What needs all events to be seen first."""
+        """Draws the conclusions for which all events must have been seen."""
         self._exclusions()
         excluded = {e.member: e for e in self.facts.excluded}
         for t, kind, node, seconds in self.faults:
@@ -294,7 +294,7 @@ class _Gathering:
             if witness is None:
                 facts.missing.append(f"no log of {member} is here")
             elif not witness.ends and self.ends[witness.source] < slot.t and told < slot.seq - 1:
-                # Nobody contributes to a slot that has not committed the one before.
+                # A member contributes to no slot before it has committed the one before.
                 facts.missing.append(f"the log {witness.source} ends before {member} did")
             else:
                 continue
@@ -325,7 +325,7 @@ class _Gathering:
         before = max(holding)
         after = min((number for number in views if number > before), default=before)
         stayed = set(views[after]) - {member}
-        # Whoever was hurt himself passes nothing on.
+        # A member with a fault of its own passes nothing on.
         able = {m for m in views[before] if m in stayed or not self._fault_on(self._node(m), t)} | {member}
         links = self.view_links[run].get(before) or {frozenset(p) for p in itertools.combinations(views[before], 2)}
         moments = [a for a, _, _ in self.broken if t - _DETECTION_S <= a <= t]
@@ -333,7 +333,7 @@ class _Gathering:
         return any(stayed - side and 2 * len(side) <= len(able) for side in sides)
 
     def _reached(self, member: str, able: set[str], links: Collection[Ends], t: float) -> set[str]:
-        """Whom a member had a way to over links that were not broken at t."""
+        """Returns the members to which a member had a way over links that were not broken at t."""
         bad = {ends for begin, end, ends in self.broken if begin <= t <= end + _MENDING_S}
         # Faults name members, or nodes of members that are called NODE-RANK.
         names = {m: {self._node(m), re.sub(r"-\d+$", "", self._node(m))} for m in able}
@@ -363,7 +363,9 @@ class _Gathering:
                     self.facts.excluded.append(Exclusion(member, after, t, why, silent_s, later))
 
     def _why_out(self, member: str, t: float) -> str:
-        """What the logs know as reason, but for its death, why a view decided at t is without a member; "" for none."""
+        """Returns the reason in the logs, but for its death, why a view decided at t is without a member; "" for
+        none.
+        """
         witness = self.who.get(member)
         if member in self.leaves:
             return "leave"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 POLL_S = 2.0
 REASONS = ("silent", "closed", "asked", "process")
-"""What deaths are sorted by: the first of these words in the evidence; else "other"."""
+"""Classes of deaths: the first of these words in the evidence; else "other"."""
 
 COUNTER, GAUGE = "counter", "gauge"
 JOB_LABEL = "chaos_job"
@@ -205,7 +205,7 @@ class RunTotals:
             self._add("outer_pushes_total", len(body.rejected), "rejected")
 
     def _book(self, timeline: Timeline) -> None:
-        """What the intervals that are over were spent on."""
+        """Books the time of intervals that are over."""
         for interval in folds.intervals(timeline)[:-1]:
             if interval.stop > self._booked:
                 self._booked = interval.stop
@@ -241,7 +241,7 @@ Source = Callable[[], Shown]
 
 
 def follow_logs(logs: Path, since: float = 0.0) -> Source:
-    """Of a log directory, which may appear later: until then it says that nothing is up."""
+    """Returns a source for a log directory, which may appear later: until then it says that nothing is up."""
     tail, totals, lock = Tail(logs, since), RunTotals(), threading.Lock()
 
     def now() -> Shown:
@@ -256,7 +256,9 @@ def follow_logs(logs: Path, since: float = 0.0) -> Source:
 
 
 def ask_scheduler(endpoint: str, token_file: str = "", keys_dir: str = "", timeout_s: float = 2.0) -> Source:
-    """Of what this scheduler answers: who is in, and at which step; all else of what members of this machine log."""
+    """Returns a source for the answers of a scheduler: who is in, and at which step; for all else logs on this
+    machine count.
+    """
     from chaos_lightning.security.credentials import Credentials
 
     asked = AskedJob(endpoint, Credentials.load(keys_dir, token_file), timeout_s, follow_logs)

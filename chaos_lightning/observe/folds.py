@@ -1,4 +1,4 @@
-"""What a timeline amounts to: step times, joins, recoveries, goodput, samples. Pure functions.
+"""Folds over a timeline: step times, joins, recoveries, goodput, samples. Pure functions.
 
 Theory of operation. The job advances from commit to commit, so the time between two neighbouring commits is the unit
 that everything is booked on. An interval in which nothing happened is a *clean* step; the median of the clean ones
@@ -40,7 +40,7 @@ class Interval:
     seconds: float
     """Monotonic duration, s."""
     cause: str
-    """What it is booked on: "step", "collective", "join", "recovery" or "waiting"."""
+    """Cause on which it is booked: "step", "collective", "join", "recovery" or "waiting"."""
     lost: float = 0.0
     """Seconds of it beyond one usual step, for the last three causes."""
 
@@ -62,7 +62,7 @@ class Join:
     nbytes: int
     skipped: int
     seconds: float
-    """Of the state transfer."""
+    """Seconds of the state transfer."""
     pause: float
     """Seconds the others lost to it."""
     way: str = ""
@@ -72,7 +72,9 @@ class Join:
     replayed: int = 0
     """Steps of the others' that it applied before it came in."""
     unfinished: ProgressFact | None = None
-    """Of the transfer that was under way when this newcomer was last heard of; None: it contributed, or none was."""
+    """Progress of the transfer that was under way when this newcomer was last heard of; None: it contributed, or
+    none was.
+    """
 
     @property
     def rate(self) -> float:
@@ -355,7 +357,7 @@ def _recovery(
 
 
 def goodput(timeline: Timeline) -> GoodputAccount:
-    """Where the time between the first and the last commit went."""
+    """Accounts for the time between the first and the last commit."""
     cut = intervals(timeline)
     lost = {JOIN: 0.0, RECOVERY: 0.0, WAITING: 0.0}
     for interval in cut:
@@ -422,7 +424,7 @@ def losses(timeline: Timeline, bins: int = 200) -> list[tuple[float, float]]:
 
 
 def latest_loss(timeline: Timeline) -> float | None:
-    """Of what each member told last, weighed by samples; None if nobody has lately."""
+    """Returns the mean of the losses that members told last, weighed by samples; None if none has lately."""
     last = {fact.member: fact for fact in timeline.losses[-LOSSES_READ:]}
     if not last:
         return None
@@ -447,7 +449,7 @@ def samples_since_first(slots: Sequence[SlotFact]) -> int:
 
 
 def _used(slot: SlotFact, before: Mapping[Stream, Spans]) -> dict[Stream, list[Span]]:
-    """What a slot used, by what members say and, of those that say nothing, by how the ledger `before` it grew."""
+    """Returns the samples that a slot used, by what members say; of silent ones, by how the ledger `before` it grew."""
     said: dict[Stream, list[Span]] = defaultdict(list)
     for commit in slot.commits.values():
         for key, spans in commit.spent.items():

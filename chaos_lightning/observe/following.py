@@ -1,4 +1,4 @@
-"""What `top` and `metrics` share: the job that is on now, of its events and of what its scheduler answers."""
+"""Follows the job that is on now, for `top` and `metrics`: its events, and the answers of its scheduler."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class AskedJob(Generic[T]):
     _outer: Callable[[], T] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """What it answers; raises as `fetch_status` does."""
+        """Returns its answer; raises as `fetch_status` does."""
         from chaos_lightning.control.channel import fetch_status
 
         facts = fetch_status(self.endpoint, self.secret, self.timeout_s)

@@ -35,7 +35,7 @@ class Commit:
     view: tuple[int, int] = (0, 0)
     contributors: tuple[str, ...] = ()
     used: Mapping[Stream, Spans] = field(default_factory=dict)
-    """What this member itself used in the slot."""
+    """Samples that this member itself used in the slot."""
     ledger: Mapping[Stream, Spans] = field(default_factory=dict)
     """Cumulative use by all, as the header says."""
     t: float = 0.0
@@ -52,7 +52,7 @@ class Problem:
     rule: str
     text: str
     member: str = ""
-    """Whose log says it, or does not say what it should."""
+    """Member whose log says it, or does not say what it should."""
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.text}"
@@ -181,7 +181,7 @@ def check_forks(run: JobRun) -> Iterator[Problem]:
             continue
         rival = next((h for h in run.chain if run.headers[h].seq == lost.seq), "")
         if not rival:
-            # What led from the chain to it, or from it to the chain, may be in a log that is not here.
+            # The headers between the chain and it may be in a log that is not here.
             rule = "fork" if lost.prev in run.headers else "gap"
             yield Problem(rule, f"slot {lost.seq} header {header} stands on {lost.prev}, beside the chain")
             continue
@@ -265,9 +265,9 @@ def check_contributors(run: JobRun, views: Mapping[tuple[int, int], Collection[s
 
 
 def check_commits_of_all(run: JobRun, gone: Collection[str]) -> Iterator[Problem]:
-    """Whoever contributed to a slot committed it too, unless something ended it there.
+    """Checks that each contributor to a slot committed it, too, unless something ended it there.
 
-    Nobody can contribute to slot s+1 without having committed s, so what ended a member excuses one slot: its last.
+    A member cannot contribute to slot s+1 without having committed s, so its end excuses one slot: its last.
 
     Args:
         run: The run.
@@ -294,7 +294,7 @@ def check_commits_of_all(run: JobRun, gone: Collection[str]) -> Iterator[Problem
 
 @dataclass(slots=True)
 class Usage:
-    """What a run used of one stream in one epoch."""
+    """Samples that a run used of one stream in one epoch."""
 
     start: Spans = ()
     """Used before this run (it went on from a checkpoint)."""

@@ -1,4 +1,4 @@
-"""Whose events are these? A log directory cut into jobs, when one job after the other was logged into it.
+"""Cuts a log directory into jobs, if one job after the other was logged into it.
 
 Theory of operation. A scheduler counts member ids, views and slots from the start of its chain, so two jobs of the same
 nodes have the same ids, and often the very same first headers. What tells them apart is the process: within one chain
@@ -29,12 +29,12 @@ from chaos_lightning.events.reader import Record
 
 _OVER = frozenset({"finished", "left", "closed"})
 _AFTERWARDS = frozenset({"finished", "left", "closed", "link_up", "link_down", "link_measured", "links", "lost"})
-"""What a member may still write when it is over; none of it is training."""
+"""Events that a member may still write when it is over; none of them is training."""
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """What one process wrote about itself in one job."""
+    """Events of one process in one job."""
 
     first: float
     role: str = "member"
@@ -94,7 +94,7 @@ class _Party:
     """(job, endpoint) as its members were told."""
     first: float = 0.0
     last: float = 0.0
-    """Of its commits, wall time in s."""
+    """Time of its last commit, wall clock, s."""
 
     def beside(self, other: _Party) -> bool:
         """Whether this is surely another job, which ran at the same time."""
@@ -154,7 +154,8 @@ def _one_after_the_other(everything: list[Record]) -> list[list[Record]]:
     for r, one in zip(everything, of, strict=True):
         job = one.job
         if job < 0:
-            # Whoever began to write when a job was over was not there for it; else the members' first words decide.
+            # A process that began to write when a job was over was not there for it; else the members' first words
+            # decide.
             after = sum(end <= one.first for end in ends[:-1])
             job = max(after, sum(begin <= r.t for begin in begins[1:]))
         found[job].append(r)
@@ -162,7 +163,9 @@ def _one_after_the_other(everything: list[Record]) -> list[list[Record]]:
 
 
 def _cut(group: Sequence[_Stretch]) -> int:
-    """Where the newest stretch shows that another job had begun: index of that job's first stretch; 0 for nowhere."""
+    """Returns the index of the first stretch of another job, which the newest stretch shows to have begun; 0: there
+    is none.
+    """
     newest = group[-1].ids
     if not any(s.finished or s.ids & newest for s in group[:-1]):
         return 0

@@ -45,7 +45,7 @@ class PipelinesFact:
         return 1 - sum(self.busy.values()) / len(self.busy) if self.busy else None
 
     def runs(self, member: str) -> str:
-        """What a member runs, in words."""
+        """Returns in words what a member runs."""
         mine = self.layers.get(member)
         if not mine:
             return "stands by"

@@ -50,14 +50,14 @@ _COLOURS = {
     "finished": "dim",
 }
 LINKS_SHOWN = 12
-"""Of more links, those that carry most, or else the slowest ones."""
+"""Number of links that are shown: those that carry most, or else the slowest ones."""
 BAR_WIDTH = 10
 PULLS_SHOWN = 12
-"""Of more transfers, those that have the longest way to go."""
+"""Number of transfers that are shown: those with the longest way to go."""
 SOURCES_SHOWN = 6
-"""Of more donors of one transfer, those that gave most."""
+"""Number of donors that are shown of one transfer: those that gave most."""
 FLOW_SHOWN_S = 10.0
-"""What a link carried so long ago is not shown any more."""
+"""Seconds after which a link's traffic is not shown any more."""
 ENDED_SHOWN_S = 30.0
 """How long an ended member stays on the board."""
 JOINED_SHOWN_S = 10.0
@@ -78,7 +78,7 @@ class Row:
     wait_share: float | None = None
     """Part of its step that it waits for others, 0 to 1."""
     progress: ProgressFact | None = None
-    """Of a state transfer that is under way."""
+    """Progress of a state transfer that is under way."""
     remark: str = ""
 
 
@@ -89,10 +89,10 @@ class LinkRow:
     a: str
     b: str
     there_bps: float | None = None
-    """What it carries just now."""
+    """Rate that it carries just now, bit/s."""
     back_bps: float | None = None
     can_there_bps: float | None = None
-    """What it was measured to carry."""
+    """Rate that it was measured to carry, bit/s."""
     can_back_bps: float | None = None
     latency_s: float | None = None
     state: str = ""
@@ -248,7 +248,7 @@ def from_status(facts: Mapping[str, Any]) -> Dashboard:
         board.rows.append(_status_row(member, rank))
     board.rows += [_status_row(member, None) for member in others]
     board.links = [_status_link(link) for link in machine.get("links", ()) if isinstance(link, Mapping)]
-    # What is simply there is not worth a line.
+    # A link that is simply there is not worth a line.
     board.links = [link for link in board.links if link.state or link.can_there_bps is not None]
     steps = [f.integer(m.get("step")) for m in members]
     count = f.integer(machine.get("counts", {}).get("members", len(members)))

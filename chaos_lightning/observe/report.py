@@ -63,7 +63,7 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space:
 
 _TAGS = {auditing.OK: "ok", auditing.VIOLATED: "violated", auditing.NOT_SHOWN: "dark"}
 MAX_ROWS = 200
-"""Of a table; of longer ones the middle is left out."""
+"""Largest number of rows of a table; of longer ones the middle is left out."""
 
 
 @dataclass(frozen=True, slots=True)

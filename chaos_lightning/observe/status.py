@@ -60,7 +60,7 @@ USUAL = {"connected": True, "loaded": True, "way": "", "progress": "", "step_tim
 """Columns that `status` leaves out while every member has this value: a line per member fits 80 columns."""
 CUT = ("progress", "runs")
 FIRST_TO_GO = ("host", "seq", "view", "step_time", "way", "loaded", "connected", "silent", "speed", "standing")
-"""What a narrower terminal does not show; `--json` has it."""
+"""Columns that a narrower terminal does not show; `--json` has them."""
 REASONS = ("dead", "leaving")
 """Columns that `status` writes below the table as sentences, since each of them would fill a line."""
 
@@ -130,7 +130,7 @@ def _show_rows(console: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _show_candidacy(console: Any, facts: dict[str, Any]) -> None:
-    """Of several schedulers: which one leads, since when and why, which stand by, and what this one waits for."""
+    """Prints which of several schedulers leads, since when and why, which stand by, and for what this one waits."""
     if "leader" not in facts:
         return
     leader = facts["leader"]

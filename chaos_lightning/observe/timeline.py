@@ -59,7 +59,7 @@ class PullFact:
     skipped: int = 0
     """Bytes the newcomer held already."""
     progress: ProgressFact = ProgressFact()
-    """What was told last while it ran."""
+    """Progress that was told last while it ran."""
     seconds: float = 0.0
 
 
@@ -169,12 +169,12 @@ class LossFact:
     step: int
     loss: float
     weight: float
-    """Of these samples in the step."""
+    """Weight of these samples in the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlowFact:
-    """What one member's link to another carried lately, and what it can."""
+    """Traffic of one member's link to another, and what it can carry."""
 
     t: float
     sent_bps: float
@@ -267,7 +267,7 @@ class Timeline:
             life = self.lives[record.member] = Life(record.member, record.node, record.source, born=born)
         life.last = record.t
         for i, (begin, end) in enumerate(life.freezes):
-            # Who speaks does not sleep: only the injector knows when a freeze was meant to end.
+            # A member that speaks does not sleep: only the injector knows when a freeze was meant to end.
             if end is None and record.t > begin + 0.001 and record.name != "fault_injected":
                 life.freezes[i] = (begin, record.t)
         return life
@@ -510,7 +510,7 @@ class Timeline:
 
     @property
     def origin(self) -> float:
-        """Where pictures begin: the first member's birth (a scheduler may have waited for hours before)."""
+        """Time at which pictures begin: the first member's birth (a scheduler may have waited for hours before)."""
         return min((life.born for life in self.lives.values()), default=self.start)
 
     def recent(self, count: int) -> list[SlotFact]:
@@ -554,7 +554,7 @@ _OWN = {
     "part_pulled": Timeline._part_pulled,
     "resumed_kept": Timeline._parts_read,
 }
-"""Of the member that wrote them: a scheduler's event of the same name says less, and a moment earlier."""
+"""Handlers of events of the member that wrote them: a scheduler's of the same name says less, and a moment earlier."""
 _TOLD = {
     "leave": Timeline._leave,
     "way_in": Timeline._way_in,
@@ -568,4 +568,4 @@ _TOLD = {
     "epoch": Timeline._epoch,
     "pipelines": Timeline._pipelines,
 }
-"""Whoever wrote them."""
+"""Handlers of events, whichever process wrote them."""

@@ -1,4 +1,4 @@
-"""Who takes which samples in the next step (protocol.md 10, 25, 26).
+"""Assigns samples of the next step to members (protocol.md 10, 25, 26).
 
 Theory of operation. The assignment of step s+1 is a function of header s alone: its ledger says what is unspent, the
 view that it names (`ruling_view`) says among whom to assign. The first unspent positions go out micro-batch by
@@ -202,7 +202,7 @@ def after_step(
     ahead: int = 0,
     drop_last: bool = False,
 ) -> tuple[Span, ...]:
-    """What is unspent once the step of `assign_step` with the same arguments has committed as assigned."""
+    """Returns what is unspent once the step of `assign_step` with the same arguments has committed as assigned."""
     members = _assigned_to(view, stream)
     spans = remaining(ledger, stream, epoch, length)
     if not members:

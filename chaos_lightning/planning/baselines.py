@@ -1,4 +1,4 @@
-"""What others plan for a newcomer's transfer, to be compared with (shards.py): a job by itself never loads them.
+"""Transfer plans of other systems, to be compared with shards.py: a job by itself never loads them.
 
     greedy       Chaos, Algorithms 1 and 2: equal shards, each to the neighbour that would have it first; the shard's
                  size by binary search between the smallest and the largest layer.

@@ -41,4 +41,4 @@ class Batches:
 
 
 UNTOLD = Batches()
-"""Of a cluster that has not said, or has data of its own."""
+"""Batches of a cluster that has not told them, or has data of its own."""

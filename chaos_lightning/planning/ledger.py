@@ -28,7 +28,9 @@ _LENGTH = "/length"
 
 
 def union(one: Ledger, other: Ledger) -> Ledger:
-    """What either ledger calls spent; of each stream the later epoch counts. Idempotent: for resumed ledgers."""
+    """Returns what either ledger calls spent; of each stream the later epoch counts. Idempotent: for resumed
+    ledgers.
+    """
     mine = {entry.stream: entry for entry in one.streams}
     for entry in other.streams:
         have = mine.get(entry.stream)
@@ -102,7 +104,7 @@ def epoch_of(ledger: Ledger, stream: str = SHARED) -> int | None:
 
 
 def spent_spans(ledger: Ledger, stream: str, epoch: int) -> tuple[Span, ...]:
-    """What is spent of this epoch of the stream.
+    """Returns what is spent of this epoch of the stream.
 
     Raises:
         ValueError: the ledger stands in a later epoch already, so what was spent in this one is not known any more.
@@ -138,7 +140,7 @@ def is_length_stream(stream: str) -> bool:
 
 
 def announce_length(name: str, epoch: int, length: int) -> Spent:
-    """What a contribution carries once per epoch so that all members know how long this member's data are."""
+    """Returns the entry by which a contribution tells, once per epoch, how long this member's data are."""
     return Spent(length_stream(name), epoch, ((0, length),) if length else ())
 
 

@@ -1,4 +1,4 @@
-"""What a user may write as `plan`: a kind's name, or a file with trees.
+"""Values of the setting `plan`: a kind's name, or a file with trees.
 
 Theory of operation. `rotating`, `chain`, `tree` and `tree:K` are named, and so are planners (`auto`, the default, and
 others, see planning/overlay.py), which draw trees from the links that were measured. Anything that begins with `file:`

@@ -24,7 +24,7 @@ from chaos_lightning.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a job has to know of a transfer policy before it makes one."""
+    """Facts that a job must know of a transfer policy before it makes one."""
 
     in_place: bool = True
     """A state may be read out of a member's memory instead: the policy is not about the way that bytes take."""
@@ -32,7 +32,7 @@ class Policy:
     """Shares follow from estimates of the links and are not corrected, so estimates are waited for. What gives every
     source the same does not need them."""
     corrects: bool = False
-    """Whoever has room takes over work, so that sources may come in late."""
+    """Whether sources with room take over work, so that sources may come in late."""
 
 
 POLICIES: Mapping[str, Policy] = {
@@ -45,7 +45,7 @@ POLICIES: Mapping[str, Policy] = {
     "stop_resume": Policy(in_place=False),
     "shared": Policy(corrects=True),
 }
-"""What the setting `transfer` may be; replication/policies.py carries each of them out."""
+"""Values of the setting `transfer`; replication/policies.py carries each of them out."""
 SHARD_NBYTES = 1 << 20
 """Default shard of `optimal`, and of `greedy` where no layers are given: the piece that is hashed and sent as one."""
 
@@ -75,7 +75,7 @@ class Neighbour:
 
 @dataclass(frozen=True, kw_only=True)
 class SharePlan:
-    """Who sends how much."""
+    """Shares of a transfer: who sends how much."""
 
     policy: str
     shares: Mapping[str, int]
@@ -86,7 +86,7 @@ class SharePlan:
     shard_nbytes: int = 0
     """Size of a shard where the policy has one."""
     routes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of each source: whom the newcomer asks, and who forwards the request, up to the source itself. Absent: direct."""
+    """By source: whom the newcomer asks, and who forwards the request, up to the source itself. Absent: direct."""
     barrier: bool = False
     """Whether everybody waits for the end of the transfer."""
 

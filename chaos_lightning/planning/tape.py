@@ -45,7 +45,7 @@ class Tape:
         return Tape(self.number + 1, epoch)
 
     def positions(self, places: Iterable[Span]) -> tuple[Span, ...]:
-        """What lies at these places, in their order.
+        """Returns the positions at these places, in their order.
 
         Raises:
             ValueError: The tape is not so long.

@@ -79,7 +79,7 @@ class Shape:
 
     root: str
     parent: Mapping[str, str]
-    """Of every member but the root."""
+    """Parent of every member but the root."""
     below: Mapping[str, tuple[str, ...]]
     """Children in rank order; members without any are absent."""
 

@@ -1,1 +1,1 @@
-"""What is told of a job of outer sync: folds over its event logs and its chain, drawn as the plain ones are."""
+"""Shows jobs of outer sync: folds over their event logs and chain, drawn as the plain ones are."""

@@ -116,7 +116,9 @@ class _OuterJudge:
         ]
 
     def _foreign(self, version: str) -> str:
-        """What is wrong with a version that somebody names; "" if the chain has it, or may have it in a gap."""
+        """Returns what is wrong with a version that a process names; "" if the chain has it, or may have it in a
+        gap.
+        """
         known = self.numbers.get(_number(version))
         if version in self.names or known is None:
             return ""
@@ -352,7 +354,7 @@ def _of(content: tuple[str, int, int]) -> str:
 
 
 def _number(version: str) -> int:
-    """Of a version as it is written; 0 for none."""
+    """Returns the number of a version as it is written; 0 for none."""
     digits = version.removeprefix("v").partition("-")[0]
     return int(digits) if digits.isdecimal() else 0
 
@@ -377,7 +379,7 @@ def _once(told: Sequence[Happening]) -> list[Happening]:
 
 
 def _sequence(told: Sequence[Happening]) -> list[str]:
-    """What is wrong with the order in which one process adopted, froze and heard answers (O8, O10)."""
+    """Returns what is wrong with the order in which one process adopted, froze and heard answers (O8, O10)."""
     bad: list[str] = []
     base: str | None = None
     answered = 0
@@ -411,7 +413,7 @@ def _sequence(told: Sequence[Happening]) -> list[str]:
 
 @dataclass(slots=True)
 class _Counted:
-    """What one process's pushes cover, beside what it trained.
+    """Counts of what one process's pushes cover, and of what it trained.
 
     Attributes:
         compared: Pushes that could be compared.

@@ -132,7 +132,7 @@ def _longest(by_position: Mapping[int, list[ToldEntry]]) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class ChainAnswer:
-    """What the chain said of one push, at an entry of this position."""
+    """Answer of the chain to one push, at an entry of this position."""
 
     offer: ot.Offer
     answer: ot.PushAnswer
@@ -188,7 +188,7 @@ class Rollback:
     body: ot.RolledBack
     versions: tuple[ot.VersionId, ...]
     pushes: tuple[ot.Offer, ...]
-    """Whose acceptance it took back."""
+    """Pushes whose acceptance it took back."""
 
     @property
     def lost(self) -> tuple[ot.Offer, ...]:

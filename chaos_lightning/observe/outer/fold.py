@@ -1,4 +1,4 @@
-"""What the processes of an outer job wrote: whose events these are, and each process's own account.
+"""Folds the events of an outer job: whose they are, and each process's own account.
 
 Theory of operation. An outer job is several jobs and a server, and all of them may log into one folder. `split` tells
 them apart: the outer jobs, one after the other, and the elastic clusters' own jobs, which `observe/audit.py` and
@@ -31,11 +31,11 @@ from chaos_lightning.outer.rules.types import JobOpened, Removed
 
 OUTER = frozenset(event.name for event in EVENTS)
 _AFTERWARDS = frozenset({"outer_leader_ended", "cluster_over", "cluster_stream", "follower_stream"})
-"""What may still be written when a job is over."""
+"""Events that may still be written when a job is over."""
 _SERVER_GOES = _AFTERWARDS - {"cluster_over"}
 """A server stays for a while after its job, for whoever asks."""
 INNER = frozenset({"welcomed", "committed", "view", "decide", "joined"})
-"""Who writes one of these is of a job of members."""
+"""Events by which a process is known to be of a job of members."""
 
 # ------------------------------------------------------------------------------------------------ accounts
 
@@ -78,7 +78,7 @@ class StateStep(NamedTuple):
 
 @dataclass(slots=True)
 class FollowerLog:
-    """What one follower says, over all its starts.
+    """Log of one follower, over all its starts.
 
     Attributes:
         name: Its name.
@@ -168,7 +168,7 @@ Happening = FrozenPush | HeardAnswer | Adoption | Fetch | TookLast | InnerSteps
 
 @dataclass(slots=True)
 class ClusterLog:
-    """What one incarnation says.
+    """Log of one incarnation.
 
     Attributes:
         name: The incarnation.
@@ -195,7 +195,7 @@ class ClusterLog:
     again: bool = False
 
     def take(self, source: str, one: Happening) -> None:
-        """What happened next in this file."""
+        """Takes the next event of this file."""
         self.told.setdefault(source, []).append(one)
         match one:
             case InnerSteps():
@@ -441,7 +441,7 @@ class SplitLogs:
 
 @dataclass(slots=True)
 class _Account:
-    """What one process wrote of an outer job from one `opened` to the next."""
+    """Events of one process about an outer job from one `opened` to the next."""
 
     first: float
     ended: float
@@ -502,7 +502,7 @@ def _outer_jobs(everything: Sequence[Record]) -> list[list[Record]]:
 
 
 def _cut(group: Sequence[_Account]) -> int:
-    """Where the job of the leader that began last begins; 0: it is the same job."""
+    """Returns the index at which the job of the leader that began last begins; 0: it is the same job."""
     for at in range(len(group) - 1, 0, -1):
         before = group[:at]
         if any(one.entries for one in before) and all(one.ended <= group[at].first for one in before):
@@ -534,7 +534,7 @@ def _inner_jobs(everything: Sequence[Record]) -> list[tuple[str, list[Record]]]:
             labels[processes.get(r.source, r.source)] = str(r.get("incarnation", ""))
     groups: list[tuple[set[str], set[str]]] = []
     for source in sorted(inner, key=lambda one: (one not in chains, one)):
-        # Who names no chain is of the one job that logged into its folder.
+        # A process that names no chain is of the one job that logged into its folder.
         folder = PurePosixPath(source).parent
         near = [group for group in groups if any(PurePosixPath(other).parent == folder for other in group[1])]
         mine = chains.get(source) or (near[0][0] if len(near) == 1 else {str(folder)})

@@ -1,4 +1,4 @@
-"""Who may train which samples, and which ones have counted: folded from a chain's entries for the audit (rule O11).
+"""Folds a chain's entries into leased and counted samples, for the audit (rule O11).
 
 Theory of operation. A position of an epoch is free, leased to one incarnation, or spent by an accepted push that covers
 it. Each fold takes one entry in and returns what contradicts the entries before, in words, each with the position in
@@ -23,7 +23,7 @@ from chaos_lightning.outer.rules.types import (
 )
 
 Complaint = tuple[str, int]
-"""What is wrong; the position since which that is known."""
+"""In words, what is wrong; the position since which that is known."""
 
 
 @dataclass(slots=True)
@@ -44,11 +44,11 @@ class LeaseBook:
     _owners: dict[int, list[tuple[PushId, Spans, int]]] = field(default_factory=dict)
     """By epoch: who spent what, at which entry."""
     _rejected: dict[int, Spans] = field(default_factory=dict)
-    """What a rejected push ever covered: it may be set aside."""
+    """Positions that a rejected push ever covered: they may be set aside."""
     _aside: dict[int, Spans] = field(default_factory=dict)
     """Positions that were too few for a batch."""
     _reopened: dict[PushId, tuple[Covered, ...]] = field(default_factory=dict)
-    """Of pushes that a rollback made unanswered."""
+    """Positions of pushes that a rollback made unanswered."""
 
     def held(self, who: IncarnationId) -> int:
         """Positions that are leased to it."""

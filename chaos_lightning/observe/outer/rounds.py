@@ -63,7 +63,7 @@ def _weights(body: ot.Round, settings: OuterSettings, opened: Collection[ot.Push
 
 
 def _factors(body: ot.Round, before: ot.Counters, settings: OuterSettings, clusters: int) -> str:
-    """What is wrong with factors and counters if so many clusters trained; "" if nothing is."""
+    """Returns what is wrong with factors and counters if so many clusters trained; "" if nothing is."""
     said, covered = body.factors, sum(each.offer.samples for each in body.accepted)
     eta, mu, kind = settings.outer_lr, settings.outer_momentum, settings.optimizer_used
     full = settings.round_samples * clusters

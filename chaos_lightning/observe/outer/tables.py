@@ -1,4 +1,4 @@
-"""What an outer job did, in rows: rounds and rollbacks, clusters, followers, as report and pictures show them.
+"""Tables of an outer job: rounds and rollbacks, clusters, followers, as report and pictures show them.
 
 Theory of operation. What was decided is the chain's word (`entries.py`), when it was staged, computed and saved
 the followers', and what it cost to train so the clusters'. A time that needs two machines (from staged at a follower to
@@ -136,7 +136,7 @@ class OuterFacts:
 
     @property
     def samples(self) -> int:
-        """Of accepted pushes that stand."""
+        """Samples of accepted pushes that stand."""
         newest = self.chain.versions.get(self.chain.newest)
         return newest.counters.samples if newest is not None and newest.counters is not None else 0
 
@@ -222,7 +222,7 @@ def _clusters(run: OuterRun, chain: JobEntries) -> list[ClusterRow]:
 
 
 def _account(row: ClusterRow, log: ClusterLog, answered: set[str]) -> None:
-    """What its own log adds."""
+    """Adds the facts of its own log."""
     row.steps, row.samples = log.steps, sum(x.samples for x in log.inner)
     row.open = sum(push not in answered for push in log.pushes)
     row.pushed, row.fetched = sum(push.nbytes for push in log.pushes.values()), log.fetched

@@ -24,7 +24,7 @@ MOST_EVENTS = 300_000
 
 @dataclass(frozen=True, kw_only=True)
 class Chance:
-    """What may happen to a fleet."""
+    """Chances of what may happen to a fleet."""
 
     devices: int
     """At the start."""

@@ -57,7 +57,7 @@ class Sample:
 
 @dataclass
 class Outcome:
-    """What came of a run."""
+    """Outcome of a run."""
 
     policy: str
     seed: int
@@ -96,7 +96,7 @@ class Rules:
 
     with_risk: bool = True
     threshold: float = THRESHOLD
-    """Where nobody is lost: by what share another plan has to be better."""
+    """Share by which another plan has to be better if no device is lost."""
 
 
 class FleetRun:
@@ -132,7 +132,7 @@ class FleetRun:
         self.slow: dict[int, float] = {}
         self.seats = EqualSeats(fleet) if isinstance(fleet, EqualFleet) else MixedSeats(fleet)
         self.pauses: list[tuple[str, float]] = []
-        """What is to be waited for, in order: cause, until when."""
+        """Pauses in order: cause, until when."""
         self.waits = True
         self.throughput = self.step_s = 0.0
         self._epoch = 0

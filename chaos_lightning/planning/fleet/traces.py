@@ -35,14 +35,14 @@ class TraceError(ConfigurationError):
 
 
 class FleetChange(NamedTuple):
-    """What becomes of some devices at one moment."""
+    """Change of some devices at one moment."""
 
     at_s: float
     kind: str
     """add, remove, slow or well."""
     devices: tuple[int, ...]
     speed: float = 1.0
-    """Of slow devices."""
+    """Relative speed of slow devices (1 is normal)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Trace:
     """In the order of time."""
     end_s: float
     about: str = ""
-    """Where it is from."""
+    """Origin of the trace, in words."""
 
     @property
     def removals(self) -> list[int]:

@@ -1,1 +1,1 @@
-"""Who computes what after a loss: pipelines of unequal length, what a step then costs, what has to move, what pays."""
+"""Plans of pipelines: who computes what after a loss, what a step then costs, what has to move, what pays."""

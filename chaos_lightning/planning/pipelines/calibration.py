@@ -1,4 +1,4 @@
-"""What a model file cannot know, fitted to measured steps: the costs of a hop, of a unit and of a commit.
+"""Fits to measured steps what a model file cannot know: the costs of a hop, of a unit and of a commit.
 
 Theory of operation. The estimated step of a plan is the length of its critical path, so it is linear in the three
 `Overheads` as long as the path stays the same, and its slope in each of them is a whole number: how many hops, units

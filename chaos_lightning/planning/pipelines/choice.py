@@ -30,7 +30,7 @@ from typing import Any
 from chaos_lightning.planning.quantities import HOUR_S
 
 KINDS = KEEP, FILL, MOVE, RESTART = "keep", "fill", "move", "restart"
-"""What a candidate does: goes on with what is there, seats newcomers, moves layers, or goes back to a checkpoint."""
+"""Kinds of candidates: go on with what is there, seat newcomers, move layers, or go back to a checkpoint."""
 
 THRESHOLD = 0.02
 """Share by which a change has to be better where nothing is lost, as when devices are slow."""
@@ -41,15 +41,15 @@ class PlanCandidate:
     """One way to go on."""
 
     policy: str
-    """Who proposes it."""
+    """Policy that proposes it."""
     kind: str
     step_s: float
     samples: int
-    """Of one step."""
+    """Samples of one step."""
     transition_s: float = 0.0
     """From the decision until work goes on."""
     redo_s: float = 0.0
-    """Of the open step, what is done again: it is run again as a whole, so half of it on average."""
+    """Seconds of the open step that are done again: it is run again as a whole, so half of it on average."""
     risk: float = 0.0
     """Probability that the next loss takes the last owner of some layer."""
     devices: int = 0
@@ -103,7 +103,7 @@ class PlanCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was chosen among which candidates, and why."""
+    """Choice among candidates, with its reason."""
 
     candidates: tuple[PlanCandidate, ...]
     chosen: PlanCandidate | None
@@ -188,7 +188,7 @@ def choose(candidates: Iterable[PlanCandidate], outlook: Outlook, failed: tuple[
 
 
 def _order(c: PlanCandidate) -> tuple[float, int]:
-    """Of equal values the one with more devices."""
+    """Returns the key by which candidates are ordered: by value, then by number of devices."""
     return (c.value, c.devices)
 
 

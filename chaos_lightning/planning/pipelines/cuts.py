@@ -233,7 +233,7 @@ class DeviceRow:
     # ------------------------------------------------------------------------------------------------ one cut
 
     def times(self, at: tuple[int, ...]) -> PipelineTimes:
-        """Of the stages of a cut."""
+        """Returns the times of the stages of a cut."""
         u, rows = self.unit_s, list(zip(self.scaled, pairwise(at), strict=True))
         return PipelineTimes(
             tuple(s.forward[y] - s.forward[x] + u for s, (x, y) in rows),
@@ -242,7 +242,8 @@ class DeviceRow:
         )
 
     def tail_s(self, k: int, first: int, end: int, pipelines: int) -> float:
-        """What follows the last backward unit of a stage: all-reduces that it does not hide, and the optimizer.
+        """Returns what follows the last backward unit of a stage, s: all-reduces that it does not hide, and the
+        optimizer.
 
         No plan has less, whatever groups of layers its pipelines make; one whose pipelines are cut alike has no more.
         """
@@ -283,7 +284,7 @@ class DeviceRow:
         return low
 
     def charge(self, at: tuple[int, ...], m: int, pipelines: int, bound_s: float = -math.inf) -> LayerCut:
-        """What a cut costs with `m` micro-batches, beside `pipelines - 1` other pipelines."""
+        """Returns the costs of a cut with `m` micro-batches, beside `pipelines - 1` other pipelines."""
         done = self._run(at, m)
         return LayerCut(at, tuple(done.ends_s), max(self._late(done, at, pipelines)), bound_s)
 
@@ -422,7 +423,9 @@ class DeviceRow:
         return best and self._near(best, m, pipelines)
 
     def _all(self, limits: _Bounds, best: LayerCut | None, bound: float) -> LayerCut | None:
-        """Of all cuts that fit, depth first; without those of which a stage alone takes as long as the best one."""
+        """Searches all cuts that fit, depth first, without those of which a stage alone takes as long as the best
+        one.
+        """
         m, pipelines, last, at = limits.m, limits.pipelines, self.stages - 1, [0]
         of = cache(limits.of)
         fits = cache(lambda k, first, end: self.memory(k, first, end, m) <= self.rooms[k])
@@ -478,7 +481,7 @@ class DeviceRow:
         first, end = at[stage : stage + 2]
         backward, sent_s = list(path.backward), byte_s(pipelines, self.reduce)
         still, own = self.least_reduce_s(pipelines), self.scaled[stage].backward
-        # Of two parts of the tail that are sums over layers, the larger: one layer to reduce, or all without the last.
+        # The larger of two parts of the tail that are sums over layers: one layer to reduce, or all without the last.
         most = sent_s * (self.job.costs.gradients[end] - self.job.costs.gradients[first]) - own[end] + own[first]
         if pipelines > 1 and self.tables.least_gradient_nbytes and self.latency_s + most > still:
             still = self.latency_s
@@ -505,10 +508,10 @@ class _Critical:
     byte_s: float
     """Seconds of all-reduce per byte of gradients."""
     still_s: float = 0.0
-    """What no border changes."""
+    """Seconds that no border changes."""
 
     def border_s(self, k: int, x: int) -> float:
-        """What border `k` adds where it is before layer `x`: it ends stage k - 1, and begins stage k."""
+        """Returns what border `k` adds, s, before layer `x`: it ends stage k - 1, and begins stage k."""
         found = self._sum_s(k - 1, x)
         if k < len(self.stages):
             found -= self._sum_s(k, x)
@@ -556,9 +559,9 @@ class _Bounds:
         self.tail = row.tail_s if len(set(row.speeds)) == 1 else row.least_tail_s
         """Where speeds differ, a stage that begins a layer later may hide less."""
         self.first_tail_s = self.tail(0, 0, 1, pipelines)
-        """Of the first stage, to which all goes back."""
+        """Tail of the first stage, to which all gradients go back, s."""
         self.way_s = row.least_hop + row.unit_s
-        """Of a unit of no layers and its hop."""
+        """Seconds of a unit of no layers and its hop."""
         self.total = row.fastest.both[-1] + 2 * stages * row.unit_s + 2 * (stages - 1) * row.least_hop
         self.warm = [in_flight(stages, k, m, row.extra) for k in range(stages)]
         outputs = row.job.costs.outputs[:-1]

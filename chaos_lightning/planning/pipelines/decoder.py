@@ -60,20 +60,20 @@ class Decoder:
     recompute: str = "selective"
     """none, selective or full."""
     sequence_parallel: bool = True
-    """Where a device has several cards."""
+    """Whether cards of one device divide the sequence among them."""
     flops: float = 312e12
     """Peak of one card, FLOP/s."""
     efficiency: float = 0.4
     """Share of the peak that is reached."""
     bandwidth: float = 1.6e12
-    """Of one card's memory, bytes/s."""
+    """Bandwidth of one card's memory, bytes/s."""
     tied: bool = False
     """The head's matrix is the embedding's. Both ends keep it, and exchange its gradient in each step."""
     parameter_bytes: int = 2
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
     cards: int = 1
-    """Of a device; `tensor_parallel` of a file."""
+    """Cards of a device; `tensor_parallel` of a file."""
 
     def __post_init__(self) -> None:
         check_number("layers", self.layers, least=1, most=MOST_LAYERS - 2)  # beside embedding and head
@@ -108,7 +108,7 @@ class Decoder:
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch."""
+        """Tokens of one micro-batch."""
         return self.micro_batch * self.sequence
 
     @property
@@ -133,7 +133,7 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; a head's matrix that is the embedding's counts once."""
+        """Number of parameters of the whole model; a head's matrix that is the embedding's counts once."""
         twice = self.width * self.vocabulary if self.tied else 0
         return self.embedding_parameters + self.layers * self.block_parameters + self.head_parameters - twice
 
@@ -146,7 +146,7 @@ class Decoder:
 
     @property
     def attention_flop(self) -> int:
-        """Of scores and their use, forward."""
+        """Floating-point operations of scores and their use, forward."""
         return 4 * self.tokens * self.sequence * self.width
 
     @property
@@ -189,7 +189,7 @@ class Decoder:
 
     @property
     def work(self) -> ModelWork:
-        """What a micro-batch computes, and what that is assumed to take."""
+        """Work of a micro-batch, and the assumptions on its speed."""
         block = 2 * self.matrices * self.tokens + self.attention_flop
         head = 2 * self.width * self.vocabulary * self.tokens
         state = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes

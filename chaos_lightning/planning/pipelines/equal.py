@@ -47,7 +47,7 @@ class Alike(NamedTuple):
 
     stages: int
     micro_batches: int
-    """Of each."""
+    """Micro-batches of each of these pipelines."""
     times: int
     """How many there are."""
 
@@ -331,7 +331,7 @@ class Shapes:
         fill: Callable[[Caps], list[int] | None],
         asked: dict[int, int],
     ) -> tuple[list[int] | None, Caps, dict[int, int]]:
-        """What `fill` chooses by capacities that are found out only for lengths which it would choose.
+        """Returns what `fill` chooses, by capacities that are found out only for lengths which it would choose.
 
         Args:
             most: By length: no capacity is larger.

@@ -27,7 +27,7 @@ from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes, S
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """What a step of a plan costs."""
+    """Estimated costs of a step of a plan."""
 
     step_s: float
     compute_s: float
@@ -37,7 +37,7 @@ class StepEstimate:
     commit_s: float
     """From there to the record at all devices."""
     optimizer_s: float
-    """Of the slowest device."""
+    """Optimizer's seconds at the slowest device."""
     memory: dict[str, MemoryUse]
     """By device, peaks."""
     reduces: tuple[Reduce, ...] = ()
@@ -228,7 +228,7 @@ def slowest_link(job: TrainingJob, owners: Sequence[str]) -> LinkRate:
 
 
 def _links(job: TrainingJob, chain: Sequence[str]) -> list[LinkRate]:
-    """Of a chain of devices."""
+    """Returns the links of a chain of devices."""
     if not job.links:
         places = {job.by_name[x].place for x in chain}
         return [job.between_hosts] * (len(places) > 1) + [job.within_host] * (len(chain) > len(places))

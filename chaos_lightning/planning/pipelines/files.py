@@ -128,12 +128,12 @@ class DeviceEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
-    """What a file says."""
+    """Content of a file."""
 
     __pydantic_config__ = CLOSED
 
     micro_batches: int
-    """Of one optimizer step, over all pipelines."""
+    """Micro-batches of one optimizer step, over all pipelines."""
     layers: tuple[LayerEntry, ...] = ()
     decoder: Decoder | None = None
     """A decoder model by formula, instead of layers."""
@@ -221,7 +221,7 @@ class JobFile:
 # ------------------------------------------------------------------------------------------------ reading
 
 CARD = Device(name="d", memory_nbytes=80 << 30)
-"""What a model by formula is planned for: eight of them on a host, four micro-batches each, with these links."""
+"""Device for which a model by formula is planned: eight on a host, four micro-batches each, with these links."""
 CARDS_PER_HOST, CARDS, WITHIN, BETWEEN = (
     8,
     8,

@@ -140,7 +140,7 @@ def _groups(cuts: tuple[tuple[int, ...], ...]) -> tuple[_Group, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pauses:
-    """What it costs to change a plan; seconds."""
+    """Costs of changing a plan, in seconds."""
 
     reroute_s: float = 0.0
     """Until micro-batches go other ways."""
@@ -292,7 +292,7 @@ class EqualFleet:
         return longest + self.commit_s
 
     def lacks(self, f: Formation) -> str:
-        """What a formation with guests has no memory for; "": all fits."""
+        """Returns in words for what a formation with guests has no memory; "": all fits."""
         if not f.vacant or f.shadowed:
             return ""
         for r, at, guests in zip(f.shape.rows, f.cuts, self.guests(f), strict=True):
@@ -327,7 +327,7 @@ class EqualOptions:
     devices: int
     """All that are there."""
     idle: int = 0
-    """Of these, those without a place that are not slow."""
+    """Number of those without a place that are not slow."""
     slow: Mapping[int, float] = field(default_factory=dict)
     """By place: the speed of its device where it is below 1."""
     slow_idle: int = 0
@@ -375,7 +375,7 @@ class EqualOptions:
 
     @property
     def _redo_s(self) -> float:
-        """Of the open step, which is run again whatever is chosen: the mean over the moment of the loss."""
+        """Seconds of the open step, which is run again whatever is chosen: the mean over the moment of the loss."""
         if not self.lost or self.before is None:
             return 0.0
         return (self.before.shape.charged_s if self.running_s is None else self.running_s) / 2

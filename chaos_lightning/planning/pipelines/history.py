@@ -38,7 +38,7 @@ PRIOR_SIZES: Mapping[int, float] = MappingProxyType({1: 0.8, 2: 0.04, 3: 0.04, 4
 
 @dataclass
 class LossHistory:
-    """What a job has seen, and what that says about its future."""
+    """Losses that a job has seen, and the rates that follow from them."""
 
     prior_losses: float = PRIOR_LOSSES
     prior_rate: float = PRIOR_RATE

@@ -22,7 +22,7 @@ from chaos_lightning.errors import ConfigurationError
 Number = TypeVar("Number", int, float)
 
 CLOSED: dict[str, Any] = {"extra": "forbid"}
-"""What the reader of files is told about each value: a key that nobody knows is refused."""
+"""Configuration of pydantic for each value of a file: an unknown key is refused."""
 
 
 class JobError(ConfigurationError):
@@ -69,7 +69,7 @@ class Layer:
     workspace_nbytes: int = 0
     """Needed beside that while the layer computes."""
     output_nbytes: int = 0
-    """What goes to the next layer, and as a gradient back."""
+    """Bytes that go to the next layer, and as a gradient back."""
     optimizer_s: float = 0.0
     """The optimizer's step on this layer, once per step."""
 
@@ -97,7 +97,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What computes one stage."""
+    """Device that computes one stage."""
 
     __pydantic_config__ = CLOSED
 
@@ -108,7 +108,7 @@ class Device:
     host: str = ""
     """Its machine; "": one of its own."""
     unit: str = ""
-    """What dies together with it; "": it dies alone."""
+    """Name of the group that dies together with it; "": it dies alone."""
     cards: int = 1
     """How many cards it is made of (tensor parallelism)."""
 
@@ -137,7 +137,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRate:
-    """What one direction between two devices carries. A rate of infinity and no latency: it costs nothing."""
+    """Rate of one direction between two devices. A rate of infinity and no latency: it costs nothing."""
 
     __pydantic_config__ = CLOSED
 
@@ -175,16 +175,16 @@ class NamedLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """What a file cannot know and `calibration` fits to measured steps; seconds."""
+    """Costs that a file cannot know and `calibration` fits to measured steps; seconds."""
 
     __pydantic_config__ = CLOSED
 
     hop_s: float = 0.0
-    """Of each tensor that goes to another device, beside its link's time."""
+    """Seconds of each tensor that goes to another device, beside its link's time."""
     unit_s: float = 0.0
-    """Of each forward or backward of one micro-batch through one stage."""
+    """Seconds of each forward or backward pass of one micro-batch through one stage, beside its layers."""
     commit_s: float = 0.0
-    """Of the end of a step, once."""
+    """Seconds at the end of a step, once."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -193,7 +193,7 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRules:
-    """What an executor keeps beside state and activations. The defaults are this product's."""
+    """Memory that an executor keeps beside state and activations. The defaults are this product's."""
 
     __pydantic_config__ = CLOSED
 
@@ -236,7 +236,7 @@ class TrainingJob:
     layers: tuple[Layer, ...]
     devices: tuple[Device, ...]
     micro_batches: int
-    """Of one optimizer step, over all pipelines."""
+    """Micro-batches of one optimizer step, over all pipelines."""
     within_host: LinkRate = field(default_factory=LinkRate)
     between_hosts: LinkRate = field(default_factory=LinkRate)
     links: tuple[NamedLink, ...] = ()
@@ -296,7 +296,7 @@ class TrainingJob:
         return {pair: x.link() for x in self.links for pair in ((x.a, x.b), (x.b, x.a))}
 
     def link(self, a: str, b: str) -> LinkRate:
-        """What carries bytes from device `a` to device `b`: their own link, their hosts', or the usual one."""
+        """Returns the link from device `a` to device `b`: their own, their hosts', or the usual one."""
         x, y = self.by_name[a], self.by_name[b]
         if self._special:
             for pair in ((a, b), (a, y.host), (x.host, b), (x.host, y.host)):
@@ -391,7 +391,7 @@ class MemoryUse:
     boundaries: int = 0
     """Boundary tensors kept until the step is committed, and those of the next step."""
     kept: int = 0
-    """What it keeps for others."""
+    """Bytes that it keeps for others."""
 
     @property
     def nbytes(self) -> int:

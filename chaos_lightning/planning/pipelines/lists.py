@@ -67,7 +67,7 @@ class Unit(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """What a device may have in flight."""
+    """Limits of what a device may have in flight."""
 
     cap: int
     """1F1B's: forward passes without their backward pass, or without its input's half."""
@@ -96,7 +96,7 @@ RULES = (Rule(0.5, forward_first=True), Rule(0.5), Rule(0.0), Rule(2.5), Rule(-m
 
 @dataclass(frozen=True)
 class SharedStep:
-    """What is to be run.
+    """Units of one step that are to be run.
 
     Micro-batches are numbered from 0; `ranks` are their numbers at home, by which they take turns.
     """
@@ -108,7 +108,7 @@ class SharedStep:
     guests: Sequence[bool]
     """By micro-batch: whether some of its layers run elsewhere than at home."""
     hop_s: Callable[[int, int, int], float]
-    """Of a tensor: from worker, to worker, at which layer."""
+    """Seconds of a tensor's hop: from worker, to worker, at which layer."""
 
     @cached_property
     def fixed_s(self) -> list[float]:
@@ -296,7 +296,7 @@ class _Run:
 
     def _arrive(self, j: int, k: int, unit: Unit, offered: bool) -> None:
         self.touched.add(unit.worker)
-        # What has booked its way is not held up by what has not.
+        # A micro-batch that has booked its way is not held up by one that has not.
         heappush(self.forward[unit.worker], (-k if self.booked else 0, *self.turns[j], k, unit, offered))
 
     def _arrive_back(self, worker: int, j: int, k: int) -> None:
@@ -441,7 +441,7 @@ class Fleet:
         self._hops: dict[tuple[int, int, int], float] = {}
 
     def problem(self, owners: Mapping[int, Sequence[str]] | None = None) -> SharedStep:
-        """What these pipelines run in a step.
+        """Returns what these pipelines run in a step.
 
         Args:
             owners: By first layer of a group: who may run it where a place is vacant.
@@ -508,7 +508,9 @@ class Fleet:
         return Capacity(stages - k + extra, stages + extra, room)
 
     def _fixed(self, name: str) -> MemoryUse:
-        """What a device needs, but for activations and boundary tensors, and for what it keeps for others."""
+        """Returns the memory that a device needs without activations, boundary tensors, and what it keeps for
+        others.
+        """
         owned = self.plan.stages[name]
         workspace = max(self.job.costs.workspace(s.first, s.end) for s in owned)
         if name not in self.places:
@@ -527,7 +529,9 @@ class Fleet:
 
 
 def kept_nbytes(job: TrainingJob, keeper: PlanStage) -> int:
-    """What a keeper holds: weights, optimizer state, gradients and their flat copies (no activations)."""
+    """Returns the bytes that a keeper holds: weights, optimizer state, gradients and their flat copies (no
+    activations).
+    """
     gradients = job.costs.gradients[keeper.end] - job.costs.gradients[keeper.first]
     return job.costs.state(keeper.first, keeper.end) + (1 + job.memory.flat_buffers) * gradients
 
@@ -545,7 +549,7 @@ def coupled(plan: PipelinePlan) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PlanLists:
-    """What every device of a plan does in one step."""
+    """Instruction lists of all devices of a plan for one step."""
 
     workers: tuple[str, ...]
     lists: tuple[tuple[Instruction, ...], ...]

@@ -38,7 +38,7 @@ from chaos_lightning.planning.pipelines.rerouting import FatalLossError
 ROUNDS = 8
 """Assignments that are tried for a busiest source that sends less."""
 LEVELS = 64
-"""Of how many bytes a receiver lacks, in one search."""
+"""Levels of the number of bytes that a receiver lacks, in one search."""
 
 Layers = int
 """A set of layers: bit l is layer l."""
@@ -59,7 +59,7 @@ class Move(NamedTuple):
 
 
 class LinkUse(NamedTuple):
-    """What goes over one direction between two devices."""
+    """Bytes that go over one direction between two devices."""
 
     source: str
     target: str
@@ -253,7 +253,7 @@ def _balance(demand: Mapping[int, int], sources: Mapping[Layers, int]) -> _Share
 
 
 def move_list(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held | None = None) -> Moves:
-    """What has to move so that the devices of a new plan have their layers.
+    """Returns what has to move so that the devices of a new plan have their layers.
 
     Args:
         job: It has all devices of the new plan, and all that hold layers.
@@ -310,7 +310,7 @@ def _pieces(change: _Change, shares: _Shares) -> dict[int, dict[str, int]]:
 
 
 def _meet(job: TrainingJob, gives: dict[str, int], takes: dict[str, int]) -> Iterator[tuple[str, str, int]]:
-    """Whose bytes of a layer go to whom: within hosts first."""
+    """Yields whose bytes of a layer go to whom, within hosts first."""
     for near in (True, False):
         waiting: dict[str, list[str]] = defaultdict(list)
         for source in sorted(gives, reverse=True):

@@ -45,7 +45,7 @@ FAULTS = 1
 
 @dataclass(kw_only=True)
 class PlanOptions:
-    """What a job can do about a loss.
+    """Ways of a job to go on after a loss.
 
     Attributes:
         planner: Of the job with its whole fleet.
@@ -108,7 +108,7 @@ class PlanOptions:
 
     @property
     def whole(self) -> bool:
-        """Nobody of the plan is lost."""
+        """Whether no device of the plan is lost."""
         return not self.before.vacant and not set(self.lost) & set(self.before.stages)
 
     @cached_property
@@ -139,10 +139,10 @@ class PlanOptions:
         }
 
     def moves(self, plan: PipelinePlan) -> Moves:
-        """What has to move before a plan can run.
+        """Returns what has to move before a plan can run.
 
         Raises:
-            FatalLossError: Nobody who is left holds some layer.
+            FatalLossError: Some layer is held by no device that is left.
         """
         return move_list(self._holding, self.before, plan, self.held)
 
@@ -158,7 +158,7 @@ class PlanOptions:
         return Outlook(rate=rate, returns=returns, restart_worth=worth, threshold=0.0 if self.lost else THRESHOLD)
 
     def cost(self, plan: PipelinePlan) -> StepEstimate:
-        """Of a step; a plan is estimated once."""
+        """Returns the estimate of a step; a plan is estimated once."""
         if plan not in self._costs:
             self._costs[plan] = estimate(self.left, plan, quick=self.first)
         return self._costs[plan]
@@ -235,7 +235,7 @@ class PlanOptions:
 
     @property
     def _redo_s(self) -> float:
-        """Of the open step, which is run again whatever is chosen: the mean over the moment of the loss."""
+        """Seconds of the open step, which is run again whatever is chosen: the mean over the moment of the loss."""
         return self.before_s / 2 if self.lost else 0.0
 
     def _plan(self, kind: str) -> PipelinePlan | None:

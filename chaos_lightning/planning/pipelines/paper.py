@@ -149,7 +149,7 @@ def eq14(
 
 
 def paper_step_s(job: TrainingJob, plan: PipelinePlan) -> float:
-    """What the paper's estimator says of a plan, in seconds: no hops, no all-reduce, no optimizer.
+    """Returns the step of a plan by the paper's estimator, in seconds: no hops, no all-reduce, no optimizer.
 
     Pipelines that are alike and have equal stages take Eq. 9, others Eqs. 10 and 11. Where places are vacant it is
     Eq. 13, of the mean stage and the pipeline with most micro-batches; who takes the work does not matter to it.
@@ -191,7 +191,9 @@ def _stage_times(job: TrainingJob, pipeline: Pipeline) -> tuple[tuple[float, ...
 
 
 def paper_memory(job: TrainingJob, plan: PipelinePlan) -> dict[str, MemoryUse]:
-    """What Eq. 14 says of each device that has a stage, in bytes, with the model's averages of one layer."""
+    """Returns the memory of each device that has a stage by Eq. 14, in bytes, with the model's averages of one
+    layer.
+    """
     c = job.costs
     p, o, a = (sums[-1] / c.count for sums in (c.parameters, c.optimizer, c.activations))
 

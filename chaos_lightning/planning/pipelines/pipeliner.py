@@ -44,7 +44,7 @@ from chaos_lightning.planning.pipelines.shortage import least_devices
 from chaos_lightning.planning.pipelines.units import ViewPipelines
 
 PAUSES = Pauses(reroute_s=0.15, fill_s=0.6, move_s=0.6)
-"""What changes cost a running job, where bytes do not take longer; in seconds."""
+"""Costs of changes to a running job, in seconds, if bytes do not take longer."""
 _NAMES = {KEEP: "reroute", FILL: "fill", MOVE: "move"}
 
 
@@ -53,11 +53,11 @@ class PipelineAnswer:
     """The pipelines of the next view, or why there are none."""
 
     text: str | None
-    """What the view carries (`ViewPipelines.to_json`); None: there are no pipelines for these members."""
+    """Text for the view (`ViewPipelines.to_json`); None: there are no pipelines for these members."""
     reason: str
     """In a sentence, for the log."""
     candidates: tuple[PlanCandidate, ...] = ()
-    """What it was chosen among."""
+    """Candidates among which it was chosen."""
     chosen: PlanCandidate | None = None
     horizon_s: float = math.inf
     """Seconds until the next loss or return of a member, on average."""
@@ -66,7 +66,7 @@ class PipelineAnswer:
     lost_layers: tuple[str, ...] = ()
     """Names of layers that nobody holds any more."""
     least_members: int | None = None
-    """Where no plan fits: the smallest number of members like the roomiest one with which one does; None: no number."""
+    """If no plan fits: the smallest number of members like the roomiest one with which one does; None: no number."""
     restarts: bool = False
     """The policy has the job end, so that it begins again from a checkpoint."""
     busy: Mapping[str, float] = field(default_factory=dict)

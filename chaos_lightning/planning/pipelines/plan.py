@@ -66,7 +66,9 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Who computes what. Equal plans are equal values, whatever order their devices were given in."""
+    """Plan of pipelines: who computes what. Equal plans are equal values, in whatever order their devices were
+    given.
+    """
 
     layer_count: int
     pipelines: tuple[Pipeline, ...]

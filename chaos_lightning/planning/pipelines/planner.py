@@ -87,7 +87,7 @@ class Planner:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Of devices of one kind, as if every pipeline began with a host of its own."""
+        """Shapes for devices of one kind, as if every pipeline began with a host of its own."""
         return self._shapes(self.job.within_host if self._per_host else self._usual, self._per_host)
 
     @property
@@ -227,7 +227,7 @@ class Planner:
         best = self.seated(shape, names) if shape and math.isfinite(shape.charged_s) else None
         for shapes in self._others:
             if best is not None and shape is not None:
-                # What a step takes if no hop and no all-reduce costs more than was charged.
+                # The least that a step takes if no hop and no all-reduce costs more than was charged.
                 least_s = shape.charged_s + best.estimate.commit_s
                 if best.estimate.step_s <= least_s * (1 + NEAR):
                     break

@@ -1,4 +1,4 @@
-"""What may be done after a loss, by name: who proposes which ways to go on.
+"""Policies by name: each proposes ways to go on after a loss.
 
 Theory of operation. A *policy* is a function from the ways that there are at a moment (`Options`) to candidates, of
 which `choice` takes the one of the greatest value. Options are asked of whoever knows the devices: `formation` for a
@@ -201,7 +201,7 @@ def _checked(who: str, c: PlanCandidate, plans: list[Any]) -> PlanCandidate:
 
 
 def decide(name: str, options: Options, outlook: Outlook) -> Decision:
-    """What a policy does now.
+    """Returns the decision of a policy.
 
     Args:
         name: Of the policy.

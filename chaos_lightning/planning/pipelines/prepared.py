@@ -19,7 +19,7 @@ from chaos_lightning.planning.pipelines.planner import NoPlanError, PlannedPipel
 Composition = tuple[tuple[float, int], ...]
 """Kinds of the devices of a host, sorted."""
 Left = tuple[Composition, ...] | frozenset[tuple[str, tuple[float, int]]]
-"""What a plan depends on: the hosts that are left, by what is on them; with links of their own, the very devices."""
+"""Key of a prepared plan: the hosts that are left, by their devices; with links of their own, the very devices."""
 
 
 class Prepared:
@@ -96,7 +96,7 @@ class Prepared:
         return tuple(composition for composition, _ in self._hosts(names))
 
     def _wanted(self) -> Iterator[tuple[Left, tuple[str, ...]]]:
-        """What may be left, the smallest losses first, with one host's after single devices'."""
+        """Yields what may be left, the smallest losses first, with one host's after single devices'."""
         there = tuple(sorted(self.planner.job.by_name))
         seen = {self._key(there)}
         level, found = [there], 0

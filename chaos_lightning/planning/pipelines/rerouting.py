@@ -1,4 +1,4 @@
-"""Who computes what right after a loss, while no state moves: the owners of the same layers take the micro-batches.
+"""Reroutes micro-batches right after a loss, while no state moves: owners of the same layers take them.
 
 Theory of operation. A lost device leaves its place vacant. Each micro-batch at home there makes a detour, for each
 group of layers, by an owner of that group: its data-parallel peers where pipelines are cut alike. The paper (III-B)

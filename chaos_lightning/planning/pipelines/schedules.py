@@ -42,7 +42,7 @@ class ScheduleError(PlanError):
 
 
 def read_instruction(text: str) -> Instruction:
-    """What `str` of an instruction wrote.
+    """Reads what `str` of an instruction wrote.
 
     Raises:
         ScheduleError: It is none.
@@ -133,7 +133,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str) -> list[list[Instruction]]:
-    """What `to_csv` or torch's `_dump_csv(..., format="compute_only")` wrote; empty cells are bubbles and are dropped.
+    """Reads what `to_csv` or torch's `_dump_csv(..., format="compute_only")` wrote; empty cells, bubbles, are dropped.
 
     Raises:
         ScheduleError: A cell is no instruction; says which row and column.
@@ -206,7 +206,7 @@ def _check_order(worker: int, row: Sequence[Instruction]) -> None:
 
 
 def needs(x: Instruction, last: int) -> Instruction | None:
-    """What another stage must have done before; None: nothing of another stage's.
+    """Returns the instruction that another stage must have done before; None: there is none.
 
     A whole backward pass and the input's half are the same to the stage before: the caller looks for either.
     """

@@ -30,7 +30,7 @@ class Filling(Generic[Kind]):
 
     pairs: tuple[tuple[Kind, int], ...]
     time_s: float
-    """Of the slowest, charged for as many pipelines as there are."""
+    """Seconds of the slowest, charged for as many pipelines as there are."""
     bound_s: float
     """Nothing takes less, of what was searched."""
 

@@ -110,7 +110,7 @@ class PipelineTimes:
     backward: tuple[float, ...]
     hops: tuple[float, ...]
     backward_input: tuple[float, ...] = ()
-    """Of the input's half where it is split; empty: one half."""
+    """Seconds of the input's half of a backward pass that is split; empty: one half."""
 
     def unit_s(self, x: Instruction) -> float:
         if x.kind == "F":

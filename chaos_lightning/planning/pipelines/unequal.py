@@ -166,7 +166,7 @@ class Mixed:
                 looked[rows] = value.time_s
         starts = sorted(looked, key=lambda rows: (looked[rows], rows))
         few, many = len(self.order) <= SMALL, len(self.order) > MANY
-        # What is charged knows one link for all owners; so that is not what all starts are chosen by.
+        # The charged costs know one link for all owners, so not all starts are chosen by them.
         steps_s = {} if many else {rows: self._simulated_s(rows) for rows in starts[:SIMULATED]}
         count = self._effort()[0]
         chosen = [*starts[:count], *sorted(steps_s, key=lambda rows: (steps_s[rows], rows))[:count]]
