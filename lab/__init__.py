@@ -1,1 +1,1 @@
-"""What developers break the product with: simulated jobs, planted bugs, hostile bytes. It is in no wheel."""
+"""Tools with which developers break the product: simulated jobs, planted bugs, hostile bytes. They are in no wheel."""

@@ -1,1 +1,1 @@
-"""What users need to break a run of their own: fault plans, a process harness, emulated links, demos."""
+"""Tools for users who break a run of their own: fault plans, a process harness, emulated links, demos."""

@@ -46,7 +46,7 @@ _HOOK = str(Path(__file__).with_name("injected"))
 """Holds the sitecustomize.py, and nothing else."""
 
 IDLE_PART = 1 / 16
-"""Of the rate, for a connection with nothing to send; many such connections have a quarter in all."""
+"""Share of the rate for a connection with nothing to send; many such connections have a quarter in all."""
 _LINGER_S = 0.15
 """A connection that had nothing to send at the last looks was busy so short a time ago that it still counts as busy."""
 
@@ -221,7 +221,7 @@ class Shares:
             bound: Sets its own bound in bits per second; None takes it away.
             now: Monotonic seconds.
         """
-        # What a new connection was bounded to before counts as nothing: the others make room for it first.
+        # A new connection counts as unbounded before: the others make room for it first.
         self._connections[sock] = _Connection(bound, now, 0.0 if self.rate_bps is not None else None)
         self.settle(now)
 
@@ -251,7 +251,7 @@ class Shares:
         rate = self.rate_bps
         if rate is None:
             return dict.fromkeys(self._connections)
-        # Of several with nothing to send, the first is the link: whatever comes next, as a rule comes there.
+        # The first of several with nothing to send is the link: whatever comes next, as a rule comes there.
         busy = [s for s, c in self._connections.items() if now - c.busy_at <= _LINGER_S]
         busy = busy or list(self._connections)[:1]
         others = len(self._connections) - len(busy)

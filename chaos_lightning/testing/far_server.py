@@ -73,7 +73,7 @@ class FarServer:
         return next(iter(self.places))
 
     def words(self, name: str) -> list[str]:
-        """What is typed on this machine, after `chaos-lightning`."""
+        """Returns what is typed on this machine, after `chaos-lightning`."""
         words = ["ps", "up" if name == self.first else "leader", f"--listen={self.places[name]}"]
         words += [f"--followers={self.followers}", f"--log-dir={self.events}"]
         words += [f"--dir={self.folder / 'server'}"] if name == self.first else []

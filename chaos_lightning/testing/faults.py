@@ -34,7 +34,7 @@ from chaos_lightning.planning.documents import read_yaml
 
 
 class Action(enum.StrEnum):
-    """What is done to the victim."""
+    """Action against the victim."""
 
     JOIN = "join"
     """A process of this name is started."""
@@ -51,11 +51,11 @@ class Action(enum.StrEnum):
 
 
 LINK_ACTIONS = frozenset((Action.CUT, Action.STALL))
-"""What happens to a link, not to a process."""
+"""Actions against a link, not a process."""
 
 
 class LoopPhase(enum.StrEnum):
-    """Where in the victim's training loop the fault strikes."""
+    """Phase of the victim's training loop in which the fault strikes."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -410,7 +410,7 @@ class Schedule:
 
     @property
     def open(self) -> tuple[Fault, ...]:
-        """What has not come due yet."""
+        """Faults that have not come due yet."""
         return tuple(self._open)
 
 

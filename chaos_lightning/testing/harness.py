@@ -87,7 +87,9 @@ class Harness:
     # ------------------------------------------------------------------------------------------------ starting
 
     def environment(self) -> dict[str, str]:
-        """What children get: this process's environment, unbuffered output, the log directory, the test's additions."""
+        """Returns the environment of children: this process's own, unbuffered output, the log directory, the test's
+        additions.
+        """
         base = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": importable()}
         routed = self._relay.environment() if self._relay is not None else {}
         return {**base, "CHAOS_LOG_DIR": str(self.logs), **routed, **self._env}
@@ -114,7 +116,9 @@ class Harness:
         )
 
     def _output(self, name: str) -> Path:
-        """Where a new process of this name may print; its predecessor must have ended, or have been killed."""
+        """Returns the file for the output of a new process of this name; its predecessor must have ended, or been
+        killed.
+        """
         old = self.children.get(name)
         if old is not None:
             if old.killed:

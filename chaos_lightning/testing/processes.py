@@ -270,7 +270,7 @@ class Mark:
         self._words = f"{name}={self.value}".encode()
 
     def environment(self) -> dict[str, str]:
-        """What processes of this lab must be started with."""
+        """Returns the environment with which processes of this lab must be started."""
         return {self.name: self.value}
 
     def alive(self) -> set[int]:

@@ -226,11 +226,11 @@ _HANDSHAKE_S = 0.5
 _MOST_AT_ONCE = 12
 _FLOOD = 70
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
-"""Of an HTTP/2 client: its preface and empty settings (RFC 9113, 3.4)."""
+"""Preface and empty settings of an HTTP/2 client (RFC 9113, 3.4)."""
 
 
 class Deed(enum.IntEnum):
-    """What is done on a connection."""
+    """Deed on a connection."""
 
     SAY = 0
     """The bytes, and no more."""
@@ -293,7 +293,7 @@ class _Proxied:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     def check(self) -> None:
-        """Nobody is left but the member, whose connection stands; and somebody new is let in."""
+        """Checks that only the member's connection is left and stands, and that a new one is let in."""
         deadline = time.monotonic() + PATIENCE_S
         while self.tls_proxy.visits > 1:
             if time.monotonic() > deadline:
@@ -306,7 +306,7 @@ class _Proxied:
                 raise FindingError(words)
 
     def _outside(self) -> str:
-        """What keeps a member from coming in, or from being answered; "" if nothing does."""
+        """Returns what keeps a member from coming in, or from being answered; "" if nothing does."""
         try:
             self._status(b"", timeout=PATIENCE_S)
             with self.connect() as sock, self.shown[0].wrap_socket(sock) as tls:

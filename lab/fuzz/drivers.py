@@ -37,7 +37,7 @@ MEMORY_MIB = 1024
 
 @dataclass
 class Outcome:
-    """Of one target under one driver."""
+    """Outcome of one target under one driver."""
 
     target: str
     driver: str
@@ -67,7 +67,7 @@ def replay(path: Path, target: Target) -> None:
 
 
 def warm(target: Target) -> None:
-    """What it needs is imported and started, which counts for no input's memory."""
+    """Imports and starts what a target needs, so that it counts for no input's memory."""
     for seed in target.seeds():
         target.run(seed)
 

@@ -102,7 +102,7 @@ def _links() -> _Links:
 
 
 def _read_link(ours: socket.socket, theirs: socket.socket, said: bytes) -> list[bytes]:
-    """What a link of ours delivers of this, said at the other end; both ends are closed afterwards."""
+    """Returns what a link of ours delivers of bytes sent at the other end; both ends are closed afterwards."""
     links = _links()
     made: list[_End] = []
     with theirs:
@@ -308,7 +308,7 @@ def _lengthy(fields: dict[str, Any]) -> bytes:
 
 
 def welcome_handshakes() -> list[bytes]:
-    """Of those who know what they must, at either end, with a key and without."""
+    """Returns handshakes of peers that know what they must, at either end, with a key and without."""
     found = []
     for flag, key in ((0, ""), (2, _KEY[0])):
         for level in Level if key else (Level.CHECKSUM,):
@@ -355,7 +355,7 @@ _LENGTH_NBYTES = 4
 
 
 class Fate(enum.IntEnum):
-    """What becomes of a record on its way."""
+    """Fate of a record on its way."""
 
     WELL = 0
     FLIPPED = 1
@@ -369,7 +369,7 @@ class Fate(enum.IntEnum):
     TAG_OF_NONE = 7
     """Its tag is zeros."""
     LENGTH_CHANGED = 8
-    """Of a stream: another length before it."""
+    """The record of a stream has another length before it."""
     PLAIN = 9
     """Not sealed at all."""
 
@@ -445,7 +445,7 @@ def travelled(level: Level, sealed: list[tuple[int, bytes]], *, stream: bool) ->
 
 
 def read_stream(level: Level, arrives: bytes) -> bytes:
-    """What a bulk connection believes of it, before an error or the end."""
+    """Returns what a bulk connection believes of it, before an error or the end."""
     ours, theirs = socket.socketpair()
     session, got = a_session(level, dialled=False), bytearray()
 

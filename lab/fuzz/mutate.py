@@ -25,7 +25,7 @@ LONG = ("\u20ac" * 22, "x" * 5000, "\u00e9" * 70_000)
 """Texts beyond limits of protocol/limits.py, some of them only in bytes."""
 IDS = ("a~1", "b~2", "h~3", "c~4")
 MAX_ITEMS = 64
-"""Of an input with several parts."""
+"""Largest number of parts of an input."""
 
 
 # ------------------------------------------------------------------ bytes and parts

@@ -106,7 +106,7 @@ _RECORD = len(_KINDS)
 
 
 def agreement(length: int = 64) -> Agreement:
-    """Of a small job."""
+    """Returns the agreement of a small job."""
     return Agreement((TensorSpec("w", "float32", (256,)),), block=64, length=length, settings=OuterSettings().words)
 
 
@@ -238,7 +238,7 @@ def _feed_cluster(data: bytes) -> None:
 
 
 _STEP, _ALL, _FACTS = 1, 2, 4
-"""Of a part's number: the commit is a step; both ranks say so; it is what a newcomer gets."""
+"""Bits of a part's number: the commit is a step; both ranks say so; it is what a newcomer gets."""
 
 
 def _ranks() -> RanksMachine:
@@ -333,7 +333,7 @@ def _follower_seeds() -> list[bytes]:
 
 
 def _answered(effect: fx.FollowerEffect, *, ill: bool) -> fx.FollowerEvent | None:
-    """What a follower's process makes of this."""
+    """Returns what a follower's process makes of an effect."""
     match effect:
         case fx.FetchPush(offer):
             return fx.NotFetched(offer.push) if ill else fx.Fetched(offer.push, offer.manifest, (), True)
@@ -392,7 +392,7 @@ def _summary_seeds() -> list[bytes]:
 
 
 def _read_summary(data: bytes) -> None:
-    """What a store's summary says: a chain that goes on from it, or a store that is refused."""
+    """Reads a store's summary: a chain goes on from it, or the store is refused."""
     body = Summary("0" * 32, base64.b64encode(zlib.compress(data)).decode())
     with contextlib.suppress(ValueError):
         SummedChain.of(body)

@@ -54,7 +54,7 @@ from lab.fuzz.target import FindingError, Target
 _ENVELOPES = (chaos_pb2.FromMemberEnvelope, chaos_pb2.ToMemberEnvelope, chaos_pb2.PeerEnvelope)
 _KINDS = (FromMember, ToMember, PeerMessage)
 MOST_EFFECTS = 20_000
-"""Of one message; more would be a reader that can be made to flood others."""
+"""Largest number of effects of one message; more would be a reader that can be made to flood others."""
 
 
 # ------------------------------------------------------------------ messages
@@ -170,7 +170,7 @@ def _mutated_value(tag: int, data: bytes, rng: Random) -> bytes:
 
 
 def hello(name: str, number: int, **changes: Any) -> Hello:
-    """Of a process that fits the job."""
+    """Returns the hello of a process that fits the job."""
     given: dict[str, Any] = {"pid": number, "pid_start": 1, "quota": 1, "accumulate": 1, "package": "1"}
     return Hello("default", name, "host", "127.0.0.1", 1000 + number, fingerprint=(), **(given | changes))
 
@@ -281,7 +281,7 @@ def _mutate_member(data: bytes, rng: Random) -> bytes:
 
 
 def mutated_message_of_either(tag: int, data: bytes, rng: Random) -> bytes:
-    """Of the scheduler (1) or of a member (2)."""
+    """Returns a mutated message of the scheduler (1) or of a member (2)."""
     return mutated_message(tag & 3, data, rng) if tag & 3 in (1, 2) else data
 
 
@@ -468,7 +468,7 @@ def _read_texts(data: bytes) -> None:
 
 @contextlib.contextmanager
 def _silenced(logger: logging.Logger) -> Iterator[None]:
-    """What is odd is warned of, thousands of times; afterwards it speaks again."""
+    """Silences a logger for a while: it would warn thousands of times."""
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

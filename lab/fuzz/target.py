@@ -1,4 +1,4 @@
-"""What is fuzzed, and what counts as a finding: an unannounced exception, a wait, or memory beyond the limits.
+"""Targets of the fuzzer, and its findings: an unannounced exception, a wait, or memory beyond the limits.
 
 Theory of operation. A target reads one input and returns; what its readers refuse by their own errors it swallows.
 `guarded` runs it under an alarm, and with Python's allocations traced: an input of a few bytes that makes a reader
@@ -20,7 +20,7 @@ from typing import Any
 HANG_S = 10.0
 """An input that takes longer is a finding."""
 PATIENCE_S = 5.0
-"""Whoever does not answer, or close a connection that has ended, within so long does not do it at all."""
+"""Seconds after which an answer, or the close of a connection that has ended, will not come."""
 LARGE_NBYTES = 140 << 20
 """A frame of 64 MiB may be announced and is then waited for; twice that while it is checked."""
 

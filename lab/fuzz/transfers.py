@@ -144,7 +144,7 @@ def _feed_bulk(data: bytes) -> None:
 
 
 def exchanged(data: bytes) -> str:
-    """What became of it: "pulled", why a pull failed, or why the donor's connection ended."""
+    """Returns what became of it: "pulled", why a pull failed, or why the donor's connection ended."""
     mode, said = data[0] if data else 0, data[1:]
     with _hostile(said, sealed=bool(mode & SEALED)) as connect:
         if mode & DONOR_HOSTILE:
@@ -223,7 +223,7 @@ def bulk_seeds() -> list[bytes]:
 
 
 def _answers() -> bytes:
-    """What an honest donor sends in a pull of all."""
+    """Returns what an honest donor sends in a pull of all."""
     heard = bytearray()
     finished: list[threading.Thread] = []
 

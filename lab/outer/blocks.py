@@ -1,4 +1,4 @@
-"""What a simulated shard holds, block by block: a block's content is a text that does not depend on the cut (O15)."""
+"""Content of a simulated shard, block by block: a text that does not depend on the shard boundaries (O15)."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def _with(**parts: type) -> Callable[[OuterChain, int, int], LeaderMachine]:
 
 
 def _new_gate(chain: OuterChain, term: int, followers: int) -> LeaderMachine:
-    """What the gate has seen ends with its leader."""
+    """Makes a leader whose gate has forgotten what it has seen."""
     chain.gate = GateState()
     return LeaderMachine(chain, term, followers)
 

@@ -80,7 +80,7 @@ class Content:
         return Pushed(last.base, last.sent, f"{last.push}:{last.base}:{len(last.sent)}:{steps}")
 
     def settle(self, push: PushId, answer: PushAnswer) -> list[int]:
-        """What becomes of progress and residual (O10)."""
+        """Has progress and residual follow the answer to a push (O10)."""
         last, steps = self.last, self.pushes[push].steps
         own = last if last is not None and last.push == push else None
         if own is not None:

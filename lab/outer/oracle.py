@@ -1,4 +1,4 @@
-"""What must hold in a simulated outer job, whatever goes wrong (docs/outer.md).
+"""Checks what must hold in a simulated outer job, whatever goes wrong (docs/outer.md).
 
 Theory of operation. The state of a block is a symbol: a digest of the entries and of the bytes that it was computed
 from, which anybody can compute again from the chain. A shard is a run of these, so that its content is compared
@@ -170,7 +170,7 @@ class Oracle:
                 raise Violation(f"{push} is accepted, and its base and what stands do not both hold {other[0]} (O3)")
 
     def _answered(self, entry: Entry) -> None:
-        """What the chain says of pushes."""
+        """Checks what the chain says of pushes."""
         body = entry.body
         self.made.add(entry.version)
         self.ended = self.ended or isinstance(body, Ended)
@@ -188,7 +188,7 @@ class Oracle:
             raise Violation(f"the job ends ({body.reason}), and {min(reopened)} was accepted once (O5a)")
 
     def judged(self, before: GateState, body: Round, settings: OuterSettings) -> None:
-        """What the gate has seen after a round, with the state from before it (O12)."""
+        """Checks what the gate has seen after a round, with the state from before it (O12)."""
         if settings.policy != "robust":
             return
         whole = sum(weighed.part == 1.0 for weighed in body.accepted)
@@ -201,7 +201,7 @@ class Oracle:
             )
 
     def refused(self, body: Round, most: int) -> None:
-        """Nobody is shut out: so many pushes of a cluster in a row are rejected at most (O12)."""
+        """Checks that no cluster is shut out: so many of its pushes in a row are rejected at most (O12)."""
         for weighed in body.accepted:
             self.in_a_row[weighed.offer.push.incarnation.cluster] = 0
         for refusal in body.rejected:
@@ -237,7 +237,7 @@ class Oracle:
                 raise Violation(f"the summary at {entry.position} lacks what {base} holds of those who live (O1a)")
 
     def _on_disk(self, chain: OuterChain, mark: tuple[VersionId, tuple[str, ...]], disks: Mapping[str, Disk]) -> None:
-        """What is marked is there, but where it was damaged since (O6), and is of the shards as they are cut (O15)."""
+        """Checks that durable files are there, unless damaged since (O6), and of the present shard boundaries (O15)."""
         version, digests = mark
         assert chain.agreement is not None
         shards = grid_of(chain.agreement).cut(len(chain.cut))

@@ -347,7 +347,7 @@ def turned_plan(seed: int) -> Plan:
 
 
 def all_plan(seed: int) -> Plan:
-    """Of all families in turn."""
+    """Returns plans of all families in turn."""
     names = [name for name in FAMILIES if name != "all"]
     return FAMILIES[names[seed % len(names)]](seed)
 

@@ -123,7 +123,7 @@ class EarlyEnding(Ending):
 
 
 class OpenAttendance(Attendance):
-    """Who waited before the job was opened is not compared with it."""
+    """Does not compare clusters that waited before the job was opened with it."""
 
     def again(self) -> list[tuple[int, ClusterHello]]:
         return []
@@ -161,7 +161,7 @@ class UnshownShards(Shards):
 
 
 class LaxShards(Shards):
-    """What is staged is what was offered."""
+    """Takes what is staged for what was offered."""
 
     def have(self, offer: Offer) -> bool:
         return all(offer.push in follower.staged for follower in self.up())
@@ -243,7 +243,7 @@ class LatePushes(Pushes):
 
 
 class LateAttendance(Attendance):
-    """Who is removed stays, and is not told."""
+    """Keeps removed clusters in, and does not tell them."""
 
     def living(self) -> list[IncarnationId]:
         return [*self.clusters]
@@ -260,7 +260,7 @@ class LateAttendance(Attendance):
 
 
 class LaxRounds(Rounds):
-    """What somebody covers that is not in the job is let in."""
+    """Lets in pushes of clusters that are not in the job."""
 
     def _objection(self, offer: Offer) -> str:
         words = super()._objection(offer)
@@ -268,7 +268,7 @@ class LaxRounds(Rounds):
 
 
 class UnbasedRounds(Rounds):
-    """What a push's base holds of its cluster is not looked at."""
+    """Does not look at what a push's base holds of its cluster."""
 
     def _objection(self, offer: Offer) -> str:
         return self._chain.leases.objection(offer) if self._chain.leases is not None else ""
@@ -282,7 +282,7 @@ class UncheckedRounds(Rounds):
 
 
 class UnleasedRounds(Rounds):
-    """What a push covers is not looked at."""
+    """Does not look at what a push covers."""
 
     def _objection(self, offer: Offer) -> str:
         words = super()._objection(offer)
@@ -290,7 +290,7 @@ class UnleasedRounds(Rounds):
 
 
 class RefusingRounds(Rounds):
-    """What a rollback opened again is rejected."""
+    """Rejects pushes that a rollback opened again."""
 
     def _objection(self, offer: Offer) -> str:
         return "it was taken before" if offer.push in self._chain.reopened else super()._objection(offer)
@@ -368,7 +368,7 @@ class WaitingAttendance(Attendance):
 
 
 class GreedyLeases(Leases):
-    """What is leased is free."""
+    """Takes leased positions for free ones."""
 
     def _free(self, state: object) -> tuple[tuple[int, int], ...]:
         leased, state.leased = state.leased, {}  # type: ignore[attr-defined]
@@ -544,7 +544,7 @@ def hasty_steps(job: str, names: Sequence[str]) -> Steps:
 
 
 def leaving_steps(job: str, names: Sequence[str]) -> Steps:
-    """What followers have of versions that the record does not name stays."""
+    """Leaves what followers have of versions that the record does not name."""
     steps, came = recut_steps(job, names), None
     while True:
         try:

@@ -53,13 +53,13 @@ from lab.simulate.fabric import Pipe
 
 AGAIN_S = 0.05
 ASK_S = 0.2
-"""Who fetches a version asks for something of it so often."""
+"""Interval, s, at which a fetch of a version asks for something of it."""
 TICK_S = 0.1
 SILENT_S = 1.2
 
 
 class Cluster(Protocol):
-    """What processes see of a cluster."""
+    """Cluster, as processes see it."""
 
     @property
     def bytes(self) -> dict[PushId, str]: ...
@@ -68,7 +68,7 @@ class Cluster(Protocol):
 
 
 class Job(Protocol):
-    """What processes see of the whole."""
+    """Job, as processes see it."""
 
     kernel: Kernel
     store: ChainStore
@@ -130,11 +130,11 @@ class Machines:
     together: bool = True
     """Ranks of an elastic cluster adopt once all of them hold the version (O8)."""
     joiner_lacks: str = ""
-    """What newcomers of it do not get: "base", "frozen", "pushes" or "residual"."""
+    """Part that newcomers of it do not get: "base", "frozen", "pushes" or "residual"."""
     early: bool = False
     """A push of it counts as frozen, and is offered, at once (O8a)."""
     recut: Callable[[str, Sequence[str]], Steps] = recut_steps
-    """What is done where shards are cut anew (O15)."""
+    """Steps by which shard boundaries are changed (O15)."""
     cutting: tuple[str, ...] = SAVING
     """In this order a file of a new shard is saved; what is behind "report" comes behind the record."""
     beside: bool = True
@@ -175,7 +175,7 @@ class ClusterSpec:
 
 
 def agreement(settings: OuterSettings, length: int, codec: str = "bf16", prefix: str = "") -> Agreement:
-    """Of a job whose epochs have so many positions."""
+    """Returns the agreement of a job whose epochs have so many positions."""
     tensors = (TensorSpec(f"{prefix}w", "float32", (4 * 64,)),)
     return Agreement(tensors, block=64, codec=codec, length=length, settings=settings.words)
 
@@ -191,7 +191,9 @@ def turned(push: PushId) -> bool:
 
 
 def product(one: PushId, other: PushId) -> str:
-    """Of two pushes, as one shard has it; of a push with itself it is larger than with any other."""
+    """Returns the product of two pushes, as one shard has it; of a push with itself it is larger than with any
+    other.
+    """
     if one == other:
         return ExactSum.of([1.0 + 0.2 * said(f"{one}")]).encode()
     sign = 1 if turned(one) == turned(other) else -1
@@ -199,7 +201,7 @@ def product(one: PushId, other: PushId) -> str:
 
 
 def lean(push: PushId, version: VersionId) -> str:
-    """Of a push with a version's momentum."""
+    """Returns the product of a push with a version's momentum."""
     size = said(f"{push} {version}")
     return ExactSum.of([-size if turned(push) else size - 0.5]).encode()
 
@@ -512,7 +514,7 @@ class FollowerProcess(Client):
         self.feed(fx.Fetched(push, self.parts[push].manifest, products, finite, lean(push, at), at))
 
     def _part(self, push: PushId, manifest: str) -> StagedPart:
-        """What a cluster sent for the shard as it is held."""
+        """Returns what a cluster sent for the shard as it is held."""
         assert self.held is not None
         blocks, spool = part_of(manifest, self.held), self.job.machines.spool
         if spool:

@@ -1,4 +1,4 @@
-"""What one simulated rank of an elastic cluster does: the real `RanksMachine`, and what its effects mean for it.
+"""One simulated rank of an elastic cluster: the real `RanksMachine`, and what its effects mean.
 
 Theory of operation. This is to the simulators what outer/cluster/elastic.py is to a process. What a rank says in a
 commit, and what it does when one is known, is here; who commits what when, and the way to the leader, are its *home's*:
@@ -27,14 +27,14 @@ from lab.outer.processes import Machines
 
 @dataclass(slots=True)
 class Held:
-    """What a newcomer gets."""
+    """State that a newcomer gets."""
 
     state: RanksFacts
     content: Content
 
 
 class RankHome(Protocol):
-    """What a rank's part asks of its process."""
+    """Process of a rank, as its part sees it."""
 
     def dies(self) -> bool:
         """Whether it is killed before the next effect."""
@@ -53,7 +53,7 @@ class RankHome(Protocol):
         ...
 
     def sealed(self, push: PushId, pushed: Pushed) -> None:
-        """What the push holds is known to all."""
+        """Notes that all ranks know what the push holds."""
         ...
 
     def adopts(self, version: VersionId, *, outright: bool) -> None:
@@ -97,7 +97,7 @@ class RankPart:
     # ------------------------------------------------------------------ commits
 
     def says(self, samples: int, rates: tuple[float, float], over: str, *, leaves: bool = False) -> bytes:
-        """What it contributes."""
+        """Returns what it contributes."""
         events = tuple(self.news) if self.attends else ()
         self._sent = len(events)
         return text_of(RankSays, RankSays(self.fetched, self.encoded, samples, rates, over, leaves, "", events))
@@ -142,7 +142,7 @@ class RankPart:
         self.home.attend()
 
     def tell_known(self) -> None:
-        """What the former commit brought may be said."""
+        """Says what the former commit brought."""
         for message in self.state.known():
             self._tell(message)
 
@@ -209,7 +209,7 @@ class RankPart:
     # ------------------------------------------------------------------ newcomers
 
     def facts(self) -> bytes:
-        """What all ranks hold alike, as it travels."""
+        """Returns what all ranks hold alike, as it travels."""
         return text_of(Held, Held(self.state.facts(), self.content))
 
     def restore(self, facts: bytes) -> None:

@@ -38,7 +38,7 @@ from lab.outer.processes import (
 from lab.outer.rank_part import RankPart
 
 PUT_OUT_S = 0.3
-"""Who stands still for so long is put out."""
+"""Seconds of standing still after which a rank is put out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +107,7 @@ class Rank(Client):
     # ------------------------------------------------------------------ commits
 
     def says(self, samples: int) -> bytes:
-        """What it contributes."""
+        """Returns what it contributes."""
         pace_s, ranks = self.ranks.spec.pace_s, self.ranks
         return self.part.says(samples, (4 / pace_s, 1 / pace_s), ranks.reason, leaves=ranks.leaves)
 
@@ -191,7 +191,7 @@ class RanksJob(Process):
         return Rank(self.job, self, f"{self.name}:{self._count}")
 
     def made(self) -> RanksMachine:
-        """Of a rank that is new."""
+        """Returns the machine of a new rank."""
         agreed = agreement(self.job.settings, self.job.length, self.job.codec)
         machine = ClusterMachine(self.name, self.name, self._nonce, agreed, overlap=self.spec.overlap)
         return RanksMachine(machine)
@@ -200,7 +200,7 @@ class RanksJob(Process):
 
     @property
     def machine(self) -> ClusterMachine:
-        """Of its oldest rank."""
+        """Machine of its oldest rank."""
         return self.ranks[0].part.state.machine
 
     @property
@@ -365,7 +365,7 @@ class RanksJob(Process):
 
 
 def _difference(one: Rank, other: Rank) -> str | None:
-    """What of all that is to be equal is not."""
+    """Returns in words what differs though it must be equal; None: nothing."""
     mine, others = one.part, other.part
     if mine.content != others.content:
         return f"what they hold: {mine.content}, {others.content}"

@@ -43,7 +43,7 @@ class ServerStart(Process):
         self.names = asked or [*self._chain.cut] or ["f0"]
         self._steps: todo.Steps | None = None
         self._late: list[tuple[todo.Write, str, Sequence[str]]] = []
-        """What is left to be done of files that were reported before they were safe: a planted bug."""
+        """Writes that are left of files that were reported before they were safe: a planted bug."""
         self._left = self.kernel.random.randrange(_MOST_STEPS)
         self._soon(self._begin)
 
@@ -137,7 +137,7 @@ class ServerStart(Process):
             self._go_on(refused)
 
     def _content(self, source: todo.OldShard) -> str | None:
-        """What a file holds; None: it is gone, or damaged."""
+        """Returns what a file holds; None: it is gone, or damaged."""
         content = self._job.disks[source.follower].read(source.version, source.digest)
         return content if content is not None and digest_of(content) == source.digest else None
 

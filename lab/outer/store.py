@@ -44,7 +44,7 @@ class ChainStore:
         return bool(self.entries) and self.entries[-1] == entry
 
     def go_back(self, entries: Sequence[Entry]) -> None:
-        """Somebody puts an older copy in its place, with these of all that it ever took; the last one's term rules."""
+        """Puts an older copy in its place, with these of all entries that it ever took; the last one's term rules."""
         sums = [at for at, entry in enumerate(entries) if isinstance(entry.body, Summary)]
         self.entries = [*entries[sums[-1] if sums else 0 :]]
         self.term = entries[-1].term if entries else 0
@@ -52,7 +52,7 @@ class ChainStore:
 
 @dataclass(slots=True)
 class _File:
-    """Of one version: `digest` is of what was written, `content` is what lies there."""
+    """File of one version: `digest` is of what was written, `content` is what lies there."""
 
     content: str
     digest: str
@@ -63,7 +63,7 @@ SAVING = ("write", "sync", "rename", "sync-folder", "report")
 """In this order a follower saves a file (O6)."""
 
 Name = tuple[VersionId, str]
-"""Of a file: its version, and the digest if it was written beside one of other shards (O15), else ""."""
+"""Name of a file: its version, and the digest if it was written beside one of other shards (O15), else ""."""
 
 
 class Disk:
@@ -81,7 +81,7 @@ class Disk:
         self.full, self._synced_first = False, synced_first
         self.staged: dict[tuple[object, ...], str] = {}
         self._parts: dict[Name, _File] = {}
-        """What has no name yet."""
+        """Files that have no name yet."""
         self._files: dict[Name, _File] = {}
         self._kept: dict[Name, _File] = {}
         """The folder as it was when it was synced."""
@@ -115,7 +115,7 @@ class Disk:
         self._files = {}
 
     def lose_power(self, random: Random) -> None:
-        """What was not synced is there or not, as it happens."""
+        """Loses some of what was not synced, by chance."""
         files = {}
         for name in sorted({*self._files, *self._kept}):
             now, kept = self._files.get(name), self._kept.get(name)
@@ -131,7 +131,7 @@ class Disk:
         return self._files.get((version, digest), self._files.get((version, "")))
 
     def read(self, version: VersionId, digest: str) -> str | None:
-        """What lies there; None: nothing does."""
+        """Returns what lies there; None: nothing does."""
         file = self._at(version, digest)
         return None if file is None else file.content
 
@@ -161,7 +161,7 @@ class Disk:
         return max((version.number for version, _ in self._files), default=0)
 
     def found(self) -> tuple[ShardFile, ...]:
-        """What a follower finds when it starts; it does not read all of it."""
+        """Returns what a follower finds when it starts; it does not read all of it."""
         self._parts = {}
         if self._synced_first:
             self._sync_folder()
@@ -169,5 +169,5 @@ class Disk:
 
 
 def digest_of(content: str) -> str:
-    """Of a file with this content."""
+    """Returns the digest of a file with this content."""
     return f"#{content}"

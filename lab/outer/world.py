@@ -41,12 +41,12 @@ LEASE_S = 1.0
 CALM_S = 2.0
 """A fault is an excuse for so long after it is over."""
 HEARD_S = 0.5
-"""Whoever has been on a stream for so long was heard."""
+"""Seconds on a stream after which a peer was heard."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a run."""
+    """Outcome of a run."""
 
     seed: int
     violation: str
@@ -79,7 +79,7 @@ class World:
         self.sums = plan.sums
         self.disks = {f"f{i}": Disk(synced_first=self.machines.syncs_first) for i in range(plan.followers)}
         self.names = [*self.disks]
-        """Of the followers that are kept running."""
+        """Names of the followers that are kept running."""
         self.start: ServerStart | None = None
         """While it goes on nothing else of the server runs."""
         self.followers: dict[str, FollowerProcess] = {}
@@ -94,7 +94,7 @@ class World:
         self._removed_at: dict[IncarnationId, float] = {}
         self._struck_at = self._lost_at = 0.0
         self._away_until = 0.0
-        """Nobody starts a process of the server before."""
+        """Time before which no process of the server is started."""
         self._todo = len(plan.clusters) + len(plan.faults)
         self.kernel.at(0.0, self._lead)
         for name in self.disks:
@@ -150,7 +150,7 @@ class World:
             raise Violation(f"{body.incarnation} is in, and has another model")
 
     def _check_copy(self) -> None:
-        """Who leads on an older copy of the store decides nothing once somebody has told it more (O4)."""
+        """Checks that a leader on an older copy of the store decides nothing once it has been told more (O4)."""
         if not self.went_back:
             return
         for name, cluster in self.clusters.items():
@@ -176,14 +176,14 @@ class World:
                 raise Violation(f"{name} has wanted a newer version for {waited_s:.1f} s (O8c)")
 
     def _check_forgotten(self, body: Voided) -> None:
-        """What a summary does not know is no base that its cluster has told of long ago (O1a)."""
+        """Checks that a summary forgets no base of which its cluster has told lately (O1a)."""
         cluster = self.clusters[body.offer.push.incarnation.cluster]
         calm_s = self.kernel.now - max(cluster.thawed_at, cluster.cut_at, self._struck_at)
         if cluster.alive and not cluster.frozen and calm_s > CALM_S:
             raise Violation(f"{body.offer.push} is void, for a summary has forgotten {body.offer.base} (O1a)")
 
     def _check_removal(self, body: Removed) -> None:
-        """Who lives and is heard is removed only if it asked, or must come in anew (O14)."""
+        """Checks that a cluster that lives and is heard is removed only if it asked, or must come in anew (O14)."""
         who = body.incarnation
         cluster = self.clusters.get(who.cluster)
         silent = "heard" in body.reason or "come back" in body.reason
@@ -198,7 +198,7 @@ class World:
             raise Violation(f"{who} lives, and is removed: {body.reason} (O14)")
 
     def _check_holder(self, cluster: ClusterProcess | RanksJob, who: IncarnationId) -> None:
-        """Who alone holds what a shard lacks is not removed for its silence before long (O14)."""
+        """Checks that the only holder of what a shard lacks is not removed for its silence before long (O14)."""
         for push in sorted(self.chain.needed()):
             if push.incarnation != who or push not in cluster.bytes:
                 continue
@@ -360,7 +360,7 @@ class World:
             self._start_server(called)
 
     def check_safe(self) -> None:
-        """What is durable would be there if power went now, by the cut that rules (O15)."""
+        """Checks that durable versions would be there if power went now, by the ruling shard boundaries (O15)."""
         for version, digests in self.chain.durable:
             for name, digest in zip(self.chain.cut, digests, strict=True):
                 if not self.disks[name].safe(version, digest):
@@ -470,7 +470,7 @@ class World:
         )
 
     def describe(self) -> str:
-        """Where everybody stands."""
+        """Returns in words where every process stands."""
         chain = self.chain
         lines = [
             f"newest {chain.newest} durable {[str(v) for v, _ in chain.durable]} "

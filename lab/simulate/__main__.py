@@ -34,7 +34,7 @@ _COUNTED = {
     "passed": "passed over by replay",
     "events": "events",
 }
-"""What the last line tells of all runs together: fields of Outcome, and words for them."""
+"""Totals of all runs in the last line: fields of Outcome, and words for them."""
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

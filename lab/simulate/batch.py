@@ -20,7 +20,7 @@ _CHUNK = 25
 
 
 def behaviour(bug: str, family: str = "any") -> tuple[Callable[[int], Plan], Callable[[], Hooks]]:
-    """What a run with this planted bug ("" for none) draws its plans from, and how it behaves.
+    """Returns the source of plans, and the hooks, of a run with this planted bug ("" for none).
 
     Args:
         bug: Brings its own plans.
@@ -46,7 +46,7 @@ def outcomes(start: int, count: int, bug: str, jobs: int, family: str = "any") -
 
 
 def spread(run: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[R]:
-    """What `run` makes of each task, in their order; on so many processes."""
+    """Yields what `run` makes of each task, in their order; on so many processes."""
     if jobs <= 1:
         yield from map(run, tasks)
         return

@@ -30,7 +30,7 @@ from lab.simulate.plan import NodeSpec
 LATE_S = 3.0
 """A word is under way at most so long: longer than any lag of a control stream, and the time to connect again."""
 CALL_S = 0.002
-"""What an attempt to reach a scheduler takes."""
+"""Seconds of an attempt to reach a scheduler."""
 SILENT_S = 0.3
 """A neighbour that is asked calls a link silent after so long."""
 
@@ -91,7 +91,7 @@ class Connected(Process):
         self.machine = self.machine_class(world.plan.spread)
         self.stream: Stream | None = None
         self.host = world.scheduler
-        """Where its control stream goes."""
+        """Scheduler at the other end of its control stream."""
         self.outcome = ""
         self.control_lag = 0.0
         self.life = 0
@@ -273,7 +273,9 @@ class Connected(Process):
         self.timer(self._interval_s, lambda: self._beat(life))
 
     def _probe(self, suspect: str) -> None:
-        """What its machine says of its process, if that is known here, else the link. Own sleep is forgiven."""
+        """Answers what the suspect's machine says of its process, if known here, else the link. Own sleep is
+        forgiven.
+        """
         node, now = self.world.fabric.nodes.get(suspect), self.kernel.now
         here, silence_s, linked = UNSEEN, float("inf"), False
         if node is not None and node.machine.member_id == suspect:

@@ -109,7 +109,7 @@ class DataPlane:
         return self.buffers[seq % self.BUFFERS]
 
     def key(self, view: ViewId, seq: int) -> object:
-        """What tells attempts apart (protocol.md 1: all ranges carry view and step)."""
+        """Returns the key that tells attempts apart (protocol.md 1: all ranges carry view and step)."""
         return (view, seq)
 
     def shape(self, view: View, seq: int, index: int) -> Shape:

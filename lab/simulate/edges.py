@@ -1,4 +1,4 @@
-"""What happens to links in a simulated job, and what must hold about them.
+"""Faults of links in a simulated job, and what must hold about links.
 
 Theory of operation. Links are named by their nodes. "cut" takes the network between two nodes away for a while,
 "split" that between a group of nodes and all others; "mute" has their link swallow what is sent in both directions, or
@@ -45,7 +45,7 @@ class Edges:
         self._world = world
         self._changes = 0
         self._asked: dict[int, tuple[Pair, bool]] = {}
-        """What the operator asked for, by the request's number: (names, whether to add it)."""
+        """Requests of the operator by number: (names, whether to add the link)."""
         self._last: dict[Pair, int] = {}
         """The operator's last request about each pair; -1 once a member had a wish about it, too."""
         self._removed: set[Pair] = set()

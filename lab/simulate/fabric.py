@@ -33,7 +33,7 @@ Taker = Callable[[Payload], None]
 
 
 class Endpoint(Protocol):
-    """What the rest of a job knows of a member's process; `node.Node` is one."""
+    """Process of a member, as the rest of a job knows it; `node.Node` is one."""
 
     kernel: Kernel
     name: str
@@ -255,7 +255,7 @@ class Fabric:
                 self.snap(*link.ends)
 
     def mute(self, one: str, other: str, seconds: float, *, both: bool) -> None:
-        """What is sent from `one` to `other` (`both`: and back) is swallowed for so long, and no link can be made.
+        """Swallows what is sent from `one` to `other` (`both`: and back) for so long; no link can be made meanwhile.
 
         As with TCP nothing is lost if that ends before an end has given the link up; then it arrives late.
         """
@@ -273,7 +273,9 @@ class Fabric:
                 link.pipes[end].last = max(link.pipes[end].last, self.kernel.now + seconds)
 
     def _give_up(self, link: Link, muted: list[str]) -> None:
-        """Who has heard nothing for SILENT_S closes the link; the other end learns it, if anything gets there."""
+        """Closes a link at ends that have heard nothing for SILENT_S; the other end learns it, if anything gets
+        there.
+        """
         if self.links.get(frozenset(link.ends)) is not link:
             return
         del self.links[frozenset(link.ends)]

@@ -44,7 +44,7 @@ _MEMBERS = 3
 
 
 def translate(fault: Fault) -> sim.Fault:
-    """What is done to whom, without the trigger; the victim is "" if it is named by rank, or joins.
+    """Returns what is done to whom, without the trigger; the victim is "" if it is named by rank, or joins.
 
     Raises:
         ConfigurationError: Simulation cannot do this; the message names the fault and what there is instead.
@@ -67,7 +67,7 @@ def translate(fault: Fault) -> sim.Fault:
 
 
 def founders(plan: FaultPlan) -> tuple[str, ...]:
-    """Who is there from the start: whom the plan names before they join, and enough others that somebody remains."""
+    """Returns the founders: those that the plan names before they join, and enough others that one remains."""
     named: list[str] = []
     joining: set[str] = set()
     hurt: set[str] = set()
@@ -200,7 +200,7 @@ class PlannedWorld(World):
             self.carry_out(fault, self._victim(fault))
 
     def _rank(self, rank: int) -> Node | None:
-        """Who has this rank in the latest view."""
+        """Returns the node with this rank in the latest view."""
         members = self.store.views[-1].members if self.store.views else ()
         process = self.fabric.nodes.get(members[rank].id) if rank < len(members) else None
         return next((n for n in self.nodes.values() if n is process), None)

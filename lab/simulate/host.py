@@ -39,7 +39,7 @@ _DRAWS_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Candidacy:
-    """What a scheduler's process is beside its machine.
+    """Facts of a scheduler's process beside its machine.
 
     Attributes:
         number: Which candidate it is; each life has a number of its own.

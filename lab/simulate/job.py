@@ -1,4 +1,4 @@
-"""What the parts of a simulated job ask of the whole: the one place where they meet it.
+"""Interface between the parts of a simulated job and the whole.
 
 Theory of operation. `world.World` makes all parts and is a `Job`. The parts know only this file, so none of them needs
 the world to be read, checked or imported.

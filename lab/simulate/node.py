@@ -122,7 +122,7 @@ class Node(Connected):
         self.follow(self.dialling.broken(peer, evidence))
 
     def follow(self, steps: Sequence[LinkStep]) -> None:
-        """What was decided about links."""
+        """Carries out what was decided about links."""
         for step in steps:
             match step:
                 case Tell(peer, up, evidence):
@@ -166,7 +166,7 @@ class Node(Connected):
         self.link_changed(peer, True, "connected")
 
     def carry_on(self, steps: Sequence[RouteStep]) -> None:
-        """What the router decided about messages."""
+        """Carries out what the router decided about messages."""
         fabric, me = self.world.fabric, self.machine.member_id
         for step in steps:
             match step:
@@ -325,7 +325,7 @@ class Node(Connected):
         self.timer(work, lambda: self._step(uid, epoch, spans, life))
 
     def rest_s(self) -> float:
-        """What it takes to get to a collective."""
+        """Returns the seconds that it takes to get to a collective."""
         return self.kernel.between(0.0002, 0.004)
 
     def strays(self) -> bool:
@@ -386,7 +386,7 @@ class Node(Connected):
         return False
 
     def answer(self, spans: tuple[tuple[int, int], ...]) -> bytes:
-        """What it says beside the gradient of these samples."""
+        """Returns what it says beside the gradient of these samples."""
         return b""
 
     def vote(self) -> tuple[str, bytes]:
@@ -394,7 +394,7 @@ class Node(Connected):
         return str(Kind.GATHER), f"{self.machine.member_id} says {self.kernel.random.randrange(1000)}".encode()
 
     def beside(self, before: Header, header: Header, contributors: tuple[str, ...]) -> None:
-        """What else of the state a slot changes that is committed."""
+        """Changes what else of the state a committed slot changes."""
 
     def _contribute(self, kind: Kind, view: ViewId = NO_VIEW, **fields: object) -> None:
         if self.outcome or self.machine.phase is not MemberPhase.ACTIVE:
@@ -457,7 +457,7 @@ class Node(Connected):
         return self.published[1]
 
     def served_hash(self) -> int:
-        """Of the whole state that it serves."""
+        """Returns the hash of the whole state that it serves."""
         return hash(self.published[1]) if self.published is not None else 0
 
     def serve_copy(self, header: Header) -> State | None:
@@ -548,7 +548,7 @@ class Node(Connected):
         self.forget()
 
     def forget(self) -> None:
-        """What is left of the old training state: nothing but a fresh start."""
+        """Forgets the old training state: a fresh start is left."""
         self.kept = None
         self.state = self.live = initial_state(self.world.program, self.number + 1000 * self.life)
 

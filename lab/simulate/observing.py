@@ -118,7 +118,7 @@ class Keeper:
         node.timer(node.kernel.between(0.0, self._job.plan.replaying.log_s), keep)
 
     def release(self) -> None:
-        """Nobody observes any more."""
+        """Forgets the log, as no learner observes any more."""
         self.gone = max(self.gone, self.newest)
         self._generation += 1
         self.copy = None

@@ -1,4 +1,4 @@
-"""What must hold, checked while a simulated job runs and when it ends.
+"""Checks what must hold, while a simulated job runs and when it ends.
 
 Theory of operation. The oracle sees everything: every contribution made, every header committed by anyone with the
 state it led to, every slot that somebody treated as stable, every ejection and every join. Headers form a tree (a

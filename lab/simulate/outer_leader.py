@@ -80,7 +80,7 @@ class Line:
 
 @dataclass(slots=True)
 class InnerSteps:
-    """Where the progress of each inner step is.
+    """Place of the progress of each inner step.
 
     Attributes:
         counted: By inner step: the push that was accepted with it, and the beginning of the job that it was trained in.
@@ -347,7 +347,7 @@ class ScriptedLeader:
             self._tell(Dismissed(self._term, "it was removed", True))
 
     def _roll_back(self) -> None:
-        """What is accepted and kept is unanswered again."""
+        """Rolls back: accepted pushes that are kept are unanswered again."""
         if self._who is None or self._over:
             return
         pushes = sorted(push for push in self._kept if push.incarnation == self._who[0])

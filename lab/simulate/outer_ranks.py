@@ -42,7 +42,7 @@ _RATES = (100.0, 50.0)
 
 
 def _number(header: Header) -> int:
-    """Of an inner step; a slot that is made otherwise by survivors is another one."""
+    """Returns the number of an inner step; a slot that is made otherwise by survivors is another one."""
     return int(header.hash[:12], 16) if header.kind is Kind.STEP else 0
 
 
@@ -127,7 +127,7 @@ class OuterNode(Node):
 
     @property
     def leader(self) -> ScriptedLeader:
-        """Of its cluster."""
+        """Leader of its cluster."""
         assert self.world.outer is not None
         return self.world.outer
 
@@ -300,6 +300,6 @@ class OuterNode(Node):
 
 
 class OuterHooks(Hooks):
-    """Of jobs whose members are ranks of a cluster."""
+    """Hooks of jobs whose members are ranks of a cluster."""
 
     node_class = OuterNode

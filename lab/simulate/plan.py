@@ -25,7 +25,7 @@ class NodeSpec:
     neighbours: tuple[str, ...] = ()
     """Names in its Hello; empty: whoever it can reach."""
     script: str = "same"
-    """What it runs; members must run the same."""
+    """Script that it runs; members must run the same."""
     after: str = ""
     """Name of the process in whose place it is started once that has ended; it offers the file that that one kept."""
     parts_at: int = 0
@@ -34,7 +34,7 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaying:
-    """What replay is like in this job.
+    """Conditions of replay in this job.
 
     Attributes:
         log_entries: Slots that each member's log holds.
@@ -83,7 +83,7 @@ class Fault:
     lasts: float = 0.0
     trap: tuple[str, int, int] | None = None
     rate_bps: float = 0.0
-    """What the link carries from now on, for "rate"."""
+    """Rate of the link from now on, for "rate", bit/s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class Plan:
     patience_s: float = 0.0
     """Given: whoever has been ready for so long, since the last fault was over, must be in; who asked to leave, out."""
     unfailing: bool = False
-    """Nobody dies and no link fails: a recovery is a violation."""
+    """Whether no member dies and no link fails: a recovery is a violation then."""
     damage: float = 0.0
     """Part of all pulled state ranges that are damaged on the way."""
     drift: float = 0.0
@@ -159,7 +159,7 @@ class Plan:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Where candidates listen."""
+        """Places at which candidates listen."""
         return tuple(f"h{index}" for index in range(self.candidates))
 
     @property
@@ -170,7 +170,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run gave."""
+    """Outcome of a run."""
 
     seed: int
     violation: str
@@ -186,7 +186,7 @@ class Outcome:
     replays: int = 0
     moved: int = 0
     crashes: int = 0
-    """Of schedulers."""
+    """Crashes of schedulers."""
     terms: int = 0
     store_errors: int = 0
     cut_streams: int = 0

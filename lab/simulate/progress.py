@@ -116,7 +116,7 @@ class Patience:
     def __init__(self, world: Job) -> None:
         self._world = world
         self._calm_at = 0.0
-        # Who is silent for longer is dead, or is passed over: it excuses nobody else's waiting.
+        # A member that is silent for longer is dead, or is passed over: it excuses no other's waiting.
         self._longest_s = min(
             max((fault.lasts for fault in world.plan.faults), default=0.0), world.settings.hang_timeout_s
         )

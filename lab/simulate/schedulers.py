@@ -46,7 +46,7 @@ SCHEDULER_FAULTS = (
 STOPPED_S = 0.3
 """A stopped leader is replaced after so long by a candidate of its own machine."""
 LEASE_S = (1.3, 2.2)
-"""What is left of a lease when its holder stops prolonging it, and what etcd takes to notice."""
+"""Seconds that are left of a lease when its holder stops prolonging it, with the time that etcd takes to notice."""
 PATIENCE_S = 3.0
 """A leader that cannot reach etcd goes on for so long beyond its lease."""
 WAKE_S = 0.4
@@ -67,7 +67,7 @@ class Schedulers:
         """The job's own store, while another one is in its place."""
         self._backup = Backup(Tip())
         self._watched = False
-        """Who stands by has seen a leader live that found the chain where it is (control/election.py)."""
+        """Whether standbys have seen a leader live that found the chain where it is (control/election.py)."""
         self._led_since = 0.0
         self._hosts: list[SchedulerHost] = []
         self._dead: set[str] = set()
@@ -102,14 +102,16 @@ class Schedulers:
         return host
 
     def _hears_s(self) -> float:
-        """Nobody looks for the first one, and one that stood by has seen the chain live."""
+        """Returns how long a new scheduler listens, s: not at all if no member looks for it, or it stood by and has
+        seen the chain live.
+        """
         if self._watched or not self._hosts:
             return 0.0
         views = self._world.store.views
         return hears_s(len(views[-1].members) if views else 0, several=self._world.plan.several)
 
     def ask(self, place: str) -> SchedulerHost | Conversation:
-        """Who takes itself for the leader there; or what a member hears instead, that looks for it."""
+        """Returns the host that takes itself for the leader there; or the words that a member hears instead."""
         host = next((h for h in reversed(self._hosts) if h.alive and h.candidacy.place == place), None)
         if host is not None or not self._world.plan.several or place in self._dead:
             return host or Conversation()
@@ -121,7 +123,7 @@ class Schedulers:
         return host.alive and (not self._world.plan.several or self._world.store.leader == host.candidacy.number)
 
     def _follow(self, gap: float) -> None:
-        """Somebody leads after so long, if nobody does by then."""
+        """Has a candidate lead after so long, if none does by then."""
         world = self._world
         world.expect(1)
 
@@ -240,7 +242,7 @@ class Schedulers:
         self._world.say("an older copy of the store takes its place, and the scheduler lives")
         self.newest = self.newest or self._world.store.backup()
         self._world.store.restore(backup)
-        # Who stands by sees the store go back (`Election._look`).
+        # Standbys see the store go back (`Election._look`).
         self._watched, self._led_since = False, self._world.kernel.now
 
     def _bring_back(self, host: SchedulerHost, lasts: float) -> None:
@@ -253,7 +255,7 @@ class Schedulers:
         self._end_all(host, lasts)
 
     def _end_all(self, host: SchedulerHost, lasts: float) -> None:
-        """Nobody writes to a store that is replaced: all schedulers are ended first."""
+        """Ends all schedulers, so that none writes to a store that is replaced."""
         for other in self._hosts:
             if other.alive and other is not host:
                 other.crash()

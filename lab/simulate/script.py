@@ -49,7 +49,7 @@ _KINDS: dict[str, Callable[[str], object]] = {
     "neighbours": _names,
     "replay": lambda value: value == "yes",
 }
-"""What a node's values are; all others are numbers."""
+"""Readers of a node's values; all others are numbers."""
 
 
 class Script:

@@ -73,7 +73,7 @@ class Run:
     closes: deque[tuple[int, ...]]
     borders: dict[BorderKey, int] = field(default_factory=dict)
     activations: dict[tuple[int, int], int] = field(default_factory=dict)
-    """What entered a layer, by micro-batch and layer."""
+    """Inputs of layers, by micro-batch and layer."""
     grads: dict[int, list[int]] = field(default_factory=dict)
     """Gradients by part."""
     counts: list[tuple[int, int]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class StagedNode(Node):
         self._opened: View | None = None
         self._early: list[Border] = []
         self.file: tuple[Kept, Parts, str] | None = None
-        """What it wrote down when all left: also the values, and of which lineage they are."""
+        """File that it wrote when all left: with the values, and their lineage."""
         self._drifted = -1
         """A part whose hash it has said wrongly in the open step."""
         self._busy_until = 0.0
@@ -135,7 +135,7 @@ class StagedNode(Node):
         self._check_parts()
 
     def _check_parts(self) -> None:
-        """What the machine says to hold is here, and nothing else is."""
+        """Checks that the parts are here which the machine says it holds, and no others."""
         machine = self.machine
         quiet = self.alive and not self.frozen and not self.outcome and machine.phase is MemberPhase.ACTIVE
         if quiet and self.training and machine.header is self.header and self._opened is machine.view:
@@ -195,7 +195,7 @@ class StagedNode(Node):
             self._start(GENESIS)
 
     def _offered(self) -> tuple[Kept, Parts, str] | None:
-        """What the process wrote down in whose place this one is."""
+        """Returns the file of the process whose place this one takes."""
         before = self.world.nodes.get(self.spec.after)
         return before.file if isinstance(before, StagedNode) else None
 
@@ -497,7 +497,7 @@ class StagedNode(Node):
         self._part(header.view_change)
 
     def clipped(self, header: Header, results: Mapping[int, RawSum]) -> str:
-        """What its step is clipped with, by what the header hands on (P11)."""
+        """Returns what its step is clipped with, by what the header hands on (P11)."""
         return clipping(header.answers)
 
     # ------------------------------------------------------------------ serving others

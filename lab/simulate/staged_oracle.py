@@ -1,4 +1,4 @@
-"""What must hold in a job with pipelines: the oracle computes each step itself, with all parts at one place.
+"""Oracle of a job with pipelines: it computes each step itself, with all parts at one place.
 
 Theory of operation. Whatever a member holds after a header must be what one process would hold that has all parts and
 ran every micro-batch once, in the attempt that the header closed. So a sum that misses a micro-batch, has one twice, or
@@ -34,7 +34,7 @@ _Key = tuple[str, str]
 
 
 class HoldsParts(Protocol):
-    """What the oracle looks at in a member's process."""
+    """Process of a member, as the oracle sees it."""
 
     alive: bool
     frozen: bool

@@ -155,11 +155,11 @@ class Store:
         self.tip = Tip()
 
     def backup(self) -> Backup:
-        """What it holds now."""
+        """Returns what it holds now."""
         return Backup(self.tip, tuple(self.entries), tuple(self.kept))
 
     def restore(self, backup: Backup) -> None:
-        """What was here is gone, and this is here instead."""
+        """Replaces the content by a backup."""
         self.tip, self.entries, self.kept = backup.tip, list(backup.entries), list(backup.kept)
 
     def _append(self, persist: Persist) -> None:

@@ -111,7 +111,7 @@ def apply_result(state: State, results: Sequence[Result]) -> State:
 
 
 def after_forward(program: Program, state: State, uid: int) -> State:
-    """What a forward pass makes of the state: only buffers change, until the next commit averages them."""
+    """Returns the state after a forward pass: only buffers change, until the next commit averages them."""
     buffers = program.ranges
     return (*state[:buffers], hash((state[buffers], uid)), *state[buffers + 1 :])
 

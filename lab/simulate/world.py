@@ -88,7 +88,7 @@ class World:
         self.on_fault: Callable[[str], None] = lambda words: None
         self.nodes: dict[str, Node] = {}
         self.outer = ScriptedLeader(self.kernel, plan.outer) if plan.outer is not None else None
-        """Of the cluster whose ranks the members are."""
+        """Leader of the cluster whose ranks the members are."""
         self._todo = len(plan.faults)
         self.schedulers = Schedulers(self)
         for number, (spec, start) in enumerate(zip(plan.nodes, plan.starts, strict=True), 1):
@@ -183,7 +183,7 @@ class World:
         return self._counters.uid
 
     def ask(self, place: str) -> SchedulerHost | Conversation:
-        """Who takes itself for the leader there; or what a member hears instead."""
+        """Returns the host that takes itself for the leader there; or the words that a member hears instead."""
         return self.schedulers.ask(place)
 
     def struck(self, troubles: int = 1, causes: int = 1) -> None:

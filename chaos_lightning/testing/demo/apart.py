@@ -53,7 +53,7 @@ FRESH_S, PUSHES = 0.2, 10
 """The rank dies within so many seconds of a push's freezing. On a busy machine that is read late, when the push may be
 there already; then the next one is taken, of so many at most."""
 MOST_S = 300.0
-"""Of all of it; not with --quick, which others wait for while they use the machine."""
+"""Longest time of the demo, s; not with --quick, for which others wait while they use the machine."""
 ENOUGH_LEFT = 500
 """Samples, which take clusters some seconds."""
 
@@ -247,7 +247,7 @@ def _adopts(stage: Stage[FarNodes], cluster: str) -> Record:
 
 
 def _facts(stage: Stage[FarNodes]) -> dict[str, Any]:
-    """Of the leader that leads."""
+    """Returns the facts of the present leader."""
     return fetch_facts(stage.nodes.server.endpoints, b"", 20.0)
 
 
@@ -269,7 +269,7 @@ def _has_etcd() -> bool:
 
 
 def plot_of(candidates: int, most_s: float = 0.0) -> Plot:
-    """What so many machines of the server, and the clusters, are to show, and in how long."""
+    """Returns what the clusters and so many machines of the server are to show, and in how long."""
     return Plot(
         clusters=tuple(cluster.name for cluster in CLUSTERS),
         late=LATE.name,

@@ -63,7 +63,7 @@ class Machines:
         return self.lab.events
 
     def poll(self) -> Iterable[str]:
-        """What the lab did to links."""
+        """Returns what the lab did to links."""
         said = [line for node, line in self.lab.poll() if not node and "started:" not in line]
         return [line.partition(" s  ")[2] for line in said]
 
@@ -106,7 +106,7 @@ def finish(stage: Stage[Machines]) -> None:
 
 
 class Told:
-    """What is worth being said of an event: who is in, and each view once."""
+    """Lines about events: who is in, and each view once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -150,7 +150,7 @@ class Ruled:
     reason: str
 
     def share(self, edge: Edge) -> float:
-        """What part of the gradients passes this link."""
+        """Returns the share of the gradients that passes this link."""
         whole = sum(weight for weight, _ in self.trees)
         return sum(weight for weight, edges in self.trees if edge in edges) / whole if whole else 0.0
 
@@ -192,10 +192,10 @@ CHANGES = ("cut", "stall", "restore", "rate")
 
 
 class Links:
-    """What the logs say about the links of a topology.
+    """Events in the logs about the links of a topology.
 
     Args:
-        topology: What was emulated.
+        topology: Topology that was emulated.
         records: All events, in order of time.
     """
 
@@ -206,7 +206,7 @@ class Links:
         self.views = views(records)
 
     def rate(self, edge: Edge, t: float) -> float:
-        """What this link carried then, bits per second; 0 if it did not, or does not exist."""
+        """Returns what this link carried then, bits per second; 0 if nothing, or if it does not exist."""
         link = next((x for x in self.topology.links if {x.a, x.b} == edge), None)
         rate, whole = (link.rate_bps, True) if link is not None else (0.0, False)
         for r in sorted(self.faults(*CHANGES), key=lambda r: r.t):
@@ -320,7 +320,7 @@ def stayed(links: Links) -> Check:
 
 
 def followed(links: Links) -> list[Check]:
-    """What this demo is about."""
+    """Returns the lines that this demo is about."""
     return [founded(links), measured(links), *failures(links), *slower(links), trees(links), stayed(links)]
 
 
@@ -332,7 +332,7 @@ def prove(e: Evidence, topology: Topology) -> list[Check]:
         *followed(Links(topology, e.records)),
         proof.finished(e, names, "the job finishes on all nodes"),
         *proof.training(e, names),
-        # Nobody is to die here, so the audit's last point has nothing to show, unless somebody did.
+        # No member is to die here, so the audit's last point has nothing to show, unless one did.
         *(c for c in proof.audited(e) if c.ok or deaths or not c.what.startswith("audit 5")),
     ]
 

@@ -32,11 +32,13 @@ WAITS_S = 1.0
 LEASES_S = 3.0
 """By then an election among etcd's servers is over, and a lease that was not prolonged has ended."""
 RECOVERED_S = 6.0
-"""Of a death at the instant of a scheduler's and of etcd's leader's: 3 s on an idle machine (benchmarks.failover)."""
+"""Longest recovery from a death at the instant of a scheduler's and of etcd's leader's, s: 3 on an idle machine."""
 JOINS_WORK_S = 10.0
 """Two elections, one of etcd's own and one of a scheduler, and a member that asks its endpoints in turn."""
 JOINED_S = 20.0
-"""Of a member that had just begun: beside these elections it must say hello, link to all others, pull the state."""
+"""Longest way in, s, of a member that had just begun: beside these elections it says hello, links to all, pulls the
+state.
+"""
 
 
 # ------------------------------------------------------------------ acts

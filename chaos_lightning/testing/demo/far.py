@@ -72,13 +72,13 @@ class FarNodes:
 
     @property
     def events(self) -> Path:
-        """Where all processes write their event logs."""
+        """Folder in which all processes write their event logs."""
         return self.folder / "events"
 
     # ------------------------------------------------------------------ starting
 
     def cluster_words(self, cluster: FarCluster, node: str = "") -> list[str]:
-        """What is typed for this cluster, or on a node of it, after `python -m`."""
+        """Returns what is typed for this cluster, or on a node of it, after `python -m`."""
         script = [_SCRIPT, f"--folder={self.folder}", f"--name={cluster.name}", f"--pause={cluster.pause_s:g}"]
         script += self.arguments
         if not node:
@@ -136,7 +136,7 @@ class FarNodes:
                 raise NodeDied(f"{child.words()}; all that it said is in {child.log}; at last:\n{last_words(child)}")
 
     def exit_codes(self) -> dict[str, int | None]:
-        """Of clusters and nodes; None while one runs, negative for a signal."""
+        """Returns the exit codes of clusters and nodes; None while one runs, negative for a signal."""
         return {name: child.poll() for name, child in self.running.items()}
 
     # ------------------------------------------------------------------ ending

@@ -1,4 +1,4 @@
-"""What `demo-diloco` proves, from the event logs of leaders, followers and clusters.
+"""Proof of `demo-diloco`, from the event logs of leaders, followers and clusters.
 
 Theory of operation. As in `proof.py`: a line fails when the logs contradict it, and also when they do not tell. What
 was decided is the chain's word, folded from all leaders' entries (observe/outer/entries.py); what was trained, clusters
@@ -40,7 +40,7 @@ BACK_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """Who is to do what: names of clusters, and how many machines may lead.
+    """Roles in the demo: names of clusters, and how many machines may lead.
 
     Attributes:
         clusters: All.
@@ -86,7 +86,7 @@ class FarEvidence:
         return sorted(self.rows) == sorted(self.plot.clusters) and all(len(r) == 1 for r in self.rows.values())
 
     def log(self, cluster: str) -> ClusterLog | None:
-        """What this cluster's incarnation says."""
+        """Returns the log of this cluster's incarnation."""
         return next((log for name, log in self.facts.run.clusters.items() if cluster_of(name) == cluster), None)
 
     def fault(self, kind: str, node: str = "") -> Record | None:
@@ -304,7 +304,7 @@ def inner_steps(f: FarEvidence) -> Check:
 
 
 def removed(f: FarEvidence) -> Check:
-    """Who was removed by silence, but for the dead one."""
+    """Checks that silence removed the dead cluster and no other."""
     told = [t.entry.body for t in f.chain.told.values() if t.entry is not None and isinstance(t.entry.body, Removed)]
     wrong = [body for body in told if body.incarnation.cluster != f.plot.dies]
     words = "; ".join(f"{body.incarnation}: {body.reason}" for body in told)

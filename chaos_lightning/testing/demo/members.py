@@ -97,7 +97,7 @@ class Size:
 
     @property
     def plan(self) -> FaultPlan:
-        """Who joins, dies, freezes and leaves, each once the one before is over."""
+        """Plan of who joins, dies, freezes and leaves, each once the one before is over."""
         worker, joins, killed, frozen = ROLES.worker, ROLES.joins, ROLES.killed, ROLES.frozen
         long_s = self.freeze_s
         return FaultPlan(
@@ -462,7 +462,7 @@ def resumed(e: Evidence, roles: Roles) -> Check:
 LINES: tuple[Callable[[Evidence, Roles], Check], ...] = (
     founded, sibling, worker, joined, killed, frozen, left, kept, resumed
 )  # fmt: skip
-"""What this demo is about, in the order of the story."""
+"""Lines that this demo is about, in the order of the story."""
 
 
 def prove(e: Evidence, roles: Roles = ROLES) -> list[Check]:

@@ -49,7 +49,7 @@ def before(name: str) -> str:
 
 
 def rates_of(node: str) -> dict[str, float]:
-    """What this node may send to whom, bit/s; nodes that are not named are as fast as this machine."""
+    """Returns the rates at which this node may send to others, bit/s; to nodes not named it sends as fast as it can."""
     if node == NEWCOMER:
         return dict(LINK_RATES_BPS)
     return {NEWCOMER: LINK_RATES_BPS[node]} if node in LINK_RATES_BPS else {}
@@ -104,12 +104,12 @@ class Cast:
 
     @property
     def events(self) -> Path:
-        """Where all members write their event logs."""
+        """Folder in which all members write their event logs."""
         return self.folder / "events"
 
     @property
     def endpoint(self) -> str:
-        """Of all places in which a scheduler may be."""
+        """Endpoints of all places in which a scheduler may be."""
         return ",".join(self.places.values())
 
     # ------------------------------------------------------------------------------------------------ starting
@@ -119,7 +119,7 @@ class Cast:
         return self.workers.get(name, 1)
 
     def options(self, name: str) -> list[str]:
-        """What this node's agent is told."""
+        """Returns the options of this node's agent."""
         several = [f"--nproc-per-node={self.workers_of(name)}"] if self.workers_of(name) > 1 else []
         own = self.places.get(name, next(iter(self.places.values())))
         endpoint = ",".join([own, *(place for place in self.places.values() if place != own)])
@@ -131,7 +131,7 @@ class Cast:
         ]
 
     def words(self, name: str) -> str:
-        """What a user would type on this machine."""
+        """Returns what a user would type on this machine."""
         program = "torchrun" if self.workers_of(name) == 1 else "chaos-lightning run"
         # Shorter, and the same place from the folder in which the demo was started.
         return " ".join([program, *self.options(name), "train.py"]).replace(f"{Path.cwd()}/", "")
@@ -246,7 +246,7 @@ class Cast:
                 raise NodeDied(f"{child.words()}; all that it said is in {child.log}; at last:\n{last_words(child)}")
 
     def exit_codes(self) -> dict[str, int | None]:
-        """Of all agents; None while one runs, negative for a signal."""
+        """Returns the exit codes of all agents; None while one runs, negative for a signal."""
         codes = {name: child.poll() for name, child in self.nodes.items()}
         return codes | {before(name): child.poll() for name, child in self.earlier.items()}
 

@@ -1,4 +1,4 @@
-"""What a demo proves, from its event logs: a table of expectations, each with what was found.
+"""Proof of a demo, from its event logs: a table of expectations, each with what was found.
 
 Theory of operation. Two witnesses are heard. The audit (observe/audit.py) judges the contract over all events, sharing
 no code with the engine. A demo's own lines ask whether what it wanted to show was shown. A line is a function of the
@@ -39,12 +39,12 @@ class Check(NamedTuple):
 
 
 def faults_of(records: Sequence[Record], *kinds: str) -> list[Record]:
-    """What was injected."""
+    """Returns the faults of these kinds that were injected."""
     return [r for r in records if r.name == "fault_injected" and r.get("kind") in kinds]
 
 
 class Evidence:
-    """What a demo has left.
+    """Evidence that a demo has left.
 
     Args:
         folder: The demo's, with its event logs.
@@ -73,20 +73,20 @@ class Evidence:
         return [slot for slot in self.chain if slot.kind == "step"]
 
     def code(self, name: str) -> int | None:
-        """With which this node's first agent ended."""
+        """Returns the exit code of this node's first agent."""
         return self.codes.get(before(name), self.codes.get(name))
 
     def faults(self, *kinds: str) -> list[Record]:
-        """What was done to them."""
+        """Returns the faults of these kinds."""
         return faults_of(self.records, *kinds)
 
     def lives(self, name: str, worker: int = 0) -> list[Life]:
-        """Of this node's worker, in order."""
+        """Returns the lives of this node's worker, in order."""
         mine = (x for x in self.timeline.lives.values() if x.node == f"{name}-{worker}")
         return sorted(mine, key=lambda x: x.born)
 
     def recovery(self, name: str, kind: str, worker: int = 0) -> folds.RecoveryTimes | None:
-        """What followed when this node's worker was struck so."""
+        """Returns the recovery that followed when this node's worker was struck so."""
         found = folds.recoveries(self.timeline)
         return next((r for r in found if r.node == f"{name}-{worker}" and r.kind == kind), None)
 
@@ -157,7 +157,7 @@ def one_chain(e: Evidence) -> Check:
         if r.name == "committed" and r.by == r.member:
             members.add(r.member)
             compared += 1
-            # What only a victim had committed is in `no_step_lost`.
+            # Commits that only a victim had made are in `no_step_lost`.
             differ += chain.get(int(r["seq"])) != r["header"] and r.member not in dead
     text = f"{compared:,} commits by {len(members)} member ids agree on one chain of {len(chain):,} headers"
     if differ:
@@ -175,7 +175,7 @@ def equal_hashes(e: Evidence) -> Check:
 
 
 def equal_weights(e: Evidence, names: Collection[str]) -> Check:
-    """Of these nodes, and no others."""
+    """Checks that these nodes, and no others, have equal weights at the end."""
     found = {}
     for path in sorted(e.folder.glob("final-*.json")):
         words = json.loads(path.read_text(encoding="utf-8"))

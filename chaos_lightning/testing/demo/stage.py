@@ -68,7 +68,7 @@ class Nodes(Protocol):
 
     @property
     def events(self) -> Path:
-        """Where all members write their event logs."""
+        """Folder in which all members write their event logs."""
 
     def poll(self) -> Iterable[str]:
         """Called again and again: they go on; what has been done to them since the last call."""
@@ -256,7 +256,7 @@ class Stage(Generic[N]):
         self._due: list[Fault] = []
 
     def say(self, kind: str, text: str) -> None:
-        """What is done ("do"), seen, good or bad."""
+        """Shows a line of this kind: "do", "seen", "good" or "bad"."""
         self._screen.say(kind, text)
 
     def judge(self, good: bool, text: str) -> None:

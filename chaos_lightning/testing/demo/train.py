@@ -1,4 +1,4 @@
-"""What the demo's nodes run under torchrun: a small GPT on English prose, as anybody would write it for Lightning.
+"""Training script of the demo's nodes under torchrun: a small GPT on English prose, as one writes it for Lightning.
 
 Theory of operation. The model reads the language reference that ships inside Python, byte by byte. Nothing in here
 knows that members come and go: `Trainer(strategy="chaos")` is all there is to it. Three things serve the demo: each
@@ -126,7 +126,7 @@ class Demo(Callback):  # type: ignore[misc]
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """What training scripts of demos are told."""
+    """Returns the options of the demos' training scripts."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--folder", type=Path, required=True)
     options.add_argument("--layers", type=int, default=4)

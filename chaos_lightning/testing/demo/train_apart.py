@@ -1,4 +1,4 @@
-"""What clusters of `demo-diloco` run: the small GPT of `train.py`, by `Trainer(strategy="chaos_diloco")`.
+"""Training script of clusters in `demo-diloco`: the small GPT of `train.py`, by `Trainer(strategy="chaos_diloco")`.
 
 Theory of operation. Each cluster trains by itself and takes its part of every epoch; under torchrun its ranks are one
 elastic cluster. A pause makes steps longer, so that clusters have different speeds. The demo writes into the file

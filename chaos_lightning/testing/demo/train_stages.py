@@ -83,7 +83,7 @@ def main() -> None:
         profile="" if args.alone else args.profile,
         **words,
     )
-    # Nobody asks the process for comparison to stop, or to die.
+    # The process for comparison is not asked to stop, or to die.
     trainer, model = fit(args, strategy, Stages(args.folder / "alone" if args.alone else args.folder, args.pause))
     session = strategy.session
     if session is not None and not session.departed:

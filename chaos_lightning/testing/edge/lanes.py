@@ -90,7 +90,7 @@ class Lane:
 
     @property
     def in_flight_nbytes(self) -> int:
-        """What may be under way between the ends."""
+        """Bytes that may be under way between the ends."""
         slowest = min(m.rate_bps for m in self._meters)
         return int(slowest / 8 * (self.wire.latency_s + 2 * QUANTUM_S)) + 2 * MIN_PIECE_NBYTES
 

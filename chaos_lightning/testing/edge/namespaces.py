@@ -38,7 +38,7 @@ from chaos_lightning.testing.edge.topology import Condition, LinkState, Pair, To
 PREFIX = "chaoslab"
 PORT = 29400
 OVERHEAD = 1514 / 1448
-"""What is sent for a payload of TCP, with frames of 1500 bytes."""
+"""Bytes sent for each byte of a TCP payload, with frames of 1500 bytes."""
 QUEUE_NBYTES = 256 << 10
 _QUEUE_S = 0.01
 """A queue holds so much of its rate, if that is more."""
@@ -174,7 +174,7 @@ class NamespaceBackend:
         return self._router(node) if node in self._topology.access_bps else self._space(node)
 
     def address(self, node: str) -> str:
-        """Where its links listen."""
+        """Returns the address at which a node's links listen."""
         return f"10.77.0.{self._index[node]}"
 
     def _control(self, node: str) -> str:

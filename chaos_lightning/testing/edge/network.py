@@ -51,9 +51,9 @@ class Backend(Protocol):
 
     name: str
     endpoint: str
-    """Where the job's scheduler is to be; the first node's member hosts it."""
+    """Endpoint of the job's scheduler; the first node's member hosts it."""
     notes: tuple[str, ...]
-    """What it does not emulate."""
+    """Lines on what it does not emulate."""
 
     def apply(self, pair: Pair, state: LinkState) -> None:
         """This link is so from now on."""
@@ -64,7 +64,7 @@ class Backend(Protocol):
         ...
 
     def environment(self, node: str) -> dict[str, str]:
-        """What processes on this node need to know."""
+        """Returns the environment that processes on this node need."""
         ...
 
     def close(self) -> None:
@@ -246,7 +246,7 @@ class Edge:
             self._changed.notify_all()
 
     def _apply(self, t_s: float) -> None:
-        """What differs at this time."""
+        """Applies what changes at this time."""
         after = links_of(self.topology, t_s)
         for pair, state, text in differences(self._states, after):
             before = self._states[pair]

@@ -48,7 +48,7 @@ from chaos_lightning.testing.processes import owner_of
 
 HELD_NBYTES = 1 << 20
 BUFFER_NBYTES = 256 << 10
-"""Of the relay's own sockets: what waits there waits on no wire."""
+"""Buffers of the relay's own sockets: bytes that wait there wait on no wire."""
 _READ_NBYTES = 1 << 18
 _LINE_NBYTES = 4096
 _RESET = struct.pack("ii", 1, 0)
@@ -73,7 +73,7 @@ class _End:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.coming: deque[tuple[float, memoryview]] = deque()
-        """What arrives here, and when; an empty piece is the end of the stream."""
+        """Pieces that arrive here, and when; an empty piece is the end of the stream."""
         self.held = 0
         self.lane: Lane | None = None
         """The way of what is read here; None: as fast as it comes."""
@@ -96,7 +96,7 @@ class _Connection:
         self.line = b""
         self.pair: Pair | None = None
         self.names = ("", "")
-        """Who dialled, and whom."""
+        """Names of the dialling end and the other one."""
         self.address = ("", 0)
 
     def ends(self) -> list[_End]:
@@ -154,7 +154,7 @@ class LinkRelay:
         self._thread.start()
 
     def environment(self) -> dict[str, str]:
-        """What makes a process dial through this relay."""
+        """Returns the environment that makes a process dial through this relay."""
         return {RELAY: self.address}
 
     def cut(self, one: str, other: str) -> None:
@@ -166,7 +166,7 @@ class LinkRelay:
         self._change(pair_of(one, other), _STALLED)
 
     def restore(self, one: str, other: str) -> None:
-        """What stalled goes on; what was cut can be dialled again."""
+        """Restores a link: what stalled goes on; what was cut can be dialled again."""
         self._change(pair_of(one, other), _WHOLE)
 
     def shape(self, one: str, other: str, *, rate_bps: float, latency_s: float = 0.0) -> None:
@@ -195,7 +195,7 @@ class LinkRelay:
         self._do(work)
 
     def access(self, node: str, rate_bps: float) -> None:
-        """What all shaped links of this node share from now on, each way, bits per second."""
+        """Sets the rate that all shaped links of this node share from now on, each way, bits per second."""
 
         def work() -> None:
             now = time.monotonic()
@@ -474,7 +474,7 @@ class LinkRelay:
 
     @staticmethod
     def _pass_on_ends(connection: _Connection) -> bool:
-        """Who has all that the other end ever sent is told so; True once both are."""
+        """Tells each end once it has all that the other one ever sent; returns True once both are told."""
         for end in connection.ends():
             other = connection.other(end)
             if other is not None and other.ended and not (end.coming or end.told or end.connecting):
@@ -544,7 +544,7 @@ class Way:
         self._relay.stall(name, _SERVER)
 
     def restore(self, name: str = "") -> None:
-        """What stalled goes on; what was cut can be dialled again."""
+        """Restores links: what stalled goes on; what was cut can be dialled again."""
         self._relay.restore(name, _SERVER)
 
     def close(self) -> None:

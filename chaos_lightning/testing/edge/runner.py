@@ -39,7 +39,7 @@ from chaos_lightning.testing.edge.topology_file import load_topology
 from chaos_lightning.testing.processes import Child, Mark, start_command
 
 PLACES = ("node", "index", "endpoint", "neighbours", "nodes", "folder")
-"""What may stand in braces in a command: {node}, {index} (from 0), {endpoint}, {neighbours} (by commas), {nodes}
+"""Placeholders that may stand in braces in a command: {node}, {index} (from 0), {endpoint}, {neighbours} (by commas), {nodes}
 (how many), {folder}."""
 
 
@@ -55,7 +55,7 @@ def fill(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class LabConfig:
-    """What a lab runs.
+    """Configuration of a lab.
 
     Attributes:
         topology: On which network.
@@ -112,7 +112,7 @@ class Lab:
     # ------------------------------------------------------------------ what is run
 
     def values(self, node: str) -> dict[str, str]:
-        """What stands for the placeholders on this node."""
+        """Returns the values of the placeholders on this node."""
         topology = self.config.topology
         return {
             "node": node,
@@ -124,11 +124,11 @@ class Lab:
         }
 
     def command(self, node: str) -> list[str]:
-        """What is started for this node."""
+        """Returns the command that is started for this node."""
         return self.edge.command(node, fill(self.config.command, self.values(node)))
 
     def settings(self, node: str) -> dict[str, str]:
-        """What its environment says beside the lab's own."""
+        """Returns the node's settings beside the lab's own."""
         own = {
             "PYTHONUNBUFFERED": "1",
             "CHAOS_LOG_DIR": str(self.events),
@@ -167,7 +167,7 @@ class Lab:
             child.send(signal.SIGINT)
 
     def exit_codes(self) -> dict[str, int | None]:
-        """Of the commands that were started; None while one runs, negative for a signal."""
+        """Returns the exit codes of the commands that were started; None while one runs, negative for a signal."""
         return {name: child.poll() for name, child in self.children.items()}
 
     def exit_code(self) -> int:
@@ -359,7 +359,7 @@ def say(console: Console, node: str, line: str, topology: Topology) -> None:
 
 
 def explain(console: Console, topology: Topology, command: tuple[str, ...], backend: str) -> None:
-    """What a lab would do."""
+    """Prints what a lab would do."""
     choice = choose_backend(topology, backend)
     console.print(f"{topology.name}: backend {choice.backend}: {choice.reason}", soft_wrap=True, highlight=False)
     nodes = Table(box=None, padding=(0, 2, 0, 0))

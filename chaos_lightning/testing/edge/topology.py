@@ -31,7 +31,7 @@ from chaos_lightning.machine.units import duration
 from chaos_lightning.planning.graph import connected_parts, neighbours
 
 NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,56}")
-"""What a node may be called (fullmatch); a member adds its rank on the node to it."""
+"""Pattern of a node's name (fullmatch); a member adds its rank on the node to it."""
 MAX_NODES = 250
 MIN_PERIOD_S = 0.01
 
@@ -40,7 +40,7 @@ Pair = tuple[str, str]
 
 
 class Condition(enum.StrEnum):
-    """What a link does."""
+    """Condition of a link."""
 
     WHOLE = "whole"
     CUT = "cut"
@@ -263,7 +263,7 @@ def next_change_s(topology: Topology, t_s: float) -> float | None:
 
 
 def story(topology: Topology, until_s: float) -> Iterator[tuple[float, str]]:
-    """What the schedule does up to then: time and words."""
+    """Yields what the schedule does up to then: time and words."""
     t_s: float | None = 0.0
     before = {(x.a, x.b): LinkState(x.rate_bps, x.latency_s) for x in topology.links}
     while t_s is not None and t_s <= until_s:

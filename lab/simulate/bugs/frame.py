@@ -1,4 +1,4 @@
-"""What a planted bug consists of, the guards that are off where they would mask one, and what two bugs share."""
+"""Frame of planted bugs: their parts, the guards that are off if they would mask one, and what two bugs share."""
 
 from __future__ import annotations
 

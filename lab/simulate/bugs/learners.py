@@ -58,7 +58,7 @@ class MixingKeeper(Keeper):
 
 
 class ForwardKeeper(Keeper):
-    """What a forward pass changes is copied as late as the rest."""
+    """Copies what a forward pass changes as late as the rest."""
 
     def state_at(self, header: Header) -> tuple[int, ...] | None:
         state = super().state_at(header)
@@ -150,7 +150,9 @@ class CountingAdmission(Admission):
 
 
 def _impure_plan(seed: int) -> Plan:
-    """Somebody vouched for steps that are no pure function: nothing is calm about the end, but no state may differ."""
+    """Plans a job whose steps are vouched for and are no pure function: its end is not calm, but no state may
+    differ.
+    """
     plan = calm_plan(seed)
     return replace(plan, replaying=replace(plan.replaying, calm=False, impure=0.3))
 

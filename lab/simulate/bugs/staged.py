@@ -395,7 +395,7 @@ class HastyKeeper(Keeper):
 
 
 class ForgetfulKeeper(Keeper):
-    """What members told as all left does not count."""
+    """Ignores what members told as all left."""
 
     def told_reports(self) -> list[Report]:
         return []
@@ -405,7 +405,7 @@ class ForgetfulKeeper(Keeper):
 
 
 class CopyingParts(MemberParts):
-    """What it pulled in the view before still counts at GENESIS."""
+    """Still counts at GENESIS what it pulled in the view before."""
 
     def stand_in(self, me: str, view: View, seq: int) -> None:
         before = self.held
@@ -457,7 +457,7 @@ class SplittingNode(StagedNode):
 
 
 class CountingNode(StagedNode):
-    """What metrics have counted survives a round that begins anew."""
+    """Keeps what metrics have counted in a round that begins anew."""
 
     def _new_run(self, attempt: Attempt, view: View) -> Run:
         before, run = self.last_run, super()._new_run(attempt, view)

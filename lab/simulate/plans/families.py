@@ -1,4 +1,4 @@
-"""What a run draws its plans from: all of them, or those about one subject."""
+"""Families of plans: all of them, or those about one subject."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OTHERS: tuple[Callable[[int], Plan], ...] = (*DYING, *JOINING, *WIRED, *SPARSE)
 
 
 def failing_family(number: int, seed: int | None = None) -> Plan:
-    """Of the plans about failing schedulers and stores the one whose turn it is; with that number as its seed, too."""
+    """Returns the plan about failing schedulers and stores whose turn it is; with that number as its seed, too."""
     return FAILING[number % len(FAILING)](number if seed is None else seed)
 
 
@@ -27,7 +27,7 @@ def sparse_family(seed: int) -> Plan:
 
 
 def any_plan(seed: int) -> Plan:
-    """What a long run uses: a part of it anything, the rest aimed; every third one is about failing schedulers."""
+    """Returns the plan of a long run: some at random, the rest aimed; every third one is about failing schedulers."""
     return failing_family(seed // 3, seed) if seed % 3 == 2 else _OTHERS[seed % len(_OTHERS)](seed)
 
 
@@ -45,4 +45,4 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "waiting": waiting_plan,
     "pipelines": staged_family,
 }
-"""What a long run may be confined to, by name."""
+"""Families to which a long run may be confined, by name."""

@@ -151,7 +151,7 @@ def founding_plan(seed: int) -> Plan:
 
 
 def flapping_plan(seed: int) -> Plan:
-    """Somebody joins and leaves again and again while others want to come in."""
+    """Plans a member that joins and leaves again and again while others want to come in."""
     random = Random(seed * 13 + 7)
     period = random.uniform(0.08, 0.3)
     flaps = 6

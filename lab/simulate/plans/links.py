@@ -50,7 +50,7 @@ def random_graph(random: Random, names: list[str]) -> list[Edge]:
 
 
 def _near(names: Iterable[str], edges: Sequence[Edge]) -> dict[str, tuple[str, ...]]:
-    """Of each of these nodes those that it has an edge to."""
+    """Returns by node those to which it has an edge."""
     return {n: tuple(sorted({a if b == n else b for a, b in edges if n in (a, b)})) for n in names}
 
 
@@ -243,7 +243,7 @@ WIRED: tuple[Callable[[int], Plan], ...] = (
     removal_plan,
     forgetting_plan,
 )
-"""What a long run draws from (families.any_plan)."""
+"""Plans from which a long run draws (families.any_plan)."""
 
 SHAPES = ("row", "star", "ring", "tree", "sparse")
 HOSTS = (("h0",), ("h0", "h1"), ("h0", "h1", "h2", "h3"))
@@ -296,7 +296,7 @@ def _fault(random: Random, names: list[str], edges: list[Edge]) -> list[Fault]:
 
 
 def _newcomers(random: Random, names: list[str]) -> dict[str, tuple[str, ...]]:
-    """Who comes later, and to whom each has links: to all, to some, or to one; to nobody now and then."""
+    """Draws who comes later, and to whom each has links: to all, to some, to one, or now and then to none."""
     found: dict[str, tuple[str, ...]] = {}
     for i in range(random.choice((0, 1, 1, 2, 3))):
         count = random.choice((len(names), len(names), 1, random.randint(1, len(names)), 0))
@@ -521,4 +521,4 @@ SPARSE: tuple[Callable[[int], Plan], ...] = (
     stranded_plan,
     bridge_plan,
 )
-"""What a long run draws from (families.any_plan)."""
+"""Plans from which a long run draws (families.any_plan)."""

@@ -394,4 +394,4 @@ DYING: tuple[Callable[[int], Plan], ...] = (
     blip_plan,
     busy_plan,
 )
-"""What a long run draws from (families.any_plan)."""
+"""Plans from which a long run draws (families.any_plan)."""

@@ -22,7 +22,7 @@ def _times(random: Random, most: int, last_s: float) -> tuple[float, ...]:
 
 
 def outer_plan(seed: int) -> Plan:
-    """What goes wrong among members goes wrong among ranks, while their leader answers, and falls silent."""
+    """Plans faults of members for ranks, while their leader answers, and falls silent."""
     random = Random(seed * 7919 + 5)
     plan = _UNDER[seed % len(_UNDER)](seed)
     script = OuterScript(

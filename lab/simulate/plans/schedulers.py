@@ -107,7 +107,7 @@ def waking_plan(seed: int) -> Plan:
 
 
 def orphaned_plan(seed: int) -> Plan:
-    """Nobody leads, or the store is away, and members die, join and leave meanwhile; then it goes on."""
+    """Plans a time without a leader, or without the store, in which members die, join and leave; then it goes on."""
     random = Random(seed * 53 + 29)
     plan = random_plan(seed, ("kill", "kill-trap", "join", "leave", "freeze"), damage=0.0)
     at = min([f.at for f in plan.faults if f.trap is None] or [0.3]) - random.uniform(0.0, 0.05)
@@ -307,4 +307,4 @@ FAILING: tuple[Callable[[int], Plan], ...] = (
     exchanged_plan,
     leftover_plan,
 )
-"""What a long run draws from (families.any_plan)."""
+"""Plans from which a long run draws (families.any_plan)."""

@@ -310,7 +310,7 @@ STAGED: tuple[Callable[[int], Plan], ...] = (
     drifting_plan,
     parting_plan,
 )
-"""What a long run of the family draws from."""
+"""Plans from which a long run of the family draws."""
 
 
 def staged_family(seed: int) -> Plan:
