@@ -39,7 +39,7 @@ from chaos_lightning.testing.edge.topology_file import load_topology
 from chaos_lightning.testing.processes import Child, Mark, start_command
 
 PLACES = ("node", "index", "endpoint", "neighbours", "nodes", "folder")
-"""Placeholders that may stand in braces in a command: {node}, {index} (from 0), {endpoint}, {neighbours} (by commas), {nodes}
+"""Placeholders in braces that a command may have: {node}, {index} (from 0), {endpoint}, {neighbours} (by commas), {nodes}
 (how many), {folder}."""
 
 
