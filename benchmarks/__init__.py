@@ -2,5 +2,5 @@
 
 import os
 
-# What measures events says where they go; nothing else is to fill the folder of who runs this.
+# Benchmarks that measure events say where they go; no others are to fill this user's folder.
 os.environ.setdefault("CHAOS_LOG_DIR", "none")

@@ -100,7 +100,7 @@ def hold(world: World, case: Hold, rank: int, seconds: float) -> None:
     world.pump(lambda: len(seen.words.get("held", ())) > count, f"{victim} to hold the lock")
     since = seen.words["held"][-1][0]
     free = since + int(seconds * 1e9)
-    # What was under way is committed with the victim's earlier contribution; the step after that needs it.
+    # The slot under way is committed with the victim's earlier contribution; the step after that needs the victim.
     world.pump(
         lambda: all(s.steps[-1].ns > free for s in others) and seen.steps[-1].ns > free, "the step after the hold"
     )
@@ -148,7 +148,7 @@ def measure(result: Result, scene: str, runs: int, seed: int, logs: str, gathers
 
 
 def remember(result: Result, world: World, gathers: int) -> None:
-    """What members keep of slots that gathered much and are over."""
+    """Measures what members keep of slots that gathered much and are over."""
     world.settle()
     at = world.last_step() + 50
     for seen in world.members.values():

@@ -207,7 +207,7 @@ class Embedded:
 
 
 class Watch:
-    """What all processes log, looked at some times a second: a look at every step would cost training time."""
+    """Watches the logs of all processes, some times a second: a look at every step would cost training time."""
 
     def __init__(self, logs: str) -> None:
         self._tail = Tail(Path(logs))

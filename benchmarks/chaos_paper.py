@@ -103,7 +103,7 @@ def draw(results: dict[str, FigureResult], folder: Path) -> None:
 
 
 def load(path: Path) -> tuple[dict[str, FigureResult], dict[str, Any]]:
-    """What an earlier run kept, and on what machine; nothing if there was none.
+    """Loads what an earlier run kept, and on what machine; nothing if there was none.
 
     Raises:
         ValueError: The file is not one of ours.
@@ -127,7 +127,7 @@ def keep(path: Path, results: dict[str, FigureResult], about: dict[str, Any]) ->
 
 
 def about(scale: Scale) -> dict[str, Any]:
-    """Where and how it was measured."""
+    """Returns where and how it was measured."""
     return {
         "when": time.strftime("%Y-%m-%d"),
         "cores": os.cpu_count(),

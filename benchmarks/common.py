@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, figures with bounds, the summary line, JSON, and a few statistics."""
+"""Parts that all benchmarks share: options, figures with bounds, the summary line, JSON, and a few statistics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     headline: list[str] = field(default_factory=list)
-    """What the summary line says besides how many bounds held."""
+    """Words of the summary line beside how many bounds held."""
     left_out: list[str] = field(default_factory=list)
     """Cases that could not run."""
 

@@ -1,7 +1,7 @@
-"""What the event log costs: bytes of a step, time of a step with it and without, and files under the day's limit.
+"""Costs of the event log: bytes of a step, time of a step with it and without, and files under the day's limit.
 
 Two members train in real processes, in blocks of steps that are logged and of steps that are not, in turns: the same
-processes, the same minute. With logs a step may take as long as in the slowest block without. What a step costs is what
+processes, the same minute. With logs a step may take as long as in the slowest block without. A step costs what
 the files grew by in logged blocks, and in one of slow steps, of which losses and links are a larger part. Then one
 process writes commits as fast as it can, with a limit of 2 MB a day: what lies in the folder is looked at all the
 while. A day at the measured step time is reckoned from that.

@@ -138,7 +138,7 @@ def quiet(scene: Scene, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Strike:
-    """What falls at one instant.
+    """Blow that falls at one instant.
 
     Attributes:
         scheduler: The signal that the leading scheduler gets; 0: none.

@@ -1,4 +1,4 @@
-"""What it costs to simulate large fleets, and that a run is a function of its seed.
+"""Costs of simulating large fleets; a run is a function of its seed.
 
 10,000 devices for nine hours, each lost at 10% per hour and replaced within minutes: 9,000 losses, under `adaptive`.
 Twice, in processes of their own: time and memory are bounded, and both write the same bytes of JSON. The same without
@@ -35,14 +35,14 @@ LONG = Chance(devices=1000, hours=30 * 24, rate=0.01, group=6, repair_hours=4.0)
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one run."""
+    """Costs of one run."""
 
     seconds: float
     nbytes: int
     """Peak of the process."""
     losses: int
     sha256: str
-    """Of the JSON."""
+    """Hash of the JSON."""
 
 
 def job(devices: int) -> TrainingJob:

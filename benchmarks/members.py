@@ -1,4 +1,4 @@
-"""What runs in a member's process: the model, the plain loop on the engine that all benchmarks time, and its reports.
+"""Process of a member: the model, the plain loop on the engine that all benchmarks time, and its reports.
 
 A member reports each committed step over its pipe, stamped with CLOCK_MONOTONIC, and hears orders between steps:
 ("hash", step) sends a SHA-256 of parameters and optimizer state at that step, ("end", step) finishes the job there,
@@ -47,7 +47,7 @@ def state_model(state_mib: float, layers: int = 8) -> Any:
 def model_and_adam(
     state_mib: float, seed: int = 0, *, layers: int = 8, fused: bool = True, device: str = "cpu"
 ) -> tuple[Any, Any]:
-    """What most benchmarks train, in a process that computes alone."""
+    """Returns the model and optimizer that most benchmarks train, in a process that computes alone."""
     import torch
 
     compute_alone()
@@ -86,7 +86,7 @@ def fingerprint(model: Any, optimizer: Any) -> str:
 
 
 def config_of(**settings: Any) -> EngineConfig:
-    """Of a member whose scheduler is the benchmark's."""
+    """Returns the configuration of a member whose scheduler is the benchmark's."""
     return EngineConfig(
         **{"log_dir": "none", "host_scheduler": False, "join_timeout_s": 60, "step_timeout_s": 60, **settings}
     )

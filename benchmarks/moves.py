@@ -1,4 +1,4 @@
-"""What moves to a new plan, and in which order its gradients are summed: `planning/pipelines/moves` and `rounds` here.
+"""Moves to a new plan, and the order in which its gradients are summed: `planning/pipelines/moves` and `rounds` here.
 
 *Small cases* are plans for up to six devices of two kinds, some of which are lost, with keepers; every permutation of
 the survivors is tried. *The paper's cases* are those of Figs. 10 and 11: eight cards as four pipelines of two stages,
@@ -32,7 +32,7 @@ LINK_BPS = 4.5e11
 HOST_BPS = 1e11
 """Between hosts."""
 TOKENS = 2048
-"""Of a micro-batch."""
+"""Tokens of a micro-batch."""
 FEW_GROUPS = 8
 PAPER_TRANSFER = 32.35
 """Per cent that Fig. 10 saves of the transfer at 16 layers; it calls what is saved at 4 and 8 not significant."""
@@ -260,7 +260,7 @@ def sending(result: Result) -> None:
 
 
 def shortest_s(all_of: Sequence[Vertex]) -> float:
-    """Of all colourings."""
+    """Returns the shortest time of all colourings."""
     near = neighbours_of(all_of)
     order = sorted(range(len(all_of)), key=lambda i: -all_of[i].seconds)
 

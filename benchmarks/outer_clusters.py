@@ -174,7 +174,7 @@ class OuterScene:
         return next((int(r["body"]["number"]) for r in rounds), 0)
 
     def term(self) -> int:
-        """Of whoever led last."""
+        """Returns the term of the last leader."""
         return max((int(r["term"]) for r in self.watch.records if r.name == "outer_leader_started"), default=0)
 
     def rounds(self, count: int) -> None:
@@ -227,18 +227,18 @@ class OuterScene:
             self.times.setdefault(name, []).extend(worker.receive(PATIENCE_S))
 
     def longest(self, since_ns: int, until_ns: int) -> float:
-        """Of all living clusters, s; the step that was open at the beginning counts whole."""
+        """Returns the longest step of all living clusters, s; the one that was open at the beginning counts whole."""
         return max(
             (s for name in self.clusters for end, s in self.times.get(name, ()) if since_ns < end < until_ns),
             default=0.0,
         )
 
     def cpu(self) -> dict[int, float]:
-        """Of the server's processes."""
+        """Returns the CPU seconds of the server's processes."""
         return cpu_of(self.server.alive())
 
     def facts(self) -> OuterFacts:
-        """What the logs say up to now."""
+        """Returns what the logs say up to now."""
         self.watch.look()
         return OuterFacts.of(OuterRun.of(split(sorted(self.watch.records, key=lambda r: r.t)).outer[0]))
 

@@ -56,11 +56,11 @@ _PARKED = 2
 
 
 def _ignore(name: str, **fields: Any) -> None:
-    """Nobody reads these events."""
+    """Ignores events."""
 
 
 def _part(nbytes: int, seed: int) -> Part:
-    """Of the whole grid, random bytes."""
+    """Returns random bytes as a part of the whole grid."""
     part = Part.empty(Grid((nbytes // 2,)).whole, BF16)
     part.data.random_(generator=torch.Generator().manual_seed(seed))
     return part

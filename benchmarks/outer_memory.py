@@ -34,7 +34,7 @@ LOOK_S = 0.01
 
 
 def held_nbytes(pid: int) -> int:
-    """What this process holds in memory of its own, without the pages of programs and files."""
+    """Returns the bytes of a process's own memory, without the pages of programs and files."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return 1024 * int(found[1])
@@ -54,7 +54,11 @@ class Peaks(threading.Thread):
                 self.most[name] = max(self.most[name], held_nbytes(pid))
 
     def end(self) -> dict[str, int]:
-        """What was seen; RuntimeError if it could not look to the end, since a process was gone."""
+        """Returns what was seen.
+
+        Raises:
+            RuntimeError: It could not look to the end, since a process was gone.
+        """
         if not self.is_alive():
             raise RuntimeError(f"memory of {', '.join(self._pids)} was not watched to the end: one of them is gone")
         self._over.set()
@@ -63,7 +67,7 @@ class Peaks(threading.Thread):
 
 
 def memory(result: Result, params_mib: int, durable: int) -> None:
-    """Of each follower; the bound is 28 bytes per parameter and 2 for each push that it held at most.
+    """Adds the memory of each follower; the bound is 28 bytes per parameter and 2 for each push that it held at most.
 
     Args:
         result: Takes the figures.

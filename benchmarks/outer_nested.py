@@ -38,7 +38,7 @@ RANKS = (1, 2, 4)
 STRUCK = (2, 4)
 """Ranks of the clusters at which the blows fall; the first one is all there is with --quick."""
 KILLED_AT = 2 / 3
-"""Of a push."""
+"""Share of a push's time after which a rank is killed."""
 INNER_STEPS = 16
 BOUND_TRAFFIC = 1.02
 BOUND_WAITS = 0.01
@@ -84,7 +84,7 @@ def between(scene: NestedScene, name: str, first: Record, last: Record) -> list[
 
 
 def pace_s(params_mib: float) -> float:
-    """Of a step, so that a push in bf16 takes half a round."""
+    """Returns the seconds of a step, so that a push in bf16 takes half a round."""
     return 2 * (8 * params_mib * MIB / 2 / FAR_BPS) / INNER_STEPS
 
 
@@ -186,7 +186,7 @@ def joins(result: Result, scene: NestedScene, title: str, count_: int) -> None:
 
 
 def proof(scene: NestedScene, since: Record) -> set[str]:
-    """What all ranks found of their state at the first slot behind this event that all of them told of."""
+    """Returns what all ranks found of their state at the first slot behind this event of which all of them told."""
 
     def found() -> set[str]:
         told: dict[int, list[str]] = {}

@@ -91,7 +91,7 @@ Strike = Callable[[OuterScene, random.Random], Times]
 
 
 def number(record: Record) -> int:
-    """Of the version that a follower's event names."""
+    """Returns the number of the version that a follower's event names."""
     return int(str(record["version"]).partition("-")[0].removeprefix("v") or 0)
 
 
@@ -255,7 +255,7 @@ def control(scene: OuterScene, case: OuterCase, seconds: float, cpu_s: float) ->
 
 
 def usual_cpu(scene: OuterScene) -> float:
-    """What the server's processes use of a processor while nobody is struck."""
+    """Returns the share of a processor that the server's processes use while none is struck."""
     before, since = scene.cpu(), time.monotonic()
     scene.until(lambda: time.monotonic() - since > QUIET_S, "some seconds in peace")
     return sum(cpu_s - before.get(pid, 0.0) for pid, cpu_s in scene.cpu().items()) / (time.monotonic() - since)
@@ -356,7 +356,7 @@ def main() -> int:
 
 
 def summary(result: Result) -> None:
-    """What the last line says."""
+    """Adds the words of the last line."""
     figures = {figure.name: figure.value for figure in result.figures}
     for name, value in figures.items():
         if (

@@ -1,4 +1,4 @@
-"""What a parameter server's follower costs: from a round to the new fp32 state and its bf16 copy, on one core.
+"""Costs of a parameter server's follower: from a round to the new fp32 state and its bf16 copy, on one core.
 
 A shard of fp32 parameters and momentum gets rounds of k pushes in bf16 through the outer kernel: pushes are decoded and
 averaged, momentum and parameters are updated in place, the new version is encoded. Figures are GB of fp32 parameters
@@ -121,7 +121,7 @@ def updates(result: Result, shard: Shard, pushes: list[int], turns: int, seed: i
 
 
 def codecs(result: Result, shard: Shard, turns: int, seed: int) -> None:
-    """Of each format its bytes, how fast one core writes and reads it, and what it drops.
+    """Adds the figures of each format: its bytes, how fast one core writes and reads it, and what it drops.
 
     A cluster's pushes are drawn (normal, the length of each block drawn, too), and frozen one after another as clusters
     do it, with a residual where the format has one. What is dropped is the length of the error over the length of the

@@ -30,7 +30,7 @@ from chaos_lightning.machine.listener import free_port
 
 TOKENS, WIDTH, BATCH, INNER_STEPS = 50, 32, 32, 8
 STEPS = 500
-"""Of each of the two clusters."""
+"""Steps of each of the two clusters."""
 FOLLOWS = 0.78
 """How often the usual token follows; else any does."""
 STEP_S = 0.001

@@ -29,7 +29,7 @@ from chaos_lightning.planning.pipelines.templates import oobleck
 LAYERS = 32
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 BEST = 1.001
-"""Of the best plan's time: 0.999 of its throughput."""
+"""Bound over the best plan's time: 0.999 of its throughput."""
 ADAPTIVE = 1.01
 """The same of what `adaptive` chooses where no further loss is expected."""
 CLOSE = 1e-9
@@ -37,7 +37,7 @@ CLOSE = 1e-9
 
 @dataclass(frozen=True)
 class Loss:
-    """What is lost in one case of the paper."""
+    """Loss in one case of the paper."""
 
     name: str
     before: int
@@ -45,9 +45,9 @@ class Loss:
     left: int
     stages: int
     pipelines: int
-    """Of the paper's original plan."""
+    """Pipelines of the paper's original plan."""
     share: float
-    """Of the original throughput that the paper reports."""
+    """Share of the original throughput that the paper reports."""
 
 
 LOSSES = (
@@ -132,7 +132,7 @@ def chosen_s(job: TrainingJob, loss: Loss, policy: str) -> float:
 
 
 def why(loss: Loss, original: float, best_original: float, ours: float) -> str:
-    """What would have to be true for the paper's share."""
+    """Returns in words what would have to be true for the paper's share."""
     fixed = (loss.share * ours - original) / (1 - loss.share)
     if fixed <= 0:
         return (

@@ -44,7 +44,7 @@ LOSS = 1e-5
 
 
 def about(case: dict[str, Any], double: bool, steps: int) -> dict[str, Any]:
-    """What members of a case are told."""
+    """Returns the specification of a case for its members."""
     model = {"kind": "gpt", "layers": 6, "width": 32, "block": BLOCK, "dropout": case.get("dropout", 0.0)}
     return {
         "model": model,

@@ -70,7 +70,7 @@ QUICK, QUICK_S = (Event(5, "remove", "b"), Event(17, "add", "b")), 28.0
 
 @dataclass
 class Story:
-    """What came of a history under a policy.
+    """Outcome of a history under a policy.
 
     Attributes:
         samples: Trained between begin and end.

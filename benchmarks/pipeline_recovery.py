@@ -175,7 +175,7 @@ class Story:
         names = [self.root() if place == "handing out" else self.victim()]
         if place in ("recovery", "two at once"):
             names.append(self.victim(names))
-        # Of two at once either may be the first, and the plan after it may leave the other no units to stand between.
+        # Either of two at once may be the first, and the plan after it may leave the other no units to stand between.
         at = place if place in PLACES else "between, recovery"
         job.strike(names[0], "between" if place == "recovery" else at, kind)
         struck = [job.struck(names[0], before)] if place == "recovery" else []

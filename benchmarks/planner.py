@@ -39,7 +39,7 @@ EXACT_S = {1024: 0.5, 2048: 1.0, 8192: 1.0}
 NINE_S = 1.5
 PAPER_S = {256: 1.152, 1024: 19.25, 2048: 40.48}
 FIRST = 1.025
-"""Of the exact answer's time."""
+"""Bound over the exact answer's time."""
 UNEQUAL_S = 5.0
 
 

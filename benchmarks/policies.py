@@ -77,7 +77,7 @@ def ratio(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> tuple[float, fl
 
 
 def crossing(curve: Sequence[tuple[float, float]], value: float) -> float | None:
-    """Where a curve over the logarithm of the transition first has a value; None: nowhere."""
+    """Returns the place at which a curve over the logarithm of the transition first has a value; None: nowhere."""
     for (s, x), (t, y) in pairwise(curve):
         if min(x, y) <= value <= max(x, y) and x != y:
             return math.exp(math.log(s) + (value - x) / (y - x) * (math.log(t) - math.log(s)))

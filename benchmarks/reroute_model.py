@@ -1,4 +1,4 @@
-"""What rerouting costs: by the paper's formulas, and by schedules that fill bubbles and keep within memory.
+"""Costs of rerouting: by the paper's formulas, and by schedules that fill bubbles and keep within memory.
 
 Pipelines have equal stages; a backward unit takes as long as two forward units. A device of the first or of the last
 stage dies, and its micro-batches go to the owners of the same layers: spread evenly as in the paper, and as a search

@@ -41,13 +41,13 @@ class Vertex(NamedTuple):
     ready_s: float
     """When all owners have their gradients."""
     seconds: float
-    """Of the all-reduce, alone."""
+    """Seconds of the all-reduce, alone."""
 
 
 def vertices(
     job: TrainingJob, plan: PipelinePlan, ends_s: Mapping[str, float] | None = None, *, single_layers: bool = False
 ) -> list[Vertex]:
-    """What has to be reduced, in order of readiness: layers with the same owners, where there are several.
+    """Returns what has to be reduced, in order of readiness: layers with the same owners, where there are several.
 
     Args:
         job: The job.

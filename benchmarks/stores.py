@@ -1,4 +1,4 @@
-"""What the stores cost, and what etcd's two clients make of servers that die.
+"""Costs of the stores, and of servers that die for etcd's two clients.
 
 For a chain in memory, in an SQLite file, and in etcd (one server; by the own client and by the package etcd3): the
 time of an append, the time to read a chain back, and the time from an append by one scheduler until another one that

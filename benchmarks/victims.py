@@ -23,7 +23,7 @@ READ_BY_THEN_S = 0.15
 GATHERS_BEFORE = 8
 """Until buffers of all sizes have been made."""
 WAYS = ("header", "bytes", "split")
-"""What a trapped commit root has sent when it dies; see benchmarks/kill.py."""
+"""Parts that a trapped commit root has sent when it dies; see benchmarks/kill.py."""
 
 
 def own_memory_nbytes() -> int:
@@ -40,7 +40,7 @@ def write_out(links: Any) -> None:
         while link.open and link._queue:
             select.select([], [link._fd], [], 1.0)
             link._write()
-    # What was sent by reference must have been read out of this process's memory, and nothing tells when it was.
+    # Bytes sent by reference must have been read out of this process's memory, and nothing tells when they were.
     time.sleep(READ_BY_THEN_S)
 
 

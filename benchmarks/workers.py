@@ -183,7 +183,7 @@ def scratch() -> Iterator[Path]:
 
 @functools.cache
 def restart_s() -> float:
-    """What starting a training process again costs at least, s: a fresh interpreter that imports torch."""
+    """Returns the least cost of starting a training process again, s: a fresh interpreter that imports torch."""
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=120)
     return time.monotonic() - began

@@ -42,7 +42,7 @@ class Step:
 
 @dataclass
 class Seen:
-    """What one member has said."""
+    """Words of one member."""
 
     worker: Worker
     steps: list[Step] = field(default_factory=list)
@@ -71,7 +71,7 @@ class World:
         self.members: dict[str, Seen] = {}
         self.past: list[Seen] = []
         self.doomed: set[str] = set()
-        """Who may die."""
+        """Members that may die."""
         self._count = 0
 
     def start(self, name: str = "") -> str:

@@ -1,1 +1,1 @@
-"""What protection of links costs."""
+"""Costs of the protection of links."""

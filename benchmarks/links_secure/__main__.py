@@ -1,4 +1,4 @@
-"""What protection costs: plain links, with checksums, authenticated and encrypted, and Python's ssl, in one run.
+"""Costs of protection: plain links, with checksums, authenticated and encrypted, and Python's ssl, in one run.
 
 Throughput and CPU: two processes on this machine, one loopback TCP connection per case, frames of 64 KiB, 1 MiB and
 4 MiB through this engine's own links (frames, loop, buffers), so that "plain" is what a link does without any

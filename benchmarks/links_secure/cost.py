@@ -1,4 +1,4 @@
-"""What one frame costs either end of a link, in microseconds, and what of it is the tag, the checksum or the cipher.
+"""Costs of one frame at either end of a link, in microseconds, and the share of the tag, the checksum or the cipher.
 
 Theory of operation. Both ends are in this process and take turns in one thread: one sends a frame into the kernel's
 buffers, the other takes it out. Each turn is timed by itself, and the least of many counts, so what else the machine
@@ -33,7 +33,7 @@ BOUND_SLOWER = 1 / 0.7
 """Authenticated links carry at least 0.7 of what plain ones do, with frames of 1 MiB: at most so much more time."""
 _ROUNDS = 40
 _FRAMES = 10
-"""Of each kind, in each round."""
+"""Frames of each kind in each round."""
 
 
 class _Turns:
@@ -158,7 +158,7 @@ def library_costs() -> dict[str, float]:
 
 
 def best_ratio(plain_us: float, tag_us: float) -> float:
-    """What of a plain link's throughput is left if each end does nothing but tag each frame besides.
+    """Returns the share of a plain link's throughput that is left if each end does nothing but tag each frame besides.
 
     Args:
         plain_us: In which a saturated plain link carries a frame; both ends' cores are busy with it all the time.
@@ -168,7 +168,7 @@ def best_ratio(plain_us: float, tag_us: float) -> float:
 
 
 def costs(result: Result, plain_us: float, ratio: float) -> None:
-    """What protection adds to one frame at either end, and the reason for the ratio in words."""
+    """Adds figures of what protection adds to one frame at either end, and the reason for the ratio in words."""
     of, library = frame_costs(), library_costs()
     case = f"a frame of {FRAME_NBYTES >> 10} KiB"
     plain = of["plain"]

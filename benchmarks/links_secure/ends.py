@@ -77,7 +77,7 @@ def _window(nbytes: int, frames: int) -> tuple[int, int]:
 
 
 class _Course:
-    """What one end does, in the loop's thread: frames one after the other, or a word for every few that came."""
+    """Course of one end, in the loop's thread: frames one after the other, or a word for every few that came."""
 
     def __init__(self, owner: _Owner, loop: Any, sock: socket.socket, case: Case, *, sends: bool) -> None:
         from chaos_lightning.protocol.types import ViewId

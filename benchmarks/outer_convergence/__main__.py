@@ -144,7 +144,7 @@ def table(result: Result, name: str, case: Mapping[str, Sequence[Track]]) -> Non
 
 
 def claims(result: Result, cases: Cases, *, strict: bool) -> None:
-    """What robust is held to; no bound for it where the runs are too short to tell."""
+    """Adds the claims on robust; without bounds if the runs are too short to tell."""
     for name, case in cases.items():
         robust, sync = case[ROBUST], case[SYNC]
         if name.endswith("eta 200"):
@@ -222,7 +222,7 @@ def missed(made: int, caught: int) -> float:
 
 
 def poison_claims(result: Result, verdicts: Verdicts, *, strict: bool) -> None:
-    """What robust is held to."""
+    """Adds the claims on robust."""
     for kind in KINDS[:2]:
         made = verdicts.made[kind]
         result.add(

@@ -53,7 +53,7 @@ from chaos_lightning.planning.fleet.kernel import Kernel
 from lab.outer.store import ChainStore
 
 TRANSFER = 0.05
-"""Of a usual round of the fastest cluster: what a push, or a version, takes on the far link."""
+"""Share of a usual round of the fastest cluster that a push, or a version, takes on the far link."""
 JITTER = 0.2
 """Standard deviation of what a leg takes, as a part."""
 STRAGGLING, SLOWER = 0.05, 4.0
@@ -67,7 +67,7 @@ CLUSTERS, FOLLOWERS = 4, 2
 
 
 def speeds(eta: int) -> list[float]:
-    """What an inner step takes at each cluster: from 1 virtual second to 1 + eta / 100, evenly."""
+    """Returns the virtual seconds of an inner step at each cluster: from 1 to 1 + eta / 100, evenly."""
     return [1.0 + eta / 100 * number / (CLUSTERS - 1) for number in range(CLUSTERS)]
 
 
@@ -86,7 +86,7 @@ class Weather:
     straggling: float = STRAGGLING
 
     def factor(self, cluster: int, leg: int) -> float:
-        """Of all steps of this leg."""
+        """Returns the factor of all steps of this leg."""
         draw = Random(f"{self.seed} {cluster} {leg}")
         slower = SLOWER if draw.random() < self.straggling else 1.0
         return slower * max(0.3, draw.gauss(1.0, self.jitter))
@@ -109,7 +109,7 @@ class Mode:
 
 @dataclass
 class Track:
-    """What came of a run.
+    """Outcome of a run.
 
     Attributes:
         curve: ascending.
@@ -148,7 +148,7 @@ class LeaderShell:
         self.job.kernel.after(TICK_S, self._tick)
 
     def hear(self, conn: int, message: FromCluster | FromFollower) -> None:
-        """What somebody says arrives a moment later."""
+        """Delivers a message a moment later."""
         self.job.kernel.after(WORD_S, lambda: self.feed(fx.Heard(conn, message)))
 
     def feed(self, event: fx.LeaderEvent) -> None:

@@ -1,4 +1,4 @@
-"""What the clusters train: two character models on the prose that comes with Python, and how far a model is.
+"""Models that the clusters train: two character models on the prose that comes with Python, and how far a model is.
 
 Theory of operation. A sample is one place in the training text: the characters before it, or the block that begins
 there. Positions of an epoch are places in an order that the seed draws, so a lease of a chunk is a fair sample of the

@@ -1,4 +1,4 @@
-"""What all is compared with: data-parallel training, where every inner step waits for all clusters' gradients."""
+"""Baseline of all: data-parallel training, where every inner step waits for all clusters' gradients."""
 
 from __future__ import annotations
 

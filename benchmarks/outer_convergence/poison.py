@@ -62,7 +62,7 @@ class Poison:
 
 @dataclass
 class Verdicts:
-    """What rounds made of good and of poisoned pushes.
+    """Verdicts of rounds on good and on poisoned pushes.
 
     Attributes:
         good: Good ones that were answered.

@@ -72,7 +72,7 @@ def namespace(name: str) -> str:
 
 
 def _remove_leftovers() -> None:
-    """Of runs that were killed."""
+    """Removes what runs that were killed have left."""
     for path in Path("/run/netns").glob("chaosbench*"):
         pid = re.fullmatch(r"chaosbench(\d+)[a-z]", path.name)
         if pid and not Path(f"/proc/{pid[1]}").exists():

@@ -242,7 +242,7 @@ class Case(NamedTuple):
 
 
 def cases(nbytes: int, scale: float = 1.0) -> list[Case]:
-    """What is run, with the bound that each is held against."""
+    """Returns the cases, with the bound that each is held against."""
     rates = net.rates(scale)
     bound = overlay.bound(MEMBERS, rates, nbytes)
     found = []

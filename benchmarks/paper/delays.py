@@ -66,7 +66,7 @@ def image_joins(scale: Scale) -> tuple[Point, ...]:
 
 
 def how_joins(points: Sequence[Point], factors: emulated.Factors, what: str = "ResNet101, AlexNet and VGG11") -> str:
-    """What is real about them."""
+    """Returns in words what is real about them."""
     executed = chosen(points, kind="scaled down")
     largest = max(p.size for p in points)
     repeats = len({p.repeat for p in executed})
@@ -180,7 +180,7 @@ def fig7(scale: Scale) -> FigureResult:
 
 
 def _delays(executed: Sequence[Point]) -> list[Claim]:
-    """What the paper says of their size."""
+    """Returns the paper's claims on their size."""
     delays = {system: [p.seconds for p in chosen(executed, system=system)] for system in _FIG7}
     vgg = [p.seconds for p in chosen(executed, system="EDL+", model="VGG11")]
     wins, of = map(sum, zip(*(share(executed, system, "Pollux") for system in _FIG7[1:]), strict=True))
@@ -214,7 +214,7 @@ def _delays(executed: Sequence[Point]) -> list[Claim]:
 
 
 def _growths(scale: Scale, executed: Sequence[Point], computed: Sequence[Point]) -> list[Claim]:
-    """What the paper says of larger clusters."""
+    """Returns the paper's claims on larger clusters."""
     few, many = min(p.size for p in executed), max(p.size for p in computed)
 
     def against_one(system: str, size: int) -> float:
@@ -258,7 +258,7 @@ def _growths(scale: Scale, executed: Sequence[Point], computed: Sequence[Point])
 
 
 def _ours(points: Sequence[Point]) -> list[Claim]:
-    """What the paper does not say."""
+    """Returns claims that the paper does not make."""
     executed, whole = chosen(points, kind="scaled down"), chosen(points, kind="real")
     wins, of = share(executed, "adaptive", "Chaos", 1.02)
     ratio = middle(executed, system="adaptive") / middle(executed, system="Chaos")

@@ -25,7 +25,7 @@ from chaos_lightning.testing.edge.topology import Pair
 
 @dataclass(frozen=True)
 class Factors:
-    """What fits the paper's clusters onto this machine."""
+    """Factors that fit the paper's clusters onto this machine."""
 
     smaller: float = 1.0
     """States are so many times smaller than the paper's."""
@@ -38,7 +38,7 @@ class Factors:
         return self.smaller / self.slower
 
     def paper_s(self, seconds: float, moving_s: float, hashing_s: float) -> float:
-        """What a pull here stands for at the paper's size, s.
+        """Returns the seconds at the paper's size for which a pull here stands.
 
         Args:
             seconds: All of it, here.
@@ -66,7 +66,7 @@ class Moved:
     changed: bool
     """Rates changed meanwhile."""
     wall_s: float
-    """What it really took here."""
+    """Seconds that it really took here."""
 
 
 class Cluster:
@@ -124,7 +124,7 @@ class Cluster:
         )
 
     def estimates(self) -> dict[str, tuple[float, float]]:
-        """What a probe of the newcomer's links finds: (latency in s, bits per second), as emulated."""
+        """Returns what a probe of the newcomer's links finds: (latency in s, bits per second), as emulated."""
         return {n: (latency, rate / self.factors.slower) for n, (latency, rate) in self.join.estimates().items()}
 
 

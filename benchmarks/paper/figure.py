@@ -1,4 +1,4 @@
-"""What the paper's figures share: how large to run, what a figure says beside the paper, and how it is drawn.
+"""Parts that the paper's figures share: how large to run, what a figure says beside the paper, and how it is drawn.
 
 Every figure N of the paper is two functions of one module of this package:
 

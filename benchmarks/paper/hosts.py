@@ -41,7 +41,7 @@ CALM = 20
 """Steps whose median is the usual one."""
 WIDTH, BATCH = 64, 16
 DEVICE_S = 0.05
-"""What a device would take for a step."""
+"""Seconds that a device would take for a step."""
 PATIENCE_S = 120.0
 
 

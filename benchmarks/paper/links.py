@@ -37,7 +37,7 @@ _CHANCE = 0.01
 _WINDOW_S = _STEP_S / (0.4 + 1.2 * _CHANCE)
 """A step's mean work; lab/simulate/node.py has it take 0.4 to 1.6 times as long, by chance."""
 _MESSAGE_S = 0.0002 + 0.0018 * _CHANCE
-"""What a message takes; lab/simulate/fabric.py has it take 0.2 to 2 ms, by chance."""
+"""Seconds of a message; lab/simulate/fabric.py has it take 0.2 to 2 ms, by chance."""
 _APART_S = 1.0
 """Virtual time between two changes."""
 _WIDTH = 8

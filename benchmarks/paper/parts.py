@@ -1,4 +1,4 @@
-"""Where a newcomer's time goes when one neighbour sends everything over 200 Mbps (Fig. 3)."""
+"""Parts of a newcomer's time when one neighbour sends everything over 200 Mbps (Fig. 3)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIG3_BPS = 200e6
 
 
 def fig3(scale: Scale) -> FigureResult:
-    """Where the time goes when one neighbour sends everything over 200 Mbps."""
+    """Measures where the time goes when one neighbour sends everything over 200 Mbps."""
     say = teller("3")
     factors = scale.pick(emulated.Factors(smaller=40), emulated.Factors())
     models = scale.pick((RESNET101, GPT2), (RESNET101, ALEXNET, VGG11, GPT2))

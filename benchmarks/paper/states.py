@@ -84,7 +84,7 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """What the paper says that its state takes."""
+        """Bytes of its state, as the paper says."""
         return int(self.size_mib * MIB)
 
     def layout(self, nbytes: float) -> list[int]:

@@ -71,7 +71,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run.
+    """Plan of the runs.
 
     Attributes:
         models: States.

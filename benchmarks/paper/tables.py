@@ -79,12 +79,12 @@ def summary(results: Mapping[str, FigureResult]) -> list[str]:
 
 
 def heading(number: str, result: FigureResult) -> str:
-    """Of a figure's section."""
+    """Returns the heading of a figure's section."""
     return f"{name_of(number)}: {result.title}"
 
 
 def anchor(number: str, result: FigureResult) -> str:
-    """What links to that section end with."""
+    """Returns the anchor of that section."""
     text = heading(number, result).lower()
     return "".join(c for c in text if c.isalnum() or c in " -_").replace(" ", "-")
 

@@ -37,13 +37,13 @@ Edge = tuple[str, str]
 
 @dataclass
 class Source:
-    """Who sends, and on which way."""
+    """Source of bytes, and its way."""
 
     edges: tuple[Edge, ...]
     requests: deque[tuple[float, Request]] = field(default_factory=deque)
     """With the moment from which each can arrive."""
     sent: float = 0.0
-    """Of the first of them, bytes."""
+    """Bytes of the first request that have been sent."""
     served_s: float = 0.0
     """Time during which something was asked of it."""
 
@@ -180,7 +180,7 @@ class Pull:
                 self._ask(name)
 
     def _flow(self, name: str, span: float) -> bool:
-        """What arrived from this source; whether its first request is complete."""
+        """Takes what arrived from this source; returns whether its first request is complete."""
         source = self.sources[name]
         request = source.requests[0][1]
         source.sent += self._rates[name] * span

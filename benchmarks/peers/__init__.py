@@ -1,1 +1,1 @@
-"""What others make of the same blows: torchft, torchrun, and their coordinators."""
+"""Peers under the same blows: torchft, torchrun, and their coordinators."""

@@ -204,7 +204,9 @@ def member(pipe: Connection, address: str, name: str, state_mib: float, timeout_
 
 
 def spawning(lighthouse: Lighthouse, state_mib: float, timeout_s: int = TUNED_TIMEOUT_S) -> Callable[..., Worker]:
-    """What starts a member under this lighthouse, by its name, and whether it is a newcomer that waits."""
+    """Returns a function that starts a member under this lighthouse, by its name, and whether it is a newcomer that
+    waits.
+    """
     ctx = context("benchmarks.peers.torchft")
     return lambda name, newcomer=False: Worker(ctx, member, lighthouse.address, name, state_mib, timeout_s, newcomer)
 
@@ -250,7 +252,8 @@ def measure(result: Result, state_mib: float, ours_s: float, args: argparse.Name
         title = f"torchft {name}, SIGKILL, {state_mib:g} MiB"
         case, hung, shut_out = _runs(title, result, runs, partial(world, state_mib, options, rng, patience_s))
         if hung:
-            # What never ended counts with the time that was waited: the median is then too low, in the peer's favour.
+            # A run that never ended counts with the time that was waited: the median is then too low, in the peer's
+            # favour.
             case.seconds += [patience_s] * hung
         result.add(f"{title}: runs that did not survive it, or not within {patience_s:g} s, of {runs}", hung, "count")
         result.add(f"{title}: newcomers without a step within {patience_s:g} s, of {runs}", shut_out, "count")
@@ -283,7 +286,7 @@ def _runs(
 
 
 def version(distribution: str) -> str:
-    """Of an installed distribution; "" if it is not."""
+    """Returns the version of a distribution; "" if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

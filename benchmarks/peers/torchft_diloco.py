@@ -128,7 +128,7 @@ class Crew:
                     self.said.append((time.monotonic_ns(), pipes[pipe], words))  # type: ignore[index]
 
     def ends(self, since: int, name: str) -> list[tuple[str, int, float, float]]:
-        """What this replica said after that of exchanges that were over."""
+        """Returns what this replica said after that of exchanges that were over."""
         return [words for t, n, words in self.said if t > since and n == name and words[0] != "reduces"]
 
     def together(self, rounds: int = 1) -> None:

@@ -1,1 +1,1 @@
-"""What connect-link, disconnect-link and scale-in cost those who train."""
+"""Costs of connect-link, disconnect-link and scale-in for those who train."""

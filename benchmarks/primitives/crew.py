@@ -33,13 +33,13 @@ class Mark(Step):
     view: int = 0
     """Number of the view that this step's header carried; 0: none."""
     members: tuple[str, ...] = ()
-    """Of that view, by name."""
+    """Members of that view, by name."""
     links: frozenset[Pair] = frozenset()
-    """Of that view, by names."""
+    """Links of that view, by names."""
     near: frozenset[str] = frozenset()
     """Members to which a link stood at that moment, by name."""
     cpu_s: float = 0.0
-    """What its process had spent until then."""
+    """CPU seconds of its process until then."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Crew(World):
         return [os.getpid(), self._operator.scheduler_pid, *(p for p in members if p is not None)]
 
     def inside(self) -> list[str]:
-        """Who is in the job, by name."""
+        """Returns the names of the members that are in the job."""
         return [n for n in self.members if n not in self._gone]
 
     def durations(self) -> dict[str, dict[int, float]]:

@@ -70,7 +70,7 @@ class Outcome:
 
 
 class Processors:
-    """What the machine's processors do from here on, as parts of their time, 0 to 1.
+    """Load of the machine's processors from here on, as parts of their time, 0 to 1.
 
     Args:
         pids: The benchmark's processes; they must live until `read` is called.

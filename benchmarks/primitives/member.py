@@ -23,7 +23,7 @@ REPORT_EVERY = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What members train, and how.
+    """Work of members.
 
     Attributes:
         grad_mib: Size of the gradients, in MiB.

@@ -1,4 +1,4 @@
-"""What a change of the job cost its members' steps, as arithmetic on step times; nothing here runs or measures.
+"""Costs of a change of the job for its members' steps, as arithmetic on step times; nothing here runs or measures.
 
 All times are seconds, steps are numbered by the job, and a step's duration is the time between two commits of one
 member. `exposed` is the definition of benchmarks/primitives; controls go through the same function.
@@ -41,7 +41,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Exposure:
-    """What one block cost, in seconds; each field but `middle` is the worst over the members.
+    """Costs of one block, in seconds; each field but `middle` is the worst over the members.
 
     Attributes:
         total: The sum over all charged steps of duration - usual; a shorter step makes up for a longer one, as it does
@@ -68,7 +68,7 @@ class Exposure:
 
 
 def exposed(series: Series, members: Collection[str], block: Block) -> Exposure:
-    """What a block cost these members.
+    """Returns what a block cost these members.
 
     Raises:
         KeyError: A step's duration is missing; names the member and the step.

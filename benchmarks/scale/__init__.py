@@ -1,1 +1,1 @@
-"""What a job of a thousand members costs its scheduler, and its members at each step."""
+"""Costs of a job of a thousand members for its scheduler, and for its members at each step."""

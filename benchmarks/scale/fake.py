@@ -132,7 +132,7 @@ class StandIn:
         return Heartbeat(self.view, self.header.seq, self.header.step, chain=self.chain, known=self.known)
 
     def position(self) -> Entered:
-        """Where it stands."""
+        """Returns where it stands."""
         header = self.header
         if self.view == NO_VIEW:
             return Entered(NO_VIEW, 0, 0, "", (), self.chain)

@@ -173,7 +173,7 @@ class Case:
 def parts_of(
     case: Case, result: Result, title: str, args: argparse.Namespace
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """What is measured at one size, one after the other, with its name."""
+    """Yields the measurements at one size, one after the other, with their names."""
     size, bounded = case.size, case.size < TOLD
 
     def founding() -> None:

@@ -143,7 +143,7 @@ class Told(NamedTuple):
 
 @dataclass
 class Seen:
-    """What all stand-ins saw."""
+    """Observations of all stand-ins."""
 
     talk: int = 0
     """How many have a stream on which they were welcomed."""

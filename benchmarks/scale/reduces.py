@@ -125,7 +125,7 @@ def address(index: int) -> str:
 
 
 def _shape(name: str, device: str, bps: float) -> None:
-    """What leaves by this device, at this rate at most."""
+    """Bounds what leaves by this device to this rate."""
     ip("tc", "-n", name, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "1")
     rate = ["rate", f"{int(bps)}", "burst", "64kb", "cburst", "64kb"]
     ip("tc", "-n", name, "class", "add", "dev", device, "parent", "1:", "classid", "1:1", "htb", *rate)

@@ -49,7 +49,7 @@ SAMPLES = 8
 
 
 def contribution(member: str, view: View, prev: Header, kind: Kind) -> Contribution:
-    """What a member with settings as all others' brings to the slot after `prev`."""
+    """Returns the contribution of a member with settings as all others' to the slot after `prev`."""
     place = view.ids().index(member)
     start = (prev.step * len(view.members) + place) * SAMPLES
     return Contribution(

@@ -1,4 +1,4 @@
-"""What the protocol costs members at each step: real `MemberMachine`s of a view, the messages between them as bytes.
+"""Costs of the protocol for members at each step: real `MemberMachine`s of a view, the messages between them as bytes.
 
 Theory of operation. All members stand in one view; in each step each brings its contribution and has its reduced bytes,
 and messages go to whom the machines send them, encoded once where one message goes to several, and decoded at the other

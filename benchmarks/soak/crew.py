@@ -31,7 +31,7 @@ from chaos_lightning.testing.edge.relay import Way
 MOST, FOUNDERS, KEPT = 7, 5, 2
 DOZEN = 12
 CALM_S = 4.0
-"""Whoever was hurt counts as steady so long after it, or when it says that it is back."""
+"""Seconds after a fault from which its victim counts as steady, or when it says that it is back."""
 PATIENCE_S = 3.0
 """A fault that the world does not allow is tried again for so long."""
 

@@ -1,4 +1,4 @@
-"""What a soak is compared by, told as figures, and drawn."""
+"""Figures by which a soak is compared, told and drawn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACTIONS = {
     "sigkill": ("x", "tab:red"),
     "sigstop": ("s", "tab:orange"),
 }
-"""What strikes processes, and how it is drawn."""
+"""Faults of processes, and how they are drawn."""
 
 
 def beyond(values: list[float], value: float) -> float:

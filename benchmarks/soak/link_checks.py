@@ -1,4 +1,4 @@
-"""What became of links that were hurt in a soak, from what members wrote down of their views and links.
+"""Checks links that were hurt in a soak, by what members wrote down of their views and links.
 
 Read are the lines of the event logs themselves: which view each member entered, over which links, and which of its
 links it saw come and go. The views in their order give what views gave up and took in. A link *returned* when, after it
@@ -39,7 +39,7 @@ class Seen:
 
 @dataclass
 class LinkVerdict:
-    """What was looked at, and what is wrong."""
+    """Counts of what was looked at, and what is wrong."""
 
     counts: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -116,7 +116,7 @@ def check_links(lines: Sequence[Line], hurts: Sequence[Hurt], freezes: Sequence[
 
 
 def _silent_parts(verdict: LinkVerdict, lines: Sequence[Line], hurts: Sequence[Hurt]) -> None:
-    """Whoever is cut off waits and says so: what for, or that the scheduler is lost."""
+    """Checks that members that are cut off wait and say for what, or that the scheduler is lost."""
     words = [x for x in lines if x["name"] == "scheduler" or (x["name"] == "notice" and x.get("waiting"))]
     told = 0
     for hurt in (h for h in hurts if h.kind in PARTING and h.stop - h.start >= h.seconds * 0.95e9):

@@ -46,7 +46,7 @@ _AGAIN_S = 0.5
 
 @dataclass(eq=False)
 class Hurt:
-    """What was done to links, and when (CLOCK_MONOTONIC, ns)."""
+    """Fault of links, and when it happened (CLOCK_MONOTONIC, ns)."""
 
     kind: str
     pairs: set[Pair]
@@ -268,7 +268,7 @@ class Links:
             getattr(self.relay, state)(*sorted(pair))
 
     def _ask(self, pair: Pair, *, add: bool) -> bool:
-        """What `chaos-lightning link add|remove` does."""
+        """Does what `chaos-lightning link add|remove` does."""
         from chaos_lightning.control.channel import change_link
         from chaos_lightning.errors import ChaosError, RefusedError
 

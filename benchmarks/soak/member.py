@@ -156,7 +156,7 @@ def member(
     die_with_parent()
     if relay:
         install_from({RELAY: relay})
-        # What a member waits for, which is much here, is in the event log as well.
+        # The reasons for which a member waits, many here, are in the event log as well.
         logging.getLogger("chaos_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     images, labels = digits()

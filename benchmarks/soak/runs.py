@@ -23,7 +23,7 @@ HEARD_S = 1.0
 
 @dataclass
 class Run:
-    """What one run left behind."""
+    """Results of one run."""
 
     verdict: Verdict
     curve: list[tuple[float, float]]
@@ -55,7 +55,7 @@ def evaluate(path: Path) -> tuple[dict[str, float], str]:
 
 
 def parting(hurt: Hurt, struck: Sequence[tuple[int, str, str]]) -> Parting | None:
-    """What this fault declares, if these schedulers were struck (ns, kind, who); None: nothing.
+    """Returns the parting that this fault declares if these schedulers were struck (ns, kind, who); None: none.
 
     A blink is judged by how long it was. On a busy machine this process may stand still between a cut and its end.
     """

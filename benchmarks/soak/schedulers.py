@@ -55,14 +55,14 @@ JOB, OLD_PREFIX = "default", "older-copy"
 AGE_S = (4.0, 9.0)
 """How old a copy of the chain is when it takes its place."""
 SETTLED_S = 2.0
-"""Whoever came back takes so long to be as good as before."""
+"""Seconds that a scheduler takes after its return to be as good as before."""
 HEARD_ALL_S = 6.0
 """Schedulers that start anew on the job's own store take no longer to be up and to hear all members."""
 
 
 @dataclass
 class Away:
-    """Who is gone, and until when (CLOCK_MONOTONIC, s)."""
+    """Scheduler that is gone, and until when (CLOCK_MONOTONIC, s)."""
 
     kind: str
     until: float
@@ -105,7 +105,7 @@ class Control:
         """
 
     def calm(self) -> None:
-        """Nobody is struck any more, and all come back."""
+        """Strikes none any more, and has all come back."""
 
     def counts(self) -> Counter[str]:
         return Counter(kind for _, kind, _ in self.done)
@@ -286,7 +286,7 @@ def copy_chain(client: Any, job: str) -> None:
 
 @contextlib.contextmanager
 def control(args: Any, folder: Path, log: Any, *, ways: bool) -> Iterator[Control]:
-    """What schedules the members of a soak.
+    """Gives the control over a soak's schedulers.
 
     Args:
         args: The soak's (`etcd`, `plan`, `seed`, `schedulers_every_s`).

@@ -29,7 +29,7 @@ from benchmarks.steady.blocks import Measured, Shape, exposed, measure
 from benchmarks.workers import scheduler
 
 BOUNDS = {"ddp": 0.90, "ddp_view": 1.00}
-"""Of this engine as it comes, against these."""
+"""Bounds of this engine, as it comes, over these peers."""
 CHAOS = {"chaos": True, "chaos_sockets": False}
 """Whether chunks travel by reference."""
 KINDS = ["chaos", "ddp", "ddp_view", "chaos_sockets", "alone"]

@@ -19,7 +19,7 @@ from chaos_lightning.machine.listener import free_port
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained, and how often.
+    """Model that is trained, and how often.
 
     Attributes:
         world: Members.

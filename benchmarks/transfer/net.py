@@ -323,7 +323,7 @@ class Joiner:
     def pull(
         self, policy: str, estimates: Any = None, *, empty: bool = True, progress: Any = None, **options: Any
     ) -> Any:
-        """What the pull reports.
+        """Pulls; returns the report.
 
         Args:
             policy: One of `replication.policies.POLICIES`; `greedy` searches the shard size between the layers, as the
@@ -362,7 +362,7 @@ class Joiner:
 
 
 def calibrate(net: Network, name: str, seq: int, nbytes: int) -> float:
-    """What this link really carries alone, in bits per second: a tenth at the start is not counted."""
+    """Measures what this link carries alone, in bits per second, without the first tenth."""
     from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 
     endpoint = next(e for e in net.endpoints() if e.member == name)

@@ -32,7 +32,7 @@ class Bench(Joiner):
         """Bits per second of the links to neighbours: nominal, or as measured if that is more."""
         self.carried: dict[str, float] = {}
         self.fixed_s = 0.0
-        """What a pull takes in which nothing is missing."""
+        """Seconds of a pull in which nothing is missing."""
 
     def load(self, layout: Layout) -> None:
         super().load(layout)

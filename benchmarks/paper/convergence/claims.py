@@ -145,7 +145,7 @@ def transfer_words(t: dict[str, Any]) -> str:
 
 
 def lora_claims(joins: Sequence[dict[str, Any]], full: dict[str, Any] | None) -> list[Claim]:
-    """What travels at a join under LoRA.
+    """Returns claims on what travels at a join under LoRA.
 
     Args:
         joins: `Run.transfer` of each scale-out.

@@ -1,4 +1,4 @@
-"""What curves of training say about a node that came or went: do they track, move over, and stay smooth?
+"""Compares curves of training in which a node came or went: do they track, move over, and stay smooth?
 
 Theory of operation. Three curves are compared: `first`, trained all along by the nodes that the job begins with,
 `second`, trained all along by those that it ends with, and `changing`, in which a node comes or goes on the way. All
@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Literal
 
 Change = Literal["", "out", "in"]
-"""What happens in mid-run: nothing, a node comes (scale-out), a node goes (scale-in)."""
+"""Change in mid-run: nothing, a node comes (scale-out), a node goes (scale-in)."""
 
 
 @dataclass(frozen=True)

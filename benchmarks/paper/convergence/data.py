@@ -56,7 +56,9 @@ class Samples:
         return Samples(self.inputs[index], self.kinds[index])
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """What the model reads, and what it is to say: images and classes, or bytes and the bytes that follow."""
+        """Returns what the model reads, and what it is to say: images and classes, or bytes and the bytes that
+        follow.
+        """
         inputs = torch.from_numpy(np.ascontiguousarray(self.inputs))
         if self.inputs.ndim == 2:
             return inputs[:, :-1].long(), inputs[:, 1:].long()

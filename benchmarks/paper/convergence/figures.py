@@ -67,7 +67,7 @@ def text_schedule(scale: Scale) -> Schedule:
 
 
 def seeds(scale: Scale) -> list[int]:
-    """Of the repetitions that are tried."""
+    """Returns the seeds of the repetitions that are tried."""
     return [scale.seed + i for i in range(scale.pick(1, 2))]
 
 
@@ -171,7 +171,7 @@ class Comparison:
         return any(not _same(c, f) and not c.rewired and not f.rewired for c, f in pairs)
 
     def levels(self, newcomers: bool = False) -> tuple[float, float, float]:
-        """Of first, second and changing at the end, means over the repetitions."""
+        """Returns the levels of first, second and changing at the end, means over the repetitions."""
         runs = (self.first, self.second, self.changing)
         return tuple(level(_mean(r, newcomers), self.tail) for r in runs)  # type: ignore[return-value]
 
@@ -192,7 +192,7 @@ class Comparison:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What the picture is drawn from, and every number that a claim states."""
+        """Returns the data of the picture, and every number that a claim states."""
         smooth = self.smoothness()
         first, second, changing = self.levels()
         return {

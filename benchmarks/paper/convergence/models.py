@@ -1,4 +1,4 @@
-"""What the convergence figures train, on which data, and how it is measured.
+"""Models of the convergence figures, their data, and how they are measured.
 
 The classifiers are in the spirit of ResNet (blocks with shortcuts and BatchNorm), AlexNet (a large first kernel, a wide
 classifier with dropout) and VGG (3x3 kernels alone, no BatchNorm), for FashionMNIST's 28x28 pixels. In the GPT every
@@ -224,7 +224,7 @@ class Recipe:
         return add_lora(net, self.adapted, self.rank, self.seed) if self.rank else net
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Of everything that learns."""
+        """Returns the optimizer of everything that learns."""
         learning = [p for p in model.parameters() if p.requires_grad]
         if self.net == "gpt":
             return torch.optim.Adam(learning, lr=self.lr)
@@ -238,7 +238,7 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a run is about.
+    """Problem of a run.
 
     Attributes:
         recipe: how nodes build model and optimizer.
@@ -285,7 +285,7 @@ class Judge:
 
 
 def learned_arrays(model: nn.Module) -> dict[str, np.ndarray]:
-    """What training changes, by the names of `state_dict`: parameters that learn, and buffers."""
+    """Returns what training changes, by the names of `state_dict`: parameters that learn, and buffers."""
     names = {n for n, p in model.named_parameters() if p.requires_grad} | {n for n, _ in model.named_buffers()}
     return {n: v.detach().numpy() for n, v in model.state_dict().items() if n in names}
 

@@ -40,7 +40,7 @@ PRELOAD = ("benchmarks.paper.convergence.training", "chaos_lightning.trainer", "
 
 @dataclass(frozen=True)
 class Part:
-    """What one node is told before it starts.
+    """Part of one node, as it is told before it starts.
 
     Attributes:
         name: its name.
@@ -173,7 +173,7 @@ def change_in(contributors: Mapping[int, int]) -> int:
 
 
 def transfer_facts(records: Iterable[Record], node_name: str) -> dict[str, Any]:
-    """What the join of `node_name` moved, by its own event log.
+    """Returns what the join of `node_name` moved, by its own event log.
 
     Returns:
         way: "replay" or "pause"; pulls: for each pull of state {nbytes: moved, skipped: held already, recognised by

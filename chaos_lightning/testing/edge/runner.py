@@ -39,8 +39,8 @@ from chaos_lightning.testing.edge.topology_file import load_topology
 from chaos_lightning.testing.processes import Child, Mark, start_command
 
 PLACES = ("node", "index", "endpoint", "neighbours", "nodes", "folder")
-"""Placeholders in braces that a command may have: {node}, {index} (from 0), {endpoint}, {neighbours} (by commas), {nodes}
-(how many), {folder}."""
+"""Placeholders in braces that a command may have: {node}, {index} (from 0), {endpoint}, {neighbours} (by commas),
+{nodes} (how many), {folder}."""
 
 
 def fill(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
