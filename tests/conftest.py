@@ -49,14 +49,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What all tests import is never garbage: no collection walks those 600,000 objects again."""
+    """Keeps what all tests import out of garbage collections: none walks those 600,000 objects again."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_is_this_files_own() -> Iterator[None]:
-    """What a file's tests left open warns in that file, and not in whichever test the collector happens to run next."""
+    """Returns what a file's tests left open warns in that file, and not in whichever test the collector happens to
+    run next.
+    """
     yield
     gc.collect()
 

@@ -31,7 +31,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     level: int = logging.WARNING,
 ) -> None:
-    """What `python -m` does with this module, to be called in a child.
+    """Does what `python -m` does with this module, to be called in a child.
 
     Args:
         module: Its `main` is called.
@@ -48,7 +48,9 @@ def run(
 
 
 def patient(folder: Path) -> SchedulerOptions:
-    """Of a scheduler whose files lie in this folder. Test machines are busy, and who is slow must not look dead."""
+    """Returns options of a scheduler whose files lie in this folder. Test machines are busy: slow must not look
+    dead.
+    """
     return SchedulerOptions(
         listen=f"127.0.0.1:{free_port()}",
         store=str(folder / "chain.sqlite"),

@@ -66,7 +66,7 @@ def write_keys(folder: Path, files: dict[str, str]) -> Path:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a call shows. None: nothing of that kind.
+    """Credentials that a call shows. None: nothing of that kind.
 
     Attributes:
         files: A node's files: certificate and key, and whom the caller believes.

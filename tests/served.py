@@ -217,7 +217,7 @@ def scheduler_process(
 
 
 def first_words(process: subprocess.Popen[str]) -> str:
-    """What a scheduler that has started says."""
+    """Returns what a scheduler that has started says."""
     assert process.stdout is not None
     return process.stdout.readline()
 

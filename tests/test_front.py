@@ -1,4 +1,4 @@
-"""What a user meets first: the command's options, and what a missing extra says."""
+"""Tests what a user meets first: the command's options, and what a missing extra says."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def test_constraints_pin_everything_exactly() -> None:
 
 
 def test_the_environment_is_the_pinned_one() -> None:
-    """What the tests run with is what constraints.txt says."""
+    """All that the tests run with is what constraints.txt says."""
     from importlib.metadata import PackageNotFoundError, version
 
     differs = {}

@@ -1,4 +1,4 @@
-"""What is worse than the best of all misses a bound in the benchmark of moves."""
+"""Tests what is worse than the best of all misses a bound in the benchmark of moves."""
 
 from dataclasses import replace
 

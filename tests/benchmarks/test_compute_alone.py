@@ -1,4 +1,4 @@
-"""What all compared training loops share."""
+"""Tests what all compared training loops share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark of outer convergence reckons, and one small job of it in virtual time."""
+"""Tests what the benchmark of outer convergence reckons, and one small job of it in virtual time."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_a_proof_is_one_that_all_ranks_told_of() -> None:
 
 
 class Killed(NestedScene):
-    """Of one push, whose bytes pass while something is waited for.
+    """Scene of one push, whose bytes pass while something is waited for.
 
     After the kill so many of them come (`left`), all of which followers verify.
     """

@@ -1,4 +1,6 @@
-"""What the overlay benchmark compares with must be right: gloo's routes, the bounds, the link that is slowed down."""
+"""Tests what the overlay benchmark compares with must be right: gloo's routes, the bounds, the link that is slowed
+down.
+"""
 
 from __future__ import annotations
 

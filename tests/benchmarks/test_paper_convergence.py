@@ -1,4 +1,4 @@
-"""What the convergence figures reckon from curves, data and event logs, and one real join under LoRA."""
+"""Tests what the convergence figures reckon from curves, data and event logs, and one real join under LoRA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks of pipelines read in event logs, and the judge of their soak."""
+"""Tests what benchmarks of pipelines read in event logs, and the judge of their soak."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ pytestmark = [
 
 @pytest.fixture
 def benches() -> Iterator[list[Bench]]:
-    """What a test puts in is closed when it ends, and the staging thread must have ended then."""
+    """Returns what a test puts in is closed when it ends, and the staging thread must have ended then."""
     made: list[Bench] = []
     yield made
     for bench in made:
@@ -68,7 +68,7 @@ def test_a_backward_pass_may_add_to_what_the_last_step_left(
 
 
 def test_cells_are_reported_after_their_copies_have_landed(benches: list[Bench]) -> None:
-    """What the reducer is told is final must lie in host memory when it is told so."""
+    """All that the reducer is told is final must lie in host memory when it is told so."""
     net = model(1024).to(device())
     bench = bench_of(benches, net)
     seen: dict[int, torch.Tensor] = {}

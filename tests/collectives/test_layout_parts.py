@@ -211,7 +211,7 @@ def test_without_parts_a_layout_needs_tensors_that_all_have_memory():
 
 
 class Event:
-    """Of a device that has done all that it was given."""
+    """Event of a device that has done all that it was given."""
 
     def __init__(self, *_: object) -> None:
         self.record = self.synchronize = lambda: None

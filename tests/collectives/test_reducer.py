@@ -243,7 +243,7 @@ def test_a_step_is_reduced_again_by_survivors_from_kept_gradients(cluster, by_re
     assert torch.equal(nodes[0].flat(1, torch.float32), owns[0] + owns[1])
     assert torch.equal(nodes[1].flat(1, torch.float32), owns[0] + owns[1])
     assert not nodes[0].done[first.id, 1].is_set()
-    # What the dead one still had in its socket belongs to the old view and changes nothing.
+    # All that the dead one still had in its socket belongs to the old view and changes nothing.
     nodes[2].fill(9)
     nodes[2].run(first, 1)
     for n in nodes[:2]:
@@ -303,7 +303,9 @@ def test_held_ranges_name_exactly_what_is_complete(cluster):
 
 
 def test_a_sender_that_went_on_without_the_reader_is_noticed(cluster):
-    """Who was put out may look late: the bytes are another attempt's by then, and nothing may come of them."""
+    """A member that was put out may look late: the bytes are another attempt's by then, and nothing may come of
+    them.
+    """
     late, gone_on = cluster(2, by_reference=True)
     view = a_view([late.me, gone_on.me], PlanSpec("chain", 1 << 20))
     late.fill(1)

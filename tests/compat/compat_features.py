@@ -243,8 +243,10 @@ class Batches(BatchSampler):
 
 @dataclass(frozen=True)
 class Place:
-    """Whose loader is made: member `member` of `world`; the batch is its part of the global one. For ddp the sampler is
-    given, since Lightning's own would shuffle."""
+    """Place of the member whose loader is made: member `member` of `world`; the batch is its part of the global one.
+
+    For ddp the sampler is given, since Lightning's own would shuffle.
+    """
 
     member: int
     world: int
@@ -468,7 +470,7 @@ FEATURES: tuple[Feature, ...] = (
 def trained(
     feature: Feature, strategy: Any, place: Place, folder: Path, *, parts: int = 1, **more: Any
 ) -> dict[str, Any]:
-    """What a user sees at the end of one fit."""
+    """Returns what a user sees at the end of one fit."""
     made: dict[str, Any] = {
         "accelerator": "cpu", "max_epochs": EPOCHS, "logger": False, "enable_progress_bar": False,
         "enable_model_summary": False, "enable_checkpointing": False, "log_every_n_steps": 1,
@@ -498,7 +500,7 @@ def trained(
 
 
 def files(folder: Path) -> dict[str, Any]:
-    """What loggers and ModelCheckpoint left behind: by the writer."""
+    """Returns what loggers and ModelCheckpoint left behind: by the writer."""
     found: dict[str, Any] = {}
     for path in sorted((folder / "csv").glob("metrics*.csv")):
         head, *rows = (row.split(",") for row in path.read_text().splitlines())
@@ -593,7 +595,7 @@ def difference(a: Any, b: Any) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one feature in jobs of one size."""
+    """Facts about one feature in jobs of one size."""
 
     feature: Feature
     world: int
@@ -643,7 +645,7 @@ def judged(folder: Path, number: int, feature: Feature, world: int) -> Row:
 
 
 def _ended(feature: Feature, members: Sequence[dict[str, Any]]) -> tuple[str, bool]:
-    """What the first of members that must end with an error of the job says, and whether all do."""
+    """Returns what the first of members that must end with an error of the job says, and whether all do."""
     errors = [result.get("error", "none") for result in members]
     held = all(result.get("named") and feature.ends in result["error"] for result in members)
     if not held:
@@ -658,7 +660,7 @@ def said(refusal: str) -> str:
 
 
 def absent(words: str) -> str:
-    """What Lightning says of a package that it would need, in fewer words."""
+    """Returns what Lightning says of a package that it would need, in fewer words."""
     packages = re.findall(r"Requirement '(\w+)' not met", words)
     needed = " or ".join(f"`{name}`" for name in sorted(packages)) or words
     return f"not tried: needs {needed}, which chaos-lightning does not need and is not installed here"

@@ -150,14 +150,14 @@ class Runs:
         return list(results.values())
 
     def all(self, ids: Sequence[str], jobs: int, *, plain: bool = False) -> dict[str, dict[str, Any]]:
-        """What became of each test."""
+        """Returns what became of each test."""
         with ThreadPoolExecutor(jobs) as pool:
             shards = pool.map(lambda n: self.shard(n, ids[n::jobs], plain=plain), range(min(jobs, len(ids))))
             return {line["test"]: line for shard in shards for line in shard}
 
 
 def failed(node: str) -> dict[str, Any]:
-    """What is known of a test that ended its process."""
+    """Returns what is known of a test that ended its process."""
     return {"test": node, "outcome": "failed", "built": 1, "phase": "call", "ours": [], "errors": [], "report": ""}
 
 
@@ -166,7 +166,7 @@ def failed(node: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What became of the tests that build a Trainer with chaos.
+    """Verdicts on the tests that build a Trainer with chaos.
 
     Attributes:
         passed: How many.

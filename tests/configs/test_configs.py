@@ -147,7 +147,7 @@ def test_mistake_is_refused_when_composing(override: str, words: str) -> None:
 
 
 def printed(folder: Path, *command: str) -> list[str]:
-    """What Python prints there, in lines; it sees the package and nothing else of the source."""
+    """Returns what Python prints there, in lines; it sees the package and nothing else of the source."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""What jobs write into their chains, for tests."""
+"""Entries of jobs' chains, for tests."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def chains(opened: Open) -> Chains:
 
 
 def decisions(term: int, after: View | None, count: int) -> Iterator[Persist]:
-    """What a scheduler writes: numbers, views by headers and by recoveries, wishes and their opposites."""
+    """Returns what a scheduler writes: numbers, views by headers and by recoveries, wishes and their opposites."""
     last = after
     for n in range(count):
         number = ViewId(term, (last.id.number if last is not None else 0) + 2)
@@ -318,7 +318,7 @@ def test_the_last_views_of_a_chain_that_was_cut_are_what_they_were(chains: Chain
 
 
 def test_a_record_tells_whom_the_last_view_that_it_sums_up_lets_go() -> None:
-    """Who is let go and comes in again with the next view was needed all the time (membership/past.py)."""
+    """A member that is let go and comes in again with the next view was needed all the time (membership/past.py)."""
     first, second = view(ViewId(1, 1)), view(ViewId(1, 2), ViewId(1, 1))
     past = Past.of([first, replace(second, members=MEMBERS[:1], joiners=(), leaving=MEMBERS[1:])])
     chain = Chain(0, second.id, past=past)

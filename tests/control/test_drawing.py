@@ -38,7 +38,7 @@ def wish(token: int = 1, kind: str = "auto") -> DrawPlan:
 
 
 class Answers:
-    """What was answered, and an event when something was."""
+    """Answers, and an event when one has come."""
 
     def __init__(self) -> None:
         self.all: list[Drawn] = []

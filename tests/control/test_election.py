@@ -1,4 +1,4 @@
-"""Who leads: one candidate at a time, and soon another one where it dies, freezes, resigns or loses its lease."""
+"""Tests who leads: one candidate at a time, and soon another one where it dies, freezes, resigns or loses its lease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What etcd can do to a scheduler, and what it then says: addresses, passwords, certificates, disks, clocks."""
+"""Tests what etcd can do to a scheduler, and what it then says: addresses, passwords, certificates, disks, clocks."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ from chaos_lightning.errors import ConfigurationError, StoreError
 
 PATIENCE_S = 60.0
 ALWAYS_S = 600.0
-"""Whoever ends within this time has ended at once, on the slowest machine."""
+"""Seconds within which an end counts as one at once, on the slowest machine."""
 
 
 @contextlib.contextmanager
 def taken(port: int) -> Iterator[None]:
-    """Somebody else listens there."""
+    """Listens at a port."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", port))

@@ -309,7 +309,7 @@ def test_who_started_a_scheduler_that_gave_the_endpoint_up_waits_as_others_do(
 def test_nobody_takes_the_port_of_the_scheduler_that_a_hosted_one_gave_way_to(
     endpoint: str, started: list[HostedScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever finds the endpoint free a moment later: the operator's may still be starting."""
+    """A member that finds the endpoint free a moment later: the operator's may still be starting."""
     monkeypatch.setattr(hosting, "GAVE_WAY_PAUSE_S", 600.0)  # a busy machine may take longer than the usual pause
     stands = {"resume": "a~1", "view": ViewId(1, 7), "term": 1, "chain": "0123456789abcdef", "job": "job"}
     with attending(endpoint, "a", hello_factory=lambda: hello("a", **stands)):

@@ -451,7 +451,7 @@ class Follower:
         return False
 
     def asked(self, name: str) -> None:
-        """Somebody came while nobody led."""
+        """Ignores a name that asked while none led."""
 
     def leader(self) -> str:
         return ""

@@ -1,4 +1,4 @@
-"""Who may do what: each cell of the table, with a real scheduler, real certificates and real calls."""
+"""Tests who may do what: each cell of the table, with a real scheduler, real certificates and real calls."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ REASONS = {
     "a role that nobody knows": "expected one of the roles member, observer, operator",
     "nobody": "it speaks no TLS",
 }
-"""What stands in the log about them (either of the two)."""
+"""Words in the log about them (either of the two)."""
 
 
 def answer(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
@@ -302,7 +302,7 @@ def ringer(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def ring(endpoint: str, what: str, files: dict[str, str], token: str | None = None) -> list[str]:
-    """What one call to the bell answers, or the status that it ended with."""
+    """Returns what one call to the bell answers, or the status that it ended with."""
     credentials = grpc.ssl_channel_credentials(*(files[name].encode() for name in (TRUSTED, KEY, CHAIN)))
     metadata = ((TOKEN_KEY, token.encode()),) if token is not None else ()
     with grpc.secure_channel(endpoint, credentials) as channel:

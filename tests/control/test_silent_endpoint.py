@@ -1,4 +1,4 @@
-"""Somebody has the scheduler's port and says nothing, or nobody has it: newcomers wait, and say for whom."""
+"""Tests newcomers that wait, and say for whom, as the scheduler's port is silent or free."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def exhaust(process: subprocess.Popen[str]) -> Callable[[], None]:
 
 @pytest.fixture
 def soon_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who says nothing for part of a second is taken for silent."""
+    """Takes an endpoint that says nothing for part of a second for silent."""
     monkeypatch.setattr(channel, "fetch_status", lambda *a, **named: fetch_status(*a, **{**named, "timeout_s": 0.3}))
     monkeypatch.setattr(hosting, "is_another_kind", lambda host, port: is_another_kind(host, port, 0.2))
 

@@ -1,4 +1,4 @@
-"""What a scheduler does that stands by, is elected, and stands by again: its shell and its candidacy."""
+"""Tests what a scheduler does that stands by, is elected, and stands by again: its shell and its candidacy."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Tally:
         self.follow()
 
     def follow(self) -> None:
-        """What was written since; anew from the start where that was cut away."""
+        """Reads what was written since; from the start if that was cut away."""
         try:
             self.end, records = self.store.read(self.end.position)
         except ReadAnewError:
@@ -292,7 +292,7 @@ def test_a_log_continues_another_one_only_for_who_has_its_last_term(opened: Open
 
 
 def test_the_last_logs_that_were_put_away_are_remembered(opened: Open) -> None:
-    """Who knows one of them may still come; the next writer tells it so."""
+    """A member that knows one of them may still come; the next writer tells it so."""
     ended = []
     for _ in range(MAX_ENDED + 1):
         with opened() as store:

@@ -332,7 +332,7 @@ def test_keys_are_rotated_under_a_scheduler_that_serves(keys: Keys, refusals: Re
         for files, reason in ((old.files, "broke the TLS handshake off"), (stolen, "certificate does not count")):
             assert call(served.endpoint, "Attend", Shown(files, new.token)) == "UNAVAILABLE"
             assert any(reason in why for _, why in refusals.take(some=True))
-        # Whose connection was made with the old keys comes in again by itself, as the member that it was.
+        # A member whose connection was made with the old keys comes in again by itself, as the member that it was.
         client.messages.wait_for(Welcome, 2)
         assert client.states.seen.count("connected") == 2
 

@@ -1,4 +1,4 @@
-"""What finished jobs leave behind goes after a while; what anybody may still need stays."""
+"""Tests what finished jobs leave behind goes after a while; what anybody may still need stays."""
 
 from __future__ import annotations
 

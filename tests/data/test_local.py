@@ -59,7 +59,7 @@ def test_each_node_spends_its_own(lengths, iterable, accumulate, join_after):
             more = job.step()
             steps += more
         assert sorted(job.new_epoch()) == expected(lengths, names)
-        # Nobody did an idle window more than the longest needed.
+        # No member did an idle window more than the longest needed.
         if epoch == 1:
             assert steps == max(math.ceil(math.ceil(lengths[n] / 3) / accumulate) for n in names)
 

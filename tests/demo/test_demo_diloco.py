@@ -67,7 +67,7 @@ def test_it_proves_its_story_and_leaves_a_report_and_no_process(
 
 
 def nobody_led(lines: Lines) -> None:
-    """Nobody did after the whole server was killed."""
+    """Removes the leaders after the kill of the whole server."""
     kill = next(x["t"] for x in lines if x.get("kind") == "server_sigkill")
     for line in [x for x in lines if x["name"] == "outer_leader_started" and x["t"] > kill]:
         lines.remove(line)

@@ -68,7 +68,7 @@ def fault(t: float, kind: str, pair: tuple[str, str], rate: float = 400e6) -> Re
 
 
 def run(topology: Topology) -> list[Record]:
-    """What a run without a flaw would have logged."""
+    """Returns what a run without a flaw would have logged."""
     probes = [
         record(
             0.5, "link_measured", node=f"{x.a}-0", peer=member(x.b), rate_bps=x.rate_bps, evidence="probe (link made)"

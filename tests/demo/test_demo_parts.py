@@ -197,7 +197,7 @@ class Codes:
         return ()
 
     def check(self) -> None:
-        """Nobody runs."""
+        """Finds nothing wrong, as no node runs."""
 
     def exit_codes(self) -> dict[str, int | None]:
         return {"edge-1": 0}

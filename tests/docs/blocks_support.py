@@ -42,12 +42,12 @@ PAGES = (
     *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "recipes").glob("*.md")),
 )
 OUTPUT = ("text", "mermaid")
-"""What a fence says that shows what a program prints, or a picture, and nothing to copy."""
+"""Kinds of fences that show what a program prints, or a picture, and nothing to copy."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What blocks.toml says of one block."""
+    """Row of blocks.toml about one block."""
 
     page: str
     starts: str

@@ -24,7 +24,9 @@ OURS = ("chaos_lightning", "strategies", "callbacks", "configs", "pyproject.toml
 
 
 def bash(script: str, folder: Path, env: dict[str, str]) -> str:
-    """What a script prints; an assertion if it fails. The last word keeps bash there, which completion looks for."""
+    """Returns what a script prints; an assertion if it fails. The last word keeps bash there, which completion
+    looks for.
+    """
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f"{script}\n:"], cwd=folder, env=env, text=True, timeout=LIMIT_S,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -45,7 +47,7 @@ def _needed(project: str, extras: Iterable[str], found: set[str]) -> set[str]:
 
 
 def _downloaded(folder: Path, extras: Iterable[str]) -> Path:
-    """What pip would have fetched from an index for the project with these extras, from this environment."""
+    """Returns what pip would have fetched from an index for the project with these extras, from this environment."""
     folder.mkdir()
     source = Path(sysconfig.get_paths()["purelib"])
     for name in {key.partition("[")[0] for key in _needed("chaos-lightning", extras, set())}:
@@ -71,7 +73,9 @@ class Installed:
     used: dict[Path, str] = field(default_factory=dict)
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Of a user who works in this folder: no setting of the project, a home and an endpoint of its own."""
+        """Returns the environment of a user in this folder: no setting of the project, a home and an endpoint of
+        its own.
+        """
         env = {key: value for key, value in os.environ.items() if not key.startswith(("CHAOS_", "PYTHON"))}
         endpoint = self.used.setdefault(folder, f"127.0.0.1:{free_port()}")
         home = folder / "home"
@@ -83,7 +87,7 @@ class Installed:
         }  # fmt: skip
 
     def run(self, script: str, folder: Path, **more: str) -> str:
-        """What a script prints, run in a folder of its own."""
+        """Returns what a script prints, run in a folder of its own."""
         return bash(script, folder, self.environment(folder) | more)
 
 

@@ -1,4 +1,4 @@
-"""What the README begins with, with the wheel."""
+"""Tests what the README begins with, with the wheel."""
 
 from __future__ import annotations
 

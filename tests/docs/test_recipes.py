@@ -125,7 +125,7 @@ def test_systemd_takes_the_units(installed: Installed, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_units_programs_run_and_stop_politely(terminals: Terminals) -> None:
-    """What systemd would start, with its environment; SIGTERM, as it would stop it."""
+    """All that systemd would start, with its environment; SIGTERM, as it would stop it."""
     folder, installed = terminals.folder, terminals.installed
     (folder / "venv").symlink_to(installed.bin.parent)
     port = free_port()
@@ -150,7 +150,7 @@ def test_the_units_programs_run_and_stop_politely(terminals: Terminals) -> None:
 
 
 def manifests() -> list[dict[str, Any]]:
-    """What `kubectl apply` would be given."""
+    """Returns what `kubectl apply` would be given."""
     return list(yaml.safe_load_all(block("docs/recipes/kubernetes.md", "apiVersion")))
 
 

@@ -1,4 +1,4 @@
-"""What docs/scale.md says of heartbeats is what the default settings give."""
+"""Tests what docs/scale.md says of heartbeats is what the default settings give."""
 
 from __future__ import annotations
 

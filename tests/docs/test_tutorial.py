@@ -28,7 +28,7 @@ def here(text: str, port: int) -> str:
 
 
 class Terminals:
-    """What a reader has open: a folder with train.py, and a process for each terminal."""
+    """Terminals of a reader: a folder with train.py, and a process for each terminal."""
 
     def __init__(self, installed: Installed, folder: Path) -> None:
         self.installed, self.folder = installed, folder
@@ -132,7 +132,7 @@ def test_three_machines_with_keys_and_the_proof(terminals: Terminals) -> None:
     said = run(look, folder)
     assert [word for word in ("a~1", "b~2", "c~3") if said.count(word) < 2] == []
 
-    # What would be collected from the machines lies in one folder here.
+    # All that would be collected from the machines lies in one folder here.
     (folder / "logs").symlink_to(terminals.harness.logs)
     for name in MACHINES:
         terminals.interrupt(name)

@@ -1,4 +1,4 @@
-"""What runs in a network namespace: the process moves there before it opens a socket."""
+"""Members in a network namespace: the process moves there before it opens a socket."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def routed_job(tmp_path: Path) -> Iterator[Job]:
 
 @pytest.fixture
 def watched_job(tmp_path: Path) -> Iterator[tuple[Job, Middleman]]:
-    """Somebody sits on all its links."""
+    """Gives a job with a middleman on all its links."""
     with Middleman() as relay:
         for job in a_job(tmp_path, relay):
             yield job, relay

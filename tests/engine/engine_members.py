@@ -1,4 +1,4 @@
-"""What member processes of the engine tests run: a plain loop on the paper's API, and a report of how it ended."""
+"""Member processes of the engine tests: a plain loop on the paper's API, and a report of how it ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASKED_EVERY = 20
 
 
 def network(width: int = 32) -> nn.Sequential:
-    """What all members train."""
+    """Returns what all members train."""
     return nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 4))
 
 

@@ -1,4 +1,4 @@
-"""Somebody who sits on the links between members: reads along, and changes what passes."""
+"""Middleman on the links between members: reads along, and changes what passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DROPPED_NBYTES = 1000
 """No more is left out at once: where a contribution is missing nothing but pings follow, ten a second, and what did not
 come shows only when as many bytes have come in its place."""
 HANDSHAKE_NBYTES = 4096
-"""Of each direction's first bytes; what is harmed comes later."""
+"""Bytes at the beginning of each direction that pass unharmed."""
 
 
 class Middleman(LinkRelay):

@@ -1,4 +1,4 @@
-"""What members of the tests of protected links train: numbers that an eavesdropper would recognise."""
+"""Members of the tests of protected links: they train numbers that an eavesdropper would recognise."""
 
 from __future__ import annotations
 

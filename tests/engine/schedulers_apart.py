@@ -48,7 +48,7 @@ class Apart:
         return self.named(who_leads(self.job)["endpoint"])
 
     def facts(self, name: str) -> dict[str, Any]:
-        """What this candidate itself says."""
+        """Returns what this candidate itself says."""
         return fetch_status(self.paths[name].endpoint, follow=False)
 
     def says(self, name: str, **words: str) -> dict[str, Any]:

@@ -37,11 +37,11 @@ class Rig:
         self.chance = random.Random(seed)
         self.port = free_port()
         self.steps = EPOCHS * SAMPLES // 8
-        """Of one member alone."""
+        """Steps of one member alone."""
 
     @property
     def state(self) -> Path:
-        """Where scheduler and members keep what outlives them."""
+        """Returns where scheduler and members keep what outlives them."""
         return self.folder / "state" / "chaos-lightning" / f"default-{self.port}"
 
     def start(self, *names: str, **settings: Any) -> None:

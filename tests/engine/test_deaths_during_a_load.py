@@ -36,7 +36,7 @@ def test_a_third_member_dies_while_a_newcomer_loads(job: Job, victim: str, when:
 
 
 def test_who_has_just_loaded_hands_the_state_on_when_its_only_donor_dies(job: Job) -> None:
-    """Of three founders the first has the state, the second gets it, and the first dies before the third has it."""
+    """The first of three founders has the state, the second gets it, and the first dies before the third has it."""
     gate = job.gate("c")
     for name in "abc":
         given = {"load_gate": gate} if name == "c" else {}

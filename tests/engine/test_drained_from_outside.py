@@ -13,7 +13,7 @@ from chaos_lightning.trainer import Trainer
 
 
 def test_drained_one_by_one_the_root_first(job: Job) -> None:
-    """Whoever is drained waits for its release, and the others go on; the last one ends without an error, too."""
+    """A member that is drained waits for its release, and the others go on; the last one ends without an error, too."""
     epochs = 1000  # all are drained before they are over, on whatever machine
     job.start("a", epochs=epochs)
     job.harness.wait_for("welcomed", node="a")

@@ -1,4 +1,4 @@
-"""Somebody dies while the state is on its way: a donor, the last one, the newcomer itself, the scheduler. Or nobody
+"""Tests deaths while the state is on its way: of a donor, the last one, the newcomer, the scheduler. Or no process
 does, and it is only the newcomer's control stream that ends.
 
 Links to the newcomer are slow from the start, so what is done to it once some of the state has passed is done in the
@@ -74,7 +74,7 @@ def hashed_alike(job: Job, names: Sequence[str], joined: Record | None = None) -
 
 
 def nobody_was_put_out(job: Job) -> None:
-    """Of those that live."""
+    """Checks that no living member was put out."""
     killed = {r["node"] for r in job.harness.records if r.name == "fault_injected" and r["kind"] == "sigkill"}
     put_out = [r for r in job.harness.records if r.name in ("fenced", "rejoin")]
     out = [r for r in put_out if r.member.partition("~")[0] not in killed]
@@ -93,7 +93,7 @@ def test_a_donor_dies(routed_job: Job, way: str) -> None:
 
 @WAYS
 def test_the_last_donor_dies(routed_job: Job, way: str) -> None:
-    """What lies at the newcomer is a mixture then: it says so and ends, and whoever comes next begins anew."""
+    """All that lies at the newcomer is a mixture then: it says so and ends, and whoever comes next begins anew."""
     job = routed_job
     relay = training(job, "a")
     begin_transfer(job, relay, way)

@@ -102,7 +102,7 @@ def test_who_may_live_is_waited_for_until_the_operator_ends_its_job(job: Job) ->
 
 
 def test_who_begins_a_dead_job_anew_says_what_is_lost(job: Job) -> None:
-    """Nobody was left who could keep the state, as with a second node whose only worker was killed."""
+    """No member was left who could keep the state, as with a second node whose only worker was killed."""
     job.serve(min_nodes=1)
     job.start("a", gates={5: job.gate("a")})
     job.harness.wait_step(5)

@@ -61,8 +61,9 @@ def goes_on(job: Job, side: str, before: Record) -> Record:
 
 
 def committed_nothing_meanwhile(job: Job, waiting: str, side: str, decided: Record) -> None:
-    """What those that wait have committed, those that went on have, too; but for a step that was under way, which is
-    stable nowhere before the header after it (protocol.md 4), if the commit root is among those that wait."""
+    """Checks that those that went on have committed all that those that wait have; but for a step that was under way,
+    which is stable nowhere before the header after it (protocol.md 4), if the commit root is among those that wait.
+    """
     first = min(r["seq"] for r in committed(job, side) if r["view"] == decided["id"])
     assert max(r["seq"] for r in committed(job, waiting)) <= (first if waiting == OLD else first - 1)
     one_chain([r for r in committed(job, ALL) if r["seq"] < first])

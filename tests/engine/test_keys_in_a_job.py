@@ -139,7 +139,7 @@ def test_another_scheduler_leads_and_members_find_it_with_tls(job: Job, keys: Pa
         found = job.harness.wait_for("scheduler_started")["endpoint"]
         first = next(name for name, place in places.items() if place == found)
         other = next(place for place in places.values() if place != found)
-        # Who waits to lead names the one that does, and whoever asks goes there with its certificate.
+        # A member that waits to lead names the one that does, and whoever asks goes there with its certificate.
         job.harness.wait_until(
             lambda: fetch_status(other, of(keys, "ann"))["endpoint"] == found, "a standby that knows who leads"
         )

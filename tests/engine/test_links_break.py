@@ -94,7 +94,7 @@ def test_a_short_stall_is_waited_out(routed_job: Job) -> None:
 
 
 def test_a_link_that_stays_away_is_done_without_and_comes_back_with_a_header(routed_job: Job) -> None:
-    """Nobody waits for `step_timeout_s`: contributions and headers go by way of the third member meanwhile."""
+    """No member waits for `step_timeout_s`: contributions and headers go by way of the third member meanwhile."""
     job = routed_job
     view = founded(job)
     job.harness.cut("a", "b")

@@ -1,4 +1,4 @@
-"""Where events are logged unless a user says where: in the state folder of the job."""
+"""Tests where events are logged unless a user says where: in the state folder of the job."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_frozen_member_is_fenced_and_joins_again_in_the_same_process(job: Job) -
 
 
 def test_only_member_is_frozen_while_a_newcomer_waits(job: Job) -> None:
-    """Nobody else holds the state, so nobody may begin anew while its process may wake up (protocol.md 12a)."""
+    """No other member holds the state, so nobody may begin anew while its process may wake up (protocol.md 12a)."""
     gate, hang_s = job.gate("a"), 2.0  # on a busy machine a newcomer that loads may be silent for half a second
     job.start("a", seed=1, gates={5: gate}, rules={"hang_timeout_s": hang_s})
     job.harness.wait_step(5)
@@ -202,7 +202,7 @@ def test_leaver_is_the_writer_and_root(job: Job) -> None:
 
 
 def test_last_member_leaves_at_once(job: Job) -> None:
-    """Nobody is there to commit another step with; it must not wait for one."""
+    """No member is there to commit another step with; it must not wait for one."""
     job.start("a", epochs=200)
     job.harness.wait_step(5)
     job.harness.terminate("a", number=signal.SIGINT)

@@ -13,7 +13,7 @@ from chaos_lightning.testing.emulation import RATES
 
 
 def beside(job: Job, name: str) -> set[str]:
-    """Whom this member ever had a link with."""
+    """Returns whom this member ever had a link with."""
     ups = [r for r in job.harness.records if r.name == "link_up" and r.node == name]
     return {str(r.get("peer")).partition("~")[0] for r in ups}
 
@@ -71,7 +71,7 @@ def test_the_member_that_messages_pass_through_is_killed(job: Job, dead: str) ->
     job.harness.wait_for("committed", node=left[0], after=without)
     reports: list[dict[str, Any]] = job.finish(*left)
     assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
-    # Who is dead is put out by a decision where a neighbour noticed before the scheduler did.
+    # A member that is dead is put out by a decision where a neighbour noticed before the scheduler did.
     out = [r for r in job.harness.records if r.name in ("fenced", "rejoin")]
     assert all(r.member.startswith(f"{dead}~") for r in out), out
     assert "c" not in beside(job, "a")

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes and what a collector is pushed, beside a real job, is what its logs say."""
+"""Tests what Prometheus scrapes and what a collector is pushed, beside a real job, is what its logs say."""
 
 from __future__ import annotations
 

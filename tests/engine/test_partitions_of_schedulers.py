@@ -1,4 +1,4 @@
-"""Who goes on and who waits when candidates, members and etcd lose each other: one side does, and nothing forks.
+"""Tests who goes on and who waits when candidates, members and etcd lose each other: one side does, and nothing forks.
 
 Real processes on a real etcd of three servers; ways are cut by relays (schedulers_apart.py). What was chosen, and why,
 must stand in `status` and in the event logs.

@@ -22,7 +22,7 @@ def ways(job: Job) -> dict[str, list[str]]:
 
 
 def pulls(job: Job, name: str) -> list[dict[str, Any]]:
-    """What a newcomer's pulls moved, in order."""
+    """Returns what a newcomer's pulls moved, in order."""
     return [dict(r.fields) for r in job.harness.records if r.name == "pull_done" and r.node == name]
 
 

@@ -35,7 +35,7 @@ def nothing_was_decided(job: Job, since: Record) -> None:
 
 
 def first_ruling(job: Job, after: Record) -> Record:
-    """What the scheduler there does first: it stops everything, or it decides."""
+    """Returns what the scheduler there does first: it stops everything, or it decides."""
 
     def found() -> Record | None:
         since = [r for r in job.harness.records if r.t > after.t]
@@ -160,7 +160,7 @@ def test_a_backup_that_knows_one_of_three_members_has_nobody_train_alone(job: Jo
 
 
 HOSTS: dict[str, Any] = {"state_hash_every": 10}
-"""Of members that may start a scheduler, on the default store of this machine, where nothing is."""
+"""Settings of members that may start a scheduler, on the default store of this machine, where nothing is."""
 
 
 def test_members_leave_the_endpoint_to_the_scheduler_that_has_their_chain(job: Job) -> None:

@@ -47,7 +47,7 @@ class Started:
         return self.processes[-1]
 
     def ends(self, code: int = 0) -> list[str]:
-        """What all of them said, once they have ended with this exit code."""
+        """Returns what all of them said, once they have ended with this exit code."""
         said = [process.communicate(timeout=LIMIT_S)[0] for process in self.processes]
         assert [process.returncode for process in self.processes] == [code] * len(said), "\n\n".join(said)
         return said

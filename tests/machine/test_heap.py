@@ -1,4 +1,4 @@
-"""What glibc's allocator is told: each in a process of its own, for it cannot be taken back."""
+"""Tests what glibc's allocator is told: each in a process of its own, for it cannot be taken back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who wants to listen gets the first free port of those that it may have, or hears who has them."""
+"""Tests who wants to listen gets the first free port of those that it may have, or hears who has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the process table says, and who looks into it: a stopped process may wake up, a dead one never does."""
+"""Tests what the process table says, and who looks into it: a stopped process may wake up, a dead one never does."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ LIMIT_S = 30.0
 
 
 class Far:
-    """Where pooled connections lead: keeps the other ends."""
+    """Far side of pooled connections: keeps the other ends."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))

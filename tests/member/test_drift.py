@@ -27,7 +27,7 @@ class Held:
 
 
 class Meeting:
-    """What members of one view bring to a collective, by name."""
+    """Collective of the members of one view: what each brings, by name."""
 
     def __init__(self, *members: str) -> None:
         self.members = members
@@ -97,7 +97,7 @@ def test_both_sides_name_the_tensors_and_the_others_bring_nothing(caplog: pytest
 
 
 def taken_digests(odd: str) -> bytes:
-    """What a drifted member brings."""
+    """Returns what a drifted member brings."""
     meeting = Meeting("a", "c")
     meeting.brought["a"] = b""
     with pytest.raises(FencedError, match=r"at step 5$"):

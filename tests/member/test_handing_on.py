@@ -1,4 +1,4 @@
-"""What a member offers of a slot that is handed on: what it holds of that very slot, and of no other."""
+"""Tests what a member offers of a slot that is handed on: what it holds of that very slot, and of no other."""
 
 from __future__ import annotations
 

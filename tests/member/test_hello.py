@@ -1,4 +1,4 @@
-"""What a member says of itself."""
+"""Tests what a member says of itself."""
 
 from __future__ import annotations
 

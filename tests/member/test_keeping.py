@@ -44,7 +44,7 @@ from chaos_lightning.settings import EngineConfig
 from chaos_lightning.trainer import has_stepped
 
 ENDPOINT = "127.0.0.1:9"
-"""Where nobody listens."""
+"""Endpoint at which no process listens."""
 MEMBER = Member("a~1", "a", "host", "127.0.0.1", 1)
 
 

@@ -1,4 +1,4 @@
-"""Whom a newcomer asks in a sparse graph."""
+"""Tests whom a newcomer asks in a sparse graph."""
 
 from __future__ import annotations
 

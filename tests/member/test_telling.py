@@ -1,4 +1,4 @@
-"""What a member says on its console when others come and go."""
+"""Tests what a member says on its console when others come and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits while no scheduler serves it says so itself: once, and only if there is something to say."""
+"""Tests who waits while no scheduler serves it says so itself: once, and only if there is something to say."""
 
 from __future__ import annotations
 

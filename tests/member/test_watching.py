@@ -1,4 +1,4 @@
-"""What a training step may not change on its own member alone, in whatever way it does so."""
+"""Tests what a training step may not change on its own member alone, in whatever way it does so."""
 
 from __future__ import annotations
 

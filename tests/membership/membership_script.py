@@ -79,7 +79,7 @@ def number(text: str) -> ViewId:
 
 
 def contribution(view: View, prev: Header, kind: str, who: str, **fields: object) -> Contribution:
-    """What a well-behaved member brings to the slot after `prev`."""
+    """Returns what a well-behaved member brings to the slot after `prev`."""
     if view.pipelines and kind == "step":
         pipelines = ViewPipelines.from_json(view.pipelines)
         ran = {"micro_batches": ((0, pipelines.plan.micro_batches),), "coverage": coverage(pipelines.units(who))}

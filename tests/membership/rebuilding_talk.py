@@ -126,7 +126,7 @@ class Talk:
             self.feed(fx.SchedulerTick())
 
     def heard(self, name: str, kind: type) -> list[object]:
-        """What this member was told on its present stream."""
+        """Returns what this member was told on its present stream."""
         return [m for m in self.said.get(self.conns[name], []) if isinstance(m, kind)]
 
     def views(self) -> list[View]:
@@ -138,7 +138,7 @@ class Talk:
 
 
 def half_promised() -> Talk:
-    """Of a, b and c the first two report, c is no longer waited for, and a has promised."""
+    """Returns a talk with a, b and c: the first two report, c is no longer waited for, and a has promised."""
     talk = Talk()
     for name in "ab":
         talk.reports(name, ABC)

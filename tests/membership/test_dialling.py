@@ -1,4 +1,4 @@
-"""Whom a member dials, when it does so again, and whom it lets in."""
+"""Tests whom a member dials, when it does so again, and whom it lets in."""
 
 from __future__ import annotations
 

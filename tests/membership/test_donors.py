@@ -238,7 +238,7 @@ def header(*learners: str) -> object:
     ],
 )
 def test_a_member_keeps_state_and_log_if_it_is_a_donor(size: int, told: bool | None, linked: bool, keeps: bool) -> None:
-    """Who was not told of this learner yet keeps them if it has a link with it: the header may be quicker."""
+    """A member that was not told of this learner yet keeps them if it has a link with it: the header may be quicker."""
     ruling, serving = view(size), Serving()
     if told is not None:
         named = ruling.members[:1] if told else ()

@@ -1,4 +1,4 @@
-"""Whom a member asks that looks for the leading scheduler: times and chance are the test's."""
+"""Tests whom a member asks that looks for the leading scheduler: times and chance are the test's."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_neighbours_that_stay_out_of_reach_are_replaced() -> None:
 
 
 def test_views_with_one_part_are_not_divided_when_all_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a division is kept by are the ids of all members: each look at it goes through all of them."""
+    """All that a division is kept by are the ids of all members: each look at it goes through all of them."""
     asked: list[View] = []
     for module in (judging, roster):
         monkeypatch.setattr(module, "division", asked.append)

@@ -73,7 +73,7 @@ class World:
         self.chance = random.Random(seed)
         self.nodes: dict[str, Node] = {}
         self.queues: dict[tuple[str, str], deque[tuple[str, object]]] = defaultdict(deque)
-        """What is under way from one process to another; threads of a process count as others."""
+        """Messages under way from one process to another; threads of a process count as others."""
         self.headers = {GENESIS.hash: GENESIS}
         self.views: dict[ViewId, View] = {}
         self.reports: dict[str, Report] | None = None

@@ -1,4 +1,4 @@
-"""Who is dead, and who is waited for: one look of the detector after another (protocol.md 12, 12a)."""
+"""Tests who is dead, and who is waited for: one look of the detector after another (protocol.md 12, 12a)."""
 
 from __future__ import annotations
 

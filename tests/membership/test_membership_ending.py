@@ -1,4 +1,4 @@
-"""What newcomers are told of a job that is finished, and when they begin it anew (protocol.md 14d)."""
+"""Tests what newcomers are told of a job that is finished, and when they begin it anew (protocol.md 14d)."""
 
 from __future__ import annotations
 

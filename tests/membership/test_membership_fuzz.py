@@ -106,7 +106,7 @@ both = pytest.mark.parametrize("views", [VIEWS, STAGED], ids=["whole", "staged"]
 
 
 class Watch:
-    """What no order of events may lead to."""
+    """Watches for what no order of events may lead to."""
 
     def __init__(self, *, staged: bool = False) -> None:
         self.staged = staged

@@ -40,7 +40,7 @@ def of(chain: str, given: View) -> View:
 
 
 def stored(*views: View, chain: str = Y, term: int = 2, hears_s: float = 0.0, **more: object) -> fx.Chain:
-    """What a store holds that is opened under this term."""
+    """Returns what a store holds that is opened under this term."""
     numbers = Numbers.of(v.id for v in views)
     return fx.Chain(
         term, views[-1].id, tuple(of(chain, v) for v in views), id=chain, numbers=numbers, hears_s=hears_s,
@@ -208,7 +208,7 @@ def test_a_term_that_another_scheduler_took_before_shows_a_copy() -> None:
 
 
 def test_a_scheduler_that_has_just_started_decides_nothing_before_all_could_come() -> None:
-    """Of {A, B}, who are in the copy, B went on with C and D; A is the first to come, then nobody for a while."""
+    """The copy has {A, B}, of whom B went on with C and D; A is the first to come, then no other for a while."""
     talk = Talk(rebuild=False, chain=stored(A, AB, chain=X, hears_s=1.0))
     talk.comes(says_hello("a", AB))
     talk.feed(fx.Gone("b~2", "its process is gone"))

@@ -169,7 +169,7 @@ def test_one_that_knows_a_later_view_comes_while_the_others_promise() -> None:
 
 
 def test_a_header_that_was_under_way_carries_a_later_view_while_absent_ones_are_waited_for() -> None:
-    """What a member told before is asked for again."""
+    """All that a member told before is asked for again."""
     talk = Talk()
     later = view(5, 3, "abd", joiners="d")
     for name in "ab":

@@ -18,7 +18,7 @@ from chaos_lightning.protocol.types import (
 
 
 def test_too_few_can_go_on_and_newcomers_up_to_min_nodes_do_not_make_up_for_them() -> None:
-    """Nobody is put out of a chain that cannot be begun without it, and nothing turns without end."""
+    """No member is put out of a chain that cannot be begun without it, and nothing turns without end."""
     talk = Talk(min_nodes=3)
     for name in "ab":
         talk.reports(name, ABC)

@@ -215,7 +215,7 @@ def test_ruling_loses_nothing_that_somebody_can_hand_on(reports: dict[str, Repor
     for name in set(ruling.members) - set(ruling.joiners):
         stands = reports[name].head
         assert stands == ruling.base.hash or (ruling.hand_on and stands == ruling.base.prev_hash)
-    # Whoever committed slot 2 and can hand it on (or need not) is followed by all.
+    # A member that committed slot 2 and can hand it on (or need not) is followed by all.
     if any(r.head == H2.hash and r.raw for r in holders.values()):
         assert ruling.base == H2
     if ruling.hand_on and needs_bytes(ruling.base):

@@ -89,7 +89,7 @@ def test_newcomers_of_one_moment_are_one_generation() -> None:
 
 @pytest.mark.parametrize("leaver", ["a", "b"])
 def test_one_of_two_leaves_and_nobody_hurries(leaver: str) -> None:
-    """Somebody stays who holds the state: the learner may take its time."""
+    """A member stays who holds the state: the learner may take its time."""
     scheduler = script(JOB + newcomers("c"))
     told = say(scheduler, f"{leaver} leaves")
     assert observing(scheduler) == {"c"}
@@ -139,7 +139,7 @@ def test_learners_are_part_of_the_headers_hash() -> None:
 
 
 def test_header_with_an_error_names_nobody_new() -> None:
-    """Nobody applies that slot, so nobody could keep the state at it."""
+    """No member applies that slot, so nobody could keep the state at it."""
     box = {m: contribution(VIEW, GENESIS, "step", m, spent=(Spent("", 0, ((0, 4),)),)) for m in IDS}
     header = close_slot(view=VIEW, prev=GENESIS, contributions=box, learners=("c~3",))
     assert header.error

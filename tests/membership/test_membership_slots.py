@@ -243,7 +243,7 @@ def test_joiners_ride_on_a_boundary_only() -> None:
 
 @given(kind=st.sampled_from(Kind), lets_go=st.booleans(), joins=st.booleans())
 def test_a_collective_carries_a_leave_only_if_it_lets_go(kind: Kind, lets_go: bool, joins: bool) -> None:
-    """Of a step, a boundary and the closing slot the word says nothing."""
+    """The word says nothing about a step, a boundary and the closing slot."""
     contributions = box(str(kind), lets_go=lets_go)
     waiting = replace(VIEW, id=ViewId(1, 2), predecessor=VIEW.id, joiners=("c~3",) if joins else ())
     change, boundary = carried(kind, waiting, lets_go=kind is Kind.GATHER and lets_go)

@@ -1,4 +1,4 @@
-"""What machines remember of events: readable, and nothing that a slot gathered (see membership/stimuli.py)."""
+"""Tests what machines remember of events: readable, and nothing that a slot gathered (see membership/stimuli.py)."""
 
 from __future__ import annotations
 

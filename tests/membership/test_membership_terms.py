@@ -1,4 +1,6 @@
-"""What the job is, its living members say; the dead refuse nobody, and an operator ends their job (protocol.md 12b)."""
+"""Tests what the job is, its living members say; the dead refuse nobody, and an operator ends their job
+(protocol.md 12b).
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,7 @@ class Job:
         return [m.role for m in self.heard(name, Welcome)]  # type: ignore[union-attr]
 
     def names(self) -> list[str]:
-        """Of the last view's members."""
+        """Returns the names of the last view's members."""
         return [m.name for m in self.views[-1].members]
 
 

@@ -1,4 +1,4 @@
-"""Whom a member is to have links with: told in full, or by what has changed."""
+"""Tests whom a member is to have links with: told in full, or by what has changed."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from chaos_lightning.protocol.types import GENESIS, NO_VIEW, WHOLE, Header, Kind
 LAYERS, REST = 4, 4
 """Layers are parts 0 to 3, the rest is part 4."""
 LOW, HIGH = ((0, 2), (4, 5)), ((2, 5),)
-"""What an owner of the first and of the last layers owns: the rest, too."""
+"""Parts of an owner of the first and of the last layers: the rest, too."""
 SCOPE: tuple[Span, ...] = ((0, 40), (60, 100))
 
 
@@ -201,7 +201,7 @@ def rule_of_one_part(latest: View, past: Past, reports: Mapping[str, Report]) ->
 
 
 def sorted_out(latest, counting, reports, base, hand_on, sources, unusable) -> Ruling:  # type: ignore[no-untyped-def]
-    """Who goes on, loads on, waits, or joins again."""
+    """Returns who goes on, loads on, waits, or joins again."""
     members, joiners, waiting, rejoin = [], [], [], []
     admitted = base.view_change.joiners if base is not None and base.view_change is not None else ()
     for name in [m for m in latest.ids() if m in reports]:

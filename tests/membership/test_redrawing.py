@@ -48,7 +48,7 @@ def without(view: View, place: int, number: int) -> View:
 
 
 class Machine:
-    """What a scheduler has of `Redrawing`: time, measurements, and effects."""
+    """Machine around `Redrawing`: time, measurements, and effects."""
 
     def __init__(self, spec: PlanSpec = AUTO) -> None:
         self.desk = Desk(Settings(plan=spec))
@@ -58,7 +58,7 @@ class Machine:
         self.redrawing = Redrawing(self.desk, graph, self.topology)
 
     def turn(self, view: View, after_s: float = 0.0) -> tuple[Change | None, DrawPlan | None]:
-        """What becomes of a turn: the next view's plan, and what is asked for."""
+        """Returns what becomes of a turn: the next view's plan, and what is asked for."""
         self.desk.clock = self.desk.now + after_s
         self.desk.out = []
         found = self.redrawing.turn(view)

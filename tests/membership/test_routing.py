@@ -1,4 +1,6 @@
-"""What the router decides about each message: to hand it on, to take it, to keep it for a while, or to drop it."""
+"""Tests what the router decides about each message: to hand it on, to take it, to keep it for a while, or to drop
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `status` is told of a large job: what is not as it should be, counts of the rest, and everything in pages."""
+"""Tests what `status` is told of a large job: what is not as it should be, counts of the rest, and everything in
+pages.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a member answers about another one: by process table, by link, by the other machine's word."""
+"""Tests what a member answers about another one: by process table, by link, by the other machine's word."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ NBYTES = 1 << 20
 
 @dataclass
 class Trainer:
-    """What a cluster of the script knows."""
+    """Cluster of the script, with what it knows."""
 
     who: IncarnationId
     base: VersionId = NO_VERSION

@@ -1,4 +1,4 @@
-"""Whom the audit takes for put out with good reason where links were declared broken, and whom not."""
+"""Tests whom the audit takes for put out with good reason where links were declared broken, and whom not."""
 
 from __future__ import annotations
 

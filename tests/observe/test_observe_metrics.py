@@ -1,4 +1,4 @@
-"""What `chaos-lightning metrics` makes of event logs."""
+"""Tests what `chaos-lightning metrics` makes of event logs."""
 
 from __future__ import annotations
 

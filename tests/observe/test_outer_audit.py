@@ -463,7 +463,7 @@ ADOPTED: dict[Callable[[OuterScript], None], str] = {
 
 
 def pushed_twice(run: OuterScript) -> None:
-    """What was trained while a push travelled is in the next one, and so is a step of that push."""
+    """Puts into the next push what was trained while one travelled, and a step of that push as well."""
     home = run.trainers["home"]
     home.steps += 1
     run.void(run.freeze("home"))

@@ -222,7 +222,7 @@ def test_losses_that_cannot_be(text: str, words: str) -> None:
 
 
 def command(*words: str, code: int = 0, columns: int = 100) -> str:
-    """What `chaos-lightning plan` prints, run as a process whose output is piped; or what it says on stderr."""
+    """Returns what `chaos-lightning plan` prints, run as a process whose output is piped; or what it says on stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "chaos_lightning", "plan", *words], capture_output=True, text=True, timeout=120,
         cwd=ROOT, env=os.environ | {"COLUMNS": str(columns)},
@@ -263,7 +263,7 @@ def test_a_plan_and_a_loss_for_programs() -> None:
     assert facts["exact"] == (facts["gap"] == 0)
     assert 0 <= facts["gap"] < 1
     assert PipelinePlan.from_dict(facts["plan"]).micro_batches == 9
-    # Of those that work: one is idle.
+    # Two of those that work: one is idle.
     assert facts["lost"] == ["d3", "d4"]
     # 4 devices at 0.01 per hour, of which 1.6 are lost at once on average.
     assert f"in {1.6 / (4 * 0.01):.3g} hours on average" in facts["decision"]["reason"]

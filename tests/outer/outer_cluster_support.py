@@ -101,7 +101,7 @@ class Elastic:
 
 
 class Clusters:
-    """Of one job."""
+    """Clusters of one job."""
 
     def __init__(self, harness: Harness, meanwhile: ExitStack) -> None:
         self.harness, self._meanwhile = harness, meanwhile

@@ -37,9 +37,9 @@ class OuterJob:
         self.folder = harness.directory
         self.followers = [f"f{number}" for number in range(followers)]
         self.more: list[str] = []
-        """Of each follower's command line."""
+        """Options of each follower's command line."""
         self.leads: list[str] = []
-        """Of the leader's."""
+        """Options of the leader's command line."""
         self.server = f"127.0.0.1:{free_port()}"
 
     def start(self) -> OuterJob:
@@ -57,7 +57,7 @@ class OuterJob:
         self.harness.start_function(name, run, FOLLOWER, self.arguments_of(name))
 
     def arguments_of(self, name: str) -> list[str]:
-        """Of a follower's command line."""
+        """Returns the arguments of a follower's command line."""
         folder = str(self.folder / name)
         return ["--server", self.server, "--name", name, "--dir", folder, *self.more, *self._logs()]
 
@@ -107,7 +107,7 @@ def cluster_parts(
     words: dict[str, str] | None = None,
     **options: object,
 ) -> tuple[Replica, Agreement, ClusterOptions, EventLog]:
-    """What a cluster's session is made of."""
+    """Returns what a cluster's session is made of."""
     torch.set_num_threads(1)
     given = {"server": server, "name": name, "data": "local" if not length else "shared", "log_dir": logs, "block": 64}
     own = ClusterOptions.build({**given, "host_server": False, **options}, {})

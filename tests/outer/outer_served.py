@@ -91,7 +91,7 @@ def outer_serving(*args: Any, **kwargs: Any) -> Iterator[OuterServed]:
 
 
 class Scripted:
-    """What a cluster or follower hears, and what it says of its own; `close` it."""
+    """Script of a cluster or follower: what it hears, and what it says of its own; `close` it."""
 
     def __init__(self, endpoints: str, call: Any, secret: Secret = b"", revive: Any = None) -> None:
         self.heard: Facts[Any] = Facts()

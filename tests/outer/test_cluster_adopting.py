@@ -290,7 +290,7 @@ def test_who_is_asked_to_leave_within_a_step_says_goodbye_after_it() -> None:
 
 
 def test_the_clock_does_not_stand_still_between_a_round_and_its_version() -> None:
-    """What the round accepted was in neither, so a job went beyond its last step."""
+    """All that the round accepted was in neither, so a job went beyond its last step."""
     machine = training(overlap=True)
     answered(machine, PushAnswer.ACCEPTED, V2)
     machine.on(cl.Trained(1))

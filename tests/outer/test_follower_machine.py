@@ -1,4 +1,4 @@
-"""What a follower makes of a leader's odd words, which no leader of ours says."""
+"""Tests what a follower makes of a leader's odd words, which no leader of ours says."""
 
 from __future__ import annotations
 

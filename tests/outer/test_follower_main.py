@@ -130,7 +130,7 @@ def following(endpoint: str, name: str, folder: Path) -> Iterator[Child]:
 
 
 def replayed(shelf: Shelf) -> Tensor:
-    """What the newest version of this chain is, by the kernel alone."""
+    """Returns what the newest version of this chain is, by the kernel alone."""
     chain = load_chain(MemoryStore(shelf=shelf))
     state = OuterState(GRID.whole, torch.zeros(GRID.elements))
     for version in sorted(chain.versions):

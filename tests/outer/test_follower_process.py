@@ -75,7 +75,7 @@ TENSORS = (
 )
 AGREEMENT = Agreement(TENSORS, averaged=1, block=64, codec="bf16")
 BY_PARAMETERS = replace(AGREEMENT, settings=OuterSettings(policy="di_ps").words)
-"""Of a job whose pushes hold parameters, in fp32."""
+"""Agreement of a job whose pushes hold parameters, in fp32."""
 GRID = Grid(tuple(t.elements for t in TENSORS), 64)
 DELAYED = Factors(rate=0.35, buffer=0.5, momentum=0.8)
 MOVING = Factors(rate=0.35, buffer=0.5, momentum=0.8, outer=1.0, step=0.56)
@@ -142,7 +142,7 @@ class Chain:
 
 
 class Reference:
-    """What the kernel makes of the same entries."""
+    """Reference: what the kernel makes of the same entries."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
@@ -696,7 +696,7 @@ class Alive:
 
     @property
     def nbytes(self) -> int:
-        """Of all of it."""
+        """Bytes of all of it."""
         return sum(size for made, size in zip(self._made, self._sizes, strict=True) if not made.expired())
 
 

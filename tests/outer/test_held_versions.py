@@ -50,7 +50,7 @@ class Rig:
                     self.held.append(effect.message.version)
 
     def beats(self, who: IncarnationId, fetching: VersionId) -> list[VersionId]:
-        """What followers have been told to hold so far."""
+        """Returns what followers have been told to hold so far."""
         self.now += 1.0
         self.feed(fx.Heard(1 + who.number, Beat(who, 0.0, 0.0, NO_VERSION, 0, 0, False, fetching)))
         return self.held
@@ -93,7 +93,7 @@ def test_a_follower_that_comes_hears_what_is_held() -> None:
 
 @pytest.mark.parametrize("refused", [True, False])
 def test_who_wants_a_version_is_told_that_it_is_served_no_more(*, refused: bool) -> None:
-    """Of a link that broke nothing is said: what has come by it is of use for the same version alone."""
+    """Nothing is said of a link that broke: what has come by it is of use for the same version alone."""
     changed, missed, tries, whose = threading.Condition(), list[VersionId](), 0, object()
 
     def get(attempt: Attempt) -> None:

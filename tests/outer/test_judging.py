@@ -1,4 +1,4 @@
-"""What a round makes of its pushes: weights, momentum, clock, gates."""
+"""Tests what a round makes of its pushes: weights, momentum, clock, gates."""
 
 from __future__ import annotations
 
@@ -630,7 +630,7 @@ def opposed(
 
 
 def moved_by(made: Judgement, deltas: Mapping[Offer, Vector], who: Collection[str]) -> Vector:
-    """What these clusters' pushes make of the round's average."""
+    """Returns what these clusters' pushes make of the round's average."""
     said = [(w.factor, deltas[w.offer]) for w in made.accepted if w.offer.push.incarnation.cluster in who]
     return [math.fsum(factor * delta[place] for factor, delta in said) for place in range(SIZE)]
 

@@ -58,7 +58,7 @@ def again(leases):
 
 
 FOURS = Batches(4, 4)
-"""What all clusters train at once, unless a test says otherwise."""
+"""Batches of all clusters, unless a test says otherwise."""
 
 
 def leases_of(*clusters, length=40, kind=Leases):
@@ -488,7 +488,7 @@ def test_a_summary_that_names_a_position_twice_is_refused():
 
 @dataclass
 class Place:
-    """What the oracle holds of one position."""
+    """State of one position at the oracle."""
 
     state: object = "free"
     """"free", "aside", the incarnation that holds the lease, or the push that spent it."""

@@ -238,7 +238,7 @@ class Ends:
         self.leader = Leader()
 
     def tell(self, *, follower: bool = True) -> None:
-        """What the leader tells both ends when the cluster comes in."""
+        """Tells both ends what the leader tells when the cluster comes in."""
         self.leader.follower(1, "f0")
         self.leader.send(3, Welcomed(TERM, HOME, 1, NO_VERSION, False, JobProgress()))
         self.leader.send(3, Holders(TERM, (Holder("f0", self.listener.endpoint),)))

@@ -1,4 +1,4 @@
-"""Who asks for another number of followers than hold shards is told so, and by whom each is held (O15)."""
+"""Tests who asks for another number of followers than hold shards is told so, and by whom each is held (O15)."""
 
 from __future__ import annotations
 

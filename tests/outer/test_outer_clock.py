@@ -119,7 +119,9 @@ ON_WALL_TIME = {"server_main.py:put_away": 1, "server_main.py:run": 1, "upkeep.p
 
 
 def test_nothing_of_outer_sync_reads_the_wall_clock() -> None:
-    """What would go by it: a lease, a window, a heartbeat. (Certificates and the lines of logs are others' parts.)"""
+    """All that would go by it: a lease, a window, a heartbeat. (Certificates and the lines of logs are others'
+    parts.)
+    """
     found = []
 
     def walk(path: Path, within: str, node: ast.AST) -> None:

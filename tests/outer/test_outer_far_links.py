@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <ssl.SSLSocket:pytest.PytestUnraisableExceptionWarning"
 )
 RULES = OuterSettings(policy="async", inner_steps=1, batch=16, heartbeat_s=20.0)
-"""Nobody is removed for the silence of a machine that is busy."""
+"""Rules by which no cluster is removed for the silence of a busy machine."""
 WIDTH = 16_384
 FAR_BPS = 1.6e6
 """A push, and a version, of the model takes two seconds."""
@@ -28,7 +28,7 @@ FAR_BPS = 1.6e6
 
 @pytest.fixture
 def relay() -> Iterator[LinkRelay]:
-    """What this process dials for data goes through it."""
+    """Returns what this process dials for data goes through it."""
     with LinkRelay() as relay, emulating(relay=relay.address):
         yield relay
 

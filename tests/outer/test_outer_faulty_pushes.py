@@ -87,7 +87,7 @@ def test_a_faulty_push_is_answered_with_its_reason_and_the_others_count(
     heard: Record | None = None
 
     def round_of(twist: Twist) -> tuple[Record, dict[str, Any]]:
-        """What the odd one heard of its push, and the round that says so."""
+        """Returns what the odd one heard of its push, and the round that says so."""
         nonlocal heard
         together(all_of_them, twist)
         heard = harness.wait_for("push_answered", node="odd", after=heard)

@@ -178,7 +178,7 @@ def train_beyond_the_end(server: str, name: str, logs: str, out: str, go: str) -
 
 
 def test_who_is_cut_off_by_the_end_has_the_jobs_last_version(tmp_path: Path) -> None:
-    """What it had trained since the last freezing is in no version, and was left in its model."""
+    """All that it had trained since the last freezing is in no version, and was left in its model."""
     with Harness(tmp_path, deadline_s=120) as harness:
         job = OuterJob(harness).start()
         arguments = train_beyond_the_end, job.server
@@ -331,7 +331,7 @@ def grid_of(chain: OuterChain) -> Grid:
 
 
 def by_robust(chain: OuterChain, part: PartOf) -> torch.Tensor:
-    """What `robust` makes of the same pushes, everybody in: it refuses none, and its parameters, flat."""
+    """Returns what `robust` makes of the same pushes, everybody in: it refuses none, and its parameters, flat."""
     whole, robust = grid_of(chain).whole, replace(SYNC, policy="robust")
     state, counters, gate = OuterState(whole, torch.zeros(whole.elements)), Counters(), GateState()
     for version in [*chain.line()][::-1]:
@@ -416,7 +416,7 @@ def test_a_server_that_is_killed_again_and_again_loses_nothing(tmp_path: Path, p
 
 
 def copy_chain(store: Path, to: Path) -> None:
-    """What the chain's file holds at this moment, with what its write-ahead log has; `to` is nobody's."""
+    """Copies what the chain's file holds at this moment, with its write-ahead log; no process uses `to`."""
     for left in to.parent.glob(f"{to.name}-*"):
         left.unlink()  # of a leader that was killed
     with contextlib.closing(sqlite3.connect(store)) as source, contextlib.closing(sqlite3.connect(to)) as target:

@@ -29,14 +29,14 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def nesterov(eta: float = 0.7, mu: float = 0.8, p: float = 1.0) -> Factors:
-    """Of a round in which the momentum moves."""
+    """Returns the factors of a round in which the momentum moves."""
     return Factors(rate=eta * p, buffer=p, momentum=mu, outer=1.0, step=eta * mu)
 
 
 DELAYED = Factors(rate=0.7 * 0.3, buffer=0.3, momentum=0.8)
-"""Of a round in which it does not."""
+"""Factors of a round in which it does not."""
 PARTLY = replace(nesterov(p=0.9), outer=0.83)
-"""Of one in which it moves, after more samples than a round has."""
+"""Factors of one in which it moves, after more samples than a round has."""
 
 
 def noise(count: int, seed: int, scale: float = 1.0) -> Tensor:

@@ -1,4 +1,6 @@
-"""What the last rank of an elastic cluster keeps, as another release wrote it: it is named, and none of it is used."""
+"""Tests what the last rank of an elastic cluster keeps, as another release wrote it: it is named, and none of it is
+used.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Up:
         self.child: Child = start_command("up", command, folder / "up.log", env=os.environ)
 
     def pids(self) -> dict[str, int]:
-        """Of the children that run, by name."""
+        """Returns the process ids of the children that run, by name."""
         return pids(self.folder / "events")
 
     def connected(self, count: int) -> bool:

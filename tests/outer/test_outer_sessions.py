@@ -47,7 +47,7 @@ class RanksDouble(RankGroup):
 
 
 def told_of(clusters: Clusters, name: str) -> list[Record]:
-    """What the logs tell of this so far."""
+    """Returns what the logs tell of this so far."""
     return [record for record in clusters.harness.records if record.name == name]
 
 

@@ -113,7 +113,7 @@ def test_clusters_train_on_while_the_whole_server_is_away_for_ten_minutes(shared
 
 
 MOST_STAGED = 7
-"""Of a cluster: 3 rounds between two durable marks, 3 ahead, 1 open."""
+"""Largest number of staged pushes of a cluster: 3 rounds between two durable marks, 3 ahead, 1 open."""
 
 
 @pytest.mark.parametrize("policy", ["async", "robust"])

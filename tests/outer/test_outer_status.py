@@ -1,4 +1,4 @@
-"""What a leader tells of a job that waits, or that is not as it should be (outer/follower/snapshot.py)."""
+"""Tests what a leader tells of a job that waits, or that is not as it should be (outer/follower/snapshot.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks of an elastic cluster hold alike, where the simulator needs luck to come by."""
+"""Tests what all ranks of an elastic cluster hold alike, where the simulator needs luck to come by."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_a_server_cuts_anew_only_for_a_number_that_it_was_given(
 
 
 def _in_this_process(command: list[str]) -> Any:
-    """What the server runs; importing torch takes seconds."""
+    """Returns what the server runs; importing torch takes seconds."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = recutting.main(command[3:])

@@ -132,7 +132,7 @@ def test_the_steps_of_a_save_are_in_order(files: ShardFiles, monkeypatch: pytest
 def test_a_start_syncs_the_folder_before_it_tells_what_lies_there(
     files: ShardFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever was here before may have been killed between a file's new name and the folder's sync."""
+    """A member that was here before may have been killed between a file's new name and the folder's sync."""
     files.save(NEW, state(0), COUNTERS)
     synced: list[str] = []
     true = os.fsync
@@ -176,7 +176,7 @@ def test_a_step_that_fails_is_an_error_and_leaves_no_part(
             files.save(NEW, state(1), COUNTERS)
     assert ShardFile(OLD, old) in files.look().whole
     if at < 3:
-        # What failed was not read back; had unlinking failed, too, the part would go at the next start.
+        # All that failed was not read back; had unlinking failed, too, the part would go at the next start.
         assert [path.name for path in files.folder.iterdir()] == [files.path(OLD).name]
     assert files.save(NEW, state(1), COUNTERS) == state(1).digest
 

@@ -59,7 +59,7 @@ CONFIG = {
 
 
 def positions(step, j, batch):
-    """Where the samples of a micro-batch of a step are in the epoch."""
+    """Returns where the samples of a micro-batch of a step are in the epoch."""
     start = 1000 * step + 100 * j
     return (Spent("", 0, ((start, start + len(batch[0])),)),)
 
@@ -259,7 +259,9 @@ class ScriptedJob:
             until(lambda m=m: any(isinstance(s, Ready) for s in m.said), f"links of {m.name}")
 
     def recover(self, pipelines, members):
-        """What the scheduler does after a death: all go on with this view from the newest header that any has."""
+        """Returns what the scheduler does after a death: all go on with this view from the newest header that any
+        has.
+        """
         self.number += 1
         number = ViewId(1, self.number)
         for m in members:

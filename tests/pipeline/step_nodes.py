@@ -100,7 +100,7 @@ class StepMember:
         return self.step.run(number, batches.__getitem__, weights.__getitem__)
 
     def end(self, view):
-        """What the I/O thread does at a recovery."""
+        """Returns what the I/O thread does at a recovery."""
         self.reducer.drop(view)
         self.node.links.drop(view)
         self.step.end(view)

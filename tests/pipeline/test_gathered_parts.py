@@ -71,7 +71,7 @@ def save(job, path, members=None, dies=None, meanwhile=lambda: None):
 
 
 def held(job, members=None):
-    """What members hold, as a checkpoint of one process has it."""
+    """Returns what members hold, as a checkpoint of one process has it."""
     parameters, states = {}, {}
     for m in members or job.members:
         for at, (name, p) in enumerate(m.net.named_parameters()):

@@ -36,7 +36,7 @@ def load(member: Holder, found: dict[str, Any]) -> LoadedParts:
 
 
 def check(member: Holder, whole: Holder, layers: Any) -> None:
-    """What an owner of these layers owns is as in `whole`, and nothing else has memory."""
+    """Checks that an owner's layers are as in `whole`, and that nothing else has memory."""
     wanted, names = values_of(whole.model), names_of(layers)
     for name, _, _, tensor in named_tensors(member.model):
         assert is_absent(tensor) == (name not in names), name

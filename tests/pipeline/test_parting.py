@@ -199,7 +199,7 @@ def test_a_state_that_is_not_stepped_is_neither_kept_nor_given(jobs):
 
 
 def test_a_process_offers_a_file_that_no_other_one_offers(jobs):
-    """Whoever has the name of one that kept its parts takes these; others take what is left, each another one."""
+    """A member that has the name of one that kept its parts takes these; others take what is left, each another one."""
     net, (batches, weights) = a_net(), equal()
     job = jobs(net, NAMES[:3])
     job.found(pipelines([(0, 1, 2, 4)], [5]))

@@ -1,4 +1,4 @@
-"""What was measured, as a file: the planner takes it as it is, whichever fleet it names."""
+"""Tests what was measured, as a file: the planner takes it as it is, whichever fleet it names."""
 
 from __future__ import annotations
 

@@ -399,7 +399,7 @@ def test_a_step_is_told_of_the_view_by_whose_plan_it_runs(jobs):
 
 
 def test_a_member_that_joins_again_waits_for_attempts_of_any_view(jobs):
-    """What it was told of ended and reduced attempts is of the chain before."""
+    """All that it was told of ended and reduced attempts is of the chain before."""
     view = pipelines([(0, 2, 4)], [5])
     job, the_view = begun(jobs, a_net(), NAMES[:2], view)
     for m in job.members:

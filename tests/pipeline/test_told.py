@@ -1,4 +1,4 @@
-"""What members say beside a step's gradients: as bytes, from strangers, and what all of them conclude from it."""
+"""Tests what members say beside a step's gradients: as bytes, from strangers, and what all of them conclude from it."""
 
 from __future__ import annotations
 

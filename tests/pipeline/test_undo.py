@@ -1,4 +1,4 @@
-"""What a step changes in Python is put back, and the graph, gradients and random numbers with it."""
+"""Tests what a step changes in Python is put back, and the graph, gradients and random numbers with it."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_steps_left_is_the_number_of_steps(quota, accumulate, length, drop_last)
 
 
 class Job:
-    """What a commit root does to ledger and view, and nothing else."""
+    """Job that does what a commit root does to ledger and view, and nothing else."""
 
     def __init__(self, members, accumulate, length, drop_last):
         self.views = [view_of(members, accumulate)]

@@ -64,7 +64,7 @@ def test_fits_whatever_connects_all(size: int, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("size", [24, 64, 128])
 def test_eight_links_each_are_nearly_as_good_as_all(size: int) -> None:
-    """Where cards are what is scarce; and where links are, it takes no longer than the plan that is searched for."""
+    """That is so if cards are scarce; if links are, it takes no longer than the plan that is searched for."""
     here, links = members(size), regular(size)
     spec, _ = quick(here, links)
     sparse_s = Network(here, links, cards(links)).seconds(spec, NBYTES)

@@ -311,7 +311,7 @@ def test_a_drifted_enum_or_union_is_found_at_import() -> None:
 
 @dataclass(frozen=True)
 class Push:
-    """What another service than the job's scheduler might be told."""
+    """Message that another service than the job's scheduler might be told."""
 
     view: ViewId
     spans: tuple[tuple[int, int], ...]
@@ -324,7 +324,7 @@ class Applied:
 
 
 def other_stubs() -> SimpleNamespace:
-    """What protoc would make of a second proto file, which imports the job's."""
+    """Returns what protoc would make of a second proto file, which imports the job's."""
     file = descriptor_pb2.FileDescriptorProto(
         name="elsewhere/other.proto", package="other", syntax="proto3", dependency=[chaos_pb2.DESCRIPTOR.name]
     )

@@ -28,7 +28,7 @@ def read(
 
 
 def worker_config(options: RendezvousOptions, local_rank: int = 0, **more: str) -> EngineConfig:
-    """What a worker of this agent will use."""
+    """Returns what a worker of this agent will use."""
     return EngineConfig.build({}, {**options.environment(), "LOCAL_RANK": str(local_rank), **more})
 
 
@@ -165,7 +165,7 @@ def test_no_route_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_option_that_equals_the_default_goes_before_the_environment() -> None:
-    """Of the agent: its workers have that environment, too."""
+    """The environment is the agent's: its workers have it, too."""
     environ = {"CHAOS_PLAN": "chain", "CHAOS_OVERLAP": "0", "CHAOS_IDLE_TIMEOUT_S": "5"}
     options = read({"plan": "auto", "overlap": "1", "idle_timeout_s": "0"}, environ)
     assert (options.config.plan, options.config.overlap, options.scheduler.idle_timeout_s) == ("auto", True, 0.0)

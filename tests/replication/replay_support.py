@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 class Matrices(nn.Module):
-    """What Muon takes."""
+    """Matrices alone, as Muon takes them."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from chaos_lightning.replication.state_reader import StateReader
 from chaos_lightning.transport.reference import Generation
 
 READER = "joiner"
-"""What `ThreadDonor` calls the other end of its connections."""
+"""Name by which `ThreadDonor` calls the other end of its connections."""
 
 
 def lend(server: StateServer, *, to: str = READER, nbytes: int = 4096) -> list[memoryview]:

@@ -1,4 +1,4 @@
-"""What a learner hears of an entry that a member could not copy in time, and of a log that was ended."""
+"""Tests what a learner hears of an entry that a member could not copy in time, and of a log that was ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pull says about itself can be sent, from its first word on."""
+"""Tests what a pull says about itself can be sent, from its first word on."""
 
 from __future__ import annotations
 

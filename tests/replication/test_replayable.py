@@ -1,4 +1,4 @@
-"""What can be replayed and what cannot is known beforehand, and said."""
+"""Tests what can be replayed and what cannot is known beforehand, and said."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the training state of a plain PyTorch loop consists of, and how a joiner takes it over."""
+"""Tests what the training state of a plain PyTorch loop consists of, and how a joiner takes it over."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def carry(source: StateAccess, target: StateAccess) -> None:
-    """What a pull does, without a network: encode, prepare, copy, adopt."""
+    """Does what a pull does, without a network: encode, prepare, copy, adopt."""
     encoded = encode_manifest(source.manifest(), source.tensors())
     table = build_table(source.tensors(), encoded.tensors)
     shapes = {e.name: torch.empty(e.shape, device="meta") for e in table.entries}

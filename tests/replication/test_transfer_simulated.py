@@ -178,7 +178,7 @@ def test_links_that_are_never_what_they_seem(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "optimal", "even", "single"])
 def test_fixed_shares_pay_for_a_collapse(name: str) -> None:
-    """What the adaptive policy is for: the same collapse costs fixed shares several times the bound."""
+    """All that the adaptive policy is for: the same collapse costs fixed shares several times the bound."""
     links = three()
     links["c"].rate = falling(600, 2.0, 0.1)
     bound = optimum(SIZE, links)

@@ -39,7 +39,7 @@ class Eager(TransferPolicy):
 
 
 class Memory:
-    """What the joiner has: `place` writes held copies, owners write in place."""
+    """Memory of the joiner: `place` writes held copies, owners write in place."""
 
     def __init__(self, count: int) -> None:
         self.cells = [""] * count

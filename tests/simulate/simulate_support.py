@@ -56,7 +56,7 @@ run, and may go."""
 
 @cache
 def violation(name: str, seed: int) -> str:
-    """What this bug does in the job of this seed; "" for no harm."""
+    """Returns what this bug does in the job of this seed; "" for no harm."""
     bug = BUGS[name]
     return simulate(bug.plan(seed), bug.hooks, validate=False).violation
 

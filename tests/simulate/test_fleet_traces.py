@@ -114,7 +114,7 @@ def test_chance_that_cannot_be_is_refused() -> None:
 
 
 def by_counts(trace: Trace) -> list[tuple[float, int]]:
-    """What a step function tells."""
+    """Returns what a step function tells."""
     found: dict[float, int] = {}
     for at, count in trace.counts():
         found[round(at, 2)] = count

@@ -24,7 +24,7 @@ def test_root_dies_after_one_member_committed() -> None:
 
 
 def test_root_dies_before_anybody_has_the_header() -> None:
-    """Nobody else committed: the slot is reduced again without the dead, whose samples go to others."""
+    """No other member committed: the slot is reduced again without the dead, whose samples go to others."""
     world, _ = run(THREE + "when n0 header 6 0 kill n0")
     assert notes(world, "decide")[-1]["hand_on"] is False
 
@@ -56,7 +56,7 @@ def test_all_but_one_die() -> None:
 
 
 def test_last_member_dies_and_the_job_begins_again() -> None:
-    """Nobody holds the state: the next newcomer founds the job again, and says so."""
+    """No member holds the state: the next newcomer founds the job again, and says so."""
     world, _ = run("seed 3\nnodes n0\nat 0.2 kill n0\nlater j0 at 0.3")
     assert "founded again" in world.store.views[-1].reason
 
@@ -106,7 +106,7 @@ def test_donor_dies_while_a_joiner_loads() -> None:
 
 
 def test_control_streams_break() -> None:
-    """Nobody is put out, no view changes."""
+    """No member is put out, no view changes."""
     world, outcome = run(
         "seed 7\nnodes n0 n1 n2\nset min_nodes 3\nat 0.2 stream n0\nat 0.21 stream n1\nat 0.3 stream n2"
     )
@@ -115,7 +115,7 @@ def test_control_streams_break() -> None:
 
 
 def test_link_breaks_between_the_living() -> None:
-    """What was under way on it is lost: the slot is reduced again in a view with the same members."""
+    """All that was under way on it is lost: the slot is reduced again in a view with the same members."""
     world, outcome = run("seed 7\nnodes n0 n1 n2\nset min_nodes 3\nat 0.2 link n0 n1")
     assert outcome.ejections == 0
     last = world.store.views[-1]

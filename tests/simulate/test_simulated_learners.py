@@ -50,7 +50,7 @@ def run_with(text: str, replaying: Replaying, **nodes: bool) -> tuple[World, Out
 
 
 def ways(world: World, name: str) -> list[tuple[object, object]]:
-    """What the scheduler chose for this node, with its reasons."""
+    """Returns what the scheduler chose for this node, with its reasons."""
     return [(n["way"], n["reason"]) for n in notes(world, "way_in") if str(n["member"]).startswith(f"{name}~")]
 
 
@@ -92,7 +92,7 @@ def test_root_dies_at_any_slot_around_a_replay(kind: str, seq: int) -> None:
 @pytest.mark.parametrize("trap", ["observe", "pull", "entered"])
 @pytest.mark.parametrize("how", ["kill j0", "freeze j0 for 1.5", "leave j0", "stream j0", "link j0 n0"])
 def test_learner_comes_to_harm(trap: str, how: str) -> None:
-    """Nobody else is touched, and members keep nothing for it in the end."""
+    """No other member is touched, and members keep nothing for it in the end."""
     world, outcome = run(f"{JOIN}program length 270\nwhen j0 {trap} 0 0 {how}")
     assert all(outcome_of(world, n).startswith("left: the job is finished") for n in ("n0", "n1", "n2"))
     assert all(world.nodes[n].keeper.copy is None for n in ("n0", "n1", "n2"))
@@ -106,7 +106,7 @@ def test_all_donors_but_the_newest_die_while_it_observes() -> None:
 
 
 def test_last_donor_dies_and_the_learner_founds_the_job_from_its_own_state() -> None:
-    """What it had pulled was a state of another beginning; the chain says that the job begins again."""
+    """All that it had pulled was a state of another beginning; the chain says that the job begins again."""
     world, outcome = run_with(
         "seed 3\nnodes n0\nprogram length 60\nlater j0:replay=yes at 0.1\nat 0.2 kill n0",
         Replaying(pull_s=0.3),
@@ -163,7 +163,7 @@ def test_no_donor_has_memory_for_a_copy() -> None:
 
 
 def test_steps_that_are_no_pure_function_cost_a_pull_and_harm_nobody() -> None:
-    """Somebody vouched for them wrongly: what differs is moved while all wait, and the hash is the proof (19)."""
+    """A member vouched for them wrongly: what differs is moved while all wait, and the hash is the proof (19)."""
     world, outcome = run_with(f"{JOIN}program length 150", Replaying(impure=1.0, pull_s=0.1))
     assert outcome.replays == 1
     assert 0 < outcome.moved <= world.program.ranges + 1

@@ -248,7 +248,7 @@ def test_nodes_that_cannot_reach_each_other_found_one_job_and_not_two() -> None:
 
 
 def test_scheduler_restarts_while_a_link_is_cut() -> None:
-    """Who is back first has no link to a living one, and is not believed before the others are asked."""
+    """A member that is back first has no link to a living one, and is not believed before the others are asked."""
     assert simulate(wired_plan(1605)).violation == ""
     for seed in range(6):
         hosts = "n0:host=h0 n1:host=h1 n2:host=h2"

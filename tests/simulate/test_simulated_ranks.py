@@ -69,7 +69,7 @@ def joined(seed: int, script: OuterScript, replaying: Replaying) -> World:
 
 
 def test_who_replays_passes_over_the_adoption_of_a_version_and_nothing_moves() -> None:
-    """What the newcomer replayed is what the members hold (18)."""
+    """All that the newcomer replayed is what the members hold (18)."""
     script = OuterScript(inner_steps=2, lossy=True, answer_s=(0.02, 0.06))
     outcomes = [run(joined(seed, script, Replaying(calm=True, pull_s=0.1))) for seed in range(6)]
     assert sum(outcome.passed for outcome in outcomes) > 3

@@ -20,7 +20,7 @@ HOST_NOISE = (
     "ignore:The number of training batches .* is smaller than the logging interval",
     # Loaders that are not shuffled, so that tests can tell their samples.
     "ignore:shuffle=False where clusters share the data",
-    # What rank zero is told about models and checkpoints that tests use with less than they were made for.
+    # All that rank zero is told about models and checkpoints that tests use with less than they were made for.
     "ignore:You defined a `validation_step` but have no `val_dataloader`",
     "ignore:You are using the `dataloader_iter` step flavor",
     "ignore:Be aware that when using `ckpt_path`",

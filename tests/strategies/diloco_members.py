@@ -1,4 +1,4 @@
-"""What clusters of the tests run: a Trainer.fit with gates and a pace, and a report of how it ended."""
+"""Clusters of the tests: a Trainer.fit with gates and a pace, and a report of how it ended."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ KINDS: dict[str, Any] = {"paced": partial(Paced, lr=0.01, sync=True), "rough": R
 
 
 class Follows(pl.Callback):
-    """Where the loops stood."""
+    """Positions of the loops."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, int, int]] = []

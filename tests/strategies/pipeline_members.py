@@ -1,4 +1,4 @@
-"""What member processes of the tests of strategy `chaos_pipeline` run, and the same training in one process."""
+"""Member processes of the tests of strategy `chaos_pipeline`, and the same training in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What member processes of the tests of plain loops run; their models and data are those of Lightning's members."""
+"""Member processes of the tests of plain loops; their models and data are those of Lightning's members."""
 
 from __future__ import annotations
 

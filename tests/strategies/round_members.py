@@ -114,7 +114,7 @@ def loader(count: int, batch_size: int = 2, seed: int = 3) -> DataLoader:
 
 
 class Heard(pl.Callback):
-    """What hooks and loggers hear of a validation."""
+    """Callback that notes what hooks and loggers hear of a validation."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []

@@ -1,4 +1,4 @@
-"""What member processes of the tests run: a Trainer.fit with gates, and a report of how it ended."""
+"""Member processes of the tests: a Trainer.fit with gates, and a report of how it ended."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Trace(pl.Callback):
 
 
 class Founding(pl.Callback):
-    """Who this process was before its first batch, and what ran as rank zero then."""
+    """Callback that notes this process's rank before its first batch, and what ran as rank zero then."""
 
     def __init__(self) -> None:
         self.ranks: set[tuple[int, int]] = set()

@@ -542,7 +542,7 @@ class Manual(Regression):
         optimizer.step()
 
     def step_look(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """What `.grad` says decides what is done with it."""
+        """Steps by what `.grad` says."""
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         for param in self.net.parameters():

@@ -1,4 +1,4 @@
-"""What plain loops and Lightning's have in common around the engine."""
+"""Tests what plain loops and Lightning's have in common around the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a Trainer with chaos behaved unlike one without: each was met by one of Lightning's own tests."""
+"""Tests where a Trainer with chaos behaved unlike one without: each was met by one of Lightning's own tests."""
 
 from __future__ import annotations
 

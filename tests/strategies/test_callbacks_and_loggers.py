@@ -108,7 +108,7 @@ def test_the_progress_bars_total_is_set_only_when_it_changes(tmp_path: Path) -> 
 
 
 def updates(tmp_path: Path, strategy: str) -> tuple[int, pl.Trainer]:
-    """Of a rich progress bar in an epoch of six batches."""
+    """Returns the updates of a rich progress bar in an epoch of six batches."""
     run = trainer(tmp_path, callbacks=[RichProgressBar()], enable_progress_bar=True, max_epochs=1, strategy=strategy)
     real = rich_progress.CustomProgress.update
     with patch.object(rich_progress.CustomProgress, "update", autospec=True, side_effect=real) as update:

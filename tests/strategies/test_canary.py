@@ -164,7 +164,7 @@ def test_what_is_logged_has_the_arguments_that_are_recorded() -> None:
 
 
 def test_a_metric_looks_its_sync_up_on_its_class() -> None:
-    """What `compute` calls was wrapped when the metric was made; our `sync` takes its place later."""
+    """All that `compute` calls was wrapped when the metric was made; our `sync` takes its place later."""
     metric, asked = MeanSquaredError(), []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Metric, "sync", lambda *_, **__: asked.append(True))

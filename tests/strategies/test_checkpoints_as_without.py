@@ -168,7 +168,7 @@ class Sees(Regression):
 
 
 def test_hooks_see_the_checkpoint_that_lightning_has_written(tmp_path: Path) -> None:
-    """What is added to the file is no part of it."""
+    """All that is added to the file is no part of it."""
     seen = []
     for strategy in ("chaos", "auto"):
         keeper = ModelCheckpoint(tmp_path / strategy, every_n_train_steps=6)

@@ -152,7 +152,7 @@ def log(collection: _ResultCollection, made: Collectives, key: str, value: float
 
 
 def said(**values: float) -> dict[str, Any]:
-    """What another member brings that logged these."""
+    """Returns what another member brings that logged these."""
     collection, members = _ResultCollection(training=True), Members()
     made = collectives(members)
     made.enter_step("training_step")

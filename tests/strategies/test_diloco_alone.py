@@ -49,7 +49,7 @@ def fitted(tmp_path: Path, model: pl.LightningModule, *args: Any, **kwargs: Any)
 
 
 class Watches(Callback):
-    """What hooks see, in order."""
+    """Callback that notes what hooks see, in order."""
 
     def __init__(self) -> None:
         self.saw: list[Any] = []
@@ -114,7 +114,7 @@ def test_a_batch_that_no_loader_tells_is_demanded_by_name(tmp_path: Path, monkey
 
 
 def test_the_epoch_goes_on_where_more_of_it_is_dealt(tmp_path: Path) -> None:
-    """What another cluster had is dealt again, so the batch that was known as the last one was not."""
+    """All that another cluster had is dealt again, so the batch that was known as the last one was not."""
 
     class Dies(SessionDouble):
         def _spend(self, *, dry: bool) -> None:

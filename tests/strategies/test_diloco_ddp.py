@@ -30,7 +30,7 @@ class RanksJob(OuterJob):
         return names
 
     def ended(self, name: str) -> list[dict[str, Any]]:
-        """What its processes have reported."""
+        """Returns what its processes have reported."""
         for rank in range(RANKS):
             assert self.harness.wait_exit(f"{name}.{rank}") == 0
         return [self.report(f"rank-{rank}/{name}") for rank in range(RANKS)]

@@ -69,7 +69,7 @@ class ElasticJob:
         self.harness.start_function(name, rank, {**given, "told": told, **spec})
 
     def kill_scheduler(self, cluster: str = "home") -> None:
-        """Of the inner job."""
+        """Kills the scheduler of the inner job."""
         os.kill(self._schedulers.pop(cluster).pid, signal.SIGKILL)
 
     def start_scheduler(self, cluster: str = "home") -> None:
@@ -128,7 +128,7 @@ def spent(job: ElasticJob) -> dict[int, int]:
 
 
 def hashes(job: ElasticJob) -> dict[int, list[str]]:
-    """What ranks of one cluster found of their state, by slot; all of them the same."""
+    """Returns what ranks of one cluster found of their state, by slot; all of them the same."""
     found: dict[int, list[str]] = {}
     for record in job.harness.records:
         if record.name == "state_hash":
@@ -208,7 +208,7 @@ def test_the_first_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
 
 @pytest.mark.slow
 def test_the_last_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
-    """What it had not pushed is gone; its cluster comes again with the next rank, and what counted counts once."""
+    """All that it had not pushed is gone; its cluster comes again with the next rank, and what counted counts once."""
     job.serve()
     harness = job.harness
     rules = {"last_holder_timeout_s": 0.5}
@@ -483,7 +483,7 @@ def test_all_ranks_are_asked_to_leave_at_once_while_their_cluster_is_through(job
 
 @pytest.mark.slow
 def test_all_ranks_leave_while_their_cluster_is_through_and_their_scheduler_is_away(job: ElasticJob) -> None:
-    """Nobody can let one of them go, so they go together."""
+    """No member can let one of them go, so they go together."""
     through(job)
     wait_for_meetings(job, THROUGH)
     job.kill_scheduler()
@@ -589,7 +589,7 @@ def test_clusters_share_the_data_and_each_sample_counts_once_an_epoch(job: Elast
     a, b, solo = job.finish("a", "b", "solo")
     assert torch.equal(a["weights"], b["weights"])
     assert spent(job) == dict.fromkeys(range(3), 240)
-    # Who ends the job waits for nobody who is still in its last epoch; but all end with its last version.
+    # A member that ends the job waits for nobody who is still in its last epoch; but all end with its last version.
     assert torch.equal(a["weights"], solo["weights"])
     marks = [[line for line in each["lines"] if line[0] != "step"] for each in (a, b, solo)]
     assert marks[0] == marks[1]

@@ -69,7 +69,7 @@ class OuterJob:
         return {}
 
     def epoch(self) -> int:
-        """Whose positions are leased."""
+        """Returns whose positions are leased."""
         return int(self.facts().get("leases", {}).get("epoch", 0))
 
     def accepted(self, cluster: str) -> int:
@@ -224,7 +224,7 @@ def audited(job: OuterJob) -> None:
 
 @pytest.mark.slow
 def test_a_frozen_cluster_is_removed_and_comes_in_again(job: OuterJob) -> None:
-    """What it had not pushed is lost, its samples are dealt again, and each counts once."""
+    """All that it had not pushed is lost, its samples are dealt again, and each counts once."""
     job.serve()
     harness = job.harness
     job.cluster("one", told=told(job, last_holder_timeout_s=0.5), step_s=0.02, trainer={"max_epochs": 2})

@@ -25,7 +25,7 @@ def expected() -> dict[str, float]:
 
 
 def covers_all(reports: list[dict[str, Any]]) -> None:
-    """Of the last epoch what Lightning shows, and of each what the module has computed."""
+    """Checks what Lightning shows of the last epoch, and what the module has computed of each."""
     _, y = models.data(SAMPLES).tensors
     for report in reports:
         for epoch in report["epochs"]:
@@ -83,7 +83,7 @@ def test_after_the_death_of_the_heir(job: Job, step: int) -> None:
 
 @pytest.mark.slow
 def test_after_a_stop_of_the_whole_job(job: Job) -> None:
-    """What the last member had logged is kept with its state."""
+    """All that the last member had logged is kept with its state."""
     spec = {**SPEC, "options": {"on_last_exit": str(job.out / "kept")}}
     job.start("a", **spec, leaves_at=5)
     assert job.harness.wait_exit("a") == 0

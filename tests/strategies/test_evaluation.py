@@ -41,7 +41,7 @@ class Meetings:
 
 
 def evaluated(me: str, members: str, meetings: Meetings, combined: CombinedLoader, **settings: Any) -> list[Any]:
-    """What this member evaluates in one pass, and how many batches Lightning was told to fetch."""
+    """Returns what this member evaluates in one pass, and how many batches Lightning was told to fetch."""
     fetcher = SimpleNamespace(length=1)
     loop = SimpleNamespace(
         _results=_ResultCollection(training=False), _combined_loader=combined, _data_fetcher=fetcher,

@@ -1,4 +1,4 @@
-"""What a member has logged and counted in an epoch goes over to another when it is gone."""
+"""Tests what a member has logged and counted in an epoch goes over to another when it is gone."""
 
 from __future__ import annotations
 

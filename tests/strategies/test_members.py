@@ -251,7 +251,7 @@ def start_validating(job: Job, spec: dict[str, Any]) -> int:
 
 
 def test_death_during_validation(job: Job) -> None:
-    """What the dead had evaluated is evaluated again by the others."""
+    """All that the dead had evaluated is evaluated again by the others."""
     spec = {"epochs": 2, "samples": 48, "model": "Counting", "val_samples": 22}
     start_validating(job, spec)
     job.harness.kill("b")
@@ -310,7 +310,9 @@ def test_one_of_several_processes_writes_what_it_evaluates_before_fit(job: Job) 
 
 
 def folders(job: Job, *reports: dict[str, Any]) -> set[str]:
-    """What `trainer.log_dir` was within training steps, by whose folder it is; the same to all who made a step."""
+    """Returns what `trainer.log_dir` was within training steps, by whose folder it is; the same to all who made a
+    step.
+    """
     told: dict[int, set[str]] = {}
     for report in reports:
         for step, folder in report["logged"]:

@@ -15,7 +15,7 @@ SPEC = {"samples": 48, "callbacks": ("log", "steps", *BOARDS), "trainer": {"val_
 
 
 def rows(job: Job) -> list[tuple[int, str]]:
-    """Of the run's one metrics.csv, in order: steps, and what was logged at each."""
+    """Returns the rows of the run's one metrics.csv, in order: steps, and what was logged at each."""
     (file,) = (job.out / "csv").rglob("metrics*.csv")
     kinds = ("loss_step", "val_loss", "loss_epoch")
     lines = csv.DictReader(file.read_text().splitlines())

@@ -43,7 +43,7 @@ from chaos_lightning.strategies.elastic import _hyper_parameters, replica_of
 
 HOME = IncarnationId("home", 1)
 STEPS = 41
-"""Of the job, with the version that is exported."""
+"""Steps of the job at the version that is exported."""
 
 
 class Reads(pl.LightningModule):

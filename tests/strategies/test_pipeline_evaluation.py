@@ -274,7 +274,7 @@ def test_outputs_that_do_not_travel_are_none_for_all(tmp_path: Any) -> None:
 
 
 def test_members_that_see_other_batches_disagree(tmp_path: Any) -> None:
-    """What the root compares differs, so that the slot is refused."""
+    """All that the root compares differs, so that the slot is refused."""
     x = [torch.ones(2, 3), {"a": torch.zeros(1, dtype=torch.bfloat16), "b": "text"}]
     same = [x[0].clone(), {"a": x[1]["a"].clone(), "b": "text"}]
     assert content_hash(x) == content_hash(same)

@@ -35,7 +35,7 @@ LAYERS = {"net.0": 0, "net.1": 1, "net.2": 1}
 
 
 class Net(Regression):
-    """What plain Lightning trains: with batch norm, AdamW and a scheduler that steps."""
+    """Model that plain Lightning trains: with batch norm, AdamW and a scheduler that steps."""
 
     def __init__(self) -> None:
         super().__init__(norm=True)

@@ -156,7 +156,7 @@ def unsteady() -> Any:
 
 
 def traces(module: Any) -> dict[str, Any]:
-    """What a look at the model may not change."""
+    """Returns what a look at the model may not change."""
     import numpy as np
 
     gc.collect()

@@ -1,4 +1,4 @@
-"""What strategy `chaos_pipeline` refuses: each row by name, with what to do instead."""
+"""Tests what strategy `chaos_pipeline` refuses: each row by name, with what to do instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who a process takes itself for before its first batch."""
+"""Tests who a process takes itself for before its first batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plain loop is told that forgets something, is interrupted, or goes on from the wrong file."""
+"""Tests what a plain loop is told that forgets something, is interrupted, or goes on from the wrong file."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def test_a_member_that_has_left_does_not_save(chaos: Trainer, tmp_path: Path, ca
 
 
 def test_the_last_member_saves_after_it_has_left(chaos: Trainer, tmp_path: Path) -> None:
-    """Nobody else has the state."""
+    """No other member has the state."""
     trained(chaos, 2)
     chaos.request_node_exit()
     assert chaos.engine.out

@@ -15,7 +15,7 @@ from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.observe.audit import audit
 
 CLIP = {"clip_norm": 0.5, "accumulate": 2}
-"""Of a plain loop; then the same for Lightning."""
+"""Settings of a plain loop; then the same for Lightning."""
 LIGHTNING = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
 SPEC: dict[str, Any] = {"samples": 44, "batch": 4, "epochs": 3, "model_args": {"norm": True}}
 """One member makes six steps per epoch, the last one of a single batch; two make three, the last one of three."""

@@ -1,4 +1,4 @@
-"""What is refused: each row of the table, by name, before training starts; and what is said while it runs."""
+"""Tests what is refused: each row of the table, by name, before training starts; and what is said while it runs."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ print(ChaosStrategy.__name__, EngineConfig.__name__, Engine.__name__)
 
 
 def test_registered_before_lightning_comes() -> None:
-    """Of the other package it is refused with what to import instead; names of ours are imported when asked for."""
+    """The other package's is refused with what to import instead; names of ours are imported when asked for."""
     code = f"import chaos_lightning; import lightning.pytorch as L\n{REGISTERED}{OTHER_HOST}{LAZY}"
     registered, refused, lazy = run(code).splitlines()
     assert registered == "True False SourceFileLoader SourceFileLoader"

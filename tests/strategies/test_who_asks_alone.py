@@ -18,7 +18,9 @@ def line_of(function: Any, words: str) -> str:
 
 
 def told(job: Job, run: Any, asks: str) -> str:
-    """What the younger of two members is put out with; they are started with one script. The other one goes on."""
+    """Returns what the younger of two members is put out with; they are started with one script. The other one goes
+    on.
+    """
     for name in "ab":
         gates = {2: job.gate("a")} if name == "a" else {}
         spec = {"name": name, "port": job.port, "out": str(job.out), "asks": asks, "gates": gates}

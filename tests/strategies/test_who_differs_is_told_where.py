@@ -93,7 +93,8 @@ def test_who_differs_is_told_where(job: Job) -> None:
     for name in CASES:
         assert job.harness.wait_exit(name) not in (0, None), name
         said[name] = job.harness.children[name].tail()
-    # Who is like the job is not refused, though the job's learning rate is another by now, and its folder is another.
+    # A member that is like the job is not refused, though the job's learning rate is another by now, and its folder is
+    # another.
     start(job, "z", ckpt_dir="elsewhere")
     job.wait_admitted("z")
     job.open("a")

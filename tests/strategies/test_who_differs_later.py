@@ -41,7 +41,7 @@ def test_a_newcomer_whose_schedule_is_another_is_put_out_by_name(job: Job, run: 
 def test_a_tensor_that_a_member_changes_for_itself_is_named_and_refused_when_it_differs_again(
     job: Job, run: Any
 ) -> None:
-    """Of two the older one's state counts, so the younger one joins again, once."""
+    """The state of the older one of two counts, so the younger one joins again, once."""
     settings = {"epochs": 60, "options": {"state_hash_every": 2}}
     start(job, "a", run, gates={2: job.gate("a")}, **settings)
     job.harness.wait_step(2)

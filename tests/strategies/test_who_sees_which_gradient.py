@@ -15,7 +15,7 @@ LAST, EARLIER, MANUAL = range(3)
 
 
 def told(column: int) -> dict[str, str]:
-    """What the page says that each hook sees; hooks that are not called are left out."""
+    """Returns what the page says that each hook sees; hooks that are not called are left out."""
     text = PAGE.read_text()
     table = text[text.index("| hook | automatic optimisation") :].split("\n\n")[0]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]

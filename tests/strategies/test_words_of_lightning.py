@@ -1,4 +1,4 @@
-"""What Lightning's settings, hooks and properties mean, with one member: the same as without the strategy."""
+"""Tests what Lightning's settings, hooks and properties mean, with one member: the same as without the strategy."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class Leaves(pl.Callback):
 
 @pytest.mark.parametrize("step", [4, 5, 6])
 def test_a_lone_member_that_is_interrupted_says_so_and_saves(tmp_path: Path, step: int) -> None:
-    """Nobody else has the state; the job goes on from the checkpoint as if nothing had happened."""
+    """No other member has the state; the job goes on from the checkpoint as if nothing had happened."""
     whole, first, second = Regression(), Regression(), Regression()
     fitted(tmp_path, whole, loader())
     run = fitted(tmp_path, first, loader(), callbacks=[Leaves(step)])

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 class Ranks(Callback):
-    """Who this process thought it was, hook by hook."""
+    """Callback that notes this process's rank, hook by hook."""
 
     def __init__(self) -> None:
         self.seen: dict[str, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""What the harness's children run in tests: they write events and end in various ways."""
+"""Children of the harness in tests: they write events and end in various ways."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_a_stalled_shaped_link_goes_on_where_it_was(relay: LinkRelay, members: d
 
 
 def test_a_slow_reader_makes_its_writer_wait(relay: LinkRelay, members: dict[str, Member]) -> None:
-    """What the relay holds is bounded, and the rest arrives once it is read."""
+    """All that the relay holds is bounded, and the rest arrives once it is read."""
     mine, theirs = members["b-0"].call(members["a-0"])
     for sock in (mine, theirs):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)

@@ -1,4 +1,4 @@
-"""Who dialled: by the kernel's tables of sockets."""
+"""Tests who dialled: by the kernel's tables of sockets."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ changes = st.builds(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(changes, max_size=4), st.lists(times, min_size=1, max_size=5))
 def test_nothing_changes_between_two_changes(schedule: list[Change], moments: list[float]) -> None:
-    """Whoever sleeps until `next_change_s` misses nothing."""
+    """A member that sleeps until `next_change_s` misses nothing."""
     topology = network(*schedule)
     for t_s in moments:
         coming = next_change_s(topology, t_s)

@@ -19,7 +19,7 @@ DEADLINE_S = 30.0
 
 
 def pacing_of(sock: socket.socket) -> float:
-    """What the kernel lets this connection send, in bits per second (struct tcp_info)."""
+    """Returns what the kernel lets this connection send, in bits per second (struct tcp_info)."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 120)
     return 8.0 * struct.unpack_from("=Q", info, 112)[0]
 

@@ -163,7 +163,7 @@ def test_a_frame_beyond_the_limit_is_refused_before_anything_is_allocated():
 
 
 def heard(hello: Callable[[bytes], bytes]) -> Exception | None:
-    """What `accept` makes of a stranger that answers its first message with these bytes."""
+    """Returns what `accept` makes of a stranger that answers its first message with these bytes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())
         near, _ = server.accept()

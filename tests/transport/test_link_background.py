@@ -1,4 +1,4 @@
-"""What a link sends when nothing else is to be sent, and that whatever else comes goes first."""
+"""Tests what a link sends when nothing else is to be sent, and that whatever else comes goes first."""
 
 from __future__ import annotations
 

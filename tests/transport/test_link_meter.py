@@ -1,4 +1,6 @@
-"""What traffic says about a link: estimates from samples, samples from the kernel's counters, and a real paced link."""
+"""Tests what traffic says about a link: estimates from samples, samples from the kernel's counters, and a real
+paced link.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ Sent = list[tuple[FrameType, ViewId, int, int]]
 
 
 def order_of(sent: Sent) -> list[tuple[FrameType, int]]:
-    """What arrives, in which order, if all is sent while the first frame is half on the wire."""
+    """Returns what arrives, in which order, if all is sent while the first frame is half on the wire."""
     crashes: list[BaseException] = []
     loop = IoLoop("pair", crashes.append)
     one, other = socket.socketpair()

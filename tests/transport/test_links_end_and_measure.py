@@ -85,7 +85,7 @@ def test_a_link_that_was_let_go_still_takes_what_the_peer_had_sent(build: Build)
 
 
 def test_a_link_that_was_let_go_ends_when_its_bytes_are_overwritten(build: Build) -> None:
-    """Who leaves does not hold up the others: the buffer is used again two slots later (protocol.md 3)."""
+    """A member that leaves does not hold up the others: the buffer is used again two slots later (protocol.md 3)."""
     nodes = build("a")
     a = nodes["a"]
     a.expect("x~9")
@@ -248,7 +248,7 @@ def test_a_link_that_fell_behind_is_probed_until_it_has_recovered(build: Build) 
 
 
 def test_a_link_and_the_transfers_beside_it_share_one_rate(build: Build) -> None:
-    """What the kernel is told of all connections to one peer is the rate, in sum, whoever has something to send."""
+    """All that the kernel is told of all connections to one peer is the rate, in sum, whoever has something to send."""
     nodes = measured(build, 80e6)
     a, b = nodes.values()
     served: list[socket.socket] = []
@@ -264,7 +264,7 @@ def test_a_link_and_the_transfers_beside_it_share_one_rate(build: Build) -> None
     seen: list[list[float]] = []
 
     def bounds() -> tuple[float, float]:
-        """Of the link and of the transfer, which goes on meanwhile."""
+        """Returns the bounds of the link and of the transfer, which goes on meanwhile."""
         sock.recv(1 << 16)
         seen.append(b.do(lambda: [pacing_of(s) for s in (b.links._links[a.id].sock, *served)]))
         return seen[-1][0], sum(seen[-1][1:])

@@ -1,4 +1,4 @@
-"""Who greets a member's data port: whom it looked for, and what is written down of strangers."""
+"""Tests who greets a member's data port: whom it looked for, and what is written down of strangers."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Node:
         self.told_at: list[float] = []
         self.probes = Probes(world.later, self.told, config, world.clock)
         self.shared: Pipe | None = None
-        """What comes in here comes through it."""
+        """Pipe through which everything comes in here."""
 
     def told(self, report: LinkReport) -> None:
         self.reports.append(report)

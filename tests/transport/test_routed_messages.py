@@ -14,7 +14,7 @@ from chaos_lightning.transport.handshake import Greeting, dial
 
 
 def settled(*nodes: Node) -> None:
-    """What was queued in these loops has been done."""
+    """Waits until all that was queued in these loops has been done."""
     for node in nodes:
         node.do(lambda: None)
 

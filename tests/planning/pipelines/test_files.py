@@ -47,7 +47,7 @@ links:
 
 
 def said(about: Any, devices: int | None = None) -> str:
-    """What is said of a job that is refused."""
+    """Returns what is said of a job that is refused."""
     with pytest.raises(JobError) as refused:
         job_of(about, "job.yaml", devices)
     return str(refused.value)

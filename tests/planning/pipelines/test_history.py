@@ -1,4 +1,4 @@
-"""What a job learns from its losses, against sums that are done by hand or by enumeration."""
+"""Tests what a job learns from its losses, against sums that are done by hand or by enumeration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes which place, and what moves: against scipy, against all permutations, and by hand."""
+"""Tests who takes which place, and what moves: against scipy, against all permutations, and by hand."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_places_stay_with_their_kind_of_device(change: Change) -> None:
 
 @given(changes(most_devices=5), st.sampled_from([2, 3, moves.LEVELS]))
 def test_among_the_cheapest_the_busiest_card_is_the_least(change: Change, levels: int) -> None:
-    """Where the search says that it is: a device receives more than any sends. Else it is no less than the least."""
+    """The search says so if a device receives more than any sends. Else it is no less than the least."""
 
     def busiest(plan: PipelinePlan) -> tuple[int, int]:
         found = move_list(change.job, change.old, plan)

@@ -75,7 +75,7 @@ def test_bubbles_are_dropped_and_a_wrong_cell_is_named():
 
 
 def pipeline_stage(p):
-    """What torch's schedules ask of a stage before they run."""
+    """Returns what torch's schedules ask of a stage before they run."""
     return SimpleNamespace(num_stages=p, group_size=p, group_rank=0, stage_index=0, is_last=p == 1, has_backward=True)
 
 
@@ -96,7 +96,9 @@ def test_torch_loads_our_text(tmp_path, name, p, m):
 
 
 def theirs(name, p, m):
-    """What one of torch's schedules writes of its compute instructions, as we read it; None is a bubble there."""
+    """Returns what one of torch's schedules writes of its compute instructions, as we read it; None is a bubble
+    there.
+    """
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     stage = pipeline_stage(p)
     order = getattr(schedules, name)(stage if "Looped" not in name and "Inter" not in name else [stage], m)
@@ -122,7 +124,7 @@ def test_1f1b_is_that_of_torch(m):
 
 
 def broken(change, p=3, m=3, name="1f1b"):
-    """What the validator says of a schedule in which something was changed."""
+    """Returns what the validator says of a schedule in which something was changed."""
     lists = [list(row) for row in SCHEDULES[name](p, m)]
     change(lists)
     with pytest.raises(ScheduleError) as caught:

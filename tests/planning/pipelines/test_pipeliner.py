@@ -328,7 +328,7 @@ def test_a_layer_that_a_new_owner_has_not_pulled_yet_is_still_held_by_the_old_on
     held = {"m00~1": {0, 1}}
     answer = pipeliner.after(text, left, held=held)
     check(pipeliner, answer, left, held)
-    # Who owns a layer by the text and has not got it yet has to get it, whatever is chosen.
+    # A member that owns a layer by the text and has not got it yet has to get it, whatever is chosen.
     held = {"m00~1": {0, 1}, "m01~1": set()}
     late = Pipeliner(profile_of(2, 4), "reroute").after(text_of(2, 2, 2), members_of(pipeliner, 4), held=held)
     assert late.chosen is not None

@@ -28,7 +28,7 @@ from chaos_lightning.planning.pipelines.plan import PipelinePlan, PlanStage
 
 
 def shortest_s(all_of: list[Vertex]) -> float:
-    """Of all colourings."""
+    """Returns the shortest time of all colourings."""
     near = neighbours_of(all_of)
 
     def rest(i: int, rounds: list[list[int]]) -> float:
@@ -159,7 +159,7 @@ def test_layers_as_vertices_need_more_rounds() -> None:
 def test_a_step_is_shorter_in_rounds_than_in_a_row() -> None:
     job, plan = uneven(8)
     row_s, by_colour = step_s(job, plan, "row"), step_s(job, plan, "rounds")
-    # Of 20, 10, 10 and 20 seconds: all in a row, or two by two, of which one is long each time.
+    # Rounds of 20, 10, 10 and 20 seconds: all in a row, or two by two, of which one is long each time.
     assert row_s - by_colour == pytest.approx(20, rel=0.02)
     assert step_s(job, plan, "at once") <= by_colour
     # As it is estimated, links are never idle while something is ready.
