@@ -48,7 +48,7 @@ class ElasticJob:
         follower = ["--server", self.server, "--name", "follower", "--dir", where, "--bind", "127.0.0.1", *logs]
         for name, arguments in (("leader", leader), ("follower", follower)):
             arguments += ["--keys-dir", str(keys / name)] if keys is not None else []
-            module, environment = f"chaos_lightning.outer.{name}_main", dict(self.harness.environment())
+            module, environment = f"chaos_lightning.outer.commands.{name}_main", dict(self.harness.environment())
             self.harness.start_function(name, run, module, arguments, environment)
 
     def rank(self, name: str, cluster: str = "home", **spec: Any) -> None:

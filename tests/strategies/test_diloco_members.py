@@ -46,7 +46,7 @@ class OuterJob:
 
     def _module(self, name: str, module: str, arguments: list[str]) -> None:
         self.harness.start_function(
-            name, run, f"chaos_lightning.outer.{module}", arguments, dict(self.harness.environment())
+            name, run, f"chaos_lightning.outer.commands.{module}", arguments, dict(self.harness.environment())
         )
 
     def cluster(self, name: str, **spec: Any) -> None:
