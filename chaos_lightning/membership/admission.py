@@ -1,4 +1,4 @@
-"""Streams, hellos and leaves: who comes, who is who, and who wants to go.
+"""Handles members' streams, hellos and leaves: who comes, who is who, and who wants to go.
 
 Theory of operation. A hello is refused in words, resumed (the stream of a known process was replaced: whatever may
 have been lost on the old stream is said again, which every message bears) or welcomed as a newcomer. What else is said
@@ -50,7 +50,7 @@ from chaos_lightning.protocol.types import (
 
 @dataclass(eq=False)
 class Admission:
-    """See the module. Fields are the parts that it uses."""
+    """Reception of processes that open a control stream, say hello, or ask to leave. Fields are the parts that it uses."""
 
     desk: Desk
     book: Book
@@ -89,7 +89,7 @@ class Admission:
             self.hearing.hear(peer, message)
 
     def on_hello(self, conn: int, hello: Hello) -> None:
-        """Hears who somebody is, once it is known to speak this version and to be of this chain."""
+        """Handles the hello of a process that is known to speak this version and to be of this chain."""
         if words := other_version(hello.version):
             if hello.view != NO_VIEW and hello.job == self.desk.settings.job:
                 self._trains_on(hello)
@@ -103,7 +103,9 @@ class Admission:
             self._admit(conn, admitted)
 
     def _trains_on(self, hello: Hello) -> None:
-        """A member is refused here and trains on: it is not dead, and no job is founded beside it (12a, 14a)."""
+        """Notes that a member that is refused here trains on: it is not dead, and no job is founded beside it (12a,
+        14a).
+        """
         peer = self.roster.peers.get(hello.resume)
         if peer is None:
             self.identity.knock(hello)
@@ -133,7 +135,7 @@ class Admission:
             self.identity.welcomed(conn)
 
     def _resume(self, conn: int, hello: Hello) -> None:
-        """The stream of a known member was replaced; whatever may have been lost on the old one is said again."""
+        """Attaches a known member to its new stream, and repeats to it whatever may have been lost on the old stream."""
         peer = self.roster.peers.get(hello.resume)
         if peer is None and (let_go := self._let_go_by(hello)) is not None:
             self.desk.note("left", member=hello.resume, reason=f"view {let_go} rules without it")
@@ -171,7 +173,7 @@ class Admission:
             self.roster.send(peer, self.book.announced)
 
     def _let_go_by(self, hello: Hello) -> ViewId | None:
-        """The view that let this former member go, if it is one that had asked to leave or was drained.
+        """Returns the view that let this former member go, if the member had asked to leave or was drained; else None.
 
         It may not know, if its release was lost or the scheduler died that had been asked to drain it.
         """

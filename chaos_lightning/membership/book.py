@@ -13,7 +13,7 @@ from chaos_lightning.protocol.types import NO_VIEW, SMALL_JOB, Decide, NextView,
 
 
 class Book:
-    """See the module.
+    """Chain of decided views as the store has it, and the one write that may be on its way to the store.
 
     Args:
         desk: What all parts share.
@@ -64,22 +64,24 @@ class Book:
         return next((v for v in self.views if v.id == number), None)
 
     def persist(self, entry: Persist, then: Callable[[], None]) -> None:
-        """Has this written down, under a token of its own; `then` follows once it is."""
+        """Has the store write this entry, under a token of its own; calls `then` once it is written."""
         self.token += 1
         self.persisting, self.writing = (self.token, then), entry.view
         self.numbers.add(entry.number)
         self._desk.out.append(replace(entry, token=self.token))
 
     def refuse(self, view: View) -> None:
-        """No store takes this view: it is not written again."""
+        """Notes that no store takes this view, so that it is not written again."""
         self._refused.append(replace(view, id=NO_VIEW, reason=""))
 
     def refuses(self, view: View) -> bool:
-        """Whether it is known that no store takes this view."""
+        """Returns whether it is known that no store takes this view."""
         return bool(self._refused) and replace(view, id=NO_VIEW, reason="") in self._refused
 
     def lacks(self, number: ViewId | None) -> bool:
-        """Whether this number of this chain is not in the store. What lies before a rebuilt view is over."""
+        """Returns whether the store lacks this number of its chain. Numbers before a rebuilt view do not count: they
+        are over.
+        """
         if number is None or number in self.numbers:
             return False
         return number >= self.past.rebuilt
@@ -93,7 +95,7 @@ class Book:
             self.persisting = (token, lambda: stored(view))
 
     def stored(self, token: int, ok: bool) -> bool:
-        """The outcome of a write; False if it is the one that is out, and the store refused it."""
+        """Takes the outcome of a write; returns False if that write was awaited and the store refused it."""
         if self.persisting is None or self.persisting[0] != token:
             return True
         _, then = self.persisting
@@ -103,7 +105,7 @@ class Book:
         return ok
 
     def entered(self, view: ViewId, now: float, *, loaded: bool) -> None:
-        """A member stands in this view; of the last decided one the first counts.
+        """Notes when a member came to stand in the last decided view; the first member that does counts.
 
         Args:
             view: The member's.
@@ -117,7 +119,7 @@ class Book:
             self.entered_at = now
 
     def loads(self, member: str, now: float) -> None:
-        """A member gets the state.
+        """Notes that a member gets the state, and when it began to.
 
         Where most do, the first copies take as long as those that are sent at the same time, and all others wait for
         them.
@@ -126,7 +128,7 @@ class Book:
             self.entered_at = now
 
     def told_saved(self, saved: Saved | None) -> None:
-        """A member tells of a checkpoint."""
+        """Remembers a checkpoint that a member tells of, if it is the newest."""
         if saved is not None and (self.saved is None or saved.step >= self.saved.step):
             self.saved = saved
 
@@ -136,7 +138,7 @@ class Book:
         return f"the newest checkpoint is {self.saved}" if self.saved else "no member has told of a checkpoint"
 
     def restart(self, past: Past, views: Sequence[View]) -> None:
-        """Other views count as decided from now on: the last ones of them, and all of them as `past`."""
+        """Replaces the decided views: `views` are the last ones of them, and `past` has all."""
         self.past, self.views = past, list(views)
 
     def _add(self, view: View, *, carried: bool) -> None:
@@ -146,7 +148,7 @@ class Book:
         self.spreads = most or (self.spreads and not carried and bool(view.joiners))
 
     def append(self, view: View, *, carried: bool) -> None:
-        """A decided view is in the store; `carried`: a header is to carry it."""
+        """Adds a decided view that is in the store; `carried`: a header is to carry it."""
         self._add(view, carried=carried)
         self.entered_at = None
         self._desk.note(

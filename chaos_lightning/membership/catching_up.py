@@ -1,4 +1,4 @@
-"""When a newcomer that replays the others' steps has caught up with them, and when it never will (protocol.md 17).
+"""Decides when a newcomer that replays the others' steps has caught up, and when it never will (protocol.md 17).
 
 Theory of operation. After each entry of the log that it applies, a newcomer looks at how many slots it is behind. It
 has caught up when nothing lies ready to be applied and it is less than `NEAR_SLOTS` behind: further slots keep coming
@@ -23,7 +23,7 @@ FINAL_WAIT_S = 2.0
 
 
 class CatchingUp:
-    """See the module.
+    """Progress of a newcomer that replays the steps of the others.
 
     Attributes:
         applied: Steps of the log that this newcomer has replayed.
@@ -37,14 +37,14 @@ class CatchingUp:
 
     @property
     def final_wait_s(self) -> float:
-        """How long to wait for the last entries; what lacks then is pulled.
+        """Seconds to wait for the last log entries; what lacks then is pulled.
 
         Who has not caught up is let in by a pause, and the others end their log as soon as that is decided.
         """
         return FINAL_WAIT_S if self.done else 0.0
 
     def arrives(self, behind: float, *, idle: bool, fresh: bool = False) -> bool:
-        """Whether it has caught up at this moment; True once.
+        """Returns True, once, when the newcomer has caught up with the others.
 
         Args:
             behind: Slots that the others probably are ahead by now.
@@ -57,7 +57,7 @@ class CatchingUp:
         return True
 
     def hopeless(self, lag: int, now: float) -> str:
-        """Takes in how far behind the newcomer is after one more entry.
+        """Takes in how many slots the newcomer is behind after one more entry of the log.
 
         The window holds at least `JUDGED_AFTER` entries and `JUDGED_OVER_S`, so that neither a hiccup nor a burst is
         taken for the trend; a newcomer that is only a window behind is never judged, nor one that has caught up.

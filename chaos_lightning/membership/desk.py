@@ -21,7 +21,7 @@ class SchedulerPhase(enum.StrEnum):
 
 
 class Desk:
-    """See the module.
+    """State that all parts of a scheduler share during one event.
 
     Args:
         settings: The job's rules.
@@ -51,7 +51,7 @@ class Desk:
 
     @property
     def shown_phase(self) -> str:
-        """For people: a job that lost its state waits for founders like one that never began, and is another matter."""
+        """Phase in words for people: a job that lost its state and waits for founders is "lost", not "founding"."""
         return "lost" if self.lost and self.phase is SchedulerPhase.FOUNDING else str(self.phase)
 
     @property

@@ -85,7 +85,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Result of one look at all members."""
+    """Deaths and questions that one look at all members brings."""
 
     probes: tuple[tuple[str, str], ...] = ()
     """(whom to ask, about whom)"""
@@ -98,7 +98,7 @@ class Findings:
 
 
 class Detector:
-    """See the module.
+    """Detector of deaths, from the members' streams, links and words.
 
     Args:
         settings: Timeouts, in seconds.
@@ -116,7 +116,7 @@ class Detector:
         """After the scheduler was frozen: until then it learns, one by one, who has left it for that."""
 
     def shift(self, now: float, gap: float) -> None:
-        """The scheduler itself was frozen for `gap` seconds until now: nobody is to blame for them."""
+        """Forgives all members the `gap` seconds until now for which the scheduler itself was frozen."""
         self.grace_until += gap
         self.unheard_until = now + UNHEARD_S
         self.silences.shift(gap)
@@ -127,13 +127,15 @@ class Detector:
                 suspicion.ended_at += gap
 
     def heard(self, member: str) -> None:
-        """A word of the member itself."""
+        """Clears the suspicion of a member that has spoken, unless it owes a report."""
         suspicion = self.suspicions.get(member)
         if suspicion is not None and not suspicion.overdue:
             del self.suspicions[member]
 
     def spoke(self, now: float, peer: Peer) -> None:
-        """A word on a stream that stands, before `peer.heard` is set: it has broken its silence."""
+        """Records how long a member was silent that speaks on a stream that stands. It is called before `peer.heard` is
+        set.
+        """
         suspicion = self.suspicions.get(peer.id)
         if suspicion is None or not suspicion.stopped:
             self.silences.broken(now, peer.member, now - peer.heard)
@@ -142,13 +144,13 @@ class Detector:
         self.suspicions.pop(member, None)
 
     def reported(self, member: str) -> None:
-        """The report that it owed is here."""
+        """Clears the suspicion of a member that has brought the report that it owed."""
         if member in self.suspicions:
             self.suspicions[member].overdue = False
             self.heard(member)
 
     def suspect(self, now: float, member: str, why: str, *, overdue: bool = False) -> None:
-        """Starts a suspicion, unless there is one already."""
+        """Starts a suspicion of this member, unless there is one already."""
         suspicion = self.suspicions.get(member)
         if suspicion is None:
             self.suspicions[member] = Suspicion(now, why, overdue)
@@ -156,7 +158,7 @@ class Detector:
             suspicion.overdue = True
 
     def hold(self, now: float, member: str, why: str) -> None:
-        """It was taken for dead, and is to be waited for all the same."""
+        """Keeps waiting for a member that was taken for dead."""
         self.suspect(now, member, why)
         self.suspicions[member].held = True
 
@@ -168,7 +170,7 @@ class Detector:
             (suspicion.strangers.add if stranger else suspicion.strangers.discard)(by)
 
     def judge(self, now: float, scene: Scene) -> Findings:
-        """Looks at all whom this scene watches once; `now` in seconds."""
+        """Looks once at all members that this scene watches; `now` in seconds."""
         probes: list[tuple[str, str]] = []
         looks: list[str] = []
         deaths: list[Death] = []
@@ -208,22 +210,24 @@ class Detector:
         return Findings(tuple(probes), tuple(looks), tuple(deaths), tuple(fresh), tuple(held))
 
     def _answering(self, scene: Scene) -> tuple[Span, ...]:
-        """Parts of the training state that those are known to hold who answer and are not suspected."""
+        """Returns the parts of the training state that are known to be held by members that answer and are not
+        suspected.
+        """
         watched = scene.watched
         others = [watched[m] for m in scene.holders if m in watched and m not in self.suspicions]
         found = {scene.known(p) for p in others if p.known and p.conn is not None}
         return union(span for parts in found for span in parts)
 
     def _is_last_holder(self, member: str, scene: Scene, answered: tuple[Span, ...]) -> bool:
-        """Whether a part of the training state may be lost with this suspect: no other one that answers is known to
-        hold it (P6).
+        """Returns whether the suspect may be the last holder of a part of the state: nobody else that answers has it
+        (P6).
 
         Of several that are all under suspicion each is one: whoever speaks first goes on, and the others are judged.
         """
         return bool(subtract(scene.holders.get(member, ()), answered))
 
     def _look(self, now: float, peer: Peer, scene: Scene) -> None:
-        """Silence and closed streams are suspicions."""
+        """Suspects a member that is silent for too long, or whose control stream is closed."""
         limit_s = self._pacing.timeout_s
         if peer.conn is None:
             if now >= self.grace_until or scene.closed_link(peer.id):
@@ -233,13 +237,17 @@ class Detector:
 
     @staticmethod
     def _silent_since(peer: Peer, suspicion: Suspicion) -> float:
-        """Its last word, or the closing of its stream; of one that talks and does not report: since it was due."""
+        """Returns since when the suspect is silent: its last word, or the closing of its stream. If it talks but does
+        not report, it is the time at which the report was due.
+        """
         if suspicion.overdue:
             return suspicion.since
         return min(suspicion.since, peer.heard) if peer.conn is not None else peer.closed_at
 
     def _proof(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
-        """Words if its state is lost for certain, or was waited for long enough (12a)."""
+        """Returns the proof, in words, that the state of this last holder is lost or was waited for long enough (12a);
+        "" if there is none.
+        """
         settings = self._settings
         for by, said in suspicion.verdicts.items():
             if said.certain and not said.alive:
@@ -256,7 +264,7 @@ class Detector:
         return ""
 
     def _confirmed(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
-        """The evidence, if this suspicion is a death."""
+        """Returns the evidence, in words, that the suspect is dead; "" if its death is not confirmed."""
         settings = self._settings
         if now - self._silent_since(peer, suspicion) > settings.hang_timeout_s:
             return f"{suspicion.why}; not a word for {settings.hang_timeout_s:g} s"
@@ -281,13 +289,15 @@ class Detector:
         return ""
 
     def _tells_more_than_silence(self, peer: Peer, suspicion: Suspicion, scene: Scene) -> bool:
-        """Whether there is a sign of death that a busy process cannot give."""
+        """Returns whether there is a sign of death that a busy process cannot give."""
         if any(said.seen and not said.alive for said in suspicion.verdicts.values()):
             return True
         return peer.conn is None and bool(scene.closed_link(peer.id))
 
     def _awaits(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> bool:
-        """After a scheduler's restart a link may be cut between two that live, and who could tell is on its way."""
+        """Returns whether members are still to come or to be asked that could deny the suspect's death after a
+        scheduler's restart. A link may be cut then between two that live.
+        """
         if peer.known or now >= self.grace_until:
             return False
         others = [p for p in scene.everybody() if p is not peer and p.id not in self.suspicions]

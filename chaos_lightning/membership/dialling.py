@@ -1,4 +1,4 @@
-"""Which links a member makes, which it takes, and when it tries again.
+"""Decides which links a member makes and takes, and when it tries again.
 
 Theory of operation. Of two members the one with the younger id dials (newcomers dial the others), the other accepts.
 An attempt that fails is made again while its peer is wanted, with growing pauses; a link that broke is dialled again
@@ -27,7 +27,7 @@ BYE = "bye"
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Look at this peer after a pause: `Dialling.due` says whether to dial it."""
+    """Order to look at this peer after a pause: `Dialling.due` says whether to dial it."""
 
     peer: str
     after_s: float = 0.0
@@ -35,7 +35,7 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Tells the member's machine about a link."""
+    """Order to tell the member's machine that a link stands or has ended."""
 
     peer: str
     up: bool
@@ -46,13 +46,13 @@ LinkStep = Dial | Tell
 
 
 def youth(member_id: str) -> tuple[int, str]:
-    """Sort key: later incarnations are younger."""
+    """Returns a sort key for a member's id: later incarnations are younger, hence greater."""
     name, _, number = member_id.rpartition("~")
     return (int(number) if number.isdecimal() else 0, name)
 
 
 class Dialling:
-    """See the module.
+    """Links that a member wants, has and is making.
 
     Args:
         up: Members to which a link stands; the caller's own, so that it is never out of date.
@@ -70,23 +70,26 @@ class Dialling:
         self._failures: dict[str, int] = {}
 
     def want(self, peers: Iterable[Member]) -> None:
-        """Links to exactly these members are wanted; `look` has them made."""
+        """Sets the members to which links are wanted; `look` has them made."""
         self.wanted.clear()
         self.wanted.update({m.id: m for m in peers if m.id != self.me})
 
     def look(self) -> list[LinkStep]:
-        """Dials the wanted links that are missing, and tells again of those that stand."""
+        """Returns orders to dial the wanted links that are missing, and to tell again of those that stand."""
         return [Tell(peer, True, "connected") if peer in self._up else Dial(peer) for peer in self.wanted]
 
     def due(self, peer: str) -> bool:
-        """Whether an attempt begins now; `ended` or `failed` says what becomes of it."""
+        """Returns whether an attempt to dial this peer begins now; if so, `ended` or `failed` must be called with its
+        outcome.
+        """
         if peer in self._under_way or peer in self._up or peer not in self.wanted or youth(self.me) < youth(peer):
             return False
         self._under_way.add(peer)
         return True
 
     def ended(self, peer: str, me: str) -> bool:
-        """An attempt of `me`, who this member was when it began, brought a connection; whether that is kept.
+        """Returns whether the connection that an attempt has made is kept. `me` is the id that this member had when the
+        attempt began.
 
         If it is not, `due` may be asked again.
         """
@@ -94,7 +97,7 @@ class Dialling:
         return me == self.me and peer in self.wanted
 
     def failed(self, peer: str, reason: str, chance: float) -> list[LinkStep]:
-        """An attempt failed.
+        """Returns the next steps after a failed attempt to dial a peer.
 
         Args:
             peer: Who was dialled.
@@ -110,11 +113,11 @@ class Dialling:
         return [*([Tell(peer, False, f"refused ({reason})")] if told else []), Dial(peer, pause_s)]
 
     def made(self, peer: str) -> None:
-        """A link stands."""
+        """Forgets the failed attempts to reach this peer, as the link stands now."""
         self._failures.pop(peer, None)
 
     def broken(self, peer: str, evidence: str) -> list[LinkStep]:
-        """A link has ended, though this end did not close it."""
+        """Returns the next steps after a link has ended that this end did not close."""
         again = [Dial(peer, AFTER_GOODBYE_S if evidence == BYE else AGAIN_S)] if peer in self.wanted else []
         return [Tell(peer, False, evidence), *again]
 

@@ -29,7 +29,7 @@ PULLS = 4
 
 
 def spread(newcomer: str, members: Iterable[Member]) -> list[Member]:
-    """Returns these members in an order that is this newcomer's own."""
+    """Returns these members in an order that differs from newcomer to newcomer."""
 
     def place(member: Member) -> bytes:
         return hashlib.blake2b(f"{newcomer} {member.id}".encode(), digest_size=8).digest()
@@ -38,7 +38,7 @@ def spread(newcomer: str, members: Iterable[Member]) -> list[Member]:
 
 
 def _first(newcomer: Member, holders: Sequence[Member], linked: Collection[str]) -> list[Member]:
-    """Returns all holders, those first that are to be asked first."""
+    """Returns all holders, with those first that the newcomer is to ask first."""
     order = spread(newcomer.id, holders)
     near = [m for m in order if m.id in linked]
     beside = [m for m in near or order if newcomer.host and m.host == newcomer.host]
@@ -58,7 +58,8 @@ def of_learner(newcomer: Member, holders: Sequence[Member], linked: Collection[s
 
 
 def copiers(view: View, host: str, learners: int) -> int:
-    """Number of members on one machine that may copy the state at the same header, and share what memory is free there.
+    """Returns how many members of one machine may copy the state at the same header; they share the memory that is
+    free.
 
     Args:
         view: The one that rules.
@@ -92,7 +93,7 @@ def groups(view: View, me: str, near: Collection[str], *, fellows: bool = True) 
 
 
 def _before(view: View, me: str, holders: Sequence[Member], near: Collection[str]) -> set[str]:
-    """Returns the ids of members that have the state before this joiner: at least one has, whatever the others do.
+    """Returns the ids of members that have the state before this joiner does: at least one has, whatever the others do.
 
     Where links are few these are its neighbours, the nearest to a holder first: all have one that is nearer than they
     are. Else the line of joiners behind the holders is a tree in which each has `PULLS` children; a joiner asks its
@@ -115,12 +116,12 @@ def _before(view: View, me: str, holders: Sequence[Member], near: Collection[str
 
 
 def named_more(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
-    """Returns learners that a list names more often than the one before: they begin at the first header with it."""
+    """Returns learners that the new list names more often than the one before: they begin at the first header with it."""
     return tuple(Counter(now) - Counter(before))
 
 
 class Serving:
-    """Knows whether this member keeps the state and the log for the present learners (protocol.md 15, 18).
+    """Whether this member keeps the state and the log for the present learners (protocol.md 15, 18).
 
     Attributes:
         keeps: Whether it keeps the log.
@@ -136,7 +137,7 @@ class Serving:
         self._told = message.ids, message.view.find(me) is not None
 
     def committed(self, before: Header, header: Header, view: View, links: Mapping[str, bool]) -> None:
-        """Takes in that a header follows another one.
+        """Takes in that one header follows another; the state may be copied at it.
 
         Newcomers that this member has not heard of count if it has a link with them: to keep too much is harmless.
 

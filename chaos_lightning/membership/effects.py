@@ -27,7 +27,7 @@ from chaos_lightning.protocol.types import (
 
 @dataclass(frozen=True, slots=True)
 class ControlIn:
-    """A message of the scheduler. For Prepare the shell adds which byte ranges of the open slot are reduced here."""
+    """Message of the scheduler. For Prepare the shell adds which byte ranges of the open slot are reduced here."""
 
     message: ToMember
     held: tuple[Span, ...] = ()
@@ -41,7 +41,7 @@ class PeerIn:
 
 @dataclass(frozen=True, slots=True)
 class Contribute:
-    """The training thread brings its part of the next slot.
+    """This member's part of the next slot, from the training thread. The machine fills in `view`.
 
     The machine fills in `view`. Only if units of micro-batches ran for it (with pipelines, a STEP or a round of
     evaluation), `view` is the one in which they ran: in another one they count for nothing.
@@ -52,7 +52,9 @@ class Contribute:
 
 @dataclass(frozen=True, slots=True)
 class RangesDone:
-    """The data plane holds every reduced byte of this attempt, of parts that this member owns; also if it owns none."""
+    """News that the data plane holds every reduced byte of this attempt, of parts that this member owns; also if it
+    owns none.
+    """
 
     view: ViewId
     seq: int
@@ -60,15 +62,16 @@ class RangesDone:
 
 @dataclass(frozen=True, slots=True)
 class ResultPulled:
-    """All raw bytes of the handed-on slot are here now."""
+    """News that all raw bytes of the handed-on slot are here now."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
 class StateLoaded:
-    """These parts of the state are here, at this header, and their hashes equal the donors' (all that were asked for,
-    or some of them)."""
+    """News that these parts of the state are here, at this header, with hashes that equal the donors' (all that were
+    asked for, or some of them).
+    """
 
     head: str
     parts: tuple[Span, ...] = WHOLE
@@ -113,14 +116,14 @@ class ToPeer:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Have links to these members; forget the others."""
+    """Order to have links to these members, and to no others."""
 
     peers: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAttempt:
-    """Start to reduce slot `seq` under `view`, with whatever gradients are ready; others follow as they fill."""
+    """Order to start to reduce slot `seq` under `view`, with whatever gradients are ready; others follow as they fill."""
 
     view: View
     seq: int
@@ -128,14 +131,14 @@ class OpenAttempt:
 
 @dataclass(frozen=True, slots=True)
 class DropAttempt:
-    """Nothing of this or an older view may be completed any more; half-received bytes are diverted."""
+    """Order to complete nothing any more of this or an older view; half-received bytes are diverted."""
 
     view: ViewId
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Slot header.seq is committed: release the training thread. `view` rules the next slot."""
+    """News that slot header.seq is committed: release the training thread. `view` rules the next slot."""
 
     header: Header
     view: View
@@ -145,7 +148,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """Fetch the raw reduced bytes of header.seq from these sources, verbatim, then feed ResultPulled."""
+    """Order to fetch the raw reduced bytes of header.seq from these sources, verbatim, and then to feed ResultPulled."""
 
     header: Header
     sources: tuple[Source, ...]
@@ -153,7 +156,8 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True)
 class PullState:
-    """Joiner: fetch these parts of the training state at `header` from the members of `view` that are no joiners.
+    """Order to a joiner to fetch these parts of the training state at `header` from the members of `view` that are no
+    joiners.
 
     With pipelines also from others, as for `PullParts`.
     """
@@ -165,7 +169,7 @@ class PullState:
 
 @dataclass(frozen=True, slots=True)
 class PullParts:
-    """Member: fetch these parts, which it owns in `view` and does not hold, at `header` (protocol.md P8).
+    """Order to a member to fetch these parts, which it owns in `view` and does not hold, at `header` (protocol.md P8).
 
     Members of `view`, and those that it lets go, may have them; at GENESIS only each part's oldest owner does (P14).
     This replaces what was asked for before. The machine holds a contribution back until all are here.
@@ -178,14 +182,15 @@ class PullParts:
 
 @dataclass(frozen=True, slots=True)
 class DropParts:
-    """Forget these parts: others own them, and have them (protocol.md P8)."""
+    """Order to forget these parts of the state: others own them, and have them (protocol.md P8)."""
 
     parts: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """Begin slot `seq` anew under `view`: end the unit under way, and drop all that this attempt has made (P7).
+    """Order to begin slot `seq` anew under `view`: end the unit under way, and drop all that this attempt has made
+    (P7).
 
     The training thread contributes again, to a STEP or a round of evaluation, once it has run its units of that view.
     """
@@ -196,7 +201,9 @@ class Rerun:
 
 @dataclass(frozen=True, slots=True)
 class Observe:
-    """Newcomer: fetch the state at `header` from the members of `view` while they train on, and replay their log."""
+    """Order to a newcomer to fetch the state at `header` from the members of `view` while they train on, and to replay
+    their log.
+    """
 
     header: Header
     view: View
@@ -204,14 +211,16 @@ class Observe:
 
 @dataclass(frozen=True, slots=True)
 class Viewed:
-    """Training may be inside a wait: the view changed without a commit (rank and world size may differ)."""
+    """News for training that may be inside a wait: the view changed without a commit (rank and world size may differ)."""
 
     view: View
 
 
 @dataclass(frozen=True, slots=True)
 class Ejected:
-    """This member is out. `rejoin`: throw the training state away and say Hello again; else stop with the reason."""
+    """News that this member is out. `rejoin`: throw the training state away and say Hello again; else stop with the
+    reason.
+    """
 
     reason: str
     rejoin: bool
@@ -221,7 +230,7 @@ class Ejected:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """This member may go: nobody needs it any more."""
+    """News that this member may go: nobody needs it any more."""
 
     reason: str
     asked: bool = False
@@ -232,7 +241,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line for the event log: a name from an events.py and its fields."""
+    """Line for the event log: a name from an events.py and its fields."""
 
     name: str
     fields: tuple[tuple[str, object], ...] = ()
@@ -262,7 +271,7 @@ MemberEffect = (
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A member's control stream is open; `conn` names it until it is closed."""
+    """News that a member's control stream is open; `conn` names the stream until it is closed."""
 
     conn: int
 
@@ -275,7 +284,7 @@ class MessageIn:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The stream is gone. `abrupt`: its process closed the socket without a word (death, as a rule)."""
+    """News that a stream is gone. `abrupt`: its process closed the socket without a word (death, as a rule)."""
 
     conn: int
     abrupt: bool = True
@@ -296,14 +305,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """An operator asks a node to leave, as if it had asked itself."""
+    """Order of an operator that a node is to leave, as if it had asked itself."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeLink:
-    """An operator asks for a link between two members (by name or id), or that it goes; `Answer` tells the outcome."""
+    """Order of an operator to add or remove the link of two members (by name or id); `Answer` tells the outcome."""
 
     token: int
     a: str
@@ -313,7 +322,7 @@ class ChangeLink:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """An operator ends the job; `Answer` tells the outcome.
+    """Order of an operator to end the job; `Answer` tells the outcome.
 
     Attributes:
         token: For the answer.
@@ -348,7 +357,7 @@ class TermTaken:
 
 @dataclass(frozen=True, slots=True)
 class PlanDrawn:
-    """Answer to the `DrawPlan` with this token: a better plan, or None; and the reason in words."""
+    """Answer to the `DrawPlan` with this token: a better plan or None, and the reason in words."""
 
     token: int
     plan: PlanSpec | None
@@ -357,7 +366,9 @@ class PlanDrawn:
 
 @dataclass(frozen=True, slots=True)
 class PipelinesFound:
-    """Answer to the `SearchPipelines` with this token: the best plan as JSON (PipelinePlan), or None; and why none."""
+    """Answer to the `SearchPipelines` with this token: the best plan as JSON (PipelinePlan) or None, and why there is
+    none.
+    """
 
     token: int
     plan: str | None
@@ -396,7 +407,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class LinkWish:
-    """A granted wish for or against the link of two members, by their names: it holds until the opposite is granted.
+    """Granted wish for or against the link of two members, by their names: it holds until the opposite is granted.
 
     Whoever comes or goes meanwhile, the scheduler included (protocol.md 14a).
     """
@@ -420,7 +431,8 @@ class RecordedEnd:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Append to the store by compare-and-set, then feed Stored; what depends on it is only sent after that.
+    """Order to append to the store by compare-and-set, and then to feed Stored; what depends on it is only sent after
+    that.
 
     kind "reserve": `view` is None and `number` will never be given out again. kind "view": append `view` to the chain
     after `view.predecessor`. kind "link": keep `wish`; it takes no number. kind "finish": the job is over.
@@ -441,7 +453,9 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class TakeTerm:
-    """Take a term above this one from the store, then feed TermTaken (only while a lost chain is rebuilt)."""
+    """Order to take a term above this one from the store, and then to feed TermTaken (only while a lost chain is
+    rebuilt).
+    """
 
     above: int
     chain: str = ""
@@ -450,14 +464,16 @@ class TakeTerm:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Look into the process table of this very machine; feed Gone if the member was on it and is no more."""
+    """Order to look into the process table of this very machine, and to feed Gone if the member was on it and is no
+    more.
+    """
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To the ChangeLink with this token: whether it will be so, and what happens, or why not."""
+    """Answer to the ChangeLink or Reset with this token: whether it will be done, and what happens, or why not."""
 
     token: int
     accepted: bool
@@ -466,7 +482,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerDone:
-    """The job is finished and everybody was released; the shell may end after its linger."""
+    """News that the job is finished and everybody was released; the shell may end after its linger."""
 
     reason: str
     deposed: bool = False
@@ -479,7 +495,8 @@ class SchedulerDone:
 
 @dataclass(frozen=True, slots=True)
 class DrawPlan:
-    """Look for a better plan with `views.replanned` while the job goes on, then feed PlanDrawn with this token.
+    """Order to look for a better plan with `views.replanned` while the job goes on, and then to feed PlanDrawn with
+    this token.
 
     A newer request replaces it: no answer to an older one is waited for.
     """
@@ -497,7 +514,8 @@ class DrawPlan:
 
 @dataclass(frozen=True, slots=True)
 class SearchPipelines:
-    """Look for the best plan with `searching.searched` while the job goes on, then feed PipelinesFound with this token.
+    """Order to look for the best plan with `searching.searched` while the job goes on, and then to feed PipelinesFound
+    with this token.
 
     A newer request replaces it: no answer to an older one is waited for.
     """

@@ -1,4 +1,4 @@
-"""The end of a job, and what newcomers are told of it (protocol.md 14d).
+"""Ends a job, and tells newcomers that it is finished (protocol.md 14d).
 
 Theory of operation. A job that two members or more have had is told as finished for `finished_s` after its end, to each
 newcomer that is of the same program and in the same fit: so the restart of one that failed on its way out does not
@@ -19,7 +19,7 @@ FINISHED = "the job is finished"
 
 
 class JobEnd:
-    """See the module.
+    """End of the job, and the newcomers that are told of it.
 
     Args:
         desk: What all parts share.
@@ -58,7 +58,7 @@ class JobEnd:
         return self._ending
 
     def finished(self) -> None:
-        """The end is in the store: members may go, and newcomers that wait are told."""
+        """Releases all members, and tells newcomers that wait, once the end is in the store."""
         self._desk.phase = SchedulerPhase.FINISHED
         peers = list(self._roster.peers.values())
         for peer in peers:
@@ -72,7 +72,7 @@ class JobEnd:
         self._desk.out.append(SchedulerDone("the job is finished and all members are released", tells_s=tells_s))
 
     def admit(self, conn: int, hello: Hello) -> None:
-        """Answers a hello that comes after the end."""
+        """Answers the hello of a newcomer that comes after the end."""
         refused = refusal(hello, self._desk.settings)
         told = self.tells and self._ending is not None and self._ending.terms == JobTerms.of(hello).digest
         if hello.resume and hello.view != NO_VIEW:

@@ -1,4 +1,4 @@
-"""Founders of a job, node by node: a node that has just been started counts with all of its workers.
+"""Waits for the founders of a job, node by node: a node that has just been started counts with all of its workers.
 
 Theory of operation. Workers of a node are started together, and are ready one after the other. If the first of them
 founded the job by itself, it would train the first steps alone. So the others are waited for, but not without end: one
@@ -22,7 +22,7 @@ PATIENCE = 4
 
 
 class Founders:
-    """See the module.
+    """Founders that are waited for.
 
     Args:
         desk: What all parts share.
@@ -77,5 +77,5 @@ class Founders:
         return f"it did not load the state within {limit_s:.0f} s; half of the others had it after {self._half_s:.0f} s"
 
     def shift(self, gap: float) -> None:
-        """The scheduler was frozen for so many seconds."""
+        """Prolongs the wait for founders by the `gap` seconds for which the scheduler was frozen."""
         self._began += gap

@@ -21,7 +21,7 @@ QUIET_S = 0.2
 
 
 class Gathering:
-    """See the module."""
+    """Newcomers that come at about the same time and are let in together."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -31,7 +31,7 @@ class Gathering:
         """Times (s) at which the others were seen first, by id."""
 
     def waits(self, coming: Sequence[Peer], others: Sequence[Peer], members: int) -> bool:
-        """Whether those that could go in wait for others; asked anew until they go.
+        """Returns whether newcomers that could be let in wait for others. It is asked anew until they are let in.
 
         Args:
             coming: Newcomers that could go in now.

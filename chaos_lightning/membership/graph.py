@@ -1,4 +1,4 @@
-"""The graph that a view may use, and which newcomers it leads to.
+"""Decides which pairs of members a view may link, and which newcomers can come in by such links.
 
 Theory of operation. What is known of each pair of members is in `Topology`. From that follows which pairs the next
 view may have (`pairs`), who holds together, and who may come in: a newcomer needs a link to a member, or, where nobody
@@ -36,7 +36,9 @@ _NO_LINK = "no link"
 
 
 class Graph:
-    """See the module. Arguments are what all parts share, the chain, everybody, and what is known of links."""
+    """Graph of the links that views may use. Arguments are what all parts share, the chain, everybody, and what is
+    known of links.
+    """
 
     def __init__(self, desk: Desk, book: Book, roster: Roster, topology: Topology) -> None:
         self._desk = desk
@@ -50,7 +52,7 @@ class Graph:
         """No store takes a view with all links: views have a few of them (`thinned`)."""
 
     def of_view(self, view: View) -> frozenset[Pair]:
-        """The pairs of this view."""
+        """Returns the pairs of members that this view links."""
         if view.id not in self._known:
             here = {v.id: v for v in (*self._book.views[-2:], view)}
             self._known = {i: self._known.get(i) or links_of(v) for i, v in here.items()}
@@ -63,7 +65,7 @@ class Graph:
         return self._near[1].get(member, ())
 
     def in_force(self, one: str, other: str) -> bool:
-        """Whether a view that members may stand in uses this link."""
+        """Returns whether a view that members may stand in uses the link of these two."""
         latest = self._book.latest
         if latest is None:
             return False
@@ -73,11 +75,11 @@ class Graph:
         return any(pair(one, other) in self.of_view(v) and self._stands_in(v, latest) for v in before)
 
     def _stands_in(self, before: View, latest: View) -> bool:
-        """Whether a member may stand in the view before the latest one."""
+        """Returns whether a member may still stand in the view before the latest one."""
         return any(self._roster.inside(m) and self._roster.peers[m].entered != latest.id for m in before.ids())
 
     def _usable(self, one: Peer, other: Peer, *, patient: bool = True) -> bool:
-        """Whether a new view may use the link between these two.
+        """Returns whether a new view may use the link between these two.
 
         Args:
             one: A member, or a newcomer that is ready.
@@ -89,7 +91,7 @@ class Graph:
         return self._stands(one, other, patient=patient)
 
     def _stands(self, one: Peer, other: Peer, *, patient: bool) -> bool:
-        """The same of a wanted link."""
+        """Returns whether a new view may use this link, which is known to be wanted."""
         fact = self._topology.known(one.id, other.id)
         if fact is not None and (fact.down or (patient and fact.idle)):
             return False
@@ -103,7 +105,7 @@ class Graph:
         return not patient or fact.seasoned(self._desk.now)
 
     def _wanted(self, members: Iterable[str]) -> Iterator[tuple[Peer, Peer]]:
-        """The pairs of these that are to have a link, each once."""
+        """Yields the pairs of these members that are to have a link, each once."""
         peers = self._roster.peers
         here = {m: i for i, m in enumerate(members) if m in peers}
         for member, place in here.items():
@@ -112,8 +114,8 @@ class Graph:
                     yield peers[member], peers[other]
 
     def pairs(self, members: Iterable[str]) -> frozenset[Pair]:
-        """Returns the pairs that a view of these may use: links that have yet to prove themselves only if it would fall
-        apart without them.
+        """Returns the pairs that a view of these members may use. Links that have yet to prove themselves are among
+        them only if the view would fall apart without them.
         """
         ids = [m for m in members if m in self._roster.peers]
         wanted = list(self._wanted(ids))
@@ -130,7 +132,7 @@ class Graph:
         return removable(neighbours(members, links), leaving) or list(leaving)
 
     def thin(self, view: View) -> bool:
-        """Lets later views have fewer links than this one, which no store takes; False if it has few already."""
+        """Has later views use fewer links than this one, which no store takes; returns False if it has few already."""
         many = len(view.links) > (THIN_DEGREE + 1) * len(view.members)
         self.thins = self.thins or many
         return many
@@ -140,13 +142,15 @@ class Graph:
         return Net(pairs, self._topology.measured(members, pairs))
 
     def together(self, peers: list[Peer]) -> list[Peer]:
-        """The largest part of these that links hold together."""
+        """Returns the largest part of these peers that links hold together."""
         ids = [p.id for p in peers]
         best = frozenset(next(iter(ranked(components(ids, self.pairs(ids)), ids)), ()))
         return [p for p in peers if p.id in best]
 
     def ready(self) -> list[Peer]:
-        """Newcomers that can be let in now: a link to a member stands, or they hold together where nobody is in."""
+        """Returns newcomers that can be let in now: a link to a member stands, or they hold together where nobody is
+        in.
+        """
         here = [p for p in self._roster.willing() if not p.stranded]
         if not here:
             return []
@@ -158,29 +162,31 @@ class Graph:
         return self.led(ready, {m.id for m in anchors})
 
     def led(self, newcomers: Iterable[Peer], members: Collection[str]) -> list[Peer]:
-        """Those of the newcomers that can come in by a link to one of these members."""
+        """Returns those of the newcomers that can come in by a link to one of these members."""
         peers, partners = self._roster.peers, self._topology.partners
         return [p for p in newcomers if any(m in members and self.leads(p, peers[m]) for m in partners.of(p.id))]
 
     def leading(self, newcomer: Peer) -> set[str]:
-        """Returns the members by a link to which it can come in."""
+        """Returns the members by a link to which this newcomer can come in."""
         peers, partners = self._roster.peers, self._topology.partners
         return {m for m in partners.of(newcomer.id) if m in peers and self.leads(newcomer, peers[m])}
 
     def staying(self) -> int:
-        """How many nodes of the latest view do not leave."""
+        """Returns the number of nodes of the latest view that do not leave."""
         return nodes.count(p.member for p in self._roster.members() if not p.leaving)
 
     def _few(self) -> bool:
-        """Whether fewer than min_nodes can go on, so that newcomers count over any link that stands (14)."""
+        """Returns whether fewer than min_nodes can go on, so that newcomers count over any link that stands (14)."""
         return self._desk.phase is SchedulerPhase.HOLDING or self.staying() < max(1, self._settings.min_nodes)
 
     def leads(self, newcomer: Peer, member: Peer) -> bool:
-        """Whether it can come in by its link to this one; by a link that carries nothing only where it is needed."""
+        """Returns whether the newcomer can come in by its link to this member. A link that carries nothing counts only
+        if it is needed.
+        """
         return self._usable(newcomer, member, patient=not self._few())
 
     def reachable(self, members: Sequence[str], waiting: Sequence[str] = ()) -> list[Peer]:
-        """Newcomers that are ready and links lead to from these members, over each other if need be.
+        """Returns ready newcomers that links lead to from these members, over each other if need be.
 
         They come in one after the other, each when somebody is in to whom it has a link.
 
@@ -211,7 +217,7 @@ class Graph:
                 peer.stranded = True
 
     def _anchors(self, newcomers: list[Peer], members: list[Peer]) -> Sequence[str]:
-        """To one of these a newcomer must have a link.
+        """Returns the ids of those to one of which a newcomer must have a link.
 
         That is a member; where fewer than min_nodes are in, also another newcomer that is linked to one, over others if
         need be. Who has no place holds nobody together.
@@ -233,14 +239,15 @@ class Graph:
         return next(iter(ranked(components(ids, self._linked(newcomers)), ids)), ())
 
     def _linked(self, peers: list[Peer]) -> frozenset[Pair]:
-        """Pairs of which an end has said that their link stands."""
+        """Returns pairs of which an end has said that their link stands."""
         wanted = self._wanted(p.id for p in peers)
         return frozenset(
             pair(a.id, b.id) for a, b in wanted if (b.id in a.up or a.id in b.up) and self._stands(a, b, patient=False)
         )
 
     def _speaks_alone(self, peer: Peer, around: Collection[str]) -> bool:
-        """Whether it says that a link stands of which its other end, which would say so, has not said a word yet.
+        """Returns whether this peer alone says that a link stands, and the link's other end, which would say so, is
+        silent.
 
         That one may be about to accept it: in a view before that, what it sent meanwhile would have gone nowhere. One
         that says nothing for NEIGHBOUR_PATIENCE_S hangs, and is no reason to keep others out.

@@ -35,7 +35,7 @@ from chaos_lightning.protocol.types import (
 
 @dataclass(eq=False)
 class Hearing:
-    """See the module. Fields are the parts that it tells."""
+    """Handler of messages from welcomed processes. Fields are the parts that it tells."""
 
     desk: Desk
     book: Book
@@ -48,7 +48,7 @@ class Hearing:
     rebuild: Rebuild
 
     def hear(self, peer: Peer, message: FromMember) -> None:
-        """This peer said so."""
+        """Handles one message of this peer."""
         match message:
             case Heartbeat(view, seq, step, step_time_s):  # the most frequent one
                 peer.seq, peer.step = seq, step

@@ -1,4 +1,4 @@
-"""Whether this scheduler's store is the job's, and its latest: what members know is compared with it (7, 14a).
+"""Compares the scheduler's store with what members know: whether it is the job's store, and up to date (7, 14a).
 
 Theory of operation. A chain has an id, drawn with its first record; each copy of a store keeps it, and an empty store
 draws another. Members tell the id of the chain that they are of, the view that they stand in, the highest number that
@@ -48,7 +48,7 @@ KNOCKS_S = 3.0
 
 
 class Identity:
-    """See the module. Arguments are the parts that it uses, and what the store holds."""
+    """Check of the store against the members' words. Arguments are the parts that it uses, and what the store holds."""
 
     def __init__(
         self,
@@ -83,16 +83,16 @@ class Identity:
         """Facts that the store lacks and what can be done, in words; "": it lacks nothing."""
 
     def begin(self) -> None:
-        """The scheduler has just started: it listens for a while."""
+        """Starts the time for which a scheduler that has just started only listens."""
         self._hears_until = self._desk.now + self._hears_s
 
     def shift(self, gap: float) -> None:
-        """The scheduler was frozen for so long (s)."""
+        """Prolongs the time of listening by the `gap` seconds for which the scheduler was frozen."""
         self._hears_until = self._hears_until + gap if self._hears_until is not None else None
 
     @property
     def hearing(self) -> bool:
-        """It has just started, and members that know more may be on their way."""
+        """Whether the scheduler has just started, so that members that know more may be on their way."""
         return self._desk.clock is not None and self._hears_until is not None and self._desk.clock < self._hears_until
 
     def hearing_words(self) -> str:
@@ -103,11 +103,11 @@ class Identity:
         return f"it has just started, and listens for {left_s:.1f} s more whether members know more than its store"
 
     def _is_another(self, chain: str) -> bool:
-        """Whether this is the id of another chain; who tells none is older than chains' ids."""
+        """Returns whether this is the id of another chain. Members that tell no id are older than chains' ids: False."""
         return bool(chain and self._book.chain_id and chain != self._book.chain_id)
 
     def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
-        """Returns in words what a member of this chain knows and the store lacks; "": nothing."""
+        """Returns in words what a member of this chain knows and the store lacks; "" if nothing."""
         known = None if isinstance(message, Entered) else message.known
         for number in (message.view, known):
             if self._book.lacks(number):
@@ -121,7 +121,9 @@ class Identity:
         return ""
 
     def at_odds(self, peer: Peer, message: Entered | Heartbeat) -> bool:
-        """A member says something that does not fit the store: then it is not heeded."""
+        """Returns whether a member's message does not fit the store, and is thus not to be heeded; deals with such a
+        member.
+        """
         if message.view == NO_VIEW and (message.chain in self._book.ended or self._is_another(message.chain)):
             return False  # a newcomer that has not read its welcome yet
         if message.chain in self._book.ended and peer.conn is not None:
@@ -164,7 +166,7 @@ class Identity:
         return self._heard(conn, hello)
 
     def _turn_home(self, conn: int, chain: str) -> None:
-        """Its stream was down when its job ended."""
+        """Releases a member whose stream was down when its job ended."""
         words = f"the job that it was in is ended, by an operator or as it could not go on, chain {short(chain)}"
         self._desk.out.append(Send(conn, Released(words, asked=True)))
         self._desk.out.append(Close(conn, words))
@@ -184,12 +186,14 @@ class Identity:
         return hello
 
     def let_go(self) -> list[tuple[int, Hello]]:
-        """All who may know more were heard: the hellos that were held back, in their order."""
+        """Returns the hellos that were held back, in their order, as all who may know more were heard."""
         held, self._held = self._held, []
         return held
 
     def _is_foreign(self, hello: Hello) -> bool:
-        """Whether the store holds no view, and it stands in one, or may be named by one that a header will carry."""
+        """Returns whether the store holds no view and this member stands in one, or may be named by one that a header
+        will carry.
+        """
         if hello.view == NO_VIEW:
             lost = self._rebuild.rebuilds or (not self._book.views and bool(self.why_not_found()))
             return lost and not self._welcomed_here(hello)
@@ -211,7 +215,7 @@ class Identity:
             self._desk.out.append(Send(conn, Refused(self.lost_words(), retry=True)))
 
     def _of_another(self, conn: int, hello: Hello) -> Hello | None:
-        """Handles a hello of another chain than the one in the store."""
+        """Handles a hello of a process of another chain than the one in the store."""
         if hello.view != NO_VIEW:
             self.knock(hello)
             self._desk.out.append(Send(conn, Refused(self.lost_words(), retry=True)))
@@ -235,7 +239,7 @@ class Identity:
             self._own[welcomed] = self._roster.peers[welcomed].member
 
     def knock(self, hello: Hello) -> None:
-        """A member of a view that is not known here says hello."""
+        """Notes that a member of a view that is not known here says hello."""
         self._knock(hello.resume, hello.view, hello.chain)
 
     def _knock(self, who: str, view: ViewId, chain: str) -> None:
@@ -268,7 +272,7 @@ class Identity:
         )
 
     def why_not_found(self) -> str:
-        """Why no job may be founded now; "" if one may."""
+        """Returns in words why no job may be founded now; "" if one may."""
         lost = self.lost_words()
         if lost:
             return f"no job is founded: {lost}"
@@ -277,7 +281,7 @@ class Identity:
         return ""
 
     def _go_stale(self, who: str, lacking: str) -> None:
-        """From now on nothing is decided by what this store holds: the job went on without it."""
+        """Stops deciding anything by what this store holds, as the job went on without it."""
         ends = self._book.views[-1].id
         self._stale = (
             f"this scheduler's store is an older copy, or another scheduler leads: {who} knows of {lacking} of chain "

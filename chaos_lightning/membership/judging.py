@@ -25,7 +25,7 @@ from chaos_lightning.protocol.types import WHOLE, Differs, Fence, Notice, Probe,
 
 
 class Deaths:
-    """See the module. Arguments are the parts that it uses."""
+    """Decisions about members that may be dead. Arguments are the parts that they use."""
 
     def __init__(
         self, desk: Desk, book: Book, roster: Roster, recovery: Recovery, graph: Graph, detector: Detector
@@ -48,7 +48,7 @@ class Deaths:
         self._detector.heard(peer.id)
 
     def put_out(self, told: Differs) -> None:
-        """A member whose contribution differs from the others': a view is decided without it (6b)."""
+        """Puts a member out whose contribution differs from the others': a view is decided without it (6b)."""
         peer = self._roster.peers.get(told.member)
         if peer is None or not peer.alive or peer.standing not in (Standing.MEMBER, Standing.LEAVER):
             return
@@ -109,14 +109,16 @@ class Deaths:
         return found
 
     def _is_known_to_hold(self, peer: Peer) -> tuple[Span, ...]:
-        """Returns the parts that it surely holds: it may have dropped one since it told, if it does not own it (P8)."""
+        """Returns the parts that this member surely holds. It may have dropped one since it told, if it does not own it
+        (P8).
+        """
         entered = self._book.decided(peer.entered) if peer.standing is Standing.MEMBER else None
         if entered is None or not entered.pipelines:
             return peer.parts
         return common(peer.parts, division(entered).owned(peer.id))
 
     def on_verdict(self, by: Peer, said: Verdict) -> None:
-        """Takes what `by` says of a suspect; it cannot miss a link that it never had."""
+        """Takes what the neighbour `by` says of a suspect; a neighbour cannot miss a link that it never had."""
         near = self._neighbours(said.suspect)
         if said.alive or said.certain or not near or by.id in near or by.standing is not Standing.MEMBER:
             outside = by.standing not in (Standing.MEMBER, Standing.LEAVER)
@@ -133,7 +135,8 @@ class Deaths:
         return [m for m in near if (p := peers.get(m)) is not None and p.alive and p.conn is not None]
 
     def take_back(self, lost: tuple[Span, ...] | None = None) -> bool:
-        """Deaths without proof of members that may hold the state; True if there were any, so that nothing is lost.
+        """Takes back deaths without proof of members that may hold the state, so that nothing is lost; True if there
+        were any.
 
         Args:
             lost: Parts of the state that nobody else holds; None: all.
@@ -151,14 +154,14 @@ class Deaths:
         return bool(doubtful)
 
     def _what(self, lost: tuple[Span, ...] | None) -> str:
-        """Words for these parts of the training state."""
+        """Returns words for these parts of the training state."""
         latest = self._book.latest
         if latest is None or not latest.pipelines or lost is None:
             return "the training state"
         return f"{division(latest).words(lost)} of the training state"
 
     def on_gone(self, event: Gone) -> None:
-        """This machine's process table has no such process any more."""
+        """Takes a member for dead whose process is gone from the process table of the scheduler's machine."""
         peer = self._roster.peers.get(event.member)
         if peer is None or peer.standing not in (Standing.MEMBER, Standing.LEAVER):
             return
@@ -170,7 +173,7 @@ class Deaths:
         self._roster.die(peer, f"{event.evidence} (seen from the scheduler)", proven=True)
 
     def _wait_for(self, held: Sequence[Held]) -> None:
-        """Tells whoever waits, once each, that the last holders are waited for; and that it is over."""
+        """Tells each waiting member, once, that the last holders are waited for, and later that the wait is over."""
         names = tuple(h.member for h in held)
         if names != self.waited_for:
             if self.waited_for and not held:

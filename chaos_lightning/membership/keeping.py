@@ -1,4 +1,4 @@
-"""The scheduler's part in a state that the last member keeps in a file (protocol.md 14c).
+"""Handles, in the scheduler, a training state that the last member keeps in a file (protocol.md 14c).
 
 Theory of operation. Who goes as the last one that holds the training state writes it down before it closes its control
 stream, and says so (`Kept`); who comes says in its Hello which state lies on its machine. While a member that was let
@@ -38,7 +38,7 @@ from chaos_lightning.protocol.types import (
 
 
 class Keeper:
-    """See the module. Arguments are the parts that it uses."""
+    """Knowledge of the states that members keep in files. Arguments are the parts that it uses."""
 
     def __init__(self, desk: Desk, book: Book, roster: Roster, graph: Graph) -> None:
         self._desk = desk
@@ -62,7 +62,7 @@ class Keeper:
         """Since when (s) parts of the state at each header have been waited for, by the header's hash."""
 
     def founded(self) -> None:
-        """The job goes on from what its founders have."""
+        """Forgets whom the founding waited for: the job goes on from what its founders have."""
         self._told, self._without = None, ""
         self._unready.clear()
         self._parted.clear()
@@ -70,7 +70,7 @@ class Keeper:
         self._parts_since.clear()
 
     def shift(self, gap: float) -> None:
-        """The scheduler was frozen for so long (s)."""
+        """Prolongs the waits for kept states by the `gap` seconds for which the scheduler was frozen."""
         self._unready = {p: since if since is None else since + gap for p, since in self._unready.items()}
         self._parts_since = {head: since + gap for head, since in self._parts_since.items()}
 
@@ -95,22 +95,22 @@ class Keeper:
     # ------------------------------------------------------------------ parts of the state
 
     def _is_divided(self) -> bool:
-        """Whether each member holds some parts of the state."""
+        """Returns whether each member holds only some parts of the state."""
         return self._book.latest is not None and bool(self._book.latest.pipelines)
 
     def has_told(self, peer: Peer) -> bool:
-        """Whether this member has written its parts down, as all part."""
+        """Returns whether this member has said that its parts are written down, as all members part."""
         return peer.id in self._parted
 
     def all_told(self, leavers: Sequence[Peer]) -> bool:
-        """Whether all that part and live have written their parts down, or were waited for long enough."""
+        """Returns whether all living members that part have written their parts down, or were waited for long enough."""
         if self._parting_since is None:
             self._parting_since = self._desk.now
         over = self._desk.now - self._parting_since > self._settings.last_holder_timeout_s
         return over or all(self.has_told(p) for p in leavers if p.alive)
 
     def told_reports(self) -> list[Report]:
-        """Returns where members stood that have written their parts down: that counts as if they reported (P13)."""
+        """Returns where the members stood that have written their parts down; that counts as if they reported (P13)."""
         return [
             Report(NO_VIEW, k.header.view, k.header.seq - 1, k.header.prev_hash, parts=k.parts, raw=False, owns=k.parts)
             for k in self._parted.values()
@@ -118,18 +118,20 @@ class Keeper:
         ]
 
     def holders(self, founders: Sequence[Peer], base: Header) -> tuple[str, ...]:
-        """Returns the founders that have parts of the state at this header in files; others get theirs from them."""
+        """Returns the founders that have parts of the state at this header in files; the others get theirs from them."""
         at = base.prev_hash
         return tuple(p.id for p in founders if at and p.kept is not None and p.kept.header.prev_hash == at)
 
     def _missing(self, header: Header, offers: Iterable[tuple[Peer, Kept]]) -> tuple[Span, ...]:
-        """Parts of the state at the header that this one follows which none of these founders has in a file."""
+        """Returns the parts of the state at the header that this one follows which none of these founders has in a
+        file.
+        """
         assert self._book.latest is not None
         held = (k.parts for _, k in offers if k.header.prev_hash == header.prev_hash)
         return subtract(division(self._book.latest).everything, union(span for parts in held for span in parts))
 
     def _wait_for_parts(self, newcomers: Sequence[Peer]) -> str | None:
-        """As `wait_for_kept`, where each founder may have some parts in a file."""
+        """Returns, as `wait_for_kept` does, why newcomers wait, where each founder may have some parts in a file."""
         told = [k for k in self._parted.values() if k.parts and self._is_of_this_chain(k)]
         offers, ready = self._offers(newcomers), self._graph.ready()
         newest = max([*told, *(k for _, k in offers)], key=_age, default=None)
@@ -148,7 +150,7 @@ class Keeper:
         )
 
     def writing(self) -> list[Peer]:
-        """Members that were let go, and may be writing the state down."""
+        """Returns members that were let go, and may still be writing the state down."""
         limit = self._settings.last_holder_timeout_s
         return [
             p
@@ -157,7 +159,7 @@ class Keeper:
         ]
 
     def wait_for_kept(self) -> str | None:
-        """Returns in words what keeps newcomers from founding the job, "" if only for a moment; None: nothing does."""
+        """Returns in words what keeps newcomers from founding the job: "" if only for a moment, None if nothing does."""
         if writing := self.writing():
             return f"the job waits for {', '.join(p.id for p in writing)}, which may be writing its training state down"
         newcomers = [p for p in self._roster.peers.values() if p.standing in NEWCOMER]
@@ -204,7 +206,7 @@ class Keeper:
         return None
 
     def _without_it(self, newcomers: Sequence[Peer], kept: Kept, host: str) -> bool:
-        """Whether somebody on the machine of the kept state does not go on from it.
+        """Returns whether a newcomer on the machine of the kept state does not go on from that state.
 
         A hello may be older than the file, so each process there is asked to say it anew, once. Then it is believed:
         its script was edited or has loaded a checkpoint, or the file is gone, and its own terminal says so.
@@ -221,16 +223,18 @@ class Keeper:
         return bool(there)
 
     def _offers(self, peers: Sequence[Peer]) -> list[tuple[Peer, Kept]]:
-        """Newcomers that have a state of this chain on their machine, the newest first."""
+        """Returns newcomers that have a state of this chain on their machine, the newest state first."""
         found = [(p, p.kept) for p in peers if p.kept is not None and self._is_of_this_chain(p.kept)]
         return sorted(found, key=lambda offer: _age(offer[1]), reverse=True)
 
     def _is_of_this_chain(self, kept: Kept) -> bool:
-        """Whether its keeper stood in one of this chain's views when it wrote it down."""
+        """Returns whether this state's keeper stood in one of this chain's views when it wrote the state down."""
         return kept.chain == self._book.chain_id and self._book.past.stood_in(kept.member, kept.header.view)
 
     def first_by_state(self, ready: Sequence[Peer]) -> list[Peer]:
-        """The first member's state is the job's: whoever has the newest kept one comes first."""
+        """Returns these newcomers with the one first that has the newest kept state: the first member's state is the
+        job's.
+        """
         offers = self._offers(ready)
         if self._is_divided():
             at = self._whole_at(ready)
@@ -239,7 +243,7 @@ class Keeper:
         return sorted(ready, key=lambda p: p is not first)
 
     def _whole_at(self, founders: Sequence[Peer]) -> Header | None:
-        """Returns the newest header at which the files of these hold every part; None if there is none."""
+        """Returns the newest header at which the files of these newcomers hold every part; None if there is none."""
         offers = self._offers(founders)
         return next((k.header for _, k in offers if not self._missing(k.header, offers)), None)
 
@@ -266,7 +270,7 @@ class Keeper:
         return f" (at step {self._book.reached} or later)" if self._book.reached else ""
 
     def finished(self) -> bool:
-        """Whether a founder has the state at the closing header of this chain: the job was finished."""
+        """Returns whether a founder has the state at the closing header of this chain: then the job was finished."""
         return any(
             peer.kept is not None and peer.kept.header.kind is Kind.CLOSING and self._is_of_this_chain(peer.kept)
             for peer in self._roster.peers.values()
@@ -284,5 +288,5 @@ class Keeper:
 
 
 def _age(kept: Kept) -> tuple[ViewId, int]:
-    """Later states are greater."""
+    """Returns a sort key for kept states: later ones are greater."""
     return (kept.header.view, kept.header.seq)

@@ -1,4 +1,4 @@
-"""Search for the leading scheduler: whom a member asks, how long it waits for an answer, and when it asks again.
+"""Searches for the leading scheduler: whom a member asks, how long it waits for an answer, and when it asks again.
 
 Theory of operation. A member knows the endpoints of all schedulers that stand by for each other, and asks one at a
 time. A standby names the leader, who is asked at once; whoever does not answer is left for the next one. A scheduler
@@ -82,7 +82,7 @@ class Conversation:
 
 
 class LeaderSearch:
-    """See the module.
+    """Search of one member for the scheduler that leads.
 
     Args:
         endpoints: HOST:PORT of the scheduler, or of all that stand by for each other.
@@ -106,13 +106,13 @@ class LeaderSearch:
         return self._leader or self._endpoints[self._at % len(self._endpoints)]
 
     def answer_timeout_s(self) -> float:
-        """How long the scheduler that is asked now may take to answer."""
+        """Returns the seconds that the scheduler which is asked now may take to answer."""
         if len(self._endpoints) == 1:
             return ANSWER_TIMEOUT_S
         return PULSE_TIMEOUT_S if self._silences.get(self.endpoint) == 1 else ANSWER_TIMEOUT_S / 5
 
     def ended(self, attempt: Conversation, now_s: float, chance: float) -> float:
-        """Chooses whom to ask next.
+        """Takes the end of a conversation in, and chooses the scheduler to ask next.
 
         Args:
             attempt: How the conversation with `endpoint` ended.

@@ -11,7 +11,7 @@ from chaos_lightning.protocol.types import Header, Kind, View
 
 
 class Learning:
-    """See the module."""
+    """Needs of a newcomer before it can learn by replay: a header that names it, and the members' view."""
 
     def __init__(self) -> None:
         self._header: Header | None = None
@@ -19,7 +19,9 @@ class Learning:
         self._began = False
 
     def told(self, view: View | None) -> list[MemberEffect]:
-        """The scheduler's word: the view whose members have the state; None: this member is no learner (any more)."""
+        """Takes the scheduler's word: the view whose members have the state; None: this member is no learner (any
+        more).
+        """
         if view is None:
             self._header = self._view = None
             self._began = False
@@ -28,7 +30,8 @@ class Learning:
         return self._begin()
 
     def consider(self, me: str, header: Header) -> list[MemberEffect]:
-        """A header for a newcomer that waits: the state to pull is the one at the header that names it first.
+        """Looks whether a header is the first that names this waiting newcomer: then the state at that header is
+        pulled.
 
         Who sent that header may be dead and the slot done again, or the next root did not know the list yet: then a
         newer one names this member first, and nobody has the state at the older one.

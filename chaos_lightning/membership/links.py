@@ -1,4 +1,4 @@
-"""Links between members: what both ends say becomes facts, and everybody is told whom to connect to.
+"""Handles links between members: what both ends say becomes facts, and everybody is told whom to connect to.
 
 Theory of operation. Members say when a link comes up or fails (LinkEvent) and what it carries (LinkReport); operators
 and members ask for links or against them: what is granted is stored before it is answered, and holds from then on,
@@ -76,12 +76,12 @@ class _Here:
         self._place = {m: i for i, m in enumerate(self._all)}
 
     def those(self, ids: Iterable[str]) -> list[Peer]:
-        """Those of these that are here: members in rank order, then newcomers."""
+        """Returns the peers with these ids that are here: members in rank order, then newcomers."""
         return [self._all[m] for m in sorted(self._all.keys() & ids, key=self._place.__getitem__)]
 
 
 class LinkRegistry:
-    """See the module. Arguments are the parts that it uses."""
+    """Words of members and operators about links. Arguments are the parts that it uses."""
 
     def __init__(
         self,
@@ -110,7 +110,9 @@ class LinkRegistry:
         """The facts that decide whom members are told of, as they were at the last look."""
 
     def follow(self, before: View | None, view: View) -> None:
-        """A view is in the chain: links that it gave up are no sign of anybody's death, and have failed once more."""
+        """Takes in a decided view: links that it gave up are no sign of anybody's death any more, and count as failed
+        once more.
+        """
         self._topology.news = True
         if before is None:
             return
@@ -168,7 +170,9 @@ class LinkRegistry:
             self._recovery.again = f"the link between {peer.id} and {other} was made anew ({before})"
 
     def _uses(self, peer: Peer, other: str) -> bool:
-        """Whether the view that this member stands in has the link; one that is coming may be why it was made."""
+        """Returns whether the view that this member stands in has the link. One that is coming does not count, as the
+        link may be made for it.
+        """
         stands = next((v for v in reversed(self._book.views) if v.id == peer.entered), None)
         return stands is not None and pair(peer.id, other) in self._graph.of_view(stands)
 
@@ -190,7 +194,9 @@ class LinkRegistry:
         self._asked.append(_Asked(ends, add, "an operator asks", answer))
 
     def turn_wishes(self) -> bool:
-        """Refuses what cannot be, and has the first wish that can be stored; nothing else is decided meanwhile."""
+        """Refuses wishes that cannot be granted, and has the first one stored that can; nothing else is decided
+        meanwhile.
+        """
         while self._asked:
             asked = self._asked[0]
             found = self._ends(asked)
@@ -210,7 +216,7 @@ class LinkRegistry:
         return False
 
     def _granted(self, wish: LinkWish, one: str, other: str) -> None:
-        """A wish for or against the link of these members is in the store."""
+        """Puts a wish for or against the link of these members into force, as it is in the store, and answers it."""
         asked = self._asked.popleft()
         self._topology.wished(wish)
         fact = self._topology.known(one, other)
@@ -228,7 +234,7 @@ class LinkRegistry:
         self._desk.note("notice", text=f"link {'add' if asked.add else 'remove'} {one} {other} ({asked.why}): {text}")
 
     def _ends(self, asked: _Asked) -> tuple[Peer, Peer] | str:
-        """Returns the two ends that are meant; words if that is not clear, or nothing can be changed any more."""
+        """Returns the two ends that a wish means; words if that is not clear, or nothing can be changed any more."""
         if self._desk.phase in (SchedulerPhase.FINISHED, SchedulerPhase.DEPOSED):
             return f"this scheduler is {self._desk.phase}: no link changes any more"
         a, b = asked.ends
@@ -240,7 +246,7 @@ class LinkRegistry:
         return f"{a!r} and {b!r} are both {one.id}: a link has two ends" if one is other else (one, other)
 
     def _find(self, word: str) -> Peer | str:
-        """Returns the one that an id, a name or a node means; words if there is none, or that is not clear."""
+        """Returns the peer that an id, a name or a node means; words if there is none, or that is not clear."""
         here = [p for p in self._roster.peers.values() if p.alive and p.standing in (*NEWCOMER, Standing.MEMBER)]
         exact = [p for p in here if word in (p.id, p.member.name)]
         found = exact or [p for p in here if node_of(p.member.name) == word]
@@ -251,7 +257,7 @@ class LinkRegistry:
         return f"is the node of {', '.join(p.id for p in found)}: name one of them"
 
     def _needless(self, one: Peer, other: Peer) -> str:
-        """Why a link cannot be added; "" if it can."""
+        """Returns in words why a link cannot be added; "" if it can."""
         latest = self._book.latest
         both = latest is not None and latest.find(one.id) is not None and latest.find(other.id) is not None
         there = both and latest is not None and pair(one.id, other.id) in self._graph.of_view(latest)
@@ -260,7 +266,7 @@ class LinkRegistry:
         return ""
 
     def _indispensable(self, one: Peer, other: Peer) -> str:
-        """Why a link cannot be removed; "" if it can."""
+        """Returns in words why a link cannot be removed; "" if it can."""
         if not self._topology.wants(one, other):
             names = pair(one.member.name, other.member.name)
             was = self._topology.removed.get(names, "neither named the other as its neighbour")
@@ -275,7 +281,7 @@ class LinkRegistry:
         return ""
 
     def tell_whom_to_dial(self) -> None:
-        """Tells newcomers and members of each other."""
+        """Sends newcomers and members the lists of peers that they are to have links with."""
         if self._desk.phase in (SchedulerPhase.FINISHED, SchedulerPhase.DEPOSED):
             return
         newcomers = [p for p in self._roster.peers.values() if p.standing in NEWCOMER]
@@ -318,7 +324,7 @@ class LinkRegistry:
         partners.lose(frozenset(ends for ends, looks in self._absent.items() if looks >= _LOOKS))
 
     def _moved(self, members: list[Peer]) -> bool:
-        """Whether anything that members are told of others may have changed since they were told."""
+        """Returns whether anything that members are told of each other may have changed since they were told."""
         latest = self._book.latest
         seen = (
             latest.id if latest is not None else NO_VIEW,
@@ -342,7 +348,7 @@ class LinkRegistry:
         return here.those(m for m in wanted if m not in linked or m in here.joins)
 
     def _within_reach(self, peer: Peer, others: list[Peer]) -> list[Peer]:
-        """Without neighbours that a newcomer does not reach, if it has reached another one.
+        """Returns these neighbours without those that a newcomer does not reach, if it has reached another one.
 
         They may not reach the scheduler, which so cannot tell them of the newcomer, and train on. Where nobody is in
         yet, it may found the job without them.
@@ -371,7 +377,9 @@ class LinkRegistry:
         return [p for p in others if p not in late]
 
     def _tell_missed(self, newcomer: Peer, missed: list[Peer]) -> None:
-        """It dials members, so they are the ones that may have to announce another address, or to open a port."""
+        """Tells members that a newcomer dials them in vain: they may have to announce another address, or to open a
+        port.
+        """
         for other in missed:
             if other.id in newcomer.misses or other.conn is None or other.standing in NEWCOMER:
                 continue
@@ -382,7 +390,7 @@ class LinkRegistry:
             self._roster.send(other, Notice(f"{text}; check `announce`, `port` and what lies between the two"))
 
     def _tell_lonely(self, newcomers: list[Peer], members: Mapping[str, Peer]) -> None:
-        """Newcomers that are ready but have no link to a member learn what they wait for."""
+        """Tells newcomers that are ready but have no link to a member what they wait for."""
         for peer in newcomers if members else ():
             if peer.standing is Standing.LINKING or self._graph.led([peer], members):
                 peer.asked.pop("", None)
@@ -412,7 +420,7 @@ class LinkRegistry:
         peer.linked = ids
 
     def tell_apart(self, founders: Sequence[Peer]) -> None:
-        """Founders that are enough and all ready learn what they wait for, if no links hold them together."""
+        """Tells founders that are enough and all ready, but that no links hold together, what they wait for."""
         ids = [p.id for p in founders]
         groups = components(ids, self._graph.pairs(ids))
         if len(groups) > 1:

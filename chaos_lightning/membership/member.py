@@ -1,4 +1,4 @@
-"""One training process's side of the protocol, as a pure state machine.
+"""Runs one training process's side of the protocol, as a pure state machine.
 
 Theory of operation. `on(now, event)` is the only entrance; it returns what the shell must do, in order. The machine
 knows no socket, no clock and no tensor: the shell feeds it control messages, messages of other members, the training
@@ -134,7 +134,7 @@ class MemberPhase(enum.StrEnum):
 
 
 class MemberMachine:
-    """See the module.
+    """State machine of one member.
 
     Args:
         spread: How headers get to all members.
@@ -232,12 +232,12 @@ class MemberMachine:
 
     @property
     def seq(self) -> int:
-        """Last committed slot."""
+        """Number of the last committed slot."""
         return self.header.seq
 
     @property
     def step(self) -> int:
-        """Optimizer steps committed."""
+        """Number of optimizer steps committed."""
         return self.header.step
 
     @property
@@ -251,7 +251,7 @@ class MemberMachine:
 
     @property
     def prepared(self) -> bool:
-        """A promise is given and the decision is not here yet: nothing moves until it comes."""
+        """Whether a promise is given and the decision is not here yet: nothing moves until it comes."""
         return self.promised > self._entered_id
 
     @property
@@ -274,7 +274,7 @@ class MemberMachine:
         return max(self._known, self.promised, waiting, self._entered_id)
 
     def anew(self) -> Self:
-        """The machine with which the same process joins again (protocol.md 11).
+        """Returns the machine with which the same process joins again (protocol.md 11).
 
         It holds nothing and has promised nothing, but knows still what was in the job's store: it may be the only one
         to tell that to a scheduler on an older copy, which takes it for a member (14a).
@@ -297,7 +297,7 @@ class MemberMachine:
         }
 
     def heartbeat(self) -> Heartbeat:
-        """Also called from another thread: values may be one slot old."""
+        """Returns this member's heartbeat. It is also called from another thread: values may be one slot old."""
         view = self.view
         return Heartbeat(
             view.id if view is not None else NO_VIEW, self.seq, self.step, chain=self.chain, known=self.known
@@ -396,7 +396,9 @@ class MemberMachine:
         self._offer()
 
     def _offer(self) -> None:
-        """Brings the own contribution to the root of the ruling view, unless a promise or a missing part holds it."""
+        """Brings this member's contribution to the root of the ruling view, unless a promise or a missing part holds
+        it.
+        """
         if self.contribution is None or self.view is None or self.prepared or self._entering is not None:
             return
         if not self.parts.may_contribute(self.view, self.contribution, self._complete):
@@ -409,7 +411,9 @@ class MemberMachine:
             self._emit(ToPeer(self.view.root, mine))
 
     def _on_contribution(self, contribution: Contribution) -> None:
-        """At the root: kept by (view, slot), also before this member has entered that view or committed that far."""
+        """Keeps a contribution, at the root, by (view, slot), also before this member is in that view or committed that
+        far.
+        """
         key = (contribution.view, contribution.seq)
         if self._outdated(contribution.view) or contribution.view < self._entered_id:
             return
@@ -424,7 +428,7 @@ class MemberMachine:
         self._try_close()
 
     def _try_close(self) -> None:
-        """The root makes the header once all contributions and, for a STEP, all reduced bytes are here (2)."""
+        """Makes the header, at the root, once all contributions and, for a STEP, all reduced bytes are here (2)."""
         if self.phase is not MemberPhase.ACTIVE or not self.is_root or self.prepared or self._entering is not None:
             return
         view = self.view
@@ -443,18 +447,18 @@ class MemberMachine:
         self._commit(header)
 
     def _differing_in(self, view: View, box: Mapping[str, Contribution]) -> tuple[Differs, ...]:
-        """All contributors agree in what must be equal (6b)."""
+        """Returns the contributors that differ in what must be equal at all members (6b)."""
         return differing(view, box)
 
     def _put_out(self, found: tuple[Differs, ...]) -> None:
-        """The scheduler is to decide a view without these: the slot is then closed by those who agree (6b)."""
+        """Asks the scheduler for a view without these members, in which those who agree then close the slot (6b)."""
         if self._differing != found:
             self._differing = found
             self._note("differs", members=[who.member for who in found], reason=found[0].reason)
             self._emit(*(ToScheduler(who) for who in found))
 
     def _all_in(self, view: View, box: Mapping[str, Contribution]) -> bool:
-        """One set of contributors: all members of the view, weight 0 included (1)."""
+        """Returns whether all members of the view have contributed, weight 0 included (1)."""
         return len(box) >= len(view.members) and all(m in box for m in view.ids())  # the count spares most looks
 
     def _make_header(self, view: View, box: Mapping[str, Contribution]) -> Header:
@@ -501,7 +505,7 @@ class MemberMachine:
         self._try_commit()
 
     def _outdated(self, view: ViewId) -> bool:
-        """Older than what was promised: ignored, though it may have been in the socket since before (8)."""
+        """Returns whether this view is older than promised: its messages are ignored, even if they came before (8)."""
         return view < self.promised
 
     def _try_commit(self) -> None:
@@ -512,13 +516,15 @@ class MemberMachine:
             self._commit(header)
 
     def _has_bytes(self, header: Header) -> bool:
-        """A member commits when it has the header and all ranges (2); if all had them before, with the header (P4)."""
+        """Returns whether this member has all ranges that it needs to commit this header (2). It needs none if all had
+        theirs before the header was made (P4).
+        """
         return header.reduced or not needs_bytes(header) or self._complete == (header.view, header.seq)
 
     # ------------------------------------------------------------------ committing
 
     def _commit(self, header: Header) -> None:
-        """The slot is committed here; what it names rules from now on."""
+        """Commits the slot of this header; what the header names rules from now on."""
         assert self.view is not None
         assert header.seq == self.seq + 1
         assert header.prev_hash == self.header.hash
@@ -561,7 +567,9 @@ class MemberMachine:
         self._open_next()
 
     def _let_go(self, view: View, reason: str) -> None:
-        """This view goes on without this member, which had asked for it or was drained; or the job is finished."""
+        """Begins to leave: `view` goes on without this member, which had asked for it or was drained, or the job is
+        finished.
+        """
         over = self.header.kind is Kind.CLOSING and not self.header.error
         self.phase, self._lingers_since = MemberPhase.CLOSED if over else MemberPhase.LEAVING, self._now
         if over:
@@ -578,7 +586,7 @@ class MemberMachine:
             del self._inbox[key]
 
     def _enter(self, view: View, reason: str, commit: Committed | None = None) -> None:
-        """This member stands in `view` from now on."""
+        """Makes this member stand in `view` from now on."""
         older = self._entered_id
         self.neighbours.enter(self.view if commit is not None else None)
         self.view = view
@@ -602,7 +610,7 @@ class MemberMachine:
         self._open_next()
 
     def _rerun(self, view: View) -> None:
-        """The open slot begins anew: what units made in an attempt ends with it (P4, P7)."""
+        """Begins the open slot anew: what units made in an attempt ends with it (P4, P7)."""
         if self.contribution is not None and by_units(view, self.contribution):
             self.contribution = None
         if self.contribution is None:
@@ -655,7 +663,7 @@ class MemberMachine:
         self._offer()
 
     def _arrive(self) -> None:
-        """This newcomer holds all that it owns: it contributes to the slot after its header."""
+        """Makes a newcomer active that holds all that it owns: it contributes to the slot after its header."""
         self.phase = MemberPhase.ACTIVE
         self._emit(ToScheduler(self._position()))
         if not self.prepared:
@@ -726,7 +734,7 @@ class MemberMachine:
             )
 
     def _redo(self, decision: Decide) -> None:
-        """Already on the base: the open slot is reduced again, from what everybody kept or what units make anew."""
+        """Reduces the open slot again from this member's base, from what everybody kept or what units make anew."""
         self.pending = self._entering = self._complete = None
         self._pulled = ""
         if decision.view.find(self.member_id) is None:
@@ -738,7 +746,9 @@ class MemberMachine:
         self._enter(decision.view, decision.reason)
 
     def _hand_on(self, decision: Decide) -> None:
-        """One slot behind the base: its header is here now; its bytes are, too, or are fetched."""
+        """Commits the base, which is one slot ahead and whose header is here now; fetches its bytes first if they are
+        not.
+        """
         base = decision.base
         self.pending = base
         self._entering = decision

@@ -1,4 +1,4 @@
-"""Parts of the training state at one member: which it owns and holds, when it pulls and drops them (P4, P8, P13, P14).
+"""Tracks the parts of the training state at one member: which it owns, holds, pulls and drops (P4, P8, P13, P14).
 
 Theory of operation. The view says which parts a member owns (parts.py). It holds those that it made at GENESIS, that
 lay in its file, or that other members sent; it pulls the others that it owns. It contributes once it holds all that it
@@ -21,7 +21,7 @@ def is_let_go(member: str, view: View) -> bool:
 
 
 class MemberParts:
-    """Knows the parts that one member owns and holds. See the module.
+    """Parts of the training state that one member owns and holds.
 
     Attributes:
         held: Parts that it holds at its header, as normal spans.
@@ -42,7 +42,8 @@ class MemberParts:
         return subtract(self.owned, self.held)
 
     def stand_in(self, me: str, view: View, seq: int) -> None:
-        """Takes in that the member stands in a view: it says what it owns, and before slot 1 also what it holds (P14).
+        """Takes in that the member stands in a view: the view says what it owns, and before slot 1 also what it holds
+        (P14).
 
         Args:
             me: The member.
@@ -55,12 +56,14 @@ class MemberParts:
             self.held = parts.made(me)
 
     def in_file(self, base: Header, view: View) -> tuple[Span, ...]:
-        """Returns the parts that lie in the member's file, if the job is founded on what it kept (14c, P13)."""
+        """Returns the parts that lie in the member's file, if the job is founded on what the member kept (14c, P13)."""
         kept = self.kept if view.pipelines else None
         return kept.parts if kept is not None and kept.header.hash == base.hash else ()
 
     def found(self, base: Header, view: View) -> None:
-        """Takes in that the job is founded on this header: the member holds the whole state, or what it kept of it."""
+        """Takes in that the job is founded on this header: the member holds the whole state, or what it kept of the
+        state.
+        """
         self.held = self.in_file(base, view) if view.pipelines else WHOLE
 
     def may_contribute(self, view: View, contribution: Contribution, complete: tuple[ViewId, int] | None) -> bool:
@@ -79,7 +82,7 @@ class MemberParts:
         return [PullParts(header, view, missing)] if (missing := self.missing) else []
 
     def take(self, loaded: StateLoaded, header: Header, view: View) -> bool:
-        """Takes what was missing of the parts that came; returns whether any was.
+        """Takes those of the parts that came that were missing; returns whether any was.
 
         Before slot 1 each view has a state of its own, made by the oldest owners in it (P14).
 

@@ -1,4 +1,4 @@
-"""One member's links: which it wants, which stand, and what the scheduler has yet to hear of them.
+"""Tracks one member's links: which it wants, which stand, and what the scheduler has yet to hear of them.
 
 Theory of operation. A member has links to its neighbours in the view, and to whom the scheduler named: newcomers, and
 links that may come back. Those of the view before stay until the first slot of this one commits, since then every
@@ -13,7 +13,7 @@ from chaos_lightning.protocol.types import MADE_ANEW, LinkEvent, Member, OpenLin
 
 
 class Neighbours:
-    """See the module."""
+    """Links of one member."""
 
     def __init__(self) -> None:
         self.links: dict[str, bool] = {}
@@ -30,13 +30,13 @@ class Neighbours:
         """Why the others do not stand."""
 
     def asked(self, me: str, told: OpenLinks) -> None:
-        """The scheduler names whom this member is to have links with, or what has changed of that."""
+        """Takes the scheduler's list of the members that this one is to have links with, or the changes of that list."""
         before = {p.id: p for p in self.wanted or ()} if told.changes else {}
         named = {**before, **{p.id: p for p in told.peers}}
         self.wanted = tuple(p for p in named.values() if p.id != me and p.id not in told.gone)
 
     def connect(self, me: str, view: View | None) -> list[MemberEffect]:
-        """Has the links that this member wants in this view, and no others."""
+        """Returns effects that bring about the links that this member wants in this view, and end all others."""
         wanted: dict[str, Member] = {}
         if view is not None:
             near = {m for v in (view, self.former) if v is not None for m in neighbours(v, me)}
@@ -53,7 +53,7 @@ class Neighbours:
         return [*effects, Connect(tuple(wanted.values()))]
 
     def _let_go_of(self, peer: str, view: View | None) -> list[MemberEffect]:
-        """This link is not wanted any more; of one between two members of the view the scheduler is told."""
+        """Gives a link up that is not wanted any more; the scheduler is told if both ends are members of the view."""
         if view is None or view.find(peer) is None:
             del self.links[peer]
             return []
@@ -61,12 +61,12 @@ class Neighbours:
         return [ToScheduler(LinkEvent(peer, False, "removed"))]
 
     def enter(self, former: View | None) -> None:
-        """This member enters a view; `former` is the one before, if a header brought it here."""
+        """Takes in that this member enters a view; `former` is the one before, if a header brought it here."""
         self.former, self._settled = former, False
         self._remade.clear()
 
     def settle(self, me: str, view: View | None) -> list[MemberEffect]:
-        """All members stand in this view and hold their parts: links that only others needed go.
+        """Lets go of links that only others needed, as all members stand in this view and hold their parts.
 
         Those are links of the view before that this one does not have, and those with whom this one lets go.
         """
@@ -79,7 +79,7 @@ class Neighbours:
         return self.connect(me, view) if served or any(view.find(m) is not None for m in gone) else []
 
     def changed(self, peer: str, up: bool, evidence: str) -> list[MemberEffect]:
-        """A link came up, or failed."""
+        """Takes in that a link came up, or failed; the scheduler is told."""
         before = self.links.get(peer)
         if before is up:
             return []
@@ -90,7 +90,9 @@ class Neighbours:
         return [ToScheduler(LinkEvent(peer, up, evidence))]
 
     def again(self) -> list[MemberEffect]:
-        """The control stream was replaced: what was said of links on the old one may be lost."""
+        """Repeats to the scheduler the state of all links: the control stream was replaced, and words on the old one
+        may be lost.
+        """
         words = {
             peer: (MADE_ANEW if peer in self._remade else "connected") if up else self._parted.get(peer) or "closed"
             for peer, up in self.links.items()
@@ -99,5 +101,5 @@ class Neighbours:
 
     @property
     def ready(self) -> bool:
-        """All links to whom the scheduler named stand."""
+        """Whether links stand to all members that the scheduler named."""
         return self.wanted is not None and all(self.links.get(p.id, False) for p in self.wanted)

@@ -1,4 +1,4 @@
-"""Keeps the wanted pairs, those members that are to have a link with each other, as members come and go.
+"""Keeps the wanted pairs, the members that are to have a link with each other, as members come and go.
 
 Theory of operation. A pair is wanted if one end names the other as its neighbour, if both are processes of one node, if
 somebody has asked for it (`LinkWish`), or if it was *given*: so members that name nobody get links. Up to `SMALL_JOB`
@@ -41,13 +41,13 @@ def pair(one: str, other: str) -> Pair:
 
 
 def node_of(name: str) -> str:
-    """The node of a member that is called NODE-RANK; other names are nodes of their own."""
+    """Returns the node of a member that is called NODE-RANK; any other name is a node of its own."""
     node, dash, rank = name.rpartition("-")
     return node if dash and rank.isdigit() else name
 
 
 def _called(peer: Peer) -> tuple[str, ...]:
-    """Returns the words by which others may name it as a neighbour."""
+    """Returns the words by which others may name this member as a neighbour."""
     return tuple(dict.fromkeys((peer.member.name, peer.id, node_of(peer.member.name))))
 
 
@@ -60,14 +60,14 @@ def _address_key(peer: Peer) -> tuple[str, str]:
 
 
 def _drawn(seed: str, among: Sequence[str]) -> Iterator[str]:
-    """Yields members of these as if drawn at random: the same ones for the same seed."""
+    """Yields members of this list as if drawn at random: the same ones for the same seed."""
     for count in itertools.count():
         digest = hashlib.blake2b(f"{seed} {count}".encode(), digest_size=8).digest()
         yield among[int.from_bytes(digest, "big") % len(among)]
 
 
 class Partners:
-    """See the module.
+    """Wanted pairs of members.
 
     Args:
         degree: Number of partners that a newcomer is given beyond `SMALL_JOB` members; 0: all.
@@ -122,7 +122,7 @@ class Partners:
         return self._near.get(member, {}).keys()
 
     def wants(self, one: Peer, other: Peer) -> bool:
-        """Whether these two are to have a link. A pair counts as given while an end is not here yet."""
+        """Returns whether these two are to have a link. A pair counts as given while an end is not here yet."""
         names = pair(one.member.name, other.member.name)
         if names in self.removed:
             return False
@@ -136,7 +136,7 @@ class Partners:
     # ------------------------------------------------------------------ who is here
 
     def seed(self, peers: Sequence[Peer], pairs: Iterable[Pair]) -> None:
-        """Takes in the members of a view, and its links: after a restart, or when a lost chain is rebuilt."""
+        """Takes in the members of a view, and its links, after a restart, or when a lost chain is rebuilt."""
         for peer in peers:
             if peer.id not in self._near:
                 self._enlist(peer)
@@ -206,7 +206,7 @@ class Partners:
             self._refill(member)
 
     def replace(self, member: str, lost: Iterable[str]) -> bool:
-        """Gives this one others for given partners that it does not reach, once; False if there are none to give."""
+        """Replaces given partners that this member does not reach by others, once; False if there are none to give."""
         if not self.sparse or member in self._replaced:
             return False
         self._replaced.add(member)
@@ -238,7 +238,9 @@ class Partners:
                 self._refill(other)
 
     def bridge(self, parts: Sequence[Sequence[str]]) -> bool:
-        """Gives pairs between these parts of a graph, the largest and each other; whether there were any to give."""
+        """Gives members pairs between these parts of a graph, the largest and each other; returns whether there were
+        any to give.
+        """
         largest, *others = sorted(parts, key=len, reverse=True)
         given = False
         for part in others if self.sparse else ():
@@ -253,7 +255,7 @@ class Partners:
         return given
 
     def secure(self) -> None:
-        """Gives pairs where the loss of one node would part the others."""
+        """Gives members additional pairs where the loss of one node would part the others."""
         if not self.sparse or self._secured == self.version:
             return
         places = {m: p.member.place for m, p in self._peers.items()}
@@ -263,7 +265,7 @@ class Partners:
         self._secured = self.version
 
     def validate(self) -> None:
-        """Asserts that what was kept step by step is what everybody's names, wishes and gifts come to."""
+        """Asserts that the pairs, kept step by step, equal those that everybody's names, wishes and gifts come to."""
         nodes: dict[str, set[str]] = {}
         for member, peer in self._peers.items():
             nodes.setdefault(node_of(peer.member.name), set()).add(member)
@@ -306,7 +308,7 @@ class Partners:
                 del self._naming[word]
 
     def _close(self, member: str) -> None:
-        """Lets it be given as a partner no more."""
+        """Stops giving this member to others as a partner."""
         if (at := self._at.pop(member, None)) is None:
             return
         last = self._open.pop()
@@ -338,14 +340,14 @@ class Partners:
         self._near[member] = fresh
 
     def _paths(self, members: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Yields the wanted pairs of these, but for those whose links stay down."""
+        """Yields the wanted pairs of these members, but for those whose links stay down."""
         return ((a, b) for a in members for b in self._near[a] if not self._lost or pair(a, b) not in self._lost)
 
     def _wished(self, name: str) -> list[str]:
         return [other for names in self.added if name in names for other in names if other != name]
 
     def _refill(self, member: str) -> None:
-        """Gives it as many partners as a newcomer gets; in a small job all."""
+        """Gives this member as many partners as a newcomer gets; in a small job all."""
         missing = self._degree - sum(1 for _ in self._paths([member]))
         if member in self._at and (missing > 0 or not self.sparse):
             for other in self._chosen(member, missing):
@@ -355,7 +357,7 @@ class Partners:
     # ------------------------------------------------------------------ whom a newcomer is given
 
     def _chosen(self, member: str, count: int) -> list[str]:
-        """Returns partners that this one does not have yet; all, where all have links with each other."""
+        """Returns new partners for this member; all members, where all have links with each other."""
         if not self.sparse:
             return [m for m in self._open if m != member and m not in self._near[member]]
         me, chosen = self._peers[member], dict[str, None]()
@@ -381,14 +383,14 @@ class Partners:
         return list(chosen)
 
     def _free(self, one: str, other: str) -> bool:
-        """Whether these may be given to each other, and are not wanted yet."""
+        """Returns whether these two may be given to each other, and are not wanted yet."""
         if one not in self._at or other not in self._at or one == other or other in self._near[one]:
             return False
         names = pair(self._peers[one].member.name, self._peers[other].member.name)
         return names not in self.removed and pair(one, other) not in self._missed
 
     def _around(self, me: Peer) -> Iterator[str]:
-        """Yields the nearest by address, on both sides in turn."""
+        """Yields the members nearest to this one by address, on both sides in turn."""
         place = bisect_left(self._by_address, _address_key(me))
         for step in range(1, _LOOKED_AT):
             for at in (place - step, place + step):

@@ -39,12 +39,12 @@ def _division(text: str, members: tuple[str, ...]) -> Division:
 
 
 def common(these: Sequence[Span], those: Sequence[Span]) -> tuple[Span, ...]:
-    """Returns what is in both; all spans are normal."""
+    """Returns the spans that are in both; all spans are normal."""
     return subtract(these, subtract(these, those))
 
 
 def numbers(spans: Iterable[Span]) -> tuple[int, ...]:
-    """Returns the parts in these spans, one by one."""
+    """Returns the numbers of the parts in these spans, one by one."""
     return tuple(part for start, stop in spans for part in range(start, stop))
 
 
@@ -86,12 +86,12 @@ class Division:
 
     @property
     def everything(self) -> tuple[Span, ...]:
-        """All parts."""
+        """Span of all parts."""
         return ((0, len(self.names)),)
 
     @cached_property
     def owners(self) -> tuple[tuple[str, ...], ...]:
-        """By part: ids of its owners, the oldest first."""
+        """Ids of each part's owners, the oldest first, by part."""
         if self.pipelines is None:
             return (self.members,)
         layers = [tuple(m for m in self.members if m in held) for held in self.pipelines.plan.holders()]
@@ -110,7 +110,9 @@ class Division:
         return self._spans(range(min(1, len(owners))) for owners in self.owners)
 
     def _spans(self, ranks: Iterable[range]) -> dict[str, tuple[Span, ...]]:
-        """Returns, by member, the parts of whose owners it is one of these."""
+        """Returns, by member, the parts for which the member is, among their owners, in the range of ranks of that
+        part.
+        """
         found: dict[str, list[Span]] = {}
         for part, (owners, these) in enumerate(zip(self.owners, ranks, strict=True)):
             for rank in these:
@@ -118,7 +120,7 @@ class Division:
         return {member: union(spans) for member, spans in found.items()}
 
     def owned(self, member: str) -> tuple[Span, ...]:
-        """Returns the parts that this member owns, as normal spans; none of somebody who is no member."""
+        """Returns the parts that this member owns, as normal spans; none if it is no member."""
         return self._owned.get(member, ())
 
     def made(self, member: str) -> tuple[Span, ...]:
@@ -134,7 +136,7 @@ class Division:
         return ""
 
     def words(self, parts: Iterable[Span], layers: Sequence[str] = ()) -> str:
-        """Returns these parts for people, layers by these names of the model's own if there are as many."""
+        """Returns these parts in words for people, layers by these names of the model's own if there are as many."""
         found = []
         names = (*layers, *self.names[self.layer_count :]) if len(layers) == self.layer_count else self.names
         for start, stop in parts:

@@ -1,4 +1,4 @@
-"""Remembers of the views that were decided what is still asked of them, in place of the views (protocol.md 7).
+"""Remembers of old decided views only what is still asked of them (protocol.md 7).
 
 Theory of operation. A view names, places and links all its members, and a chain has a view for each change. Little is
 asked of an old one: whether it was of this chain, who stood in it, and whether a member that it lacks had asked to go.
@@ -61,7 +61,7 @@ class Numbers:
         return sum(last - first + 1 for _, first, last in self.runs)
 
     def below(self, number: ViewId) -> ViewId:
-        """Returns the highest of them below this one; NO_VIEW if there is none."""
+        """Returns the highest of these numbers that is below this one; NO_VIEW if there is none."""
         lower = [run for run in self.runs if run[:2] < (number.term, number.number)]
         ends = (ViewId(t, b if t < number.term else min(b, number.number - 1)) for t, _, b in lower)
         return max(ends, default=NO_VIEW)
@@ -76,7 +76,7 @@ class Numbers:
 
 @dataclass(slots=True)
 class Past:
-    """See the module.
+    """Views that were decided, as far as they are still asked about.
 
     Attributes:
         views: Numbers of all of its views.
@@ -108,7 +108,7 @@ class Past:
 
     @classmethod
     def of(cls, views: Iterable[View]) -> Past:
-        """Returns what is asked of these views, oldest first."""
+        """Returns a `Past` of these views, given oldest first."""
         found = cls()
         for view in views:
             found.add(view)
@@ -138,7 +138,7 @@ class Past:
         self._forget()
 
     def _forget(self) -> None:
-        """Forgets those that went first, if too many have gone."""
+        """Forgets those members that went first, if too many have gone."""
         needed = self.inside | self.leaving
         many = len(self.members) - len(needed) - MOST_GONE
         if many > 0:
@@ -147,20 +147,22 @@ class Past:
             self.let_go.forget(self.forgotten)
 
     def copy(self) -> Past:
-        """Returns one that does not change with this one."""
+        """Returns a copy that does not change with this object."""
         return replace(self, views=self.views.copy(), let_go=self.let_go.copy(), members=dict(self.members))
 
     def _moves(self, member: str, view: ViewId) -> int:
-        """Returns how often it had come or gone by this view."""
+        """Returns how often this member had come or gone by this view."""
         return sum(at <= view for at in self.members.get(member, ()))
 
     def stood_in(self, member: str, view: ViewId) -> bool:
-        """Whether this is a view of the chain, and has this member, or is so old that members of it are forgotten."""
+        """Returns whether this is a view of the chain that has this member, or that is so old that its members are
+        forgotten.
+        """
         moves = self._moves(member, view)
         return view in self.views and (moves % 2 == 1 or (not moves and view < self.forgotten))
 
     def in_all_after(self, member: str, view: ViewId) -> bool:
-        """Whether every view after this one has this member, or names it as one that it lets go (P9)."""
+        """Returns whether every view after this one has this member, or names it as one that the view lets go (P9)."""
         if member in self.inside:
             return self.views.below(self.members[member][-1]) <= view
         # Once no view names it, it comes in no more; so each view since the one that lets it go has named it.
@@ -169,7 +171,7 @@ class Past:
         return member in self.leaving and self.views.below(since) <= view
 
     def let_go_by(self, member: str, view: ViewId) -> ViewId | None:
-        """Returns the view that let this member go, which stood in that one; None if it is in, or was put out."""
+        """Returns the view that let go this member, which stood in `view`; None if the member is in, or was put out."""
         moves, count = self.members.get(member, ()), self._moves(member, view)
         without = moves[count] if count % 2 == 1 and count < len(moves) else None
         return without if without is not None and without in self.let_go else None

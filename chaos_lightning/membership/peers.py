@@ -61,7 +61,7 @@ NEWCOMER = (Standing.LINKING, Standing.READY, Standing.OBSERVING)
 
 @dataclass(frozen=True, slots=True)
 class Tempo:
-    """Speed of a member as its heartbeats tell it; 0: not known.
+    """Speed of a member as its heartbeats tell it; 0 if not known.
 
     Attributes:
         step_s: Median of its latest steps.
@@ -155,7 +155,7 @@ class Peer:
 
     @property
     def loaded(self) -> bool:
-        """Whether it holds any part of the training state."""
+        """Whether this member holds any part of the training state."""
         return bool(self.parts)
 
     def stands(self, position: Entered) -> None:
@@ -188,14 +188,14 @@ class JobTerms:
 
     @property
     def digest(self) -> str:
-        """Equal for members of the same program in the same fit."""
+        """Hash of the job's terms: equal for members of the same program in the same fit."""
         terms = read_request(self.pipelines).terms if self.pipelines else ()
         words = repr((self.package, self.accumulate, sorted(self.fingerprint), *terms))
         return hashlib.sha256(words.encode()).hexdigest()
 
 
 def refusal(hello: Hello, settings: Settings) -> str:
-    """Why this process cannot be in this job, whatever its program is; "" if it can."""
+    """Returns in words why this process cannot be in this job, whatever its program is; "" if it can."""
     if hello.job != settings.job:
         return f"this scheduler serves job {settings.job!r}, {hello.name} asks for {hello.job!r}: check the job's name"
     if wrong := is_name(hello.name):
@@ -204,7 +204,7 @@ def refusal(hello: Hello, settings: Settings) -> str:
 
 
 def difference(hello: Hello | JobTerms, reference: JobTerms | None) -> str:
-    """Returns in words, with both values, what of this process differs from the job; "": nothing."""
+    """Returns in words, with both values, how this process differs from the job; "" if it does not."""
     if reference is None:
         return ""
     pairs: list[tuple[str, str, str]] = [
@@ -236,7 +236,7 @@ def difference(hello: Hello | JobTerms, reference: JobTerms | None) -> str:
 
 
 def _of_pipelines(given: str, expected: str) -> list[tuple[str, str, str]]:
-    """Returns (name, value, the job's value) of what members must agree in, if these ask for pipelines."""
+    """Returns (name, value, the job's value) of all that members must agree in, if these ask for pipelines."""
     if given == expected:
         return []
     mine, theirs = (read_request(text) if text else None for text in (given, expected))
@@ -246,12 +246,12 @@ def _of_pipelines(given: str, expected: str) -> list[tuple[str, str, str]]:
 
 
 def is_named(view: View, member: str) -> bool:
-    """Whether this view has the member, or lets it go and still needs what it holds (P9)."""
+    """Returns whether this view has the member, or lets it go and still needs the parts that it holds (P9)."""
     return view.find(member) is not None or any(m.id == member for m in view.leaving)
 
 
 def short(chain: str) -> str:
-    """A chain's id for people."""
+    """Returns a chain's id, shortened for people."""
     return chain[:8]
 
 
@@ -259,7 +259,7 @@ _LISTED, _OF_MORE = 16, 8
 
 
 def listed(words: Iterable[str], between: str = ", ") -> str:
-    """Returns these words for people; of more than 16 the first 8, and the number of the others."""
+    """Returns these words as a list for people; of more than 16 the first 8, and the number of the others."""
     found = list(words)
     if len(found) > _LISTED:
         found[_OF_MORE:] = [f"... and {len(found) - _OF_MORE} more"]
@@ -271,12 +271,12 @@ Process = tuple[str, int, int]
 
 
 def process_of(said: Member | Hello) -> Process:
-    """The process that a member is, or that a hello comes from."""
+    """Returns the process that a member is, or that a hello comes from."""
     return said.host, said.pid, said.pid_start
 
 
 def same_process(member: Member, hello: Hello) -> bool:
-    """Whether this hello comes from the very process that this member was."""
+    """Returns whether this hello comes from the very process that this member was."""
     return bool(hello.pid) and process_of(member) == process_of(hello)
 
 
@@ -292,5 +292,5 @@ def placed(peers: Iterable[Peer]) -> list[Member]:
 
 
 def has_place(member: Member, peers: Mapping[str, Peer], settings: Settings) -> bool:
-    """Whether this newcomer fits under max_nodes."""
+    """Returns whether this newcomer fits under max_nodes."""
     return bool(nodes.within([member], placed(peers.values()), settings.max_nodes))

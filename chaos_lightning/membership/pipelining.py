@@ -1,4 +1,5 @@
-"""Pipelines of the views that the scheduler makes, and who else must come into a view so that some fit (P1, P9, P10).
+"""Makes the pipelines of the scheduler's views, and finds who else must come into a view so that some fit (P1, P9,
+P10).
 
 Theory of operation. Members ask for pipelines in their hellos (planning/pipelines/request.py); all of them ask alike,
 as they must agree in everything that says what the job is (peers.py). A `ViewPipeliner` turns the pipelines of the view
@@ -56,7 +57,7 @@ def _of(text: str, members: Sequence[Member]) -> Division:
 
 
 def _alike(a: Overheads, b: Overheads | None) -> bool:
-    """Whether costs differ so little that tables of plans may stay."""
+    """Returns whether costs differ so little that tables of plans may stay."""
     pairs = zip(astuple(a), astuple(b), strict=True) if b is not None else ((1.0, 0.0),)
     return all(abs(x - y) <= NOTICED * max(x, y, LEAST_S) for x, y in pairs)
 
@@ -74,7 +75,7 @@ def _plan_facts(pipelines: ViewPipelines) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineChoice:
-    """The pipelines of a view, or why there are none.
+    """Pipelines of a view, or the reason why there are none.
 
     Attributes:
         text: As the view carries it; "" if no plan fits its members.
@@ -90,7 +91,7 @@ class PipelineChoice:
 
 
 class ViewPipeliner(ABC):
-    """Makes the pipelines of views."""
+    """Interface of what makes the pipelines of views."""
 
     speeds: Mapping[str, float] = MappingProxyType({})
     """By id: how fast members compute beside their devices, 1 if absent (speeds.py); it changes as they tell."""
@@ -121,7 +122,7 @@ class ViewPipeliner(ABC):
         """
 
     def wish(self, members: Sequence[Member]) -> str | None:
-        """Returns what to ask another process for, so that it finds the best plan of these members (searching.py)."""
+        """Returns the request to another process for the best plan of these members (searching.py)."""
         return None
 
     def better(self, before: str, members: Sequence[Member], plan: str, links: Collection[Pair]) -> PipelineChoice:
@@ -136,7 +137,7 @@ class ViewPipeliner(ABC):
         return PipelineChoice(text=before, reason="nobody has asked for another plan")
 
     def measured(self, view: View, step_s: float, between_s: Mapping[str, float]) -> Overheads | None:
-        """Returns what the steps of this view, which take so long, take beyond their layers; None: that is not known.
+        """Returns what steps of this view, which take `step_s`, take beyond their layers; None if that is not known.
 
         Args:
             view: The view.
@@ -146,7 +147,7 @@ class ViewPipeliner(ABC):
         return None
 
     def followed(self, before: View | None, after: View, now: float) -> None:
-        """A view is decided, or a scheduler has just begun to look at the job.
+        """Takes in that a view is decided, or that a scheduler has just begun to look at the job.
 
         Args:
             before: The view that it follows; None if there is none, or it was not looked at.
@@ -203,7 +204,7 @@ class Lineup:
 
 
 class Pipelining:
-    """See the module.
+    """Pipelines of the views that one scheduler makes.
 
     Args:
         desk: What all parts share.
@@ -253,7 +254,7 @@ class Pipelining:
 
     @property
     def wanted(self) -> bool:
-        """Whether views have pipelines: as the last one has, or as those ask who found the job."""
+        """Whether views have pipelines: as the last one has, or as the founders of the job ask."""
         latest, founders = self._book.latest, self._roster.reference
         if latest is None or self._desk.phase is SchedulerPhase.FOUNDING:
             return founders is not None and bool(founders.pipelines)
@@ -261,7 +262,7 @@ class Pipelining:
 
     @property
     def _request(self) -> PipelineRequest | None:
-        """Request of the oldest member that has told one."""
+        """Request for pipelines of the oldest member that has told one."""
         latest, requests = self._book.latest, self._roster.requests
         known = (*latest.members, *latest.leaving) if latest is not None else ()
         return next((requests[m.id] for m in known if m.id in requests), None)
@@ -273,7 +274,7 @@ class Pipelining:
         return asked is not None and asked.ends_without_parts
 
     def names(self, parts: Sequence[Span]) -> str:
-        """Returns these parts for people, layers by the model's own names."""
+        """Returns these parts in words for people, layers by the model's own names."""
         asked, latest = self._request, self._book.latest
         assert latest is not None
         return division(latest).words(parts, asked.layer_names if asked is not None else ())
@@ -288,7 +289,7 @@ class Pipelining:
         *,
         anew: bool = False,
     ) -> tuple[str | None, str]:
-        """Returns the pipelines of a view, None if no plan fits; and the reason in words. See `ViewPipeliner`.
+        """Returns the pipelines of a view, None if no plan fits, and the reason in words. See `ViewPipeliner`.
 
         Args:
             members: In rank order.
@@ -325,7 +326,7 @@ class Pipelining:
 
     @staticmethod
     def _linked(choice: PipelineChoice, members: Sequence[Member], pairs: frozenset[Pair]) -> PipelineChoice:
-        """Returns the choice; none if links do not connect the owners of a part."""
+        """Returns the choice; without pipelines if links do not connect the owners of a part."""
         apart = _of(choice.text, members).apart((a, b) for a, b in pairs) if choice.text else ""
         return PipelineChoice(text="", reason=apart) if apart else choice
 
@@ -333,7 +334,7 @@ class Pipelining:
         self._known = {**dict(list(self._known.items())[1 - _ANSWERS :]), key: choice}
 
     def moves(self, before: View, text: str, members: Sequence[Member]) -> bool:
-        """Whether these members get parts under these pipelines that they do not own in the view before."""
+        """Returns whether these members get parts under these pipelines that they do not own in the view before."""
         old = division(before)
         new = _of(text, members)
         return any(subtract(new.owned(m.id), old.owned(m.id)) for m in members)
@@ -356,7 +357,9 @@ class Pipelining:
         return self._pipeliner.link
 
     def _look_at_links(self) -> None:
-        """Takes what members have measured, every now and then; those of the last view count, or who is here."""
+        """Takes the link rates that members have measured, every now and then; members of the last view count, or who
+        is here.
+        """
         if self._desk.now < self._links_at:
             return
         self._links_at = self._desk.now + LOOK_PAUSE_S
@@ -378,17 +381,19 @@ class Pipelining:
         return self._pipeliner.measured(latest, step_s, {m: t.between_s for m, t in told.items() if t.between_s})
 
     def _look_at_steps(self) -> None:
-        """Estimates of plans have what was measured; of the view before while nothing was in the last one."""
+        """Takes what steps were measured to take into estimates of plans; from the view before while the last has no
+        measures.
+        """
         if (found := self._overheads()) is not None and not _alike(found, self._pipeliner.overheads):
             self._pipeliner.overheads = found
 
     def wish(self, latest: View) -> str | None:
-        """Returns what to ask another process for, for the members of this view; None if nothing."""
+        """Returns the request to another process for a plan of this view's members; None if there is nothing to ask."""
         self._look_at_steps()
         return self._pipeliner.wish(latest.members)
 
     def better(self, latest: View, plan: str) -> tuple[str, str] | None:
-        """Returns the pipelines by a plan that was found for the members of this view, and why; None if it stays."""
+        """Returns pipelines by a plan that was found for the members of this view, and why; None if the pipelines stay."""
         pairs, speeds = self._graph.of_view(latest), self.speeds(latest)
         self._look_at_steps()
         choice = self._pipeliner.better(latest.pipelines, latest.members, plan, pairs)
@@ -406,7 +411,7 @@ class Pipelining:
     # ------------------------------------------------------------------ what is told
 
     def followed(self, before: View | None, after: View) -> None:
-        """A view is decided, or this scheduler has just begun, and that is the last one."""
+        """Takes in that a view is decided, or that this scheduler has just begun and that is the last view."""
         if not after.pipelines:
             return
         self._pipeliner.followed(before, after, self._desk.now)
@@ -421,7 +426,7 @@ class Pipelining:
         self._lack = ""
 
     def lack(self, why: str) -> None:
-        """No pipelines fit, so members wait: it is noted once for each reason."""
+        """Notes, once for each reason, that no pipelines fit, so that members wait."""
         choice = next((c for c in reversed(self._known.values()) if not c.text and c.reason == why), None)
         if choice is not None and why != self._lack:
             self._lack = why
@@ -486,6 +491,6 @@ class Pipelining:
         return lacks or "nobody is left who runs anything"
 
     def _parts(self, latest: View, members: Sequence[Member], leaving: Sequence[Member]) -> bool:
-        """Whether the job parts: a view has let all go, or all that are left want to go (P13)."""
+        """Returns whether the job parts: a view has let all go, or all that are left want to go (P13)."""
         here = [self._roster.peers[m.id] for m in (*members, *leaving)]
         return bool(here) and (not latest.members or (all(p.leaving for p in here) and not self._graph.ready()))

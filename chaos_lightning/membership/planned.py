@@ -1,4 +1,5 @@
-"""Pipelines of views by the planner, from what members ask for: devices for members, layers for parts of the state.
+"""Makes pipelines of views by the planner, from what members ask for: devices for members, layers for parts of the
+state.
 
 Theory of operation. Each member says what its model and its device are like. Of the model the oldest member's word
 counts, of a device its own member's, and of links between machines what members measure, unless the profile names a
@@ -30,7 +31,7 @@ from chaos_lightning.protocol.types import Member, Span, View
 
 
 class PlannedPipeliner(ViewPipeliner):
-    """See the module.
+    """Pipelines as the planner makes them.
 
     Args:
         requests: What members ask for, by id; it changes as members come and go.
@@ -52,7 +53,7 @@ class PlannedPipeliner(ViewPipeliner):
         held: Mapping[str, tuple[Span, ...]] | None = None,
         links: Collection[Pair] = (),
     ) -> PipelineChoice:
-        """See `ViewPipeliner.reroute`."""
+        """Returns the pipelines of a view; see `ViewPipeliner.reroute`."""
         pipeliner = self._pipeliner((*members, *leaving))
         if pipeliner is None:
             return PipelineChoice(text="", reason="no member has told what the model is like")
@@ -71,20 +72,20 @@ class PlannedPipeliner(ViewPipeliner):
         return _choice(answer, len(members))
 
     def wish(self, members: Sequence[Member]) -> str | None:
-        """See `ViewPipeliner.wish`."""
+        """Returns the request for the best plan of these members, as JSON; see `ViewPipeliner.wish`."""
         pipeliner = self._pipeliner(members)
         wish = pipeliner.wish(self._devices(pipeliner, members)) if pipeliner is not None else None
         return json.dumps(wish.to_dict()) if wish is not None else None
 
     def better(self, before: str, members: Sequence[Member], plan: str, links: Collection[Pair]) -> PipelineChoice:
-        """See `ViewPipeliner.better`."""
+        """Returns pipelines by the plan that was found, if it pays; see `ViewPipeliner.better`."""
         pipeliner = self._pipeliner(members)
         assert pipeliner is not None, "the plan was searched for these members"
         found, devices = PipelinePlan.from_json(plan), self._devices(pipeliner, members)
         return _choice(pipeliner.better(before, devices, found, _few(links, members)), len(members))
 
     def measured(self, view: View, step_s: float, between_s: Mapping[str, float]) -> Overheads | None:
-        """See `ViewPipeliner.measured`."""
+        """Returns what steps take beyond their layers; see `ViewPipeliner.measured`."""
         pipeliner = self._pipeliner(view.members)
         if pipeliner is None:
             return None
@@ -94,7 +95,7 @@ class PlannedPipeliner(ViewPipeliner):
             return None
 
     def followed(self, before: View | None, after: View, now: float) -> None:
-        """See `ViewPipeliner.followed`."""
+        """Takes in that one view follows another; see `ViewPipeliner.followed`."""
         if before is not None and self._since is not None:
             self._history.watched(len(before.members), now - self._since)
         self._since = now
@@ -124,7 +125,7 @@ class PlannedPipeliner(ViewPipeliner):
         return self._last[2]
 
     def _devices(self, pipeliner: Pipeliner, members: Iterable[Member]) -> list[Device]:
-        """Returns the members' devices; of one that has not told its own, the oldest member's."""
+        """Returns the members' devices; for a member that has not told its own, the oldest member's."""
         found = []
         for m in members:
             request = self._requests.get(m.id)
@@ -141,7 +142,7 @@ def _few(links: Collection[Pair], members: Sequence[Member]) -> Collection[Pair]
 
 
 def _choice(answer: PipelineAnswer, here: int) -> PipelineChoice:
-    """Returns the planner's answer for a view of so many members."""
+    """Returns the planner's answer as the choice for a view of so many members."""
     reason, least = answer.reason, answer.least_members
     if answer.text is None and least is not None and least > here:
         reason += f"; a plan needs {least} members that are like the roomiest of these"

@@ -1,4 +1,4 @@
-"""The link between two machines as pipelines are planned by it, from what members measure.
+"""Estimates the link between two machines by which pipelines are planned, from what members measure.
 
 Theory of operation. Members measure their links and report rates and latencies (topology.py). Plans know one link for
 all pairs of members on different machines, since plans for unequal links are hard to find: the median one counts, and
@@ -27,7 +27,7 @@ _FEW = 32
 
 
 class MeasuredLink:
-    """See the module.
+    """Link between two machines as members have measured it.
 
     Args:
         topology: What members have reported of their links.
@@ -39,7 +39,7 @@ class MeasuredLink:
         """The link between members on different machines; None: none was measured."""
 
     def look(self, members: Sequence[Member]) -> None:
-        """Takes what these members, in rank order, have reported since."""
+        """Takes in what these members, in rank order, have reported of their links since the last look."""
         members = members[:_FEW]
         found = [
             [r for r in fact.reports.values() if r.rate_bps > 0]

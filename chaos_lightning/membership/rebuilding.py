@@ -1,4 +1,4 @@
-"""A chain that is lost, or the end of it: on the operator's word it is rebuilt from what members report (14a).
+"""Rebuilds a chain that is lost, or its lost end, on the operator's word, from what members report (14a).
 
 Theory of operation. What a store lacks, members know (identity.py). A scheduler that was told to rebuild
 (`Chain.rebuild`), and whose store is empty or turns out to be an older copy, takes such *reporters* in, founds nothing,
@@ -30,7 +30,7 @@ from chaos_lightning.protocol.types import NO_VIEW, Hello, Member, RebuildReport
 
 
 class Rebuild:
-    """See the module. Arguments are the parts that it uses, and what the store holds."""
+    """Rebuilding of a lost chain. Arguments are the parts that it uses, and what the store holds."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Rebuild:
         self.greeted(peer)
 
     def _is_of_another(self, hello: Hello) -> str:
-        """Words if this is another program than that of the members here; what newcomers say counts for nothing."""
+        """Returns words if this is another program than that of the members here; newcomers' words count for nothing."""
         inside = (Standing.REPORTER, Standing.MEMBER)
         here = [
             p for p in self._roster.peers.values() if p.standing in inside and p.conn is not None and p.said is None
@@ -129,7 +129,7 @@ class Rebuild:
         self._roster.send(peer, Recall())
 
     def on_moved(self, peer: Peer) -> None:
-        """A header that was under way has carried a view: what the member told before is out of date."""
+        """Asks a member again that a header under way has carried into a view: what it told before is out of date."""
         told = self._recalled.get(peer.id)
         if self.rebuilds and told is not None and peer.entered > (told.view.id if told.view is not None else NO_VIEW):
             self._ask(peer)
@@ -147,7 +147,7 @@ class Rebuild:
             self._first_at = self._desk.now
 
     def _owing(self) -> list[Peer]:
-        """Returns the peers that were asked what they know and are about to tell: nothing is decided meanwhile.
+        """Returns the peers that were asked what they know and have yet to tell: nothing is decided meanwhile.
 
         Heartbeats come from another thread than the answer. A peer that lets `report_timeout_s` pass counts as silent
         until it answers, also on its next streams.
@@ -165,7 +165,7 @@ class Rebuild:
         ]
 
     def shift(self, gap: float) -> None:
-        """This process was frozen for so long (s): that was nobody's silence."""
+        """Forgives reporters the `gap` seconds for which this process was frozen."""
         self._recalled_at = {m: at + gap for m, at in self._recalled_at.items()}
         if self._first_at is not None:
             self._first_at += gap
@@ -179,7 +179,7 @@ class Rebuild:
         ]
 
     def _last_known(self) -> View | None:
-        """The last view that anybody here stands in or was told of.
+        """Returns the last view that anybody here stands in or was told of.
 
         One that a header was to carry counts for nothing while all members of the view before are here, and none of
         them stands in it: then nobody does, since its header took a contribution of each (1).
@@ -196,7 +196,7 @@ class Rebuild:
         return entered if all(m in told for m in entered.ids()) else waiting
 
     def enough(self, here: int, view: View) -> bool:
-        """More than half of the members of the view before: no two such groups are disjoint (14a)."""
+        """Returns whether more than half of this view's members are here: no two such groups are disjoint (14a)."""
         return 2 * here > len(view.members)
 
     def turn_rebuilding(self) -> bool:
@@ -253,13 +253,13 @@ class Rebuild:
         self._roster.tell(text, self._reporters())
 
     def on_term(self, term: int) -> None:
-        """The store has given this scheduler a higher term."""
+        """Takes the higher term that the store has given to this scheduler."""
         self._book.term, self._asked_term = term, 0
         self._book.chain_id = self._asked_chain
         self._roster.incarnation = max(self._roster.incarnation, first_incarnation(term, self._book.past.incarnation))
 
     def _adopt(self, latest: View, here: list[Peer]) -> None:
-        """The last known view stands for the lost chain until the next one is decided."""
+        """Puts the last known view in the place of the lost chain, until the next view is decided."""
         told = [self._recalled[p.id] for p in self._reporters()]
         numbers = [r.promised.number for r in told]
         numbers += [v.id.number for r in told for v in (r.view, r.waiting) if v is not None]
@@ -285,7 +285,7 @@ class Rebuild:
         self._desk.note("rebuild", view=str(latest.id), reporters=sorted(present), term=self._book.term)
 
     def turn_again(self) -> bool:
-        """While the reports come in: back to the beginning if one may know a later view, or too few are left."""
+        """Goes back to the beginning while reports come in, if a peer may know a later view, or too few are left."""
         before = self.before
         if before is None:
             return False
@@ -303,7 +303,9 @@ class Rebuild:
         return True
 
     def turn_short(self, ruling: Ruling) -> bool:
-        """Enough reported, but of these too few can go on from the base: those that cannot are no help either."""
+        """Tells members that enough reported, but too few of them can go on from the base: the others are no help
+        either.
+        """
         assert self.before is not None
         text = (
             f"the chain cannot be rebuilt: of the {len(self.before.members)} members of view {self.before.id} only "
@@ -314,13 +316,13 @@ class Rebuild:
         return False
 
     def begin_chain(self, view: View) -> View:
-        """The first view of the rebuilt chain; any other is as it is."""
+        """Returns this view as the first one of the rebuilt chain; as it is if no chain is being rebuilt."""
         if self.before is None:
             return view
         return replace(view, predecessor=self._prefix[1][-1].id if self._prefix is not None else NO_VIEW)
 
     def chain_begun(self) -> None:
-        """A view is in the store: if it is the first of a rebuilt chain, then what was before is over."""
+        """Ends the rebuilding if the view that is now in the store is the first of a rebuilt chain."""
         self.may_rebuild = False
         if self.before is None:
             return

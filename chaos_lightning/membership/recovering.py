@@ -1,4 +1,4 @@
-"""Recoveries: when one begins, whom it asks for a promise and a report, and how long the next one waits (8, 9, 31)."""
+"""Runs recoveries: when one begins, whom it asks for a promise and a report, how long the next one waits (8, 9, 31)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chaos_lightning.protocol.types import GENESIS, NO_VIEW, SMALL_JOB, Header, 
 
 
 class Recovery:
-    """See the module. Arguments are what all parts share, the chain, and everybody."""
+    """Recovery under way, if any. Arguments are what all parts share, the chain, and everybody."""
 
     def __init__(self, desk: Desk, book: Book, roster: Roster) -> None:
         self._desk = desk
@@ -48,12 +48,12 @@ class Recovery:
         """Words by which the wait for the next recovery was told; "" if it was not."""
 
     def pause_words(self) -> str:
-        """Why the next recovery waits, while it does (membership/backoff.py)."""
+        """Returns why the next recovery waits, while it does; "" otherwise (membership/backoff.py)."""
         waits = self._desk.clock is not None and self.backoff.left_s(self._desk.now, self._roster.slot())
         return self.waits_because if waits else ""
 
     def begin(self, why: str, *, urgent: bool = False) -> bool:
-        """Begins a recovery, unless those before brought nothing and it has to wait (see backoff.py).
+        """Begins a recovery, unless those before brought nothing and this one has to wait (see backoff.py).
 
         Args:
             why: In words.
@@ -72,7 +72,7 @@ class Recovery:
         self.waits_because = ""
 
     def paced(self, why: str) -> bool:
-        """Whether the next attempt has to wait, since those before brought no slot; all are told why."""
+        """Returns whether the next recovery has to wait, since those before committed no slot; all are told why."""
         if not self.backoff.left_s(self._desk.now, self._roster.slot()):
             return False
         if not self.waits_because:
@@ -97,7 +97,7 @@ class Recovery:
             self.ask(peer)
 
     def _tellers(self, living: Sequence[Peer]) -> set[str]:
-        """Returns whose reports tell headers; in a large job the others only name them (9)."""
+        """Returns the members whose reports tell headers; in a large job the others only name them (9)."""
         return {p.id for p in living[:SMALL_JOB]}
 
     def ask(self, peer: Peer) -> None:
@@ -107,7 +107,7 @@ class Recovery:
         self._roster.send(peer, self._questions[peer.id in self._whole])
 
     def told(self, peer: Peer, report: Report) -> bool:
-        """Takes an answer; False if it is none to what was asked last."""
+        """Takes a report; returns False if it does not answer what was asked last."""
         before = self._first.get(peer.id)
         if report.last is None and self._briefly[peer.id]:
             self._briefly[peer.id] -= 1
@@ -120,7 +120,7 @@ class Recovery:
         return True
 
     def with_headers(self, reporters: Sequence[Peer]) -> dict[str, Report] | None:
-        """Returns their reports, each with the headers that it names.
+        """Returns the peers' reports, each with the headers that it names.
 
         Where nobody has told one of them, one of those that name it is asked for it. Until it answers: None.
         """
@@ -156,6 +156,6 @@ class Recovery:
         return (report.head, report.pending_hash) if report.pending_hash else (report.head,)
 
     def shift(self, gap: float) -> None:
-        """The scheduler was frozen for so long (s)."""
+        """Prolongs the waits of recoveries by the `gap` seconds for which the scheduler was frozen."""
         self.backoff.shift(gap)
         self.prepared_at += gap

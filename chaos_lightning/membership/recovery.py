@@ -1,4 +1,4 @@
-"""Rules on a failure: from the survivors' reports to base header, hand-on or redo, and who goes on.
+"""Rules on a failure: from the survivors' reports to a base header, hand-on or redo, and who goes on.
 
 Theory of operation (protocol.md 8, 9). Every reporter has promised to ignore what is older than the prepared number, so
 the reports are a consistent cut: nothing can be committed behind the ruling's back. The *base* is the report with the
@@ -34,7 +34,7 @@ from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Repor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ruling:
-    """The outcome of a recovery, before a view is made of it."""
+    """Outcome of a recovery, before a view is made of it."""
 
     base: Header | None
     """None: no reporter holds the training state."""
@@ -60,12 +60,12 @@ class Ruling:
 
 
 def needs_bytes(header: Header) -> bool:
-    """Whether committing this header takes reduced bytes beside it."""
+    """Returns whether committing this header takes reduced bytes beside it."""
     return header.kind is Kind.STEP and not header.error and not header.reduced
 
 
 def with_scope(held: Iterable[Span], scope: Iterable[Span]) -> tuple[Span, ...]:
-    """Returns what a shell reports: the reduced ranges, and the borders of the slot's scope as empty spans."""
+    """Returns the spans that a shell reports: the reduced ranges, and the borders of the slot's scope as empty spans."""
     return (*held, *((border, border) for span in union(scope) for border in span))
 
 
@@ -83,7 +83,7 @@ def _covers(have: Sequence[Span], wanted: Sequence[Span]) -> bool:
 
 
 def _pending(reports: Mapping[str, Report], best: Report) -> Header | None:
-    """A header of the slot after the best report's, as long as it stands on the same header (4a)."""
+    """Returns a header of the slot after the best report's, if it stands on the same header (4a); else None."""
     for report in reports.values():
         header = report.pending
         if header is not None and header.prev_hash == best.head and header.seq == best.seq + 1:
@@ -92,7 +92,7 @@ def _pending(reports: Mapping[str, Report], best: Report) -> Header | None:
 
 
 def _holders(header: Header, reports: Mapping[str, Report]) -> dict[str, Report]:
-    """Reporters whose `held` spans belong to this very header's attempt."""
+    """Returns reporters whose `held` spans belong to this very header's attempt."""
     return {
         member: report
         for member, report in reports.items()
@@ -117,19 +117,22 @@ def _sources(header: Header, reports: Mapping[str, Report]) -> tuple[Source, ...
 
 
 def _takes(header: Header, report: Report) -> bool:
-    """Whether the header can be handed on to this reporter: it stands right before it and, if nobody hands on bytes,
-    has reduced its own in that very attempt."""
+    """Returns whether the header can be handed on to this reporter. It must stand right before it and, if nobody hands
+    on bytes, have reduced its own in that very attempt.
+    """
     before = report.head == header.prev_hash and report.seq == header.seq - 1
     return before and (not header.reduced or report.entered == header.view)
 
 
 def _after(header: Header, report: Report) -> tuple[Span, ...]:
-    """Parts that a reporter holds once this header is handed on to it."""
+    """Returns the parts that a reporter holds once this header is handed on to it."""
     return report.owns if header.kind is Kind.STEP and not header.error else report.parts
 
 
 def _lacking(header: Header, reports: Iterable[Report], whole: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Parts that none of these reporters holds at this header (P5). At GENESIS each has its first owner (P14)."""
+    """Returns the parts that none of these reporters holds at this header (P5). At GENESIS each has its first owner
+    (P14).
+    """
     if header.hash == GENESIS.hash:
         return ()
     held: list[Span] = []
@@ -142,7 +145,7 @@ def _lacking(header: Header, reports: Iterable[Report], whole: tuple[Span, ...])
 
 
 def rule(latest: View, past: Past, reports: Mapping[str, Report], told: Sequence[Report] = ()) -> Ruling:
-    """Decide from the reports of the latest view's living members.
+    """Decides from the reports of the latest view's living members who goes on from which header.
 
     Args:
         latest: The last decided view; it names the possible members.
@@ -194,8 +197,9 @@ def rule(latest: View, past: Past, reports: Mapping[str, Report], told: Sequence
 
 
 def _is_able(latest: View, report: Report) -> bool:
-    """Whether somebody may go on from where this reporter stands: it has a part of the state, or stands at GENESIS,
-    where the first owners make theirs (P14)."""
+    """Returns whether members may go on from where this reporter stands: it has a part of the state, or stands at
+    GENESIS, where the first owners make theirs (P14).
+    """
     makes = bool(latest.pipelines) and report.head == GENESIS.hash and report.entered != NO_VIEW
     return bool(report.parts) or makes
 
@@ -210,7 +214,7 @@ def _ruling(
     unusable: Mapping[str, str],
     reason: str,
 ) -> Ruling:
-    """Sort every reporter into member, joiner, waiting newcomer, leaver or one that must join again."""
+    """Sorts every reporter into member, joiner, waiting newcomer, leaver or one that must join again."""
     members: list[str] = []
     joiners: list[str] = []
     waiting: list[str] = []
@@ -266,11 +270,11 @@ def _ruling(
 
 
 def _loads(latest: View, member: str, report: Report) -> bool:
-    """Whether this joiner has some of its parts, and loads the others."""
+    """Returns whether this joiner lacks some of its parts, and loads them."""
     return bool(subtract(report.owns, report.parts)) and member in latest.joiners
 
 
 def _is_bound(member: str, base: Header, report: Report) -> bool:
-    """Whether no header has let this leaver go: the base names no view without it, and it has entered none."""
+    """Returns whether no header has let this leaver go: the base names no view without it, and it has entered none."""
     let_go = base.view_change is not None and base.view_change.find(member) is None
     return not let_go and base.next_view <= report.entered

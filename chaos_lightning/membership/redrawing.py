@@ -26,7 +26,7 @@ _REST = 4.0
 
 
 class Redrawing:
-    """See the module. Arguments are the parts that it uses."""
+    """Search for a better reduction plan. Arguments are the parts that it uses."""
 
     def __init__(self, desk: Desk, graph: Graph, topology: Topology) -> None:
         self._desk = desk
@@ -52,7 +52,7 @@ class Redrawing:
         """The last plan that was an answer."""
 
     def on_drawn(self, event: PlanDrawn) -> None:
-        """Takes an answer, which counts only if it is to the last request."""
+        """Takes a plan that was drawn; it counts only if it answers the last request."""
         if self._out is None or event.token != self._out.token:
             return
         self._out = None
@@ -93,7 +93,7 @@ class Redrawing:
             self.drop()
 
     def drop(self) -> None:
-        """Gives up what was asked for another view, answered or not; the next request takes the planner's place."""
+        """Gives up the request for a plan of another view, answered or not; the next request takes the planner's place."""
         self._out = self._answer = None
 
     def _due(self, latest: View) -> bool:

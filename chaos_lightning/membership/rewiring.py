@@ -1,4 +1,4 @@
-"""Views because of links: one that fails, comes back, is asked for or removed, and a graph that falls apart.
+"""Makes views because of links: one that fails, comes back, is asked for or removed, and a graph that falls apart.
 
 Theory of operation. Three moves, none of which moves training state:
 
@@ -51,7 +51,7 @@ _PAUSE_S = 0.02
 
 
 class Rewiring:
-    """See the module. Arguments are the parts that it uses."""
+    """Changes of views that links cause. Arguments are the parts that it uses."""
 
     def __init__(
         self,
@@ -86,19 +86,19 @@ class Rewiring:
         """The latest view's graph may have to change."""
 
     def seen(self) -> None:
-        """An event is through."""
+        """Notes after each event whether it brought news of links."""
         if self._topology.news:
             self._unsettled = self._news = True
         self._topology.news = False
 
     def shift(self, gap: float) -> None:
-        """The scheduler was frozen for so long (s)."""
+        """Forgives links and waiting parts the `gap` seconds for which the scheduler was frozen."""
         self._topology.shift(gap)
         if self._cut_at is not None:
             self._cut_at += gap
 
     def _failing(self) -> list[tuple[Pair, str]]:
-        """Links of a view in force that are down though both ends live, with the words of one end."""
+        """Returns links of a view in force that are down though both ends live, with the words of one end."""
         found = []
         suspected = self._detector.suspicions
         for ends, fact in self._topology.ailing.items():
@@ -116,7 +116,9 @@ class Rewiring:
         return inside and peer.alive and peer.known and peer.conn is not None and peer.heard > since
 
     def turn_failed(self) -> bool:
-        """Members that live and cannot reach each other: a view without their link, or of one side only."""
+        """Starts a recovery if members live and cannot reach each other: its view lacks their link, or has one side
+        only.
+        """
         if not self._due():
             self._cut_at = None if not self._ailing else self._cut_at
             return False
@@ -151,7 +153,7 @@ class Rewiring:
         return [p.id for p in self._roster.living() if not p.known or p.entered != NO_VIEW]
 
     def _due(self) -> bool:
-        """Links are looked at when something was said about them, and every now and then while some are unsettled."""
+        """Returns whether to look at links: something was said about them, or some are unsettled and it is time again."""
         news = self._topology.news or self._news
         if news:
             self._ailing, self._news = bool(self._topology.ailing), False
@@ -164,7 +166,9 @@ class Rewiring:
         return _PAUSE_S * max(1.0, len(self._roster.peers) / SMALL_JOB)
 
     def _awaits_mending(self, ids: list[str]) -> bool:
-        """Whether the parts are to wait: a link between them is wanted, both its ends live, and it is not long down."""
+        """Returns whether the parts are to wait: a link between them is wanted, both its ends live, and it is not long
+        down.
+        """
         groups = components(ids, self._graph.pairs(ids))
         place = {m: i for i, part in enumerate(groups) for m in part if self._roster.peers[m].conn is not None}
         if self._cut_at is None:
@@ -181,7 +185,7 @@ class Rewiring:
         return True
 
     def side(self, reports: Mapping[str, Report], rule: Rule) -> Mapping[str, Report] | None:
-        """The reports of the members that may go on together; None while parts wait for a link between them.
+        """Returns the reports of the members that may go on together; None while parts wait for a link between them.
 
         Args:
             reports: All that came.
@@ -218,8 +222,9 @@ class Rewiring:
         return {m: reports[m] for m in best[0]}
 
     def _waits_for_links(self, groups: list[tuple[str, ...]], ruling: Ruling) -> bool:
-        """Whether no side has all parts of the training state, and all sides together have (P6): all wait, and are
-        told."""
+        """Returns whether all wait, and tells them, as no side has all parts of the training state, and all sides
+        together have (P6).
+        """
         if ruling.base is None:
             return False
         text = f"no link between {in_words(groups)}, and none of these has all parts of the training state: all wait"
@@ -227,18 +232,18 @@ class Rewiring:
         return True
 
     def able(self, ruling: Ruling) -> int:
-        """How many nodes can go on by this ruling, with the newcomers that links lead to from them."""
+        """Returns the number of nodes that can go on by this ruling, with the newcomers that links lead to from them."""
         here = [*(m for m in ruling.members if not self._roster.peers[m].leaving), *ruling.waiting]
         coming = (p.member for p in self._graph.reachable(ruling.members))
         return nodes.count([*(self._roster.peers[m].member for m in here), *coming])
 
     def will_do(self, ruling: Ruling) -> bool:
-        """Whether these reach min_nodes, or have only to close."""
+        """Returns whether the members of this ruling reach min_nodes, or have only to close."""
         closing = ruling.base is not None and ruling.base.kind is Kind.CLOSING
         return closing or self.able(ruling) >= self._settings.min_nodes
 
     def turn_links(self, latest: View) -> tuple[Change, Net] | None:
-        """A view of the same members with other links, for the next header."""
+        """Returns a view of the same members with other links, for the next header; None if links need no change."""
         if not self._topology.news and (not self._unsettled or self._desk.now < self._look_at):
             return None
         self._look_at = self._desk.now + self._pause_s()

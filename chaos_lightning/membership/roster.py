@@ -1,4 +1,4 @@
-"""Everybody whom the scheduler knows: groups of them, what is said to one, and what becomes of one."""
+"""Knows everybody whom the scheduler knows: groups of them, what is said to one, and what becomes of one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from chaos_lightning.protocol.types import (
 
 
 class Roster:
-    """See the module.
+    """Peers of one scheduler.
 
     Args:
         desk: What all parts share.
@@ -86,7 +86,7 @@ class Roster:
             self._desk.out.append(Send(peer.conn, message))
 
     def keep_pace(self) -> None:
-        """Lets heartbeats follow the number of members; tells all if their interval changes."""
+        """Adapts the interval of heartbeats to the number of members; tells all if it changes."""
         pacing = self._desk.pacing
         if pacing.follow(self._desk.now, len(self.peers)):
             told = HeartbeatPace(pacing.interval_s)
@@ -94,13 +94,13 @@ class Roster:
                 self.send(peer, told)
 
     def next_number(self) -> ViewId:
-        """Never issued before, above every number in any report (protocol.md 7, 9)."""
+        """Returns a number that was never issued before, above every number in any report (protocol.md 7, 9)."""
         promised = [p.report.number.number for p in self.peers.values() if p.report is not None]
         self._book.highest = ViewId(self._book.term, max([self._book.highest.number, *promised]) + 1)
         return self._book.highest
 
     def slot(self) -> int:
-        """The highest slot that a member has told to be committed."""
+        """Returns the highest slot that a member has told to be committed."""
         return max((p.seq for p in self.members()), default=0)
 
     def inside(self, member: str) -> bool:
@@ -108,7 +108,9 @@ class Roster:
         return peer is not None and peer.standing in (Standing.MEMBER, Standing.LEAVER) and peer.alive
 
     def is_written(self, peer: Peer) -> bool:
-        """Whether the view on its way to the store names it: a header may bring it that view without its stream."""
+        """Returns whether the view on its way to the store names this peer: a header may bring the view without its
+        stream.
+        """
         return (
             self._book.persisting is not None
             and self._book.writing is not None
@@ -116,7 +118,7 @@ class Roster:
         )
 
     def members(self) -> list[Peer]:
-        """Peers of the latest view, in rank order; dead ones included, as long as no view excluded them."""
+        """Returns the peers of the latest view, in rank order; dead ones included, as long as no view excluded them."""
         ids = self._book.latest.ids() if self._book.latest is not None else ()
         return [p for m in ids if (p := self.peers.get(m)) is not None and p.standing is Standing.MEMBER]
 
@@ -124,7 +126,7 @@ class Roster:
         return [p for p in self.members() if p.alive]
 
     def needed_leavers(self) -> list[Peer]:
-        """Leavers whose parts of the training state may still be needed: the latest view names them (P9)."""
+        """Returns leavers whose parts of the training state may still be needed: the latest view names them (P9)."""
         leaving = self._book.latest.leaving if self._book.latest is not None else ()
         found = [p for m in leaving if (p := self.peers.get(m.id)) is not None]
         return [p for p in found if p.standing is Standing.LEAVER]
@@ -134,7 +136,7 @@ class Roster:
         return [*self.living(), *(p for p in self.needed_leavers() if p.alive)]
 
     def willing(self) -> list[Peer]:
-        """Newcomers that can be let in now: ready, heard of lately, and wanted."""
+        """Returns newcomers that can be let in now: ready, heard of lately, and wanted."""
         limit = self._desk.now - self._desk.pacing.timeout_s
         return [
             p
@@ -150,7 +152,7 @@ class Roster:
 
     @property
     def settled(self) -> bool:
-        """All members of the latest view stand in it and hold all parts of the training state that they own."""
+        """Whether all members of the latest view stand in it and hold all parts of the training state that they own."""
         latest = self._book.latest
         if latest is None:
             return False
@@ -160,14 +162,16 @@ class Roster:
         )
 
     def holds_its_own(self, view: View) -> Callable[[Peer], bool]:
-        """Returns the question whether somebody holds all parts of the training state that it owns in this view."""
+        """Returns a predicate that tells whether a peer holds all parts of the training state that it owns in this
+        view.
+        """
         if not view.pipelines:
             return lambda peer: peer.loaded
         parts = division(view)
         return lambda peer: not subtract(parts.owned(peer.id), peer.parts)
 
     def take_over(self, peer: Peer, conn: int, hello: Hello) -> None:
-        """It has said hello on this stream, which replaces the one that it had."""
+        """Attaches a peer that has said hello to this stream, which replaces the one that it had."""
         if peer.conn is not None and peer.conn != conn:
             self.conns.pop(peer.conn, None)
             self._desk.out.append(Close(peer.conn, "replaced by a newer stream"))
@@ -180,7 +184,7 @@ class Roster:
         self._topology.news = True
 
     def hears(self, member: str, hello: Hello) -> None:
-        """Takes what this member asks of pipelines, and which checkpoint it tells of."""
+        """Takes this member's request for pipelines, and the checkpoint that it tells of."""
         self._book.told_saved(hello.saved)
         if hello.pipelines:
             self.requests[member] = read_request(hello.pipelines)
@@ -209,7 +213,7 @@ class Roster:
         return [p for p in self.peers.values() if p.standing in (*NEWCOMER, Standing.STANDBY)]
 
     def forget_terms(self) -> None:
-        """Forgets the job's terms when no member holds its state: those who are here say them then (protocol.md
+        """Forgets the job's terms when no member holds its state: those who are here say the terms then (protocol.md
         12b).
         """
         if not self.peers or (self._desk.phase is SchedulerPhase.FOUNDING and not self.newcomers()):
@@ -272,7 +276,7 @@ class Roster:
         )
 
     def tell(self, text: str, peers: Sequence[Peer]) -> None:
-        """Tells these, once each, what they wait for."""
+        """Tells these peers, once each, what they wait for."""
         for peer in peers:
             if peer.conn is not None and peer.told != (peer.conn, text):
                 peer.told = (peer.conn, text)
@@ -283,7 +287,7 @@ class Roster:
 
 
 def member_of(hello: Hello, member_id: str) -> Member:
-    """The member that this process is under an id."""
+    """Returns the member that this process is under an id."""
     return Member(
         id=member_id,
         name=hello.name,

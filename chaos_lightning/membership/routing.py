@@ -1,4 +1,4 @@
-"""Messages across a network in which not every pair has a link: who is next on the way, what waits, what is dropped.
+"""Routes messages where not every pair has a link: who is next on the way, what waits, and what is dropped.
 
 Theory of operation. A view names its links, so every member computes the same shortest ways from the same list
 (`next_hops`): fewest hops, and among equals the neighbour of lowest rank. Each hop brings a routed message one link
@@ -37,7 +37,7 @@ _MAX_ID_NBYTES = 1024
 
 
 def next_hops(me: str, members: Sequence[str], links: Iterable[LinkSpec]) -> dict[str, str]:
-    """The neighbour through which each other member is reached.
+    """Returns the neighbour through which each other member is reached.
 
     Args:
         me: Where the ways begin.
@@ -61,7 +61,7 @@ def next_hops(me: str, members: Sequence[str], links: Iterable[LinkSpec]) -> dic
 
 @dataclass(frozen=True, slots=True)
 class RoutedMessage:
-    """An encoded PeerMessage on its way over several links."""
+    """Encoded PeerMessage on its way over several links."""
 
     to: str
     source: str
@@ -71,7 +71,7 @@ class RoutedMessage:
     """View by whose ways it goes; NO_VIEW: by those of the view that rules where it is."""
 
     def packed(self) -> bytes:
-        """Its part of a ROUTED frame, which may carry several."""
+        """Returns this message's bytes in a ROUTED frame, which may carry several messages."""
         to, source = self.to.encode(), self.source.encode()
         head = _HEAD.pack(
             self.hops_left, len(to), len(source), self.view.term, self.view.number, memoryview(self.payload).nbytes
@@ -80,7 +80,7 @@ class RoutedMessage:
 
 
 def unpacked(data: memoryview) -> list[RoutedMessage]:
-    """The routed messages of a ROUTED frame: the reverse of `RoutedMessage.packed`, one after the other.
+    """Returns the routed messages of a ROUTED frame: the reverse of `RoutedMessage.packed`, one after the other.
 
     Raises:
         WireError: These bytes are no routed messages.
@@ -107,7 +107,9 @@ def unpacked(data: memoryview) -> list[RoutedMessage]:
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """To this neighbour, over a link that stands; `bare`: the message alone, which is this member's own."""
+    """Order to send a message to this neighbour, over a link that stands; `bare`: the message alone, which is this
+    member's own.
+    """
 
     peer: str
     routed: RoutedMessage
@@ -116,14 +118,14 @@ class Hand:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """It is for this member."""
+    """Order to take a message that is for this member."""
 
     routed: RoutedMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """It goes no further; a recovery has it sent again."""
+    """News that a message goes no further; a recovery has it sent again."""
 
     routed: RoutedMessage
     reason: str
@@ -133,7 +135,7 @@ RouteStep = Hand | Take | Drop
 
 
 class Router:
-    """The ways of one member: those of the ruling view, and beside them those of views that are coming.
+    """Ways from one member to others: those of the ruling view, and beside them those of views that are coming.
 
     Attributes:
         me: This member's id.
@@ -152,7 +154,7 @@ class Router:
         self._former: tuple[View | None, dict[str, str]] = (None, {})
 
     def rule(self, view: View | None) -> list[RouteStep]:
-        """`view` rules from now on; None: this member is in none. What can go on now does."""
+        """Makes `view` the ruling one (None: this member is in none), and sends on what can go now."""
         if view is None or self._ruling[0] is None or view.id != self._ruling[0].id:
             self._former = self._ruling
         self._ruling = (view, _ways(self.me, view) if view is not None else {})
@@ -160,7 +162,7 @@ class Router:
         return self.again()
 
     def foresee(self, view: View) -> list[RouteStep]:
-        """`view` is decided, or a header names it: its links say how its newcomers are reached."""
+        """Takes in a view that is decided, or that a header names: its links say how its newcomers are reached."""
         ruling = self._ruling[0]
         if (ruling is None or view.id > ruling.id) and all(view.id != v.id for v, _ in self._coming):
             self._coming = [*self._coming, (view, _ways(self.me, view))][-4:]
@@ -170,15 +172,15 @@ class Router:
 
     @property
     def waiting(self) -> int:
-        """How many messages wait."""
+        """Number of messages that wait."""
         return len(self._waiting)
 
     def send(self, to: str, payload: bytes | memoryview, view: ViewId) -> list[RouteStep]:
-        """An own message, by the ways of this view."""
+        """Sends one of this member's own messages, by the ways of this view."""
         return self._post(RoutedMessage(to, self.me, self.hops, payload, view), "")
 
     def arrived(self, routed: RoutedMessage, came_from: str) -> list[RouteStep]:
-        """A routed message came over the link to this neighbour."""
+        """Handles a routed message that came over the link to this neighbour."""
         if routed.to == self.me:
             return [Take(routed)]
         if routed.hops_left <= 1:
@@ -186,11 +188,11 @@ class Router:
         return self._post(replace(routed, hops_left=routed.hops_left - 1), came_from)
 
     def returned(self, routed: RoutedMessage) -> list[RouteStep]:
-        """A link broke before this routed message had left."""
+        """Sends a routed message anew that had not left when its link broke."""
         return self._post(routed, "")
 
     def again(self) -> list[RouteStep]:
-        """Links or ways have changed: what waited is looked at again."""
+        """Looks again at messages that wait, as links or ways have changed."""
         waiting, self._waiting = self._waiting, deque()
         return [step for routed, came_from in waiting for step in self._post(routed, came_from)]
 
@@ -219,12 +221,12 @@ class Router:
 
     @property
     def hops(self) -> int:
-        """Over so many links a routed message may go: no way in a known view is longer."""
+        """Number of links that a routed message may go over: no way in a known view is longer."""
         known = [view for view, _ in self._coming] + [view for view in self._ruling[:1] if view is not None]
         return min(MAX_HOPS, max([len(view.members) for view in known], default=1))
 
     def hop(self, to: str, view: ViewId = NO_VIEW) -> str | None:
-        """The neighbour on the way to this member in this view; "" if none is known, None before the view is.
+        """Returns the neighbour on the way to this member in this view; "" if none is known, None before the view is.
 
         While a view changes two members stand in different ones for a moment. By the ways of its own view a routed
         message never runs in circles; by those of others it would, and be lost.

@@ -1,4 +1,4 @@
-"""The scheduler's side of the protocol, as a pure state machine.
+"""Runs the scheduler's side of the protocol, as a pure state machine.
 
 Theory of operation. `on(now, *events)` takes a batch of events in, judges who is alive, and then turns until nothing is
 left to do (`_turn`): one decision at a time, each persisted before anybody hears of it (protocol.md 7). While a
@@ -116,14 +116,14 @@ _PRESSING = (Verdict, Differs, Kept, LinkRequest)
 
 
 def planned(requests: Mapping[str, PipelineRequest]) -> ViewPipeliner:
-    """Returns the planner's pipelines; it is loaded when a job first asks for some."""
+    """Returns the planner's pipelines; the planner is loaded when a job first asks for some."""
     from chaos_lightning.membership.planned import PlannedPipeliner
 
     return PlannedPipeliner(requests)
 
 
 class SchedulerMachine:
-    """See the module. The shell feeds a SchedulerTick every `tick_interval_s` (or more often).
+    """State machine of the scheduler. The shell feeds a SchedulerTick every `tick_interval_s` (or more often).
 
     Args:
         settings: The job's rules.
@@ -189,7 +189,7 @@ class SchedulerMachine:
         return self.desk.phase is SchedulerPhase.DEPOSED
 
     def _depose(self, why: str) -> None:
-        """Another scheduler rules: nothing is decided or said here any more; members find the other one."""
+        """Stops deciding and saying anything, as another scheduler rules; members find the other one."""
         self.desk.phase = SchedulerPhase.DEPOSED
         self.desk.note("error", text=f"deposed: {why}; another scheduler rules")
         for conn in self.roster.conns:
@@ -197,7 +197,8 @@ class SchedulerMachine:
         self.desk.out.append(SchedulerDone(f"deposed: {why}", deposed=True))
 
     def _shut_out(self, view: View, fits: int, detail: str) -> None:
-        """No store takes this view: the next one has fewer links, or fewer newcomers; else there is none like it.
+        """Deals with a view that no store takes: the next one has fewer links, or fewer newcomers; else there is none
+        like it.
 
         The job goes on in the view before. Where it cannot, as its members have promised to leave that, all are told.
         """
@@ -218,14 +219,14 @@ class SchedulerMachine:
     def _write(
         self, view: View, then: Callable[[], None], base: Header | None = None, *, hand_on: bool = False
     ) -> bool:
-        """Has a view written down; False if it is known that no store takes it."""
+        """Has a view written down; returns False if it is known that no store takes it."""
         if self.book.refuses(view):
             return False
         self.book.persist(Persist(0, "view", view.id, view, base, hand_on), then)
         return True
 
     def snapshot(self, page: int = 0) -> dict[str, object]:
-        """For `chaos-lightning status`: plain values only; of a large job a page, or what is odd (`Showing.facts`)."""
+        """Returns plain values for `chaos-lightning status`; of a large job a page, or what is odd (`Showing.facts`)."""
         latest = self.book.latest
         usual = self.recovery.why if self.desk.reserving else latest.reason if latest is not None else ""
         return {
@@ -313,7 +314,7 @@ class SchedulerMachine:
         return self.desk.out
 
     def _can_wait(self, event: SchedulerEvent) -> bool:
-        """Whether this event, in a large job, only adds to what the next tick looks at.
+        """Returns whether this event, in a large job, only adds to what the next tick looks at.
 
         Nothing waits that tells of a death, that somebody waits for, or that a decision has been written down.
         """
@@ -334,7 +335,7 @@ class SchedulerMachine:
                 return False
 
     def _take(self, event: SchedulerEvent) -> None:
-        """Changes facts; decides nothing."""
+        """Takes an event into the facts; decides nothing."""
         match event:
             case MessageIn(conn, message):
                 self.admission.on_message(conn, message)
@@ -378,7 +379,7 @@ class SchedulerMachine:
         self.learners.tell()
 
     def _forgive(self, now: float) -> None:
-        """A gap in this process's own clock is nobody's silence (protocol.md 12)."""
+        """Forgives everybody a gap in this process's own clock, which is nobody's silence (protocol.md 12)."""
         first, before = self.desk.clock is None, self.desk.clock if self.desk.clock is not None else now
         self.desk.clock = now
         gap = now - before
@@ -412,7 +413,7 @@ class SchedulerMachine:
                 peer.observes_since += gap
 
     def _turn(self) -> bool:
-        """Decides at most one thing; True if something changed that may allow another decision."""
+        """Decides at most one thing; returns True if something changed that may allow another decision."""
         if self.book.persisting is not None or self.identity.hearing:
             return False
         if held := self.identity.let_go():
@@ -445,7 +446,7 @@ class SchedulerMachine:
         return self._turn_recovering()
 
     def _promote(self) -> bool:
-        """The oldest standbys get places that became free, unless a member that may live has their name."""
+        """Gives the oldest standbys places that became free, unless a member that may live has their name."""
         standby = [p for p in self.roster.peers.values() if p.standing is Standing.STANDBY and not p.differs]
         taken = {p.member.name for p in self.roster.living()} if standby else ()
         waiting = {p.id: p for p in standby if p.conn is not None and p.member.name not in taken}
@@ -516,8 +517,9 @@ class SchedulerMachine:
         return written
 
     def _turn_finish(self) -> bool:
-        """Over once every living member that holds the state has committed the closing header, also if a view lets all
-        of them go with it."""
+        """Ends the job once every living member that holds the state has committed the closing header, also if a view
+        lets all of them go with it.
+        """
         latest = self.book.latest
         gone = latest is not None and not latest.members
         here = [p for p in self.roster.needed_leavers() if p.alive] if gone else self.roster.living()
@@ -571,7 +573,9 @@ class SchedulerMachine:
         return self._change_view(latest, *change) if change is not None else self._turn_better(latest)
 
     def _turn_better(self, latest: View) -> bool:
-        """Better pipelines for the same members ride on the next header (P8), unless somebody is about to leave."""
+        """Makes a view with better pipelines for the same members, for the next header (P8), unless a member is about
+        to leave.
+        """
         if any(p.leaving for p in self.roster.members()):
             return False
         found = self.search.turn(latest)
@@ -582,8 +586,10 @@ class SchedulerMachine:
         return self._change_view(latest, change, Net(self.graph.of_view(latest)), found)
 
     def _turn_parting(self, latest: View) -> bool:
-        """All have been let go by one header (P13): each tells that it has written its parts down, and stays until all
-        that live have; a death before that is a recovery, as what the dead told still counts."""
+        """Releases all members together after one header has let all of them go (P13). Each tells that it has written
+        its parts down, and stays until all that live have; a death before that is a recovery, as what the dead told
+        still counts.
+        """
         leavers = self.roster.needed_leavers()
         if dead := [p for p in leavers if not p.alive and not self.keeper.has_told(p)]:
             return self.recovery.begin(listed((f"{p.id}: {p.condemned or p.dead}" for p in dead), "; "), urgent=True)
@@ -609,7 +615,7 @@ class SchedulerMachine:
         return True
 
     def _time_joiners(self, latest: View) -> None:
-        """A joiner that does not get its state in time holds everybody up and goes out again."""
+        """Puts a joiner out again that does not get its state in time, as it holds everybody up."""
         if self.book.entered_at is not None and self.deaths.waited_for:
             self.book.entered_at = self.desk.now  # its donors are silent
         if self.book.entered_at is None:
@@ -629,7 +635,7 @@ class SchedulerMachine:
                 self.roster.left_behind.add(process_of(peer.member))
 
     def _can_do_without(self, latest: View, late: Sequence[Peer]) -> bool:
-        """Whether enough members go on together without these; if not, all are told that they wait."""
+        """Returns whether enough members go on together without these; if not, all are told that they wait."""
         names = {p.id for p in late}
         staying = [m for m in latest.members if m.id not in names]
         ids, enough = [m.id for m in staying], self.settings.min_nodes
@@ -679,7 +685,9 @@ class SchedulerMachine:
         return self._change_view(latest, change, net)
 
     def _waits_for_leaves(self, latest: View, change: Change, net: Net) -> bool:
-        """Whether these leaves wait for those of others, since parts of the training state move with them (P13)."""
+        """Returns whether these leaves wait for those of others, since parts of the training state move with them
+        (P13).
+        """
         going = tuple(m for m in latest.members if m not in change.members)
         text, _ = self.pipelining.of(change.members, net.pairs, going)
         if not text or not self.pipelining.moves(latest, text, change.members):
@@ -689,14 +697,14 @@ class SchedulerMachine:
         return self.desk.now - self._leaves_since < LEAVES_TOGETHER_S
 
     def _part(self, latest: View) -> bool:
-        """All members leave, each with some of the state: one header lets them all go (P13)."""
+        """Lets all members, which leave each with some of the state, go by one header (P13)."""
         self._leaves_since = None
         reason = f"{listed(latest.ids())} leave: all part at one header, and each keeps its parts in a file"
         change = Change(members=(), joiners=(), reason=reason, plan=latest.plan)
         return self._change_view(latest, change, self.graph.net([]))
 
     def _near(self, ready: list[Peer], latest: View, leaving: list[str]) -> list[Peer]:
-        """Newcomers with a link to a member that stays, if any stays."""
+        """Returns newcomers with a link to a member that stays, if any stays."""
         staying = set(latest.ids()).difference(leaving)
         return self.graph.led(ready, staying) if staying else ready
 
@@ -754,7 +762,7 @@ class SchedulerMachine:
         return self._turn_decide(ruling, ruling.base)
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
-        """Base, hand-on or redo, and who goes on (protocol.md 9)."""
+        """Rules on base, hand-on or redo, and who goes on (protocol.md 9)."""
         assert self.book.latest is not None
         return rule(self.book.latest, self.book.past, reports, self.keeper.told_reports())
 
@@ -789,7 +797,7 @@ class SchedulerMachine:
         return self._write(view, lambda: self._decided(view, ruling), base, hand_on=ruling.hand_on)
 
     def _hold(self, text: str) -> bool:
-        """All that are here wait and are told why; True if they do so from now on."""
+        """Has all that are here wait, and tells them why; returns True if they do so from now on."""
         self.roster.tell(text, [*self.roster.party(), *self.graph.ready()])
         if self.desk.phase is SchedulerPhase.HOLDING:
             return False
@@ -798,7 +806,7 @@ class SchedulerMachine:
         return True
 
     def _bridged(self, ruling: Ruling) -> tuple[tuple[str, str], ...]:
-        """Members without a link to those who go on, if newcomers link them and they are enough together.
+        """Returns cut off members, with reasons, that newcomers link to those who go on, if they are enough together.
 
         As long as they are members they are cut off, and no newcomer comes in while too few are here; as newcomers
         they count, and come in after those that link them.
@@ -815,7 +823,7 @@ class SchedulerMachine:
         )
 
     def _decided(self, view: View, ruling: Ruling) -> None:
-        """A founding or recovered view is in the chain: tell its members; all others of the old one are out."""
+        """Tells a founding or recovered view, which is in the chain, to its members; all others of the old one are out."""
         assert ruling.base is not None
         old = [*self.roster.members(), *self.roster.needed_leavers()]
         self.roster.vouched = True  # who is in this view says what the job is
@@ -871,7 +879,7 @@ class SchedulerMachine:
         self.pipelining.followed(before, view)
 
     def _announce(self, view: View) -> None:
-        """A view that a header will carry."""
+        """Tells members of a view that a header will carry."""
         self._append(view, carried=True)
         self.book.decision, self.book.announced = None, NextView(view)
         for peer in self.roster.members_of(view):
@@ -883,7 +891,7 @@ class SchedulerMachine:
                 self.roster.send(peer, self.book.announced)
 
     def _on_reset(self, token: int, force: bool) -> None:
-        """The operator's word ends the job; not beside members that train on, unless it says so."""
+        """Ends the job on the operator's word; not beside members that train on, unless the word says so."""
         lives = [p.id for p in self.roster.living() if p.conn is not None and p.id not in self.detector.suspicions]
         lost = self.identity.lost_words()
         awaited = [
@@ -931,7 +939,7 @@ class SchedulerMachine:
         self.desk.out.append(SchedulerDone(reason, again=True))
 
     def _over_for_good(self, words: ToMember) -> list[str]:
-        """The job is over without being finished: tells all that are in it, and returns its members."""
+        """Ends the job without finishing it: tells all that are in it, and returns the ids of its members."""
         who = [p.id for p in self.roster.members()]
         self.desk.phase = SchedulerPhase.FINISHED
         for peer in self.roster.peers.values():
@@ -940,7 +948,7 @@ class SchedulerMachine:
         return who
 
     def _end(self, reason: str) -> bool:
-        """The job ends, as it cannot go on and is not to wait; whoever is started again begins it anew."""
+        """Ends the job, as it cannot go on and is not to wait; members that are started again begin it anew."""
         self.book.persist(Persist(0, "finish", self.roster.next_number(), again=True), lambda: self._ended(reason))
         return True
 
@@ -950,7 +958,7 @@ class SchedulerMachine:
         self.desk.out.append(SchedulerDone(reason, again=True))
 
     def _go_without(self, ruling: Ruling) -> bool:
-        """Parts of the training state are lost, and other parts are here: nobody guesses (P14).
+        """Decides what to do if parts of the training state are lost and others are here, which nobody guesses (P14).
 
         The job ends, or all wait until an operator ends it, or brings a machine back: as members ask. Whoever is to
         leave goes at once, since it can serve nobody.

@@ -30,7 +30,7 @@ _QUIET = 8
 
 
 class PipelineSearch:
-    """See the module. Arguments are the parts that it uses."""
+    """Search for better pipelines. Arguments are the parts that it uses."""
 
     def __init__(self, desk: Desk, pipelining: Pipelining) -> None:
         self._desk = desk
@@ -51,7 +51,7 @@ class PipelineSearch:
         """The plan that was found for them."""
 
     def on_found(self, event: PipelinesFound) -> None:
-        """Takes an answer, which counts only if it is to the last request."""
+        """Takes a plan that was found; it counts only if it answers the last request."""
         if event.token != self._out:
             return
         self._out, self._found = 0, event.plan or ""
@@ -97,7 +97,9 @@ class PipelineSearch:
 
 
 def searched(effect: SearchPipelines) -> PipelinesFound:
-    """Returns the answer to a request. Takes seconds, so it runs in a process of its own."""
+    """Returns the answer with the best plan that a request asks for. The search takes seconds, so it runs in a process
+    of its own.
+    """
     from chaos_lightning.planning.pipelines.pipeliner import PlanWish, search_plan
 
     plan = search_plan(PlanWish.from_dict(json.loads(effect.wish)))

@@ -30,7 +30,7 @@ _STATES = ("in use", "down", "stands, not in use yet", "not there yet", "not wan
 
 
 class Showing:
-    """See the module. Arguments are the parts that it uses."""
+    """Facts about members and links for people. Arguments are the parts that it uses."""
 
     def __init__(self, desk: Desk, book: Book, roster: Roster, graph: Graph, topology: Topology) -> None:
         self._desk = desk
@@ -72,7 +72,7 @@ class Showing:
         }
 
     def _odd(self, member: Peer) -> bool:
-        """Whether this member is not as it should be, so that it has a line of its own in a large job."""
+        """Returns whether this member is not as it should be, so that it has a line of its own in a large job."""
         latest = self._book.latest
         behind = latest is not None and member.entered != latest.id
         silent = self._desk.clock is not None and self._desk.now - member.heard > self._desk.settings.silence_timeout_s
@@ -172,7 +172,7 @@ class Showing:
 
 
 def _in_words(progress: Progress) -> str:
-    """A newcomer's transfer in one line."""
+    """Returns a newcomer's transfer of the state in one line."""
     if progress.phase == "replay":
         return f"replays, {progress.lag} behind"
     words = f"{progress.done_nbytes / 2**20:.1f} of {progress.total_nbytes / 2**20:.1f} MiB"

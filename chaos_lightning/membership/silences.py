@@ -24,7 +24,7 @@ FORGOTTEN_IN_S = 60.0
 
 
 class Silences:
-    """See the module.
+    """Silences that processes have broken by themselves.
 
     Args:
         settings: Timeouts, in seconds.
@@ -40,7 +40,7 @@ class Silences:
         """Processes that were taken for dead for their silence alone, and since when they were silent."""
 
     def shift(self, gap: float) -> None:
-        """The scheduler itself was frozen for `gap` seconds: nobody was silent in that time."""
+        """Forgives silent members the `gap` seconds for which the scheduler itself was frozen."""
         self._doubted = {process: since + gap for process, since in self._doubted.items()}
 
     def broken(self, now: float, member: Member, gap: float) -> None:
@@ -52,23 +52,23 @@ class Silences:
             self._gaps[process_of(member)] = (gap, now)
 
     def doubt(self, now: float, member: Member, since: float) -> None:
-        """This process is taken for dead because it has been silent since then."""
+        """Notes that this process is taken for dead because it has been silent since then."""
         self._doubted = {p: at for p, at in self._doubted.items() if now - at < FORGOTTEN_IN_S}
         self._doubted[process_of(member)] = since
 
     def returned(self, now: float, member: Member) -> None:
-        """A process says hello; perhaps it was taken for dead for its silence."""
+        """Learns from a process that says hello, if it was taken for dead for its silence."""
         since = self._doubted.pop(process_of(member), None)
         if since is not None:
             self.broken(now, member, now - since)
 
     def patience_s(self, now: float, member: Member) -> float:
-        """Returns how long this process may be silent (s), if nothing else tells of its death."""
+        """Returns the seconds that this process may be silent, if nothing else tells of its death."""
         learned = LEARNED_TWICE * self._longest(now, member)
         return min(max(self._settings.silence_timeout_s, learned), self._most_patience_s())
 
     def _longest(self, now: float, member: Member) -> float:
-        """The longest silence that this process has broken, as far as it still counts."""
+        """Returns the longest silence (s) that this process has broken, as far as it still counts."""
         gap, at = self._gaps.get(process_of(member), (0.0, now))
         return gap * math.exp2((at - now) / FORGOTTEN_IN_S)
 

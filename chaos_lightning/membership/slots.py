@@ -1,4 +1,4 @@
-"""Closing a slot: from one contribution per member to the header that commits them.
+"""Closes a slot: from one contribution per member to the header that commits them.
 
 Theory of operation. `close_slot` is what the commit root computes once it holds a contribution of every member of the
 view (protocol.md 1, 2), and all agree in what must be equal (4a, 20, 23). Who differs (`differing`) is put out first,
@@ -44,12 +44,12 @@ _equal_fields = operator.attrgetter(*EQUAL_FIELDS)
 
 
 def by_units(view: View, contribution: Contribution) -> bool:
-    """Returns whether units of micro-batches ran for this contribution: then it ends with its attempt (P4, P17)."""
+    """Returns whether units of micro-batches ran for this contribution, which then ends with its attempt (P4, P17)."""
     return bool(view.pipelines) and (contribution.kind is Kind.STEP or bool(contribution.micro_batches))
 
 
 def follows(base: Header, last: Header, entered: ViewId) -> bool:
-    """Returns whether a member can commit a recovery's base next: if sums never travel, it must have made its own (P5).
+    """Returns whether a member can commit a recovery's base next. If sums never travel, it must have made its own (P5).
 
     Args:
         base: The recovery's.
@@ -72,12 +72,13 @@ def admitting(header: Header, member: str, entered: ViewId) -> View | None:
 
 
 def carriable(waiting: View | None, ruling: View) -> View | None:
-    """Returns the waiting view if it follows the ruling one, so that a header of that may carry it."""
+    """Returns the waiting view if it follows the ruling one, so that a header of the ruling one may carry it."""
     return waiting if waiting is not None and waiting.predecessor == ruling.id else None
 
 
 def differing(view: View, contributions: Mapping[str, Contribution]) -> tuple[Differs, ...]:
-    """Members whose contributions differ from the others', in the first field in which any does; () if all agree.
+    """Returns members whose contributions differ from the others', in the first field in which any does; () if all
+    agree.
 
     What most of those have who do not yield counts; on a tie what the oldest of them has, as with state hashes (24).
     """
@@ -102,7 +103,7 @@ def differing(view: View, contributions: Mapping[str, Contribution]) -> tuple[Di
 
 
 def _unequal(name: str, reference: Contribution, other: Contribution) -> str:
-    """Words about a field in which a member differs from the one whose value counts."""
+    """Returns words about a field in which a member differs from the one whose value counts."""
     if name in ("kind", "name") and (reference.kind, other.kind) != (Kind.STEP, Kind.STEP):
         return _at_different_calls(reference, other)
     if name == "order":
@@ -119,7 +120,7 @@ def _unequal(name: str, reference: Contribution, other: Contribution) -> str:
 
 
 def _at_different_calls(one: Contribution, other: Contribution) -> str:
-    """Words for two members that meet in different slots, and what to do about it."""
+    """Returns words for two members that meet in different slots, and what to do about it."""
     remedy = (
         "move the call out of `if rank == 0:`, `if trainer.is_global_zero:` and the like. A checkpoint is written by "
         "one member though all ask for it, and a value that one member alone logs needs no sync_dist=True"
@@ -133,7 +134,7 @@ def _at_different_calls(one: Contribution, other: Contribution) -> str:
 
 
 def _in_different_orders(one: Contribution, other: Contribution) -> str:
-    """Words for two members whose samples have unlike orders in one epoch."""
+    """Returns words for two members whose samples have unlike orders in one epoch."""
     return (
         f"slot {one.seq}: {other.member} has {other.order or 'no shared order'}, {one.member} has "
         f"{one.order or 'no shared order'}; members must have the samples of an epoch in one order, or some are never "
@@ -144,7 +145,7 @@ def _in_different_orders(one: Contribution, other: Contribution) -> str:
 
 
 def _doing(contribution: Contribution) -> str:
-    """Words about what a member does in this slot, and by which line of its code."""
+    """Returns words about what a member does in this slot, and by which line of its code."""
     does = {
         Kind.STEP: "goes on to its next step",
         Kind.GATHER: f"makes the collective {contribution.name!r}",
@@ -155,7 +156,9 @@ def _doing(contribution: Contribution) -> str:
 
 
 def _yielded(reference: Contribution, other: Contribution) -> tuple[str, ...]:
-    """Fields in which a contribution that yields may differ: what comes from the script, but for a step's section."""
+    """Returns fields in which a contribution that yields may differ: all that the script gives, but for a step's
+    section.
+    """
     if other.kind is Kind.GATHER:
         return ("name", "lets_go")
     same_kind = other.kind is reference.kind
@@ -163,7 +166,7 @@ def _yielded(reference: Contribution, other: Contribution) -> tuple[str, ...]:
 
 
 def leading(view: View, contributions: Mapping[str, Contribution]) -> Contribution:
-    """The contribution that says what this slot is: the root's, or the oldest member's that does not yield."""
+    """Returns the contribution that says what this slot is: the root's, or the oldest member's that does not yield."""
     ordered = [contributions[view.root], *(contributions[m] for m in view.ids())]
     return next((c for c in ordered if not c.yields), ordered[0])
 
@@ -178,7 +181,7 @@ def kind_of(view: View, prev: Header, contributions: Mapping[str, Contribution])
 
 
 def fitting(payload: bytes) -> bytes:
-    """Returns what a member contributes to a GATHER or STEP: the payload; of a too large one, enough to be refused.
+    """Returns the payload that a member contributes to a GATHER or STEP; of a too large one, enough to be refused.
 
     A member that raised alone would leave the others waiting for its contribution. One byte above the limit still fits
     into a message, and the root refuses the slot for all of them alike.
@@ -187,7 +190,7 @@ def fitting(payload: bytes) -> bytes:
 
 
 def too_large(contributions: Sequence[Contribution]) -> str:
-    """Words about payloads that do not fit into one header together, or "" if they do."""
+    """Returns words about payloads that do not fit into one header together; "" if they do."""
     total = sum(len(c.payload) for c in contributions)
     if total <= MAX_GATHER_NBYTES:
         return ""
@@ -211,7 +214,7 @@ def answers_of(kind: Kind, name: str, contributions: Sequence[Contribution]) -> 
 
 
 def presence_of(contributions: Sequence[Contribution]) -> bytes:
-    """Bitwise OR of the presence masks; a shorter mask has zeros behind its end."""
+    """Returns the bitwise OR of the presence masks; a shorter mask has zeros behind its end."""
     length = max((len(c.presence) for c in contributions), default=0)
     bits = 0
     for contribution in contributions:
@@ -220,7 +223,9 @@ def presence_of(contributions: Sequence[Contribution]) -> bytes:
 
 
 def drifted(parts: Division, contributions: Mapping[str, Contribution]) -> tuple[DriftedPart, ...]:
-    """Parts whose hash at an owner differs from most of its owners'; on a tie the oldest one's counts (24, P12)."""
+    """Returns the parts whose hash at an owner differs from most of its owners'; on a tie the oldest one's counts (24,
+    P12).
+    """
     hashes = {c.member: _hashes(parts, c) for c in contributions.values() if c.state_hashes}
     found: list[DriftedPart] = []
     for part, owners in enumerate(parts.owners if hashes else ()):
@@ -236,8 +241,9 @@ def _hashes(parts: Division, contribution: Contribution) -> dict[int, str]:
 
 
 def miscounted(parts: Division, first: Contribution, contributions: Mapping[str, Contribution]) -> str:
-    """Words about micro-batches that are not once in each layer's sums, or hashes that are not one for each part that
-    their member owns; "" if all is well (P3, P12).
+    """Returns words about micro-batches that are not once in each layer's sums, or hashes that are not one for each
+    part that their member owns; "" if all is well (P3, P12). Members of one attempt have one plan, so either can only
+    be a bug.
 
     Members of one attempt have one plan, so either can only be a bug.
 
@@ -258,7 +264,7 @@ def miscounted(parts: Division, first: Contribution, contributions: Mapping[str,
 
 
 def carried(kind: Kind, waiting: View | None, *, lets_go: bool = False) -> tuple[View | None, bool]:
-    """Which view a header of this kind carries, and whether it must ask for a BOUNDARY slot.
+    """Returns the view that a header of this kind carries, and whether the header must ask for a BOUNDARY slot.
 
     Joiners enter only by a BOUNDARY header: every member is at rest there, so the state that the joiner pulls cannot
     change. Other changes ride on any STEP or BOUNDARY header, and on that of a GATHER which lets go. No other GATHER
@@ -280,7 +286,7 @@ def close_slot(
     waiting: View | None = None,
     learners: tuple[str, ...] = (),
 ) -> Header:
-    """The header that commits the slot after `prev` for all members of `view`.
+    """Returns the header that commits the slot after `prev` for all members of `view`.
 
     Args:
         view: The ruling view; `contributions` holds exactly one entry for each of its members.

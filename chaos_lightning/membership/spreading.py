@@ -25,7 +25,7 @@ GREETERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The shape of the tree that headers go down; equal at all members.
+    """Shape of the tree that headers go down; equal at all members.
 
     Attributes:
         direct: Number of members up to which the root sends to all.
@@ -37,7 +37,7 @@ class Spread:
 
 
 class Spreading:
-    """Finds the members to which one member hands headers on. See the module."""
+    """Members to which one member hands headers on."""
 
     def __init__(self, spread: Spread) -> None:
         self.spread = spread
@@ -48,7 +48,7 @@ class Spreading:
         return [ToPeer(member, header) for member in self.below(view, me)]
 
     def below(self, view: View, me: str) -> tuple[str, ...]:
-        """Members to which this one hands a header of `view` on."""
+        """Returns the members to which this one hands a header of `view` on."""
         if self._known[0] is not view:
             self._known = (view, self._below(view, me))
         return self._known[1]
@@ -63,7 +63,7 @@ class Spreading:
         return tuple(order[first : first + self.spread.width])
 
     def _tree(self, view: View) -> dict[str, list[str]]:
-        """Members below each: at most `width`, but for those whom only somebody with more can reach."""
+        """Returns the members below each: at most `width`, but for those whom only a member with more can reach."""
         near = neighbours(view.ids(), [(link.a, link.b) for link in view.links])
         order, below = [view.root], {view.root: list[str]()}
         for width in (self.spread.width, len(near)):
@@ -78,7 +78,7 @@ class Spreading:
         return below
 
     def joiners(self, view: View, me: str) -> tuple[str, ...]:
-        """Joiners of `view` to which this member sends the header that carries it."""
+        """Returns the joiners of `view` to which this member sends the header that carries it."""
         if len(view.members) <= self.spread.direct:
             return view.joiners
         if not view.links:
@@ -91,7 +91,7 @@ class Spreading:
         return tuple(j for j, old in near.items() if me in old or not old)  # linked with newcomers alone: all send
 
     def learners(self, view: View, me: str, learners: tuple[str, ...], linked: Container[str]) -> tuple[str, ...]:
-        """Learners to which this member of `view` sends the header that names them first.
+        """Returns the learners to which this member of `view` sends the header that names them first.
 
         Args:
             view: The header's.

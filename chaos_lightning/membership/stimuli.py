@@ -1,4 +1,4 @@
-"""Log of the events that a machine took in: enough to read what happened, and no payload.
+"""Logs the events that a machine took in: enough to read what happened, and no payload.
 
 Theory of operation. Contributions and headers carry what a slot gathers, up to 60 MiB of all members together, and a
 header carries its ledger; a decision and a report carry headers. A log that keeps such events whole keeps them alive
@@ -29,14 +29,14 @@ _FEW = 8
 
 @dataclass(frozen=True, slots=True)
 class MessageDigest:
-    """A large event in words."""
+    """Large event in words."""
 
     kind: str
     words: str
 
 
 def of_member(event: MemberEvent) -> MemberEvent | MessageDigest:
-    """Returns what a member remembers of this event."""
+    """Returns what a member's log remembers of this event."""
     match event:
         case PeerIn(peer, message):
             return MessageDigest("PeerIn", f"{peer}: {in_words(message)}")
@@ -52,7 +52,7 @@ def of_member(event: MemberEvent) -> MemberEvent | MessageDigest:
 
 
 def of_scheduler(event: SchedulerEvent) -> SchedulerEvent | MessageDigest:
-    """Returns what a scheduler remembers of this event."""
+    """Returns what a scheduler's log remembers of this event."""
     match event:
         case MessageIn(conn, Report() as report):
             named = in_words(report.pending) if report.pending is not None else report.pending_hash
@@ -77,7 +77,7 @@ def _few(spans: Sequence[Span]) -> str:
 
 
 def in_words(message: Contribution | Header) -> str:
-    """A contribution or header without its payload."""
+    """Returns a contribution or header in words, without its payload."""
     common = f"slot {message.seq} of view {message.view}, {message.kind} {message.name!r}, step {message.step}"
     if isinstance(message, Contribution):
         brought = f"{len(message.payload)} bytes, weight {message.weight:g}"

@@ -1,4 +1,4 @@
-"""Terms of the job, and the members that can say them (protocol.md 12b).
+"""Finds out the terms of the job, and which members can say them (protocol.md 12b).
 
 Theory of operation. Every member must equal a *reference*: what the job's first member said of itself. Where nobody who
 holds the state answers, a newcomer's is only for now: whoever differs waits, and is turned away or founds the job.
@@ -14,7 +14,7 @@ from chaos_lightning.protocol.types import Refused
 
 
 class Terms:
-    """See the module. Arguments are the parts that it uses."""
+    """Terms that newcomers are compared with. Arguments are the parts that it uses."""
 
     def __init__(self, desk: Desk, roster: Roster, detector: Detector) -> None:
         self._desk = desk
@@ -23,7 +23,7 @@ class Terms:
         self._detector = detector
 
     def turn_away_strangers(self) -> None:
-        """Newcomers that were welcomed before anybody could say that theirs is another program."""
+        """Refuses newcomers of another program that were welcomed before anybody could say so."""
         for peer in [p for p in self._roster.peers.values() if not self._roster.was_member(p.id)]:
             reason = peer.differs = difference(peer.said, self._roster.reference) if peer.said is not None else ""
             if reason:
@@ -43,7 +43,7 @@ class Terms:
         return [p for p in self._roster.living() if p.conn is not None and p.id not in self._detector.suspicions]
 
     def turn_terms(self) -> bool:
-        """Newcomers of another program than that of a job whose members do not answer (protocol.md 12b).
+        """Deals with newcomers of another program than that of a job whose members do not answer (protocol.md 12b).
 
         They are turned away as soon as anybody can say what the job is. Where nobody holds its state, and nobody else
         is about to found it, theirs is the job.

@@ -1,4 +1,4 @@
-"""The graph of links: which pairs are wanted, which stand, what was measured, and what falls apart without which.
+"""Knows the graph of links: which pairs are wanted, which stand, what was measured, and what falls apart without which.
 
 Theory of operation. A *pair* is two members (or two names) regardless of order. Every view has a graph: `View.links`,
 or every pair of its members where that is empty. `Topology` keeps what the scheduler knows beside it:
@@ -60,14 +60,14 @@ def every_pair(ids: Sequence[str]) -> frozenset[Pair]:
 
 
 def links_of(view: View) -> frozenset[Pair]:
-    """The pairs of members that this view may use."""
+    """Returns the pairs of members that this view may use."""
     if not view.links:
         return every_pair(view.ids())
     return frozenset(pair(link.a, link.b) for link in view.links)
 
 
 def in_rank_order(ids: Sequence[str], pairs: Iterable[Pair]) -> list[tuple[str, str]]:
-    """The pairs of these members, the earlier one first in each, and sorted so."""
+    """Returns the pairs of these members, the earlier one first in each, sorted by rank."""
     place = {m: i for i, m in enumerate(ids)}
     ranks = [sorted(place[m] for m in ends) for ends in pairs if all(m in place for m in ends)]
     return [(ids[i], ids[j]) for i, j in sorted(ranks)]
@@ -80,13 +80,13 @@ def specs(ids: Sequence[str], pairs: Collection[Pair]) -> tuple[LinkSpec, ...]:
 
 
 def by_member(ids: Sequence[str], pairs: Iterable[Pair]) -> dict[str, frozenset[str]]:
-    """Returns by member the members with which it has a link."""
+    """Returns, by member, the members with which it has a link."""
     near = links_by_member(ids, [(a, b) for a, b in pairs])
     return {member: frozenset(others) for member, others in near.items()}
 
 
 def neighbours(view: View, me: str) -> tuple[str, ...]:
-    """Members that `me` has a link to, in rank order."""
+    """Returns the members that `me` has a link to, in rank order."""
     if not view.links:
         return tuple(m for m in view.ids() if m != me)
     mine = {link.b if link.a == me else link.a for link in view.links if me in (link.a, link.b)}
@@ -94,7 +94,7 @@ def neighbours(view: View, me: str) -> tuple[str, ...]:
 
 
 def components(ids: Sequence[str], pairs: Collection[Pair]) -> list[tuple[str, ...]]:
-    """The connected parts, each in the order of `ids`; the part of the first id comes first."""
+    """Returns the connected parts, each in the order of `ids`; the part of the first id comes first."""
     found = connected_parts(ids, links_by_member(ids, [(a, b) for a, b in pairs]))
     return [tuple(part) for part in found]
 
@@ -122,7 +122,9 @@ def connected(ids: Sequence[str], pairs: Collection[Pair]) -> bool:
 
 
 def ranked(groups: Iterable[tuple[str, ...]], order: Sequence[str]) -> list[tuple[str, ...]]:
-    """Which part may go on, best first: more members; of equal ones the one with the oldest member."""
+    """Returns these parts of a graph, best first, by which of them may go on: more members; of equal ones the one with
+    the oldest member.
+    """
     place = {m: i for i, m in enumerate(order)}
     return sorted(groups, key=lambda group: (-len(group), min(place[m] for m in group)))
 
@@ -145,14 +147,14 @@ class Fact:
 
     @property
     def down(self) -> str:
-        """Why it is down, in the words of one end (a goodbye says least); "" if no end says so."""
+        """Reason why the link is down, in the words of one end (a goodbye says least); "" if no end says so."""
         bad = [(word == "bye", end, word) for end, word in self.words.items() if word]
         return f"{min(bad)[1]}: {min(bad)[2]}" if bad else ""
 
     @property
     def idle(self) -> str:
-        """Words of an end that measured that it carries nothing, though it may stand; "" if it carries something, or
-        that is not known.
+        """Words of an end that measured that the link carries nothing, though it may stand; "" if it carries something,
+        or that is not known.
         """
         return next(
             (f"{end}: carries nothing ({r.evidence})" for end, r in self.reports.items() if r.rate_bps <= 0), ""
@@ -160,16 +162,16 @@ class Fact:
 
     @property
     def stands(self) -> bool:
-        """Both ends say so."""
+        """Whether both ends say that the link stands."""
         return len(self.words) == 2 and not any(self.words.values())
 
     @property
     def stand_s(self) -> float:
-        """How long it must stand before a view uses it (again), in seconds."""
+        """Seconds that the link must stand before a view uses it (again)."""
         return 0.0 if not self.failures else min(LONGEST_STAND_S, FIRST_STAND_S * 2.0 ** (self.failures - 1))
 
     def say(self, now: float, end: str, word: str) -> None:
-        """One end's word; "" for good."""
+        """Takes one end's word about the link: why it is down, or "" if it stands."""
         before = (self.stands, bool(self.down))
         if word and self.stands and now - self.since > FORGIVEN_S:
             self.failures = 0
@@ -180,14 +182,14 @@ class Fact:
             self.since = now
 
     def seasoned(self, now: float) -> bool:
-        """It stands, has stood for long enough, and was measured, or nobody is going to."""
+        """Returns whether the link stands, has stood for long enough, and was measured, or nobody is going to."""
         if not self.stands or now - self.since < self.stand_s:
             return False
         return bool(self.reports) or now - self.since >= PROBE_PATIENCE_S
 
 
 class Topology:
-    """See the module. Members are told apart by id, wishes by name.
+    """Graph of links between members. Members are told apart by id, wishes by name.
 
     Args:
         wishes: What was granted so far, oldest first.
@@ -220,7 +222,7 @@ class Topology:
         return self._of.get(one, {}).get(other)
 
     def say(self, now: float, end: str, other: str, word: str) -> Fact:
-        """One end's word about its link to another; "" for good."""
+        """Takes one end's word about its link to another: why it is down, or "" if it stands."""
         fact = self.fact(end, other)
         fact.say(now, end, word)
         self._look_at(end, other, fact)
@@ -234,22 +236,22 @@ class Topology:
             self.ailing.pop(pair(one, other), None)
 
     def down(self, one: str, other: str) -> str:
-        """Why this link is down; "" if nobody says so."""
+        """Returns in words why this link is down; "" if nobody says so."""
         fact = self.known(one, other)
         return fact.down if fact is not None else ""
 
     def stands(self, one: str, other: str) -> bool:
-        """Whether both ends of this link say that it stands."""
+        """Returns whether both ends of this link say that it stands."""
         fact = self.known(one, other)
         return fact is not None and fact.stands
 
     def trouble(self, one: str, other: str) -> str:
-        """Why this link is of no use: it is down, or carries nothing; "" if nobody says so."""
+        """Returns in words why this link is of no use: it is down, or carries nothing; "" if nobody says so."""
         fact = self.known(one, other)
         return (fact.down or fact.idle) if fact is not None else ""
 
     def forget(self, member: str) -> None:
-        """An incarnation that is gone."""
+        """Forgets the links of an incarnation that is gone."""
         self.partners.drop(member)
         self.news = True
         for other in self._of.pop(member, {}):
@@ -258,39 +260,41 @@ class Topology:
             self.ailing.pop(pair(member, other), None)
 
     def shift(self, gap: float) -> None:
-        """The scheduler was frozen for so long (s): that is no time in which a link stood or was down."""
+        """Forgives links the `gap` seconds for which the scheduler was frozen: they neither stood nor were down in that
+        time.
+        """
         for fact in self.facts.values():
             fact.since += gap
 
     def wants(self, one: Peer, other: Peer) -> bool:
-        """Whether these two are to have a link."""
+        """Returns whether these two are to have a link."""
         return self.partners.wants(one, other)
 
     @property
     def removed(self) -> dict[Pair, str]:
-        """Links that stay away, by the names of their ends: why."""
+        """Reasons of links that stay away, by the names of their ends."""
         return self.partners.removed
 
     def wished(self, wish: LinkWish) -> None:
-        """A wish was granted, and is in the store."""
+        """Takes in a wish that was granted, and is in the store."""
         self.partners.wished(wish)
         self.news = True
 
     def report(self, by: str, report: LinkReport) -> None:
-        """Takes what one end measured."""
+        """Takes in what one end measured of its link."""
         fact = self.fact(by, report.peer)
         fact.reports[by] = report
         self.version += 1
         self._look_at(by, report.peer, fact)
 
     def validate(self) -> None:
-        """Asserts that what was kept step by step is what all facts come to."""
+        """Asserts that the numbers kept step by step are what all facts come to."""
         self.partners.validate()
         assert {frozenset((a, b)) for a, of in self._of.items() for b in of} == self.facts.keys()
         assert {ends for ends, fact in self.facts.items() if fact.down or fact.idle} == self.ailing.keys()
 
     def measured(self, ids: Sequence[str], pairs: Collection[Pair]) -> Measured:
-        """Rates and latencies of these pairs; what nobody measured is usual, or what the other end says."""
+        """Returns rates and latencies of these pairs; those that nobody measured are usual, or as the other end says."""
         found: dict[tuple[str, str], tuple[float, float, float]] = {}
         for a, b in in_rank_order(ids, pairs):
             fact = self.known(a, b)
@@ -305,7 +309,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Net:
-    """The links that a view in the making may use, and what is known of them."""
+    """Links that a view in the making may use, and what is known of them."""
 
     pairs: frozenset[Pair]
     measured: Measured = field(default_factory=dict)
@@ -314,5 +318,5 @@ class Net:
         return specs(ids, self.pairs)
 
     def known(self, ids: Sequence[str]) -> Measured:
-        """For the plan generator: every link of these members, measured or not."""
+        """Returns every link of these members, measured or not, for the plan generator."""
         return {ends: self.measured.get(ends, USUAL) for ends in in_rank_order(ids, self.pairs)}

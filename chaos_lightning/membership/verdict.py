@@ -17,7 +17,7 @@ UNSEEN: Sight = (False, "", False)
 def verdict(
     suspect: str, here: Sight, there: Sight = UNSEEN, *, silence_s: float, limit_s: float, excused: bool
 ) -> Verdict:
-    """Whether it lives, as far as is known here.
+    """Returns the verdict whether the suspect lives, as far as is known here.
 
     Args:
         suspect: Whom the scheduler asks about.

@@ -1,4 +1,4 @@
-"""Making views: who is in the next one, in which order, by which plan, and why (pure functions; reasons in words).
+"""Makes views: who is in the next one, in which order, by which plan, and why (pure functions; reasons in words).
 
 A plan that the user drew for certain members may not fit those of a view, and one that needs a link between every pair
 may not fit its links: then `plan_for` or the generator (planning/overlay.py) gives another one, and the view's reason
@@ -36,7 +36,7 @@ def founding_view(
     chain_id: str = "",
     state: str = "",
 ) -> View:
-    """The first view: the first member's state is the job's, the others receive what differs (protocol.md 14).
+    """Returns the first view: the first member's state is the job's, the others receive what differs (protocol.md 14).
 
     `state` says what becomes of the state that the job had, if it is founded again.
     """
@@ -60,7 +60,7 @@ def founding_view(
 
 
 def in_pipelines(view: View, pipelines: str, holders: Collection[str]) -> View:
-    """The first view of a job with pipelines.
+    """Returns the first view of a job with pipelines.
 
     The oldest owner of each part makes it, so there are no joiners but those that lack a state which others have in
     files (P13, P14).
@@ -76,7 +76,7 @@ def in_pipelines(view: View, pipelines: str, holders: Collection[str]) -> View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """An intended change of a settled view."""
+    """Intended change of a settled view."""
 
     members: tuple[Member, ...]
     joiners: tuple[str, ...]
@@ -88,7 +88,7 @@ class Change:
 def intended_change(
     view: View, *, leavers: Sequence[str], newcomers: Sequence[Member], min_nodes: int
 ) -> Change | None:
-    """The next change of a view that all its members have entered; None if there is nothing to change.
+    """Returns the next change of a view that all its members have entered; None if there is nothing to change.
 
     Leaves go first, since they need no boundary, unless too few members would be left: then newcomers come in with the
     same view, or even before, so that somebody holds the state for them.
@@ -113,7 +113,7 @@ def intended_change(
 def plan_within(
     spec: PlanSpec, members: Sequence[Member], net: Net, before: PlanSpec | None = None
 ) -> tuple[PlanSpec, str]:
-    """The plan for these members over these links, and the reason in words: as configured, or else drawn.
+    """Returns the plan for these members over these links, as configured or else drawn, and the reason in words.
 
     Args:
         spec: As configured.
@@ -140,7 +140,7 @@ def _chunked(plan: PlanSpec, spec: PlanSpec) -> PlanSpec:
 
 
 def _drawn(spec: PlanSpec) -> bool:
-    """Whether the configuration names a planner instead of a plan."""
+    """Returns whether the configuration names a planner instead of a plan."""
     return spec.kind not in KINDS and not spec.kind.startswith("tree")
 
 
@@ -155,7 +155,7 @@ def _draw(spec: PlanSpec, members: Sequence[Member], links: Measured) -> tuple[P
 
 
 def replanned(wish: DrawPlan) -> tuple[PlanSpec | None, str]:
-    """A better plan than the present one, if there is one, and the reason in words.
+    """Returns a better plan than the present one, None if there is none, and the reason in words.
 
     In place of a plan that was drawn in a hurry a planner that the configuration names has its own way. Any other
     change must pay, by what was measured.
@@ -180,7 +180,7 @@ def replanned(wish: DrawPlan) -> tuple[PlanSpec | None, str]:
 def _planned(
     spec: PlanSpec, members: Sequence[Member], before: PlanSpec, reason: str, net: Net
 ) -> tuple[PlanSpec, str]:
-    """The plan for these members; where it is not the one before, the reason tells why."""
+    """Returns the plan for these members, and the reason, which tells why if the plan is not the one before."""
     plan, why = plan_within(spec, members, net, before)
     return plan, reason if plan == before else f"{reason}; plan: {why}"
 
@@ -188,7 +188,7 @@ def _planned(
 def changed_view(
     view: View, number: ViewId, change: Change, plan: PlanSpec, net: Net, pipelines: str = "", why: str = ""
 ) -> View:
-    """The view of an intended change.
+    """Returns the view of an intended change.
 
     Args:
         view: The one that it follows.
@@ -221,7 +221,7 @@ def changed_view(
 def recovered_view(
     view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, why: str, net: Net, lineup: Lineup
 ) -> View:
-    """The view after a failure: the ruling's members in the old rank order, and who else the pipelines need."""
+    """Returns the view after a failure: the ruling's members in the old rank order, and who else the pipelines need."""
     reason = f"{why}; {ruling.reason}"
     plan, reason = _planned(plan, lineup.members, view.plan, reason, net) if lineup.members else (view.plan, reason)
     return replace(
